@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One group of equal layers: its parts, how its slots are taken, freed and share pages."""
+"""One group of equal layers: its components, and how its slots are taken, freed and share pages."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ __all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
-_NEWCOMERS = 8  # 1 of so many slots stays free of recorded rows, if any is free
+_NEWCOMERS = 8  # 1 / _NEWCOMERS of the slots are kept free of recorded rows
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The result of `make_parts`.
+    """Result of `make_parts`.
 
     Attributes:
-        context: of the pages.
-        layout: where everything lies.
-        reservation: all tensors.
-        limit_pages: physical pages that the cache may have.
-        cuda_device: CUDA ordinal; None where pages are the CPU's.
+        context: allocates the pages.
+        layout: offsets of slots, tensors and rows.
+        reservation: addresses of all tensors.
+        limit_pages: most physical pages that the cache may have.
+        cuda_device: CUDA ordinal; None if the pages are CPU memory.
     """
 
     context: Context
@@ -74,7 +74,7 @@ class Parts:
 def make_parts(
     config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
 ) -> Parts:
-    """Reserves the addresses; the journal frees them if no group is made."""
+    """Reserve a group's addresses; the journal releases them if the call fails."""
     info = context.info
     page_size = config.page_size or info.granule
     require_page_size(info, page_size)
@@ -96,26 +96,27 @@ def make_parts(
 
 
 def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any) -> Context:
-    """A context for groups of layers: with entries of 2 MiB for small pages, where that can be.
+    """Return a context for groups of layers, with 2 MiB entries for small pages if possible.
 
     Args:
         configs: of the groups.
-        backend: its name.
+        backend: name of the back end.
         options: of the context.
     """
     page_size = configs[0].page_size
     packed = [one for one in configs if one.packed_slots and not one.state]
     if not any(one.max_seq_len * one.row_bytes % BLOCK_BYTES for one in packed):
-        with suppress(NotSupported):  # a back end without them, if it is nothing else
+        with suppress(NotSupported):  # the back end may lack only this feature
             return Context(backend, granule=page_size, large_entries=True, **options)
     return Context(backend, granule=page_size, **options)
 
 
 def pool_low(config: KVCacheConfig) -> int:
-    """Free bytes that an owned context's worker keeps ready, so that no step calls the driver.
+    """Return the free bytes that an owned context's worker keeps ready, to save driver calls in
+    steps.
 
     A page in every tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
-    memory limit: the cache cannot use what is kept ready.
+    memory limit, as the cache cannot use this memory otherwise.
     """
     page_size = config.page_size or _DEFAULT_GRANULE
     tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
@@ -142,22 +143,22 @@ def _limit_pages(
 
 
 class Group:
-    """Equal layers of a cache, which has one or more such groups; not thread-safe by itself.
+    """A group of equal layers of a cache. Not thread-safe: callers hold the cache's lock.
 
     Attributes:
-        used_tokens: the sum of `rows`.
-        token_bytes, page_bytes: of a token's rows, and of a page, in all tensors.
-        clock: steps so far.
-        mover: replaces pages at the same addresses.
-        prefixes: recorded ones, of this group and others with the same requests.
-        place: the group's place among these.
-        promoter: None: no slot has a block of 2 MiB, or none that stays as it is.
-        window: what slides; None: every row is kept.
-        reclaim_due: `reclaim_idle` is to be called by the next step.
-        unprepared: `prepare` is.
-        named: the last step named a request, which GPU work may be using; kept for the first group
-            only.
-        rested: if not, the work before that step that is not known to be over.
+        used_tokens: sum of `rows`.
+        token_bytes, page_bytes: bytes of a token's rows, and of a page, in all tensors.
+        clock: number of completed steps.
+        mover: copies pages to other memory at the same addresses.
+        prefixes: recorded prefixes of this group and the cache's other groups.
+        place: index of the group in the cache.
+        promoter: copies pages into 2 MiB blocks; None if the layout has none, or pages change.
+        window: unmaps pages that leave the sliding window; None: every row is kept.
+        reclaim_due: the next step calls `reclaim_idle`.
+        unprepared: the next step calls `prepare`.
+        named: the last step named a request, which GPU work may be using; kept only in the first
+            group.
+        rested: if not `named`, the earlier GPU work that is not known to be complete.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class Group:
     # ---- numbers from outside --------------------------------------------------------------------
 
     def slot(self, reqid: int, *, taken: bool = True) -> Slot:
-        """A slot by its number; InvalidArgument for an unknown or, with `taken`, a free one."""
+        """Return a slot; raises InvalidArgument if unknown or, with `taken`, not taken."""
         slots, index = self.table.slots, operator.index(reqid)
         if not 0 <= index < len(slots):
             last = len(slots) - 1
@@ -248,16 +249,16 @@ class Group:
         return slot
 
     def free_slot(self, reqid: int) -> Slot:
-        """A free slot by its number; raises InvalidArgument where it cannot be taken."""
+        """Return a slot that is not taken; raises InvalidArgument if it is taken or retired."""
         slot = self.slot(reqid, taken=False)
         if slot.active:
             raise invalid(f"reqid {slot.index} is taken")
         if slot.broken:
-            raise invalid(f"reqid {slot.index} is broken: a failed batch could not be undone there")
+            raise invalid(f"reqid {slot.index} is retired: a failed batch was not rolled back")
         return slot
 
     def fit(self, seq_len: int) -> Slot | None:
-        """The free slot for a request of so many tokens (0: not known)."""
+        """Choose a free slot for a request of `seq_len` tokens (0: unknown); None: none is free."""
         length, longest = operator.index(seq_len), self.config.max_seq_len
         if not 0 <= length <= longest:
             raise invalid(
@@ -267,19 +268,19 @@ class Group:
         return self.table.best_fit(pages or max(1, self._eager_pages))
 
     def check_back(self, slot: Slot, length: int) -> None:
-        """Raises InvalidArgument where a request cannot be truncated to so few tokens."""
+        """Raise InvalidArgument if a request cannot be truncated to `length` tokens."""
         if self.window is not None:
             self.window.check(slot, length)
         held = self.rows[slot.index]
         if self.layout.state and 0 < length < held:
             raise invalid(
                 f"length {length}: reqid {slot.index} has a state of its {held} tokens, which "
-                "cannot go back; compute the request again from its first token",
+                "cannot be truncated; compute the request again from its first token",
                 limit=held,
             )
 
     def take(self, slot: Slot) -> None:
-        """Gives a free slot to a new owner; free again if the call is not completed."""
+        """Give a free slot to a new owner; freed again if the current call fails."""
         owner = slot.owner + 1
 
         def free() -> None:
@@ -290,20 +291,20 @@ class Group:
         self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
-        """Differs after every call that takes, frees or steps a request."""
+        """Return a value that changes with every call that takes, frees or steps a request."""
         counters = self.counters
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def rest(self, stream: Any) -> None:
-        """Records that the last step named no request; `stream`: of the work so far."""
+        """Record that the last step named no request; `stream` carries the earlier work."""
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.rested = [] if event is None else [event]
         self.named = False
 
     def release(self, slot: Slot, event: Any) -> None:
-        """Ends an ownership; `event`: the GPU work that may still touch the slot.
+        """Free a slot; `event`: GPU work that may still touch it, None if complete.
 
-        Nothing is unmapped: `reclaim_idle` does that.
+        Unmaps nothing: `reclaim_idle` does.
         """
         if self.mover.moves:
             self.mover.abandon(slot)
@@ -323,25 +324,25 @@ class Group:
             self.reclaim_due = True
 
     def entering(self, slot: Slot, length: int) -> list[list[Any]]:
-        """The edits where a slot holds so many rows, independent of `step`."""
+        """Return the edits that set a slot's rows to `length`, independent of `step`."""
         rows, index = self.pager.columns.held, slot.index
         used = self.used_tokens + length - rows[index]
         return [[self, "used_tokens", used], [rows, index, length]]
 
     def enter(self, slot: Slot, length: int) -> None:
-        """Records that a slot holds so many rows, independent of `step`."""
+        """Set a slot's rows to `length`, independent of `step`."""
         self.journal.change(self.entering(slot, length))
 
     def disowning(
         self, slot: Slot, keep: int, event: Any, *, written: bool = True
     ) -> list[list[Any]]:
-        """The edits that leave a request only its first pages; the others stay mapped.
+        """Return the edits that reduce a request to its first `keep` pages; all stay mapped.
 
         Args:
-            slot: the request's.
+            slot: the request's slot.
             keep: pages per tensor.
-            event: the GPU work that may still touch the others.
-            written: they are dirty.
+            event: GPU work that may still touch the other pages; None if complete.
+            written: mark the other pages as dirty.
         """
         edits = [*self.pager.granting(slot, keep), [self.reclaimer, "own_away", None]]
         if written:
@@ -351,9 +352,9 @@ class Group:
         return edits
 
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
-        """Leaves a request only its first `length` rows and their pages.
+        """Reduce a request to its first `length` rows and their pages.
 
-        `event`: the GPU work that may still touch the others. The slot has no batch in flight.
+        `event`: GPU work that may still touch the others. The slot has no batch in flight.
         """
         pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
         keep, edits = max(pages, slot.shared), self.entering(slot, length)
@@ -363,9 +364,9 @@ class Group:
 
     @property
     def rows(self) -> array[int]:
-        """Tokens whose rows every slot holds; 0 for free slots.
+        """Rows that each slot holds, in tokens; 0 for free slots.
 
-        They grow with `step`, and shrink only by `truncate` and at the end of the request.
+        They grow with `step`, and shrink only with `truncate` and at the end of the request.
         """
         return self.pager.columns.held
 
@@ -384,29 +385,29 @@ class Group:
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `CacheSlots.first_rows`."""
         size, row = self.layout.page_size, self.layout.row_bytes
-        # A head past what is granted is an earlier owner's: those pages are unmapped before this
-        # owner's first row.
+        # A head beyond the granted pages belongs to an earlier owner, whose pages are unmapped
+        # before this owner's first row.
         heads = [slot.head if slot.head <= slot.granted else 0 for slot in self._slots(reqids)]
         return [-(-head * size // row) for head in heads]
 
     def _slots(self, reqids: Sequence[int]) -> list[Slot]:
-        """Raises InvalidArgument for a reqid that does not exist."""
+        """Return slots by index; raises InvalidArgument for a reqid that does not exist."""
         return [self.slot(reqid, taken=False) for reqid in reqids]
 
     # ---- sums of the records ---------------------------------------------------------------------
 
     @property
     def active_pages(self) -> int:
-        """Physical pages of the device that requests own, shared ones once."""
+        """Physical device pages that requests own; shared pages count once."""
         return self._use()[0]
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of rows in the device that hold tokens; shared ones once, none that slid out."""
+        """Bytes of device rows that hold tokens; shared rows count once, slid ones not at all."""
         return self._use()[1]
 
     def _use(self) -> tuple[int, int]:
-        """`active_pages` and `used_bytes`."""
+        """Return `active_pages` and `used_bytes`."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         away, elsewhere = 0, 0
         if any(reclaimer.away.values()):
@@ -415,7 +416,7 @@ class Group:
             away, slots = reclaimer.own_away
             elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
         pages = self.pager.used_pages - away
-        # Rows of all requests: one for each token, or one state for each request.
+        # Rows of all requests: one per token, or one state per request.
         rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
         used = rows * self.token_bytes - elsewhere
         gone = shared.away_uses
@@ -428,23 +429,23 @@ class Group:
         return pages * self.layout.num_tensors, used
 
     def own_away(self) -> tuple[int, list[Slot]]:
-        """Pages per tensor outside the device that requests own alone, and the slots with some."""
+        """Return the pages per tensor outside the device that one request owns, and their slots."""
         found = [(slot, self._own_away(slot)) for slot in self.table if slot.active and slot.places]
         slots = [slot for slot, ranges in found if ranges]
         return sum(high - low for _, ranges in found for low, high in ranges), slots
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
-        """The owner's unshared pages [low, high) outside the device."""
+        """Return the owner's unshared page ranges [low, high) outside the device."""
         places = slot.places.within(slot.shared, slot.granted)
         return [(low, high) for low, high, _ in places.noted]
 
     def _bytes_away(self, slot: Slot) -> int:
-        """Bytes per tensor of a request's rows there: its last page may be only partly filled."""
+        """Return the bytes per tensor of the slot's rows in them; the last page may be partial."""
         size, end = self.layout.page_size, self.layout.bytes_for(self.rows[slot.index])
         return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
 
     def note_peaks(self) -> None:
-        """Updates the peaks of use and waste."""
+        """Update the peaks of use and waste."""
         counters = self.counters
         pages, used = self._use()
         wasted = pages * self.layout.page_size - used
@@ -456,7 +457,7 @@ class Group:
     # ---- shared pages in more slots --------------------------------------------------------------
 
     def free_on_abort(self, slots: Sequence[Slot]) -> None:
-        """Frees slots that the call is about to take, if it is not completed."""
+        """Free the slots that the current call is about to take, if it fails."""
         before = list(map(attrgetter("owner"), slots))
 
         def free() -> None:
@@ -466,7 +467,7 @@ class Group:
         self.journal.on_abort(free)
 
     def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
-        """The edits that give the slots of loans to requests."""
+        """Return the edits that give the slots of loans to requests."""
         reclaimer, table, pager = self.reclaimer, self.table, self.pager
         uses: dict[Span, int] = {}
         holds: dict[Span, int] = {}
@@ -507,7 +508,7 @@ class Group:
         ]
 
     def detach(self, slots: Sequence[Slot]) -> None:
-        """Undoes `lend` and any growth since: frees the slots and waits until they are free."""
+        """Undo `lend` and any growth since: free the slots, and wait for their batches."""
         for slot in slots:
             with suppress(VMemError):
                 self.pager.release(slot)
@@ -517,14 +518,15 @@ class Group:
                 self.pager.release(slot)
 
     def keep(self, slot: Slot, first: int) -> None:
-        """Keeps a freed slot's shared pages mapped, read-only, for a request that begins with them.
+        """Keep a freed slot's shared pages mapped read-only for a request that begins with them.
 
-        Not on several ranks, which could not agree when to do so; not where policy keeps no pages,
-        where other pages also make the slot stale, or where mappings run out before memory.
+        Does nothing with several ranks, which could not agree on the time; with `deferred_reclaim`
+        or `keep_mapped` off; if the slot is stale for another reason; or if half of the mappings
+        are used.
 
         Args:
             slot: a slot freed in this call, whose shared pages are recorded.
-            first: its shared pages from this one on were its own until now and are still writable.
+            first: shared pages from this one on were the slot's own until now and still writable.
         """
         runs, span = self.pager.runs, slot.span
         if (
@@ -546,13 +548,13 @@ class Group:
     # ---- housekeeping ----------------------------------------------------------------------------
 
     def keep_watermark(self) -> None:
-        """Begins to unmap pages of free slots when too little memory is free."""
+        """Begin to unmap pages of free slots if free memory is below the watermark."""
         reclaimer = self.reclaimer
         if reclaimer.outlook < reclaimer.low_pages:
             reclaimer.release_below(reclaimer.low_pages)
 
     def reclaim_idle(self) -> None:
-        """Begins to unmap what the policy does not keep: see `KVCacheConfig`."""
+        """Begin to unmap free slots' pages that the policy does not keep: see `KVCacheConfig`."""
         reclaimer, config = self.reclaimer, self.config
         stale = not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
@@ -570,14 +572,14 @@ class Group:
             self.keep_watermark()
 
     def prepare(self) -> None:
-        """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped.
+        """Keep slots ready for new requests and, with ample memory, map `eager_pages` in one.
 
-        What requests wait for is mapped first; ranks, whose answers must not depend on how far
-        the background is, do not look.
+        Growths that requests wait for go first, except with several ranks, whose results must not
+        depend on the progress of background batches.
         """
         table, reclaimer, pages = self.table, self.reclaimer, self._eager_pages
         self.unprepared = False
-        stale = table.columns.count(Kind.STALE, Kind.LOST)  # all kept ones, and perhaps others
+        stale = table.columns.count(Kind.STALE, Kind.LOST)  # includes all kept slots
         if stale and table.free_count < self._newcomers + stale:
             self.unprepared = not reclaimer.spare_slots(self._newcomers)
         if not pages:
@@ -596,16 +598,16 @@ class Group:
             grow([(self.pager, [(slot, pages)])], background=True, reclaim=False)
 
     def close(self, stream: Any) -> None:
-        """Waits for everything, then gives pages and reservation back; may be repeated."""
+        """Wait for all batches, then release the pages and the reservation; may be repeated."""
         reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
-            with suppress(VMemError):  # undone: its pages are as before
+            with suppress(VMemError):  # rolled back: its pages are as before
                 self.pager.release(slot)
             if slot.active:
                 self.release(slot, event)
-        # Slot by slot, each after its own GPU work, which the worker waits for.
+        # Slot by slot, each after its own GPU work; the worker waits for it.
         for slot in self.table:
             if slot.lost:
                 continue
@@ -618,20 +620,20 @@ class Group:
         try:
             self.mapper.close(reservation)
         except NotRecoverable:
-            # Quarantined pages keep their addresses; both go when the context is closed.
+            # Quarantined pages keep their addresses until the context is closed.
             reservation.leave()
         if self in self.journal.recoverables:
             self.journal.recoverables.remove(self)
 
 
 class Loan(NamedTuple):
-    """Shared pages that a request is to begin with.
+    """Shared pages that a new request is to begin with.
 
     Attributes:
-        group: of the slot.
-        slot: a free slot with no page, or with the first ones of the span.
-        span: the pages.
-        head: the page of the slot that they begin at.
+        group: the slot's group.
+        slot: a free slot without pages, or with the first pages of `span` mapped.
+        span: the shared pages.
+        head: page of the slot at which `span` begins.
     """
 
     group: Group
@@ -641,10 +643,10 @@ class Loan(NamedTuple):
 
 
 def lend(loans: Sequence[Loan]) -> None:
-    """Takes slots and maps shared pages there, in one batch for all groups; on failure takes none.
+    """Take slots and map shared pages in them, in one batch for all groups; all or none.
 
     Raises:
-        NotRecoverable: an undo failed. VMemError: nothing changed.
+        NotRecoverable: a rollback failed. VMemError: nothing changed.
     """
     first, parts = loans[0].group, 1
     missing = []

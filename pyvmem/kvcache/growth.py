@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Growing requests: what a growth maps, and how it ends. How long its runs are: runs.py."""
+"""Growth of requests: what a growth maps and how it completes. runs.py chooses run lengths.
+
+The cache's lock is held in every call of this module.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ __all__ = [
 ]
 
 OPS = 2
-"""Operations that a growth may have for a slot: new pages, and a fill."""
+"""Most operations of a growth for one slot: new pages, and a fill."""
 
 Want: TypeAlias = Sequence[tuple[Slot, int]]
 """Slots, and the pages per tensor that each is to have."""
@@ -62,12 +65,12 @@ _log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """Initial contents of new pages: rows at the same offsets in their slot.
+    """Initial contents of new pages: rows to copy, at the same offsets as in the slot.
 
     Attributes:
-        addr: where page 0 of the slot is, or would be, in tensor 0.
+        addr: address that corresponds to page 0 of the slot in tensor 0.
         stride: bytes between tensors.
-        nbytes: from there to the end of the rows; the rest is zero.
+        nbytes: bytes from `addr` to the end of the rows; the rest of the pages is zeroed.
     """
 
     addr: int
@@ -76,18 +79,19 @@ class Source(NamedTuple):
 
 
 class Pager:
-    """Grows slots, in the calling thread or in the background, and tracks what requests own.
+    """Grows slots, in the calling thread or on the worker, and tracks what requests own.
 
     Attributes:
-        columns: the rows that slots hold, and those that they may hold.
+        columns: the slot records as C reads them, with the rows that slots hold and may hold.
         capacity: per slot, the longest sequence that fits the granted pages; 0 for free slots.
-        growths: batches that no `settle` has seen finished.
-        granted_pages: pages per tensor granted to requests, all slots together, shared ones and
-            those that left a window included.
-        runs: how long the runs are that requests grow by.
-        ahead: how many rows before the end of its pages a request gets the next ones.
-        page_bytes: of a page in every tensor.
-        ops: the batch of growths, of all groups of the cache; `array`: its operations.
+        growths: batches in flight, or finished but not yet completed by `settle`.
+        granted_pages: pages per tensor granted to requests, summed over slots; counts shared pages
+            once per slot, and pages that left a window.
+        runs: chooses the lengths of runs.
+        ahead: a request within `ahead` rows of the end of its pages gets more pages in the
+            background.
+        page_bytes: bytes of one page in all tensors.
+        ops: the batch in which growths of all groups are built; `array`: its operations in C.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class Pager:
 
     @property
     def used_pages(self) -> int:
-        """Pages per tensor that requests own, in any memory; shared ones once."""
+        """Pages per tensor that requests own, in any memory; shared pages count once."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         own = self.granted_pages - reclaimer.slid - shared.uses - shared.away_uses
         return own + shared.used
@@ -133,11 +137,14 @@ class Pager:
     def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
         """Validates a step's lengths and finds the slots that lack pages.
 
-        A number below the rows held, such as 0, asks for nothing: the rows stay.
+        A length below the rows held, such as 0, requests nothing: the rows stay.
 
         Returns:
-            The rows that every slot holds afterwards, their sum, and the slots that lack pages for
-            theirs.
+            The rows that each slot holds after the step, their sum, and the indices of slots that
+            lack pages.
+
+        Raises:
+            InvalidArgument: a length that the slot cannot hold, or for a free slot.
         """
         table = self.reclaimer.table
         try:
@@ -154,7 +161,7 @@ class Pager:
             )
         found = self.columns.scan(lens)
         if isinstance(found, int):
-            try:  # numpy's or torch's integers, or no integers at all
+            try:  # integers of numpy or torch, or not integers at all
                 lens = [operator.index(value) for value in lens]
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
@@ -164,13 +171,14 @@ class Pager:
         return found
 
     def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
-        """The slots that the last `scan` found, and the pages per tensor that each needs."""
+        """Return the slots reported by the last `scan`, and the pages per tensor that each
+        needs."""
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
         return [(slots[index], pages_for(needs[index])) for index in short]
 
     def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """The error for a number that no slot can hold, or a free one."""
+        """Return the error for a length that no slot can hold, or for a free slot."""
         longest = self.layout.max_rows
         if 0 <= length <= longest:
             return invalid(
@@ -183,11 +191,11 @@ class Pager:
     # ---- requests ------------------------------------------------------------------------------
 
     def grow_ahead(self) -> None:
-        """Begins to map the next pages of requests that are near the end of theirs.
+        """Begin to map the next pages of requests that are near the end of theirs.
 
-        Uses only free memory above the watermark, and only while mappings are not scarce; nothing
-        is reclaimed for it. Like all pages beyond what is granted, they go to the requests in a
-        later step, or to whichever request is short of memory.
+        Uses only free memory above the watermark, and only while mappings are not scarce; reclaims
+        nothing. The pages are granted by a later step, or reclaimed when another request is short
+        of memory.
         """
         reclaimer, layout = self.reclaimer, self.layout
         kept = reclaimer.low_pages
@@ -204,12 +212,12 @@ class Pager:
             _log.debug("growth ahead: %s", str(error))
 
     def count(self, edits: list[list[Any]], added: int, reused: int) -> None:
-        """Adds the counts that every growth changes.
+        """Append the counter edits that every growth makes.
 
         Args:
-            edits: see `Outcome`.
-            added: physical pages that are mapped.
-            reused: physical pages that are granted and were mapped.
+            edits: gets the edits; see `Outcome`.
+            added: physical pages mapped.
+            reused: physical pages granted that were mapped before.
         """
         reclaimer, counters = self.reclaimer, self.counters
         held = reclaimer.held + added
@@ -221,7 +229,7 @@ class Pager:
         )
 
     def begin(self, edits: list[list[Any]], job: Growth, *, wait: bool = True) -> None:
-        """Adds that a growth is under way until `settle` completes it; without `wait` it is."""
+        """Append the edits that record `job` as in flight; without `wait`, that grant its pages."""
         if wait:
             growths = [*self.growths, job]
             edits += ([job.slots, "job", [job] * len(job.slots)], [self, "growths", growths])
@@ -233,15 +241,15 @@ class Pager:
     def plan(
         self, want: Want, goals: Sequence[int] | None, after: list[Any]
     ) -> tuple[Growth, list[Piece]]:
-        """Adds to `ops` new pages, and zero-fills of reused ones that need not wait.
+        """Add to `ops` the new pages, and zero-fills of reused pages that need not wait.
 
         Args:
-            want: slots without a batch in flight.
-            goals: pages per tensor to map for each: what it needs or more.
-            after: gets the GPU work that the other fills must follow.
+            want: slots without a batch in flight, and the pages per tensor that each needs.
+            goals: pages per tensor to map for each, at least what it needs; None: exactly that.
+            after: gets the GPU work that the deferred fills must follow.
 
         Returns:
-            The growth, not in the records yet, and what is still to be filled for it.
+            The growth, not yet recorded, and the deferred fills.
         """
         ops, tensors = self.ops, self.layout.num_tensors
         job = Growth([slot for slot, _ in want])
@@ -275,7 +283,7 @@ class Pager:
     def populate(
         self, ops: OpBatch, slot: Slot, low: int, high: int, source: Source | None = None
     ) -> None:
-        """Adds new pages [low, high), which hold what is at `source`, or zeros."""
+        """Add to `ops` new pages [low, high), filled from `source` or with zeros."""
         layout = self.layout
         size, contents = layout.page_size, {}
         copied = 0 if source is None else min(high * size, source.nbytes) - low * size
@@ -297,7 +305,7 @@ class Pager:
         )
 
     def fill(self, ops: OpBatch, pieces: Sequence[Piece]) -> int:
-        """Adds zero-fills; returns their physical pages."""
+        """Add zero-fills to `ops`; return their number of physical pages."""
         size, tensors, pages = self.layout.page_size, self.layout.num_tensors, 0
         for slot, low, high in pieces:
             pages += (high - low) * tensors
@@ -308,16 +316,15 @@ class Pager:
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
     ) -> None:
-        """Returns when every growth begun so far is mapped, and filled or ordered before `stream`.
+        """Complete the growths begun so far: mapped, and filled or ordered before `stream`.
 
         Args:
-            stream: the work that comes next.
-            whole: wait until the pages are filled and earlier owners' work is over, whatever stream
-                comes next.
-            lens: lengths of all slots; growths that none of them needs are not waited for.
+            stream: the work that will use the pages.
+            whole: wait on the CPU for fills and for earlier owners' work, whatever `stream` is.
+            lens: lengths of all slots; growths that no slot needs for these are not waited for.
 
         Raises:
-            VMemError: the first failure; what failed was undone, the rest is granted.
+            VMemError: the first failure; the failed growth was undone, the others are granted.
         """
         first: VMemError | None = None
         for job in list(self.growths):
@@ -334,7 +341,7 @@ class Pager:
             raise first
 
     def _is_needed(self, job: Growth, lens: Sequence[int] | None) -> bool:
-        """Whether an owner waits for a growth; an eager allocation has none."""
+        """Return whether an owner waits for the growth; False for an eager allocation."""
         if lens is None or job.granted:
             return bool(job.grants)
         capacity = self.capacity
@@ -344,7 +351,7 @@ class Pager:
         )
 
     def is_mapped(self, slot: Slot, pages: int) -> bool:
-        """Whether a finished growth has so many pages for the slot's owner, not granted yet."""
+        """Return whether a finished growth holds `pages` pages, not yet granted, for the owner."""
         job = slot.job
         return (
             isinstance(job, Growth)
@@ -353,7 +360,7 @@ class Pager:
         )
 
     def release(self, slot: Slot) -> None:
-        """Waits until no batch is in flight over the slot's addresses and the slot is not stale.
+        """Wait until no batch is in flight over the slot's addresses and the slot is not stale.
 
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
@@ -375,16 +382,16 @@ class Pager:
                 self.reclaimer.raise_errors()
 
     def is_slow(self, slot: Slot) -> bool:
-        """Whether the slot's next pages must wait for an earlier owner's GPU work."""
+        """Return whether the slot's next pages must wait for an earlier owner's GPU work."""
         if slot.granted < min(slot.mapped, slot.dirty) and slot.events:
             slot.events = prune(slot.events)
             return bool(slot.events)
         return False
 
     def is_held_up(self, slot: Slot) -> bool:
-        """Whether `release` would wait; begins to unmap the slot if it is stale.
+        """Return whether `release` would block; begins to unmap the slot if it is stale.
 
-        It may wait for an earlier owner's GPU work.
+        `release` may block on an earlier owner's GPU work.
         """
         job = slot.job
         if job is None:
@@ -397,7 +404,7 @@ class Pager:
         return isinstance(job, Growth) and not all(map(is_over, job.handover))
 
     def finish_idle(self) -> None:
-        """Waits for growths over slots in which no owner waits, whose pages can go then."""
+        """Wait for growths over slots that no owner waits for, as their pages become spare then."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
@@ -405,11 +412,11 @@ class Pager:
                 self.reclaimer.errors.append(error)
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
-        """Physical pages that `can_have` would wait for: of idle growths, and of copies.
+        """Return the physical pages that `can_have` would wait for: idle growths and copies.
 
         Args:
-            keep: slots that are to have at least so many pages per tensor.
-            promoting: count copies that would be cancelled, not only those that were.
+            keep: slots, and the pages per tensor that each must keep.
+            promoting: also count promotions that could be cancelled, not only cancelled ones.
         """
         idle = [slot for job in self.growths for slot in job.deserted()]
         pages = sum(slot.spare_beyond(keep.get(slot, 0)) for slot in idle)
@@ -419,7 +426,8 @@ class Pager:
         return pages + (self.loose(keep) if promoting and self.layout.block else 0)
 
     def loose(self, keep: Mapping[Slot, int]) -> int:
-        """Physical pages of running requests that a step can take where it splits large entries."""
+        """Return the physical pages that a step can unmap by splitting 2 MiB entries of
+        requests."""
         if not self.layout.block:
             return 0
         pages = sum(slot.loose_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
@@ -428,14 +436,14 @@ class Pager:
     def fewer_mappings(
         self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
     ) -> bool:
-        """Frees mappings: joins what can be joined, else unmaps unowned pages.
+        """Free mappings: join runs if possible, else unmap unowned pages. Return whether any.
 
-        `keep`: see `Reclaimer.make_room`; None: nothing is unmapped.
+        `keep`: see `Reclaimer.make_room`; None: unmap nothing.
         """
         reclaimer = self.reclaimer
         if (reclaimer.table.lockstep or not background) and self.runs.relieve():
             return True
-        # Which prefixes are evicted must not depend on a rank's mappings.
+        # The choice of evicted prefixes must not depend on one rank's mappings.
         evict = not reclaimer.table.lockstep
         if keep is None or not reclaimer.make_room(pages, keep, prefixes=evict):
             reclaimer.raise_errors()
@@ -445,9 +453,9 @@ class Pager:
     # ---- how growths end, and what is granted ----------------------------------------------------
 
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
-        """Waits for a growth, grants its pages or undoes it.
+        """Wait for a growth, then grant its pages, or undo it and return the error.
 
-        `whole`: wait on the CPU for its fills and for earlier owners' work as well; no stream is
+        `whole`: also wait on the CPU for its fills and for earlier owners' work, as no stream is
         known.
         """
         device = None if whole else self.device
@@ -468,25 +476,25 @@ class Pager:
         return None
 
     def poll(self) -> None:
-        """Notes which growths that no owner waits for are finished."""
+        """Complete growths that have finished and that no owner waits for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
             error = self._failure(job, self._complete(job, None, whole=True))
             if error is not None:
                 self.reclaimer.errors.append(error)
 
     def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
-        """The error to raise for how a growth ended, if any.
+        """Return the error to raise for a completed growth, None to ignore it.
 
-        A background growth takes its pages late, so other users of its context may have taken them
-        first. It was undone, and a step that needs the pages tries again. Not on several ranks: the
-        others have their pages.
+        A background growth allocates late, so other users of the context may have taken the memory
+        first. It was undone, and a step that needs the pages tries again. With several ranks the
+        error is raised, because the other ranks have their pages.
         """
         short = isinstance(error, (OutOfMemory, TooManyMappings))
         short = short and not self.reclaimer.table.lockstep
         return None if short or job.quiet else error
 
     def _granting(self, job: Growth) -> list[list[Any]]:
-        """The edits that give the pages of a growth to the owners that are still there."""
+        """Return the edits that grant a growth's pages to owners that have not been freed."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
         for slot, owner, pages in job.grants:
@@ -496,7 +504,7 @@ class Pager:
         return [*edits, [self, "granted_pages", granted]]
 
     def granting(self, slot: Slot, pages: int) -> list[list[Any]]:
-        """The edits where a slot's owner has so many pages."""
+        """Return the edits that set the owner's pages to `pages`."""
         granted = self.granted_pages + pages - slot.granted
         return [
             [self, "granted_pages", granted],
@@ -509,7 +517,7 @@ class Pager:
         return [[self, "growths", growths], [job.slots, "job", [None] * len(job.slots)]]
 
     def _undo(self, job: Growth, error: VMemError) -> None:
-        """Undoes a failed growth in the records; libvmem has undone the mapping."""
+        """Roll back the records of a failed growth; libvmem has rolled back the mapping."""
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
         edits = self._retiring(job)
         if job.filling is not None and _failed(job.filling):
@@ -532,7 +540,7 @@ class Pager:
         self.journal.change([*edits, [counters, "zeroed", zeroed]])
 
     def under_way(self) -> tuple[int, int, int]:
-        """Pages grown, reused and zeroed that the counters have, and that may still fail."""
+        """Return pages grown, reused and zeroed that are counted already but may still fail."""
         jobs = [job for job in self.growths if not job.granted and _may_fail(job, job.mapping)]
         fills = [job for job in self.growths if _may_fail(job, job.filling)]
         return (
@@ -547,19 +555,19 @@ Needs: TypeAlias = Sequence[tuple[Pager, int]]
 
 
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
-    """Grows the slots that the last scans found, where a map call each is enough: one batch.
+    """Fast path of a step: grow the slots of the last scans with one map call per slot, one batch.
 
-    In the background it has begun when this returns, else it is done. Most steps take this path. C
-    plans the growth of each group; then one call of C runs or submits the batch and, if that
-    succeeds, writes the records. Nothing is changed before.
+    C plans the growth of each group, then one C call runs or submits the batch and, on success,
+    writes the records. With `background` the batch is only submitted when this returns.
 
     Args:
         pagers: of groups that have the same requests.
-        background: on the worker thread.
+        background: run on the worker thread.
         ahead: see `Pager.grow_ahead`.
 
     Returns:
-        False where it takes more, or something is short: see `Pager.grow`. Nothing changed.
+        False if one map call per slot is not enough, or memory or mappings are short: nothing
+        changed, call `grow`.
     """
     first = pagers[0]
     ops, array = first.ops, first.array
@@ -629,24 +637,24 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
 
 
 def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool = True) -> bool:
-    """Begins to grow slots to so many pages, in all groups or in none; `settle` completes it.
+    """Grow slots to the given pages, in all groups or in none; `settle` completes it.
 
-    One batch maps and zeroes for all of them. What an earlier owner's GPU work may still touch is
-    zeroed after that by a second one; nothing is granted before that has begun. New pages are taken
-    at once: when this returns they are mapped or, in the background, promised. Inactive slots get
-    the pages mapped, not granted.
+    One batch maps and zeroes for all groups. Pages that an earlier owner's GPU work may still touch
+    are zeroed by a second batch after that work; nothing is granted before the second batch has
+    begun. When this returns, the new pages are mapped or, in the background, reserved. Inactive
+    slots get the pages mapped, not granted.
 
     Args:
-        wants: by group of a cache.
-        background: on the worker thread; else mapped when this returns.
-        reclaim: unmap unowned pages, and wait for that, when memory is short. Without it nothing
+        wants: by group of a cache, the slots and the pages per tensor that each is to have.
+        background: run on the worker thread.
+        reclaim: when memory is short, unmap unowned pages and wait for that. Without it, no batch
             may be in flight over the slots.
 
     Returns:
-        False where memory is short; then nothing changed, except that reclaimed pages are free.
+        False if memory is short: nothing changed, except that reclaimed pages are free.
 
     Raises:
-        VMemError: a batch failed; no request has got a page.
+        VMemError: a batch failed; no request got a page.
     """
     first, keep = wants[0][0], dict[Slot, int]()
     for _, want in wants:
@@ -670,7 +678,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             if not reclaim or not have(needs, keep, more=lacking):
                 return False
             lacking = False
-            continue  # pages beyond what these slots need may have gone
+            continue  # reclaiming may also have unmapped surplus pages of these slots
         parts, after = [], list[Any]()
         first.ops.clear()
         room, beyond = None if share is None else share.room(), False
@@ -686,7 +694,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
         error = _begin(parts, after, background=background)
         if error is None:
             return True
-        if beyond:  # nothing is reclaimed for more than is needed
+        if beyond:  # nothing is reclaimed for surplus pages
             exact = True
         elif not isinstance(error, TooManyMappings):
             if lockstep:
@@ -703,7 +711,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
 
 
 class _Part(NamedTuple):
-    """A planned growth of one group, and what is to be filled for it after GPU work."""
+    """A planned growth of one group, and its fills that must wait for GPU work."""
 
     pager: Pager
     job: Growth
@@ -711,10 +719,10 @@ class _Part(NamedTuple):
 
 
 def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMemError | None:
-    """Runs or submits what was planned together, with the growths in the records.
+    """Run or submit the planned growths of all groups as one batch, and record them.
 
     Returns:
-        The shortage that kept it from being mapped; then nothing changed.
+        The shortage of memory or mappings that prevented it: nothing changed. None: success.
     """
     first = parts[0].pager
     ops, mapper = first.ops, first.mapper
@@ -750,7 +758,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     if len(ops):
         try:
             mapper.commit(edits, ops, ticket=mapping, late=True, waits=first.counters.waits)
-        except (OutOfMemory, TooManyMappings) as error:  # perhaps others use the context, too
+        except (OutOfMemory, TooManyMappings) as error:  # others may use the context, too
             return error
         except NotRecoverable:
             for pager, job, _ in parts:
@@ -768,7 +776,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
 
 
 def fit(needs: Needs) -> bool:
-    """True if so many physical pages are free."""
+    """Return whether the needed physical pages are free."""
     nbytes = 0
     for pager, pages in needs:
         reclaimer = pager.reclaimer
@@ -779,14 +787,14 @@ def fit(needs: Needs) -> bool:
 
 
 def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
-    """Tells, as far as is known without a wait, whether `have` could have so many physical pages.
+    """Estimate without blocking whether `have` could free the needed physical pages.
 
     Args:
-        needs: by group.
-        keep: slots that are to keep at least so many pages per tensor.
+        needs: physical pages by group.
+        keep: slots, and the pages per tensor that each must keep.
 
     Returns:
-        How many bytes of them are not the groups' yet; None: they are out of reach.
+        The bytes that must come from outside these groups; None: out of reach.
     """
     new, others = _beyond_own(needs, keep, later=True), _others(needs)
     if new is not None and others is not None:
@@ -798,9 +806,9 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
 
 
 def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
-    """Bytes beyond what groups have idle or get back; None: a group would pass its ceiling.
+    """Return the bytes needed beyond the groups' own idle pages; None: above a group's limit.
 
-    `later`: what `have` waits for is counted, too.
+    `later`: count pages that `have` would wait for as idle.
     """
     new = 0
     for pager, pages in needs:
@@ -813,7 +821,8 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 
 
 def _others(needs: Needs) -> Share | None:
-    """The part of their budget that these groups may take, and from whom; None: there is none."""
+    """Return the groups' share of their budget, with all other caches as givers; None: no
+    budget."""
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
         return share
@@ -821,7 +830,7 @@ def _others(needs: Needs) -> Share | None:
 
 
 def can_have(needs: Needs, keep: Mapping[Slot, int]) -> bool:
-    """`within_reach`, with all that is to be waited for waited for."""
+    """Like `within_reach`, but first wait for idle growths and, if needed, cancel promotions."""
     others = _others(needs)
     for pager, _ in needs:
         if pager.growths:
@@ -832,7 +841,7 @@ def can_have(needs: Needs, keep: Mapping[Slot, int]) -> bool:
     copies: list[Sequence[Mover | Share]] = [[], [pager.mover for pager, _ in needs]]
     if others is not None:
         copies.append([others])
-    for group in copies:  # copies are given up only where it is not enough without
+    for group in copies:  # promotions are cancelled only if needed
         stopped = [one.stop_promoting() for one in group]
         if stopped and True not in stopped:
             continue
@@ -845,9 +854,9 @@ def can_have(needs: Needs, keep: Mapping[Slot, int]) -> bool:
 
 
 def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
-    """Reclaims unowned pages; returns whether so many physical pages are free then.
+    """Reclaim unowned pages; return whether the needed physical pages are free afterwards.
 
-    `more`: the driver has less than the records say.
+    `more`: reclaim even if the records say that enough is free, as the driver has less.
 
     Raises:
         VMemError: unowned pages could not be unmapped.
@@ -860,9 +869,9 @@ def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
         if first.room <= room and not _reclaim(needs, keep, more=more):
             for pager, _ in needs:
                 pager.reclaimer.raise_errors()
-            if first.table.lockstep:  # the other ranks have these pages
+            if first.table.lockstep:  # the other ranks have got these pages
                 raise OutOfMemory(
-                    "pages that no request owns did not come back", errno=errno.ENOMEM, op="KVCache"
+                    "pages that no request owns were not freed", errno=errno.ENOMEM, op="KVCache"
                 )
             return False
         more = False
@@ -870,7 +879,7 @@ def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
 
 
 def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
-    """Brings back what groups lack, each for itself and then together; False when none came."""
+    """Reclaim what each group lacks, then what all lack together; False if nothing was freed."""
     back, nbytes, first = False, 0, needs[0][0].reclaimer
     for pager, pages in needs:
         reclaimer = pager.reclaimer
@@ -884,12 +893,12 @@ def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
 
 
 def _may_fail(job: Growth, ticket: Any) -> bool:
-    """True while a batch of a growth is unfinished, or has failed and is not undone yet."""
+    """Return whether a batch of a growth is unfinished, or failed and not undone yet."""
     return ticket is not None and (not job.done() or _failed(ticket))
 
 
 def _failed(ticket: Any) -> bool:
-    """Waits for a batch; returns whether it failed."""
+    """Wait for a batch; return whether it failed."""
     try:
         ticket.wait()
     except VMemError:

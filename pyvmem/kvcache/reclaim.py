@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Reclaiming pages: choosing victims, unmapping in the background, and taking the results."""
+"""Reclaiming pages: chooses victims, unmaps them in the background, and records the results.
+
+The caller of every function here holds the cache's lock.
+"""
 
 from __future__ import annotations
 
@@ -39,94 +42,93 @@ _SLICE_S = 0.0005  # how long to wait for one of several unfinished unmaps befor
 
 
 class Evictable(Protocol):
-    """Pages that no request uses and that are evicted when memory is short: recorded prefixes."""
+    """Pages that no request uses and that may be evicted when memory is short: recorded
+    prefixes."""
 
     def evict(self, pages: int) -> int:
-        """Evicts so many pages per tensor, or all that it can; returns how many come back."""
+        """Evict until `pages` pages per tensor are freed, or all; return how many are freed."""
 
     def leased(self) -> int:
-        """Pages per tensor that cannot be evicted."""
+        """Return the pages per tensor that no request uses but that cannot be evicted."""
 
 
 class Share(Protocol):
-    """A cache's part of a budget that several have: what it may take, and from whom; bytes."""
+    """A cache's part of a budget shared by several caches. Sizes are bytes."""
 
     def room(self) -> int:
-        """What the cache could take now, as far as the others are concerned."""
+        """Return what the cache could take now as far as the other caches are concerned."""
 
     def total(self) -> int:
-        """What all caches of the budget may have together."""
+        """Return the size of the budget."""
 
     def within_reach(self) -> int:
-        """`room`, once the others have given back what no request owns."""
+        """Return `room` after the other caches have returned all pages that no request owns."""
 
     def others(self) -> list[Reclaimer]:
-        """The reclaimers of the other caches."""
+        """Return the reclaimers of the other caches."""
 
     def returning(self) -> int:
-        """What is on its way back from the other caches, above their floors."""
+        """Return what the other caches are unmapping now, above their floors."""
 
     def finish_idle(self) -> None:
-        """Waits for the other caches' growths that no request waits for."""
+        """Wait for the other caches' growths that no request waits for."""
 
     def poll(self) -> None:
-        """Notes which batches of the other caches are finished."""
+        """Complete finished batches of the other caches."""
 
     def stop_promoting(self, *, wait: bool = True) -> bool:
-        """Cancels promotions in the other caches; whether there were any."""
+        """Cancel promotions in the other caches; return whether there were any."""
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """What the other caches would give back after a wait, above their floors."""
+        """Return what the other caches would return after a wait, above their floors."""
 
     def leaving(self) -> int:
-        """What comes back from the other caches with prefixes that were evicted."""
+        """Return what the other caches free as slots that map evicted prefixes are unmapped."""
 
     def beside(self, own: Collection[Reclaimer]) -> Share:
-        """The same share, to which the caches of these are no others."""
+        """Return the same share, with `own` not counted among the other caches."""
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the others begin to unmap unowned pages until so much is on its way."""
+        """Make the other caches begin to unmap unowned pages until `nbytes` are in flight."""
 
     def evict(self, nbytes: int) -> int:
-        """Makes the others evict recorded prefixes of so many bytes that no request uses.
+        """Make the other caches evict `nbytes` of recorded prefixes that no request uses.
 
-        Returns what comes back.
+        Returns the bytes freed.
         """
 
     def beyond(self) -> int:
-        """How much more the budget might get, as of the last look; a hint."""
+        """Return an estimate of how much the budget could still grow; may be out of date."""
 
     def take(self, nbytes: int) -> None:
-        """Grows the budget by so much, as far as that can be had now."""
+        """Grow the budget by up to `nbytes`, as far as possible without waiting."""
 
     def ask(self, nbytes: int) -> None:
-        """Posts a shortage to other processes, where the budget cannot find so much itself."""
+        """Post a shortage of `nbytes` to other processes, if the budget cannot cover it."""
 
     def engines(self) -> list[tuple[str, int]]:
-        """Other engines of the ledger, in words, and the mappings that each has."""
+        """Return the other engines of the ledger, as text, and the mappings of each."""
 
     def check(self) -> list[str]:
-        """Contradictions in the budget's records, in words."""
+        """Return contradictions in the budget's records, as text."""
 
 
 class Reclaimer:
     """Unmaps pages without an owner in the background, after their last owners' GPU work.
 
     Attributes:
-        limit: physical pages that the cache may have.
-        watermark: the part of `limit` below which memory is scarce.
-        held: physical pages behind the cache, shared ones once, those on their way back included.
-        away: the same of pages that do not lie in the device, which `held` leaves out.
-        own_away: what `Group.own_away` found; None: it may have changed since.
-        shared: pages that several places may refer to.
-        evict: evicts recorded prefixes of so many pages per tensor.
-        leased: returns the pages per tensor that it cannot evict, though no request uses them.
-        cuts: unfinished batches.
-        errors: failures of finished batches that no call has raised yet.
+        limit: most physical pages that the cache may have.
+        watermark: fraction of `limit` below which free memory is scarce.
+        held: physical device pages of the cache, shared ones once, including pages being unmapped.
+        away: physical pages outside the device, by tier; not in `held`.
+        own_away: cached result of `Group.own_away`; None: out of date.
+        shared: refcounts of shared pages.
+        unmaps: unmaps in flight, or finished but not yet recorded.
+        errors: failures of background batches that no call has raised yet.
         slid: pages per tensor that left the windows of running requests.
-        coming: pages per tensor in unmaps and slides in flight.
+        coming: pages per tensor in `unmaps`.
         share: the cache's part of a budget; None: the cache has a limit of its own.
-        block: pages of a 2 MiB block, where memory is placed by blocks (`Runs.provide`); else 0.
+        block: pages per 2 MiB block if memory is placed by blocks (`Runs.provide`); else 0.
     """
 
     def __init__(
@@ -163,23 +165,23 @@ class Reclaimer:
         return int(self.watermark * self.limit)
 
     def evict(self, pages: int) -> int:
-        """Evicts recorded prefixes until so many pages per tensor come back; how many do."""
+        """Evict recorded prefixes until `pages` pages per tensor are freed; return how many are."""
         return self._prefixes.evict(pages)
 
     def leased(self) -> int:
-        """Pages per tensor that cannot be evicted, though no request uses them."""
+        """Return the pages per tensor that no request uses but that cannot be evicted."""
         return self._prefixes.leased()
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
-        """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
+        """Begin to unmap a slot's pages from `keep` on, after its earlier owners' GPU work.
 
-        Of a stale slot all pages go, since what it shares cannot be kept for a next owner. What an
-        owner has of an entry of 2 MiB stays as a whole, since work may be reading it.
+        Unmaps all pages of a stale slot, as its shared pages are of no use to a next owner. Keeps
+        2 MiB entries that an owner uses in part, since GPU work may be reading them.
 
         Args:
             slot: without a batch in flight.
-            keep: pages per tensor.
-            now: the caller waits for it: where the queue is full, it is done in this thread.
+            keep: pages per tensor to keep.
+            now: the caller will wait for it: if the queue is full, unmap in this thread.
 
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
@@ -205,14 +207,14 @@ class Reclaimer:
     def _unmapping(
         self, slot: Slot, low: int, keep: int, ticket: Any, *, kept: bool = False
     ) -> list[list[Any]]:
-        """The edits of the records for a batch that unmaps a slot's pages from `low` on.
+        """Return the record edits for a batch that unmaps a slot's pages from `low` on.
 
         Args:
             slot: without a batch in flight.
-            low: the first page that goes.
-            keep: pages that the slot has from then on, with those before its head.
+            low: first page to unmap.
+            keep: the slot's new `mapped`.
             ticket: of the batch.
-            kept: the slot's shared pages stay for a request that begins with them.
+            kept: keep the slot's shared pages for a request that begins with them.
         """
         places, mapped = slot.places, slot.mapped
         job = Unmap(slot, low, mapped, slot.dirty, ticket, slot.head)
@@ -236,12 +238,12 @@ class Reclaimer:
         return [*edits, [self, "coming", self.coming + job.pages]]
 
     def cut(self, slot: Slot, keep: int) -> None:
-        """Unmaps a running request's pages from `keep` on, in this thread, and waits.
+        """Unmap a running request's pages from `keep` on, in this thread.
 
-        No GPU work may be under way in the slot: the rest of an entry of 2 MiB is unmapped for a
+        No GPU work may be running in the slot: a 2 MiB entry that is split is unmapped for a
         moment.
         """
-        if slot.job is not None:  # what it had beyond the entry
+        if slot.job is not None:  # an unmap of pages after the 2 MiB entry
             self.finish(slot.job)
         self._ops.clear()
         self._add_unmap(self._ops, slot, keep, slot.mapped)
@@ -250,7 +252,7 @@ class Reclaimer:
             self.finish(slot.job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
-        """The same in this thread; a failure is noted as it is after a wait."""
+        """Unmap in this thread; a failure is recorded like that of a background batch."""
         try:
             edits = self._unmapping(slot, low, keep, DoneTicket())
             self.mapper.commit(edits, self._ops, slot.events)
@@ -260,7 +262,7 @@ class Reclaimer:
             self.failed(slot, error)
 
     def try_unmap(self, slot: Slot, keep: int, now: bool = False) -> bool:
-        """`unmap`, or False where it could not be queued: the pages stay; it is tried again."""
+        """Call `unmap`; return False if the batch could not be queued. The pages stay mapped."""
         try:
             self.unmap(slot, keep, now)
         except (TooManyBatches, OutOfMemory):
@@ -268,15 +270,15 @@ class Reclaimer:
         return True
 
     def try_keep(self, slot: Slot, ops: OpBatch) -> bool:
-        """Keeps a stale slot's shared pages where they are, and unmaps those after them.
+        """Keep a stale slot's shared pages mapped, and begin to unmap those after them.
 
         Args:
-            slot: free, without a batch in flight, and nothing but its shared pages makes it stale.
-            ops: what makes the shared pages read-only, after the slot's GPU work; with room for one
-                operation more.
+            slot: free, without a batch in flight, stale only because of its shared pages.
+            ops: makes the shared pages read-only after the slot's GPU work; has room for one more
+                operation.
 
         Returns:
-            False where it could not be queued; nothing changed.
+            False if the batch could not be queued; nothing changed.
         """
         low = slot.shared
         if low < slot.mapped:
@@ -293,9 +295,9 @@ class Reclaimer:
         return True
 
     def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
-        """Adds to a batch that pages [low, high) of a slot are unmapped.
+        """Add to `ops` the unmap of pages [low, high) of a slot.
 
-        Entries of 2 MiB that have only a part of them are split: no work may be reading the rest.
+        2 MiB entries that are only partly in the range are split: no work may be reading the rest.
         """
         layout = self.layout
         size, stride = layout.page_size, layout.tensor_bytes
@@ -303,7 +305,7 @@ class Reclaimer:
         ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
-        """Notes that pages of a slot could not be unmapped; None: of the windows of several."""
+        """Record that pages of a slot could not be unmapped; None: windows of several slots."""
         self.errors.append(error)
         whose = "windows" if slot is None else f"reqid {slot.index}"
         warn(_log, "unmap", "pages of %s could not be unmapped: %s", whose, error)
@@ -311,21 +313,21 @@ class Reclaimer:
             self.table.mark_broken(slot)  # and its pages are no longer counted
 
     def poll(self) -> None:
-        """Notes which unmaps are finished."""
+        """Complete unmaps that have finished."""
         for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
             self._finish(unmap)
 
     def finish(self, unmap: Unmap | Slide) -> None:
-        """Waits for one unmap."""
+        """Wait for one unmap and record its result."""
         self._finish(unmap, None)
 
     def finish_all(self) -> None:
-        """Waits for every unmap."""
+        """Wait for every unmap and record the results."""
         for unmap in list(self.unmaps):
             self._finish(unmap, None)
 
     def _finish(self, unmap: Unmap | Slide, timeout: float | None = 0.0) -> None:
-        """Waits for an unmap and notes what came back; nothing where it is not over in time."""
+        """Wait up to `timeout` seconds for an unmap and record its result; None: no limit."""
         if isinstance(unmap, Slide):
             self._finish_slide(unmap, timeout)
             return
@@ -342,7 +344,7 @@ class Reclaimer:
             return
         except VMemError as error:
             self.failed(slot, error)
-            if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
+            if not isinstance(error, NotRecoverable):  # rolled back: the pages are still mapped
                 edits += (
                     [slot, "head", unmap.head],
                     [slot, "kept", False],
@@ -360,7 +362,7 @@ class Reclaimer:
         self.drop_unheld()
 
     def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
-        """The same for the pages that left the windows of slots."""
+        """`_finish` for pages that left the windows of slots."""
         freed, slid, span, away = slide.pages, self.slid, slide.span, Counter(slide.away)
         uses: Counter[Span] = Counter()
         edits: list[list[Any]] = [
@@ -385,7 +387,7 @@ class Reclaimer:
                 if slot.broken:
                     span = span + share
                     continue
-                # Undone: the pages are where they were.
+                # Rolled back: the pages are still mapped.
                 places = slot.places.put(*slide.places.get(slot, NOWHERE).noted)
                 outside = places.away(low + share.pages, head)
                 away.subtract(outside)
@@ -401,19 +403,19 @@ class Reclaimer:
         self.drop_unheld()
 
     def lend(self, span: Span) -> None:
-        """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
+        """Keep these pages alive until the next call of `lend`, whoever else releases them."""
         before = self.shared.lent
         self.journal.change([[self.shared, "lent", span]])
         self.shared.hold(span)
         self.unref(before)
 
     def unref(self, span: Span) -> None:
-        """Takes a reference to shared pages back; those without another go to the pool."""
+        """Drop a reference to each shared page; pages without another return to the pool."""
         self.journal.change(self.shared.using({}, {span: -1}))
         self.drop_unheld()
 
     def drop_unheld(self) -> None:
-        """Gives back shared pages that nobody holds; what cannot be now, the next call does."""
+        """Return shared pages that nobody holds to the pool; the next call retries failures."""
         for part in list(self.shared.unheld):
             pages, away = part.high - part.low, dict[Tier, int]()
             if part.block.away:
@@ -424,7 +426,7 @@ class Reclaimer:
     def freeing(
         self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
-        """The edits where pages per tensor, the device's and others', are the cache's no longer."""
+        """Return the edits for pages that leave the cache: device pages, and others by tier."""
         tensors, counters = self.layout.num_tensors, self.counters
         edits = [[self, "held", self.held - pages * tensors], [self, "own_away", None]]
         if away:
@@ -438,7 +440,7 @@ class Reclaimer:
         return edits
 
     def mark_broken(self, pieces: list[Piece]) -> None:
-        """Retires a slot in which an undo failed: it is never handed out again."""
+        """Retire each slot that has a quarantined page, where a rollback failed."""
         layout = self.layout
         for slot, low, high in pieces:
             for tensor in range(layout.num_tensors):
@@ -451,7 +453,7 @@ class Reclaimer:
                     at += info.run_bytes
 
     def salvage(self, slot: Slot) -> None:
-        """Unmaps what is left of a freed request that lost its rows, after its GPU work.
+        """Unmap the remaining pages of a freed request that lost its rows, after its GPU work.
 
         Raises:
             VMemError: it could not be unmapped; nothing changed.
@@ -483,7 +485,7 @@ class Reclaimer:
         self.drop_unheld()
 
     def raise_errors(self) -> None:
-        """Raises the oldest failure of a background batch, with the others as notes."""
+        """Raise the oldest failure of a background batch, and mention the number of others."""
         if not self.errors:
             return
         first, *others = self.errors
@@ -507,7 +509,7 @@ class Reclaimer:
 
     @property
     def outlook(self) -> int:
-        """`free`, with what the budget might get from outside: compared with the watermark."""
+        """`free`, plus what the budget could gain from outside; compared with the watermark."""
         if self.share is None:
             return self.free
         room = self.share.room() + self.share.beyond()
@@ -520,7 +522,7 @@ class Reclaimer:
 
     @property
     def late(self) -> int:
-        """Those of them that wait for GPU work."""
+        """Physical pages in unmaps in flight that wait for GPU work."""
         waiting = (
             one.pages
             for one in self.unmaps
@@ -529,25 +531,25 @@ class Reclaimer:
         return sum(waiting) * self.layout.num_tensors
 
     def drop_mapping_errors(self) -> None:
-        """Drops notes of background growths that lacked mappings: they were undone."""
+        """Discard failures of background growths for lack of mappings: they were rolled back."""
         if self.errors:
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
     def make_room(
         self, pages: int, keep: Mapping[Slot, int], own: int = 0, prefixes: bool = True
     ) -> bool:
-        """Brings up to `pages` physical pages back and waits for them; False when none came.
+        """Reclaim up to `pages` physical pages and wait for them; False if none were freed.
 
-        Pages of slots go before recorded prefixes: they save a driver call, those a computation.
-        The cache's own of each go before those of other caches of its budget. A prefix goes only
-        when the slots have given all that they have and it is back: so which ones are evicted does
-        not depend on how far the background is.
+        Pages of slots go before recorded prefixes: losing those costs a driver call, losing a
+        prefix costs computing it again. In both, the cache's own go before those of other caches of
+        its budget. A prefix is evicted only after the slots' spare pages are exhausted and
+        returned, so the choice of prefixes does not depend on the progress of background batches.
 
         Args:
             pages: physical pages.
-            keep: slots that are to have at least so many pages per tensor.
-            own: of `pages`, those that must be the cache's own, since it is at its ceiling.
-            prefixes: evict some where the slots do not have enough.
+            keep: slots, and the pages per tensor that each must keep.
+            own: of `pages`, those that must be the cache's own, since it is at its limit.
+            prefixes: evict prefixes if the slots do not have enough.
         """
         size, share = self.layout.page_size, self.share
         before = self.room
@@ -568,7 +570,7 @@ class Reclaimer:
             with self.counters.waiting():
                 wait_for_unmaps(reclaimers, lambda: self.room >= goal)
             if sum(len(one.errors) for one in reclaimers) > failed:
-                break  # what could not be unmapped would be retried for ever
+                break  # would retry a failing unmap for ever
         if prefixes and (missing := goal - self.room) > 0:
             back = self.evict(-(-missing // (self.layout.num_tensors * size)))
             missing = min(missing - back * self.layout.num_tensors * size, lent)
@@ -582,23 +584,23 @@ class Reclaimer:
 
     @property
     def leaving(self) -> int:
-        """Physical pages of evicted prefixes that come back with slots that are being emptied."""
+        """Physical pages of evicted prefixes that are freed as slots that map them are unmapped."""
         return self.shared.leaving(self._going()) * self.layout.num_tensors
 
     def _going(self) -> list[Span]:
-        """The shared pages that are being unmapped, or will be as soon as that can begin."""
+        """Return the shared pages that are being unmapped, or are due to be."""
         stale = [slot.span for slot in self.table.stale if not slot.kept]
         return [unmap.span for unmap in self.unmaps] + stale
 
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Begins to unmap until so many physical pages are on their way back.
+        """Begin to unmap until `pages` physical pages are in unmaps in flight.
 
-        `now`: see `unmap`. What a slot has beyond an unmapping under way can be unmapped only after
-        that: then less has begun than is enough.
+        `now`: see `unmap`. May begin less than enough: a slot with an unmap in flight cannot lose
+        more pages before that is complete.
         """
         self.release_stale(now=now)
         pending = self.returning
-        if now and not self.table.lockstep:  # what waits for GPU work may come late
+        if now and not self.table.lockstep:  # unmaps that wait for GPU work may be slow
             late = self.late
             idle = (slot for slot in self.table.victims() if not slot.events)
             pending = late + self._begin_unmaps(idle, pages, pending - late, keep, now=now)
@@ -613,10 +615,10 @@ class Reclaimer:
         *,
         now: bool,
     ) -> int:
-        """Begins to unmap until `pages`, of which `pending` are, are on their way back.
+        """Begin to unmap pages of `slots` until `pages` are in flight, of which `pending` are.
 
         Returns:
-            How many are by then.
+            The pages in flight afterwards.
         """
         tensors = self.layout.num_tensors
         for slot in slots:
@@ -632,9 +634,9 @@ class Reclaimer:
         return pending
 
     def _share_of(self, slot: Slot, spare: int, missing: int) -> int:
-        """Pages per tensor that a slot loses, of those it can spare and those that are missing.
+        """Return the pages per tensor that a slot loses of `spare`, at least `missing` if it can.
 
-        A free one loses what it has of a block as a whole: that is 2 MiB for another request.
+        A free slot loses complete blocks: that is 2 MiB for another request.
         """
         take = min(spare, missing)
         if self.block and not slot.active:
@@ -643,14 +645,14 @@ class Reclaimer:
 
     @property
     def room(self) -> int:
-        """Bytes that rise by what comes back; the cache's ceiling in a budget is left out."""
+        """Free bytes of the budget or limit; ignores the cache's own limit within a budget."""
         if self.share is None:
             return (self.limit - self.held) * self.layout.page_size
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
-        """Pages per tensor that no request owns, without those on their way back."""
-        # What a slot keeps beyond an unmap in flight can be had too, once that is over.
+        """Return the unowned device pages per tensor, without those being unmapped."""
+        # Surplus of a slot with an unmap in flight counts: it can be unmapped after that.
         spare = self.table.columns.spare
         for slot in keep:
             job = slot.job
@@ -662,18 +664,19 @@ class Reclaimer:
         return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
-        """Physical pages that are free, on their way back, or could be taken back."""
+        """Return the physical pages that are free, being unmapped, or reclaimable."""
         own = self.limit - self.held
         if self.share is not None:
             own = min(own, self.share.within_reach() // self.layout.page_size)
         return own + self.idle(keep)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
-        """Physical pages of the cache that no request owns, with those on their way back."""
+        """Return the physical pages of the cache that no request owns, including those in
+        flight."""
         return self.returning + self.spare(keep) * self.layout.num_tensors
 
     def release_below(self, free_pages: int) -> None:
-        """Starts to unmap free slots until `free_pages` pages are free or on their way back."""
+        """Begin to unmap free slots until `free_pages` physical pages are free or in flight."""
         missing = free_pages - self.outlook - self.returning
         tensors = self.layout.num_tensors
         if missing <= 0:
@@ -689,9 +692,9 @@ class Reclaimer:
                 return
 
     def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
-        """Starts to unmap slots that became free at `step` or before; False when some must wait.
+        """Begin to unmap slots freed at `step` or earlier; False if some could not be begun.
 
-        All their pages go, but `keep` per tensor of the slot that is prepared for the next request.
+        Unmaps all their pages, except `keep` per tensor of the slot prepared for the next request.
         """
         complete = True
         for slot in self.table.pick(Kind.CACHED):
@@ -703,9 +706,9 @@ class Reclaimer:
         return complete
 
     def release_stale(self, now: bool = False, kept: bool = False) -> bool:
-        """Starts to unmap slots that have what an earlier owner shared; False when some must wait.
+        """Begin to unmap stale slots that are not kept; False if some could not be begun.
 
-        `kept`: also of those that are kept.
+        `kept`: also unmap kept slots.
         """
         complete = True
         for slot in self.table.stale:
@@ -714,13 +717,13 @@ class Reclaimer:
         return complete
 
     def count_evicted(self, spans: Sequence[Span]) -> None:
-        """Counts evicted pages, which the tree holds no more; `drop_unheld` must follow."""
+        """Count evicted pages and drop the prefix tree's references; call `drop_unheld` next."""
         gone = sum(span.pages for span in spans) * self.layout.num_tensors
         edits = self.shared.using({}, dict.fromkeys(spans, -1))
         self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
 
     def release_kept(self, *spans: Span) -> None:
-        """Begins to unmap the kept slots that have pages of these, or `release_stale` does."""
+        """Begin to unmap kept slots that map pages of `spans`; failures go to `release_stale`."""
         gone: dict[Any, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             gone.setdefault(block, []).append((low, high))
@@ -735,10 +738,10 @@ class Reclaimer:
                     self.try_unmap(slot, 0)
 
     def spare_slots(self, count: int) -> bool:
-        """Starts to unmap kept slots, the longest free first, until so many free ones are not kept.
+        """Begin to unmap kept slots, longest free first, until `count` free slots are not kept.
 
-        So that a request of another conversation finds one that it need not empty. False where some
-        must wait.
+        So a request of another conversation gets a slot that need not be emptied first. False if
+        some could not be begun.
         """
         self.poll()
         table = self.table
@@ -753,12 +756,12 @@ class Reclaimer:
 
 
 def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -> None:
-    """Waits until it is enough, or no unmap is left."""
+    """Wait until `enough` returns true, or no unmap is in flight."""
     while not enough():
         pending = [(one, unmap) for one in reclaimers for unmap in one.unmaps]
         if not pending:
             return
-        # Their GPU work may end in any order, so none is waited for alone.
+        # Their GPU work may end in any order, so each gets a short slice.
         for one, unmap in pending:
             one._finish(unmap, None if len(pending) == 1 else _SLICE_S)
             if enough():

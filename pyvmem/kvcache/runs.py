@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: MIT
-"""The lengths of the runs that requests grow by.
+"""Lengths of the runs that requests grow by.
 
 A driver call makes one mapping of a physical run, and a context's mappings are limited
 (`ContextInfo.max_mappings`): on ``stock`` to 237,568, which is 15 GB in single pages of 64 KB. So a
 request that lacks a page gets more than it needs:
 
     0 ................. granted ...... mapped
-    | what it has       | surplus      |            mapped ends at a multiple of the run's length
+    | granted           | surplus      |            mapped ends at a multiple of the run's length
 
 The surplus is mapped and has no owner (slots.py): a later step grants it without a driver call, and
-where memory is short it is unmapped like the pages of a free slot. No call fails because of it.
+when memory is short it is unmapped like the pages of a free slot. No call fails because of it.
 
 The length of a run, a power of two:
 
-- a fraction of what the request has (`KVCacheConfig.growth_fraction`);
-- once an eighth of the mappings is used, at least so much that the remaining ones can map twice the
-  free memory, with a quarter of the limit kept for forks and for a fragmented pool;
+- a fraction of the request's pages (`KVCacheConfig.growth_fraction`);
+- once an eighth of the mappings is used, at least long enough that the remaining mappings can cover
+  twice the free memory, with a quarter of the limit kept for forks and for a fragmented pool;
 - at most 2 MiB, and for all requests together at most half of the free memory, or all of it in the
   second case.
 
-Where that is not enough, requests are *joined* at a step: what was mapped in pieces but is one
-physical run (growing slots prefer 2 MiB of their own) is remapped in one piece. On ``stock`` the
-addresses have no memory for a moment, so the step first waits for the whole device.
+If that is not enough, a step *joins* requests: pages mapped in pieces that are one physical run
+(growing slots prefer 2 MiB of their own) are remapped in one piece. On ``stock`` the addresses are
+unmapped for a moment, so the step first waits for the whole device.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _log = logging.getLogger(__name__)
 _RUN_BYTES = 2 << 20  # what one entry of the GPU's page tables covers: longer runs save little
 SCARCE_AT = 8  # with 1 / SCARCE_AT of the mappings used, runs get longer
 _LOOKS = 64  # mappings are counted again after growth by 1 / _LOOKS of the limit
-_JOINS = 512  # driver calls of one step that joins, unless it would have to return -1
-_LEAST = 4  # map calls of a tensor from which joining is worthwhile
+_JOINS = 512  # most driver calls of a step that joins, unless it would otherwise return -1
+_LEAST = 4  # fewest map calls of a tensor for which joining is worthwhile
 
 
 class Runs:
-    """Chooses run lengths and joins runs; one per cache.
+    """Chooses run lengths and joins runs; one per group. The caller holds the cache's lock.
 
     Attributes:
-        limit: the most mappings that the context may have; 0: no limit.
-        joins: whether to call `join` with more than `join_at` mappings used.
-        spreads: whether to call `provide` before a growth.
-        refused: why the last growth found no mapping; "": nothing to report.
+        limit: most mappings that the context may have; 0: no limit.
+        joins: call `join` when more than `join_at` mappings are used.
+        spreads: call `provide` before a growth.
+        refused: why the driver refused the last growth a mapping; "": it did not.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Runs:
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
         self._used = self._seen = 0  # mappings, and pages grown when they were counted
         self._count()
-        # Hints: an exception from outside may leave them wrong; only choices depend on them. By
-        # slot: map calls of each tensor since its pages were last joined, and the pages that are
-        # joined.
+        # Hints: an exception from outside may leave them wrong, which affects only choices. By
+        # slot: map calls per tensor since its pages were last joined, and the end of the joined
+        # pages.
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
@@ -91,18 +91,18 @@ class Runs:
         large = reclaimer.limit * layout.page_size >= migration.REACH
         reclaimer.block = layout.block if large else 0
         self.spreads = reclaimer.block > 0
-        self._spare = 0  # free pages of the pool when last looked at, without those grown since
+        self._spare = 0  # free pages of the pool when last read, minus those grown since
         self._stream: Any = None
         self.refused = ""
 
     @property
     def used(self) -> int:
-        """Mappings of the context, or a few more: each page mapped since may be one."""
+        """Upper bound of the context's mappings: counts each page mapped since the last count."""
         grown = self._counters.grown - self._seen
         return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
 
     def _count(self) -> int:
-        """The mappings that there are."""
+        """Count the context's mappings."""
         self._seen = self._counters.grown
         self._used = self._context.stats().mappings
         return self._used
@@ -110,11 +110,11 @@ class Runs:
     # ---- growth ----------------------------------------------------------------------------------
 
     def look(self, kept: int = 0, room: int | None = None) -> None:
-        """Tells `Columns.plan` what is free, for the next growth.
+        """Write the free memory and mappings to `Columns.runs`, for the next `Columns.plan`.
 
         Args:
             kept: physical pages that the growth must leave free.
-            room: bytes that are free in the budget, if that is known.
+            room: free bytes of the budget, if known.
         """
         runs, reclaimer = self._columns.runs, self._reclaimer
         free = reclaimer.limit - reclaimer.held
@@ -131,11 +131,11 @@ class Runs:
         runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
 
     def provide(self, pages: int) -> None:
-        """Lets the pool take memory before a growth of so many pages, all tensors together.
+        """Let the pool allocate memory before a growth of `pages` physical pages.
 
-        A pool takes memory when it lacks pages. One that has them, but no empty 2 MiB chunk, would
-        place the growth in the chunks that other requests grow into. So within the cache's limit it
-        gets, beside the growth, as many pages as a chunk for each tensor of each request has.
+        A pool allocates when it lacks pages. If it has pages but no empty 2 MiB chunk, it would
+        place the growth in chunks that other requests grow into. So, within the cache's limit, the
+        pool gets one chunk per tensor of each request in addition to the growth.
         """
         table, layout, reclaimer = self._table, self._layout, self._reclaimer
         open_pages = (len(table) - table.free_count) * layout.num_tensors * layout.block
@@ -143,18 +143,18 @@ class Runs:
         if self._spare >= open_pages:
             return
         limit = min(reclaimer.limit - reclaimer.held, reclaimer.room // layout.page_size)
-        want = min(pages + open_pages * 5 // 4, limit)  # a quarter more, to look seldom
+        want = min(pages + open_pages * 5 // 4, limit)  # a quarter more, to read stats seldom
         free = self._context.stats().free_bytes // layout.page_size
         if free < min(pages + open_pages, limit):
             try:
                 self._context.warm(want * layout.page_size)
                 free = want
             except VMemError as error:
-                _log.debug("the pool is not given more memory: %s", str(error))
+                _log.debug("the pool could not grow: %s", str(error))
         self._spare = free - pages
 
     def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
-        """Pages per tensor to map for each slot, at least what it needs; None: exactly that.
+        """Return the pages per tensor to map for each slot, at least its need; None: its need.
 
         `room`: see `look`.
         """
@@ -183,9 +183,9 @@ class Runs:
         return goals
 
     def ahead(self, count: int, pages: int, mapped: int, head: int, room: int | None) -> list[int]:
-        """`goals` of so many new requests that need `pages` each and have some mapped.
+        """Return the pages per tensor to map for each of `count` new requests.
 
-        `room`: see `look`.
+        Each needs `pages` and has `mapped`, from `head` on. `room`: see `look`.
         """
         goals = [pages] * count
         if self._columns.runs.longest == 1:
@@ -194,15 +194,15 @@ class Runs:
         return self._columns.goals(goals, [mapped] * count, [head] * count)
 
     def grown(self, pieces: Sequence[Piece]) -> None:
-        """Records new pages, where the number of mappings is limited."""
+        """Record new pages; called if the number of mappings is limited."""
         for slot, low, _ in pieces:
             self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
             self._joined[slot.index] = min(self._joined[slot.index], low)
 
     def needed(self, lengths: Sequence[int]) -> int:
-        """Mappings for new requests of so many pages per tensor: runs of 2 MiB, and one more each.
+        """Return an estimate of the mappings for new requests of `lengths` pages per tensor.
 
-        0 where mappings are not limited.
+        Runs of 2 MiB, plus one per request; 0 if mappings are not limited.
         """
         table = self._table
         if not self.limit or table.lockstep or table.free_count == len(table):
@@ -211,7 +211,7 @@ class Runs:
         return runs * self._layout.num_tensors
 
     def obtainable(self) -> int:
-        """Mappings that unmapping free slots and joining would free."""
+        """Return the mappings that unmapping free slots and joining runs would free."""
         found = 0
         for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
@@ -221,7 +221,7 @@ class Runs:
         return found * self._layout.num_tensors
 
     def holders(self) -> tuple[int, int]:
-        """Approximate mappings of pages that requests own, and of unowned pages."""
+        """Return the approximate mappings of pages that requests own, and of unowned pages."""
         found = [0, 0]
         for slot in self._table:
             found[not slot.active] += min(self._calls[slot.index], slot.mapped)
@@ -229,19 +229,19 @@ class Runs:
 
     @property
     def left(self) -> int:
-        """Mappings that the context may still have, counted now."""
+        """Mappings that the context may still make, counted now."""
         return self.limit - self._count()
 
     # ---- joining ---------------------------------------------------------------------------------
 
     def join(self, stream: Any) -> None:
-        """Joins what frees the most mappings, where too many are used; some in each step."""
+        """Join the slots that free the most mappings; limited work per step."""
         self._stream = stream
         if self._count() > self.join_at:
             self._join(self._used - self.join_at + self.limit // 16, _JOINS)
 
     def relieve(self) -> bool:
-        """Joins all that can be joined, now; returns whether there are fewer mappings."""
+        """Join all that can be joined, now; return whether that freed mappings."""
         if not self.joins:
             return False
         before = self._count()
@@ -249,7 +249,7 @@ class Runs:
         return self._used < before
 
     def _join(self, spare: int, most: int) -> None:
-        """Joins slots, most pieces first, to free `spare` mappings in about `most` calls."""
+        """Join slots, most pieces first, to free `spare` mappings in about `most` calls."""
         tensors = self._layout.num_tensors
         slots = [slot for slot in self._table if self._can_join(slot)]
         if not slots:
@@ -284,23 +284,23 @@ class Runs:
         )
 
     def _pieces(self, slot: Slot) -> int:
-        """Runs per tensor that joining a slot would leave, not counting joined ones."""
+        """Return the runs per tensor that joining a slot would leave, without joined runs."""
         return -(-(slot.mapped - self._first(slot)) // self._chunk)
 
     def _first(self, slot: Slot) -> int:
-        """The first page to join: the last joined run of 2 MiB may have grown."""
+        """Return the first page to join: the last joined run of 2 MiB may have grown."""
         joined = min(self._joined[slot.index], slot.mapped)
         return max(joined // self._chunk * self._chunk, slot.shared)
 
     def _join_slot(self, slot: Slot) -> int:
-        """Joins a slot's pages in every tensor; returns the driver calls."""
+        """Join a slot's pages in every tensor; return the number of driver calls."""
         layout = self._layout
         first = self._first(slot)
         calls = 0
         if first < slot.mapped:
             whole = slot.whole_with(first, slot.mapped, slot.whole)
             self._table.change(slot, whole=whole)
-            self._mapper.journal.checkpoint()  # an interrupted join may have made some entries
+            self._mapper.journal.checkpoint()  # an interrupted join may be half done
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)
@@ -310,5 +310,5 @@ class Runs:
         return calls
 
     def _wait(self) -> None:
-        """Waits for all work on the device, on every stream."""
+        """Wait for all work on the device, on every stream."""
         wait_for_device(self._stream, self._device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Steps: the pages that requests lack, in all groups of layers or in none.
+"""Steps: map the pages that requests lack, in all groups of layers or in none.
 
-What all groups lack is mapped in one batch: by `extend` (growth.py) in most steps, and by `grow`
-where more than a map call is needed, or memory is short.
+One batch maps the pages of all groups: `extend` (growth.py) in most steps, `grow` if one map call
+per slot is not enough or memory is short. The caller holds the cache's lock.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 _Want: TypeAlias = tuple[Group, Slot, int]
 """A slot, and the pages per tensor that it is to have."""
 _Begun: TypeAlias = tuple[Group, "array[int]", int, list[int]]
-"""A group, the rows held after the step, the sum of these, and the slots that lack pages."""
+"""A group, the rows held after the step, their sum, and the slots that lack pages."""
 
 
 def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
-    """`KVCache.step` of groups with the same requests: all of them or none."""
+    """`KVCache.step` for groups with the same requests: all or none grow. Returns 0 or -1."""
     begun, growing, cuts = [], [], 0
     try:
         for group in groups:
@@ -66,13 +66,13 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             if own.share is not None or own.limit - own.held < own.watermark * own.limit:
                 _keep_watermarks(groups)
     except TooManyMappings as error:
-        if groups[0].table.lockstep:  # the other ranks do not know
+        if groups[0].table.lockstep:  # the other ranks did not fail
             error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
             raise
         _note_out_of_mappings(groups, error)
         return -1
-    # What calls the context comes before or after the rows of all groups: an interruption after a
-    # call in between would leave some groups with the new rows and some with the old.
+    # Calls into the context go before or after the row updates of all groups: an interruption
+    # between two updates would leave some groups with the new rows and others with the old.
     windows = []
     for group, rows, *_ in begun:
         if group.window is not None:
@@ -89,7 +89,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     entries = groups[0].journal.entries
     for group, rows, total, _ in begun:
         columns, counters, reclaimer = group.pager.columns, group.counters, group.reclaimer
-        entries += (  # every step comes by here: an edit costs three times as much
+        entries += (  # every step runs this: an edit costs three times as much
             (setattr, group, "used_tokens", group.used_tokens),
             (setattr, group, "clock", group.clock),
             (setattr, columns, "held", columns.held),
@@ -99,7 +99,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         group.clock += 1
         if reclaimer.shared.blocks or reclaimer.away or reclaimer.slid or group.layout.state:
             group.note_peaks()
-        else:  # the same, where all pages of requests are their own, and here
+        else:  # shortcut: all pages of requests are unshared device pages
             used = total * group.token_bytes
             wasted = group.pager.granted_pages * group.page_bytes - used
             if used > counters.peak_used:
@@ -120,7 +120,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
 
 
 def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
-    """`KVCache.step_async` of groups with the same requests: all of them or none."""
+    """`KVCache.step_async` for groups with the same requests: all or none. Returns 0 or -1."""
     begun = []
     lacking = False
     for group in groups:
@@ -142,7 +142,7 @@ def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
 
 
 def _keep_watermarks(groups: Sequence[Group]) -> None:
-    """`Group.keep_watermark` of each, which have one budget."""
+    """Call `Group.keep_watermark` for groups below their watermark; they share one budget."""
     share = groups[0].reclaimer.share
     room = 0 if share is None else share.room() + share.beyond()
     for group in groups:
@@ -155,7 +155,7 @@ def _keep_watermarks(groups: Sequence[Group]) -> None:
 
 
 def _grow_for(begun: Sequence[_Begun], stream: Any) -> bool:
-    """Gives slots that are short their pages, in all groups or in none."""
+    """Map the pages that slots lack, in all groups or in none; return whether that succeeded."""
     wants = [(group.pager, group.pager.wants(short)) for group, *_, short in begun]
     if not grow(wants, background=False):
         return False
@@ -165,10 +165,10 @@ def _grow_for(begun: Sequence[_Begun], stream: Any) -> bool:
 
 
 def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
-    """The same, with what requests have of entries of 2 MiB beyond their own pages.
+    """`_grow_for`, after unmapping surplus pages of requests in split 2 MiB entries.
 
-    Nothing may be reading such an entry while it is split: waits for all work on the device. The
-    largest parts go first, and no more of them than is needed.
+    No GPU work may read such an entry while it is split, so this waits for all work on the device.
+    Splits the largest surplus first, and stops when there is enough.
     """
     found = []
     for group, _, _, short in begun:
@@ -188,12 +188,12 @@ def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
 
 
 def _settle(group: Group, stream: Any) -> None:
-    """Waits for the growths that the step needs; ranks wait for all of them."""
+    """Wait for the growths that the step needs; with several ranks, for all of them."""
     group.pager.settle(stream, lens=None if group.table.lockstep else group.pager.columns.needs)
 
 
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
-    """Begins to give slots that are short their pages, in all groups or in none."""
+    """Begin to map the pages that slots lack, in all groups or in none; False if short."""
     for group, _ in begun:
         if group.pager.growths or group.left:
             break
@@ -208,7 +208,7 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
 
 
 def _not_promised(group: Group, short: list[int]) -> list[_Want]:
-    """The pages that slots are short of and no growth under way gives them."""
+    """Return the slots that lack pages which no growth in flight will grant."""
     promised = {
         (slot, owner): pages for job in group.pager.growths for slot, owner, pages in job.grants
     }
@@ -222,9 +222,9 @@ def _not_promised(group: Group, short: list[int]) -> list[_Want]:
 def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
     """Maps what fits now and starts to reclaim memory for the rest. Never blocks.
 
-    A later call maps the rest, or the `step` waits for it. False where even reclaiming would not
-    free enough, as far as the records tell. A growth completes as a whole, so slots that must wait
-    for an earlier owner's GPU work get one of their own.
+    A later call maps the rest, or the `step` waits for it. False if even reclaiming would not free
+    enough, as far as the records tell. A growth completes as a whole, so slots that must wait for
+    an earlier owner's GPU work get a separate growth.
     """
     before = _left_to_a_step(groups, wants)
     now = [one for one in wants if not one[0].pager.is_held_up(one[1])]
@@ -236,7 +236,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
         return False
     ready = now + before
     fits = fit(_needs(groups, ready))
-    if not fits:  # the others have what comes back
+    if not fits:  # the other slots get the reclaimed pages later
         now = _select_fitting(groups, now)
     slow = {slot for group, slot, _ in now if group.pager.is_slow(slot)}
     if _grow(groups, [one for one in now if one[1] not in slow]):
@@ -270,7 +270,7 @@ def _left_to_a_step(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Wa
 
 
 def _grow(groups: Sequence[Group], wants: Sequence[_Want], *, reclaim: bool = False) -> bool:
-    """`grow` in the background."""
+    """Call `growth.grow` in the background."""
     each: dict[Group, list[tuple[Slot, int]]] = {group: [] for group in groups}
     for group, slot, pages in wants:
         each[group].append((slot, pages))
@@ -279,7 +279,7 @@ def _grow(groups: Sequence[Group], wants: Sequence[_Want], *, reclaim: bool = Fa
 
 
 def _needs(groups: Sequence[Group], wants: Sequence[_Want]) -> list[tuple[Pager, int]]:
-    """The physical pages that are to be mapped in each group."""
+    """Return the physical pages to map, by group."""
     pages = dict.fromkeys(groups, 0)
     for group, slot, count in wants:
         pages[group] += max(0, count - slot.grows_from) * group.layout.num_tensors
@@ -291,9 +291,9 @@ def _keep(wants: Sequence[_Want]) -> dict[Slot, int]:
 
 
 def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
-    """The slots whose pages are free, together and in all groups; those that lack least come first.
+    """Return the slots whose pages fit the free memory in all groups, smallest need first.
 
-    So a request that decodes does not wait until there is memory for another one's prompt.
+    So a decoding request does not wait for the memory of another's prompt.
     """
     lacking: dict[int, int] = {}
     for group, slot, pages in wants:
@@ -307,22 +307,22 @@ def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Wa
             break
         chosen.add(index)
     some = [one for one in wants if one[1].index in chosen]
-    return some if fit(_needs(groups, some)) else []  # a group is at its ceiling
+    return some if fit(_needs(groups, some)) else []  # a group is at its limit
 
 
 def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int = 0) -> bool:
-    """Begins what brings back pages that slots lack; waits for nothing.
+    """Begin to reclaim the pages that slots lack. Never blocks.
 
     In the order of `Reclaimer.make_room`: pages of slots, then recorded prefixes, each the cache's
-    own before those of others of its budget; then promotions are given up.
+    own before those of other caches of its budget; then cancels promotions.
 
     Args:
         groups: of the cache.
         wants: the slots, and the pages per tensor that each is to have.
-        more: bytes beside these.
+        more: bytes to reclaim in addition.
 
     Returns:
-        False where that is not enough, and nothing is under way that more can be begun after.
+        False if that is not enough and no unmap is in flight that would free more later.
     """
     givers = [group.reclaimer for group in groups]
     share = givers[0].share
@@ -344,12 +344,12 @@ def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int
 def _begin_what_comes_back(
     groups: Sequence[Group], wants: Sequence[_Want], others: Share | None, more: int
 ) -> int:
-    """Begins what can be begun now; the bytes that are missing beyond that."""
+    """Run one pass of `_begin_to_reclaim`; return the bytes still missing."""
     first, keep, needs = groups[0].reclaimer, _keep(wants), _needs(groups, wants)
     need = more + sum(pages * pager.layout.page_size for pager, pages in needs)
 
     def lacking() -> int:
-        """Bytes beyond those that are free or that slots of the cache give back."""
+        """Return the bytes needed beyond those free or being unmapped by the cache."""
         back = sum(group.reclaimer.returning * group.layout.page_size for group in groups)
         return need - first.room - back
 
@@ -369,7 +369,7 @@ def _begin_what_comes_back(
         own, size, tensors = pager.reclaimer, pager.layout.page_size, pager.layout.num_tensors
         coming = own.leaving + pager.unsettled(keep, promoting=False)
         above = count - (own.limit - own.held) - own.returning - coming
-        coming += pager.loose(keep)  # which a step splits
+        coming += pager.loose(keep)  # a step can split these entries
         missing -= coming * size
         if above > 0:
             missing -= own.evict(-(-above // tensors)) * tensors * size
@@ -396,7 +396,7 @@ def _note_short(groups: Sequence[Group]) -> None:
     for group in groups:
         edits.append([group.counters, "short", group.counters.short + 1])
         refused = refused or group.pager.runs.refused
-    groups[0].journal.change(edits)  # a call that is interrupted has not returned -1
+    groups[0].journal.change(edits)  # not counted if interrupted before the call returns -1
     if refused:
         warn_out_of_mappings(groups)
     if _log.isEnabledFor(logging.DEBUG):
@@ -412,7 +412,7 @@ def _note_short(groups: Sequence[Group]) -> None:
 
 
 def _note_out_of_mappings(groups: Sequence[Group], error: TooManyMappings) -> None:
-    """The driver had no mapping left for what was begun in the background; that was undone."""
+    """Record that the driver refused a mapping; background growths were rolled back. Join runs."""
     groups[0].pager.runs.refused = str(error)
     _note_short(groups)
     for group in groups:

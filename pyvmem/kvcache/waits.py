@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: MIT
 """Waiting for GPU work and batches before a call takes the cache's lock.
 
-A call that waits for GPU work must not make other requests' calls wait. So each such call begins
-with a look: under the lock it lists its blockers and starts what it can (unowned pages are
-unmapped), then waits for them unlocked, and looks again. With no blocker left the call itself runs,
-still under the lock, and finds nothing to wait for:
+A call that waits for GPU work must not block other requests' calls. So each such call first lists
+its blockers under the lock and starts what it can (such as unmapping unowned pages), then waits for
+them without the lock, and lists again. With no blocker left, the call itself runs in the same
+critical section and does not block:
 
-    look -> wait -> look -> wait -> ... -> look, call
+    list -> wait -> list -> wait -> ... -> list, call
     lock            lock                   lock
 
 No request has changed before the call, so an exception that ends a wait leaves nothing to undo. Two
-waits stay in the call: for copies of a request's own rows, and for pages that must come back where
-memory is short.
+waits stay in the call: for copies of a request's own rows, and for reclaimed pages when memory is
+short.
 
-A look does not report bad arguments: it finds nothing in the way, and the call raises.
+A `before_...` function lists the blockers of one call. It does not report bad arguments: it returns
+no blockers, and the call raises.
 """
 
 from __future__ import annotations
@@ -72,12 +73,13 @@ def when_clear(
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _T:
-    """Makes a call as soon as nothing is in its way; waits without the lock.
+    """Run `call` once `look` reports no blockers; waits for blockers without the lock.
 
-    Both get the same arguments.
+    Both get the same arguments, after the groups.
 
-    Within another call, which has the lock (`RequestCache`, `ParallelKVCache`), there is no look:
-    the call waits by itself. Nor is there one on ranks, whose answers must not depend on it.
+    Inside another call, which holds the lock (`RequestCache`, `ParallelKVCache`), `look` is skipped
+    and the call itself waits. It is skipped with several ranks, too, as their results must not
+    depend on it.
     """
     while True:
         with manager.lock, manager.journal as outermost:
@@ -87,7 +89,7 @@ def when_clear(
                 try:
                     waits = look(groups, *args, **kwargs)
                 except (VMemError, TypeError, IndexError):
-                    waits = []  # the call finds it, too, and raises it
+                    waits = []  # the call meets the same error and raises it
             if not waits:
                 return call(groups, *args, **kwargs)
         for wait in waits:
@@ -95,7 +97,7 @@ def when_clear(
 
 
 def clear(manager: Manager, look: Look) -> None:
-    """Waits, without the lock, until nothing is in the way of a call."""
+    """Wait, without the lock, until `look` reports no blockers."""
     when_clear(manager, look, lambda groups: None)
 
 
@@ -103,7 +105,7 @@ def clear(manager: Manager, look: Look) -> None:
 
 
 def _job(slot: Slot) -> Waits:
-    """The batch over a slot's addresses, and what it hands over."""
+    """List the slot's batch in flight, and the earlier owners' work that its growth hands over."""
     job = slot.job
     if job is None:
         return []
@@ -117,7 +119,7 @@ def _job(slot: Slot) -> Waits:
 
 
 def _own(group: Group, slot: Slot) -> Waits:
-    """The same, and the copies of a move."""
+    """List the slot's batch in flight and the copies of its move."""
     move = group.mover.moves.get(slot)
     if move is not None and move.ticket is not None and not move.done():
         return [*_job(slot), QuietTicket(move.ticket).wait]
@@ -125,7 +127,7 @@ def _own(group: Group, slot: Slot) -> Waits:
 
 
 def _emptied(group: Group, slot: Slot) -> Waits:
-    """A free slot without a page; its unmapping is begun."""
+    """Begin to unmap a free slot; list its batch in flight."""
     if not slot.active and slot.job is None and slot.mapped and not slot.broken:
         group.reclaimer.try_unmap(slot, 0)
     return _job(slot)
@@ -146,7 +148,7 @@ def before_fork(
     work: PriorWork,
     into: Sequence[int] | None,
 ) -> Waits:
-    """See `KVCache.fork_many`; `work`: the parent's last work."""
+    """List the blockers of `KVCache.fork_many`; `work`: the parent's last GPU work."""
     waits: Waits = []
     for group in groups:
         slot = group.table.slots[reqid]
@@ -160,7 +162,7 @@ def before_fork(
     table = groups[0].table
     empty = table.columns.count(Kind.FREE, Kind.LOSING | Kind.CACHED)
     if len(groups) == 1 and into is None and empty >= count:
-        return waits  # they have no page
+        return waits  # the chosen slots have no pages
     chosen = table.emptiest(count) if into is None else [table[index] for index in into]
     if len(chosen) == count:
         for group in groups:
@@ -174,16 +176,17 @@ def before_fork(
 def before_record(
     groups: Groups, reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
 ) -> Waits:
-    """See `KVCache.record`; `work`: the request's last work."""
+    """List the blockers of `KVCache.record`; `work`: the request's last GPU work."""
     waits, slot = before_swap_out(groups, reqid, work), groups[0].slot(reqid)
-    # The ids are only looked at where there is something to wait for.
+    # The tokens are compared only if there is something to wait for.
     return waits if waits and groups[0].prefixes.shares(slot, tokens, namespace) else []
 
 
 def before_prefix(
     groups: Groups, tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> Waits:
-    """See `KVCache.alloc_prefix`: the work that wrote the rows, where the CPU has to wait."""
+    """List the blockers of `KVCache.alloc_prefix`: work that wrote the rows, if the CPU must
+    wait."""
     prefixes, ordered = groups[0].prefixes, groups[0].device is not None and reader.is_stream
     if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
         ordered = True
@@ -197,7 +200,7 @@ def before_prefix(
         if match.length and not ordered:
             spans = [prefixes.span(group.place, match) for group in groups]
         if not spans or not (kept_slots(groups, spans, match.length) or empty_slots(groups)):
-            return []  # the request gets none of it
+            return []  # the request will not share any of it
     finally:
         if match is not tokens:
             match.release()
@@ -210,13 +213,13 @@ def before_prefix(
 
 
 def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Waits:
-    """See `KVCache.swap_out`; `work`: the request's last work."""
+    """List the blockers of `KVCache.swap_out`; `work`: the request's last GPU work."""
     waits = [wait for group, slot in _both(groups, reqid) for wait in _own(group, slot)]
     return waits + work.pending()
 
 
 def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Waits:
-    """See `KVCache.swap_in`; `work`: the work of those who will use the rows, so far."""
+    """List the blockers of `KVCache.swap_in`; `work`: GPU work so far of the rows' users."""
     sync_free_slots(groups)
     found = groups[0].fit(length)
     if found is None:
@@ -231,7 +234,7 @@ def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Waits:
 
 
 def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) -> Waits:
-    """See `KVCache.truncate`; `work`: the last work on the rows."""
+    """List the blockers of `KVCache.truncate`; `work`: the last GPU work on the rows."""
     both = _both(groups, reqid)
     waits: Waits = []
     blockers = work.pending()
@@ -251,23 +254,23 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
 
 
 def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
-    """See `KVCache.promote`; `work`: the last work on the request."""
+    """List the blockers of `KVCache.promote`; `work`: the request's last GPU work."""
     if wait:
         return before_swap_out(groups, reqid, work)
-    # What is under way already is only counted.
+    # A promotion in flight is only counted.
     both = _both(groups, reqid)
     return [wait for group, slot in both if slot not in group.mover.moves for wait in _job(slot)]
 
 
 def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
-    """See `KVCache.move`; `work`: the last work on the request."""
+    """List the blockers of `KVCache.move`; `work`: the request's last GPU work."""
     if wait or any(slot in group.mover.moves for group, slot in _both(groups, reqid)):
         return before_swap_out(groups, reqid, work)
     return [wait for group, slot in _both(groups, reqid) for wait in _job(slot)]
 
 
 def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Waits:
-    """See `CacheMemory.reclaim_free`."""
+    """List the blockers of `CacheMemory.reclaim_free`."""
     if not wait:
         return []
     return [
@@ -282,7 +285,7 @@ def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Wait
 def before_trim(
     groups: Groups, manager: Manager, prefixes: bool | str, compact: bool | None
 ) -> Waits:
-    """See `KVCache.trim`."""
+    """List the blockers of `KVCache.trim`."""
     waits: Waits = []
     if any(group.reclaimer.errors for group in groups):
         return []
