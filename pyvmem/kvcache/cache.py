@@ -365,7 +365,7 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, not taken, a length out of range, or one, 0 included,
-                whose sliding window begins in rows that are gone (`KVCacheConfig.window_tile` can
+                whose sliding window begins in rows that are unmapped (`KVCacheConfig.window_tile` can
                 be taken back; to begin anew, free the request); or the request has a state
                 (`KVCacheConfig.state`) and would keep some of its tokens: a state cannot be rolled
                 back.
@@ -470,7 +470,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: no such reqid, or not taken; it holds fewer tokens than `length`, or
                 more and has a state, which cannot be rolled back; a window at `length`, 0 included,
-                would begin in rows that are gone; `into` is not free.
+                would begin in rows that are unmapped; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; as for None.

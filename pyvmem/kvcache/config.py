@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 AHEAD_TOKENS = 8
-"""The `KVCacheConfig.ahead_tokens` that engines and plugs use: at 20 ms a token, long enough to
+"""The `KVCacheConfig.ahead_tokens` that engines and plugins use: at 20 ms a token, long enough to
 hide a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
@@ -35,12 +35,12 @@ PREFILL_TOKENS = 16
 decoding (speculative decoding included)."""
 
 MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
-"""The most that `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len` can be."""
+"""Upper bounds of `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len`."""
 
 MOST_BYTES = 1 << 62
-"""The most that a limit of memory can be."""
+"""Upper bound of a memory limit, in bytes."""
 
-# Far above any model: they catch nonsense before any arithmetic or address reservation.
+# Far above any model: sanity checks before any arithmetic or address reservation.
 _BOUNDS = {
     "num_layers": (1, 1 << 14),
     "num_kv_heads": (1, 1 << 16),
@@ -77,44 +77,45 @@ class KVCacheConfig:
     """Shape, limits and policy of a `KVCache`. Checked on construction.
 
     Most engines set the model's shape, `max_batch`, `max_seq_len` and perhaps `memory_limit`. The
-    fields after that are passed by name. They are of models (`tensors_per_layer` to `state`), of
-    what kernels read (`overread_rows` to `packed_slots`), further limits (`memory_floor` to
-    `max_mappings`), and of when memory is mapped, kept and given back. The `repr` shows what
-    differs from the defaults.
+    other fields are keyword-only: for models (`tensors_per_layer` to `state`), for kernels that
+    read past the mapped rows (`overread_rows` to `packed_slots`), further limits (`memory_floor` to
+    `max_mappings`), and policy: when memory is mapped, kept and returned. The `repr` shows fields
+    that differ from the defaults.
 
     Attributes:
         num_layers: layers of the model that have keys and values.
         num_kv_heads: key/value heads of a layer (on this device).
         head_dim: elements of one head.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
-        max_batch: slots, the most requests at a time.
-        max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
-        page_size: bytes of a page, a power of two; 0 takes the context's granule.
+        max_batch: number of slots, the most requests at a time.
+        max_seq_len: most tokens of a slot; addresses for all of them are reserved.
+        page_size: bytes of a page, a power of two; 0: the context's granule.
         group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
             ``group_size * num_kv_heads * head_dim`` elements. Where layers share a tensor in a
             cache of more than 8 GiB, decode attention over entries of 64 KB takes 1.1 to 9.4 times
             as long (benchmarks/kernels, on a full card): over whole blocks of 2 MiB it does not, if
             the context has `pyvmem.Caps.LARGE_ENTRIES`. `pyvmem.layouts.advise` weighs it.
-        memory_limit: the most physical memory behind the cache, in bytes, rounded down to pages. 0:
-            0.9 of what is free on the GPU when the cache is made; on host, all that is available;
-            no more than a given context's `mem_limit`.
+        memory_limit: most physical memory of the cache, in bytes, rounded down to pages. 0: 0.9 of
+            the memory that is free on the GPU when the cache is made (on host, all that is
+            available), but no more than a given context's `mem_limit`.
         tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
             latent and the rotary part together), which `KVCache.k` returns.
-        window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
-            before it are unmapped while a request runs, and no kernel may read them. By growing a
+        window: tokens that every layer attends to, including the current one; 0: all. Pages of
+            rows before it are unmapped while a request runs, and no kernel may read them. By
+            growing a
             request, a `step` states that the work on its rows so far was launched on the step's
             stream. The window before the end of a request's last whole sharing unit
             (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as a
             prefix.
         window_tile: rows before the window that stay mapped: the most that a kernel reads there,
-            since it reads whole tiles, and the most tokens that an engine may take back. What
-            `step` joins (`KVCache.promote`) leaves this many of the last rows alone.
-        state: the layers keep one row per request instead of one per token: the whole row is there
+            since it reads whole tiles, and the most tokens that an engine may truncate. `step` does
+            not join (`KVCache.promote`) pages of this many last rows.
+        state: the layers keep one row per request instead of one per token: the whole row is mapped
             from the first token on, and every token updates it. For linear attention, state spaces
             and convolutions. What requests hold is still counted in tokens. Forks copy the state;
             it cannot be rolled back, and recorded prefixes do not include it (`KVCache.match`).
-        overread_rows: rows to map past a request's length, since a kernel may read them: 191 for
+        overread_rows: rows to map past a request's length, as a kernel may read them: 191 for
             FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for all others
             (`pyvmem.attention.overread_rows`). A step that adds more than `PREFILL_TOKENS` tokens
             to a request maps them, zeroed or with the request's own contents; the request then
@@ -122,32 +123,32 @@ class KVCacheConfig:
             length releases them.
         overread_decode: keep `overread_rows` ahead of the length in every step, for a kernel that
             reads whole tiles in decoding as well.
-        sparse: reads of unmapped rows return zeros, where the back end can do that
+        sparse: reads of unmapped rows return zeros, if the back end supports that
             (`pyvmem.Caps.SPARSE`). Writes there fault (host) or are dropped (GPU). A kernel may
             read past the mapped rows while memory grows only with `pyvmem.Caps.SPARSE_ATOMIC`
-            (`KVCache.safe_overread`); elsewhere a page is invalid
-            for a moment while it is being mapped, and a read of it kills the process's context.
+            (`KVCache.safe_overread`); otherwise a page is invalid for a moment while it is being
+            mapped, and a read of it kills the process's context.
         packed_slots: place slots without gaps, so that every tensor is contiguous
             (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
-            Otherwise slots are aligned to 2 MiB where that costs few addresses, so that a run of
-            small pages can become one big mapping.
+            Otherwise slots are aligned to 2 MiB if that costs few addresses, so that a run of
+            small pages can become one large mapping.
         memory_floor: bytes that the other caches of its `Budget` must leave to it.
-        host_limit: the most host memory that `KVCache.move` uses, in bytes, for all layers
-            together; 0: no limit but the machine's.
+        host_limit: most host memory that `KVCache.move` uses, in bytes, for all layers together; 0:
+            only the machine's limit.
         peer_limit: the same for all peer devices together.
-        host_prefixes: host memory for recorded prefixes that are evicted, in bytes, for all layers
-            together; 0: none, their rows are lost. The least recently used of them make room for
-            others, and `KVCache.alloc_prefix` copies them back. The memory is taken when it is
-            needed, locked in a cache of a GPU, and kept until the cache is closed. Needs numpy;
-            not with a window or a state, and not on several ranks.
+        host_prefixes: host memory for evicted prefixes, in bytes, for all layers together; 0: their
+            rows are lost. The least recently used make room for others, and `KVCache.alloc_prefix`
+            copies them back. The memory is allocated when needed, page-locked in a cache of a GPU,
+            and kept until the cache is closed. Needs numpy; not with a window or a state, and not
+            on several ranks.
         max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: its
             default. For several caches on one machine, whose defaults may add up to more than the
             driver allows.
-        zero_fill: zero pages before they go to another request.
+        zero_fill: zero pages before another request gets them.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
-            unmapped in the background as soon as the slot's last GPU work is over.
-        keep_mapped: what `KVCache.free_reqid` records stays mapped in the freed slot, read-only,
-            while slots are not scarce and until it is evicted: the next turn of a conversation
+            unmapped in the background as soon as the slot's last GPU work is complete.
+        keep_mapped: prefixes that `KVCache.free_reqid` records stay mapped in the freed slot,
+            read-only, while slots are not scarce and until evicted: the next turn of a conversation
             takes that slot without a driver call.
         reclaim_steps: unmap pages of slots that have been free for this many steps; 0: never by
             age.
@@ -156,31 +157,32 @@ class KVCacheConfig:
         low_watermark: with less than this fraction of the memory free, pages of free slots are
             unmapped in the background, least recently used first; 0 to 1.
         growth_fraction: with ample memory, a request that lacks a page gets up to this fraction of
-            what it has, rounded to a power of two of pages and at most 2 MiB per tensor: fewer
+            its pages, rounded to a power of two of pages and at most 2 MiB per tensor: fewer
             driver calls and mappings. Pages beyond its need are mapped but unowned (`CacheStats`:
-            cached); the request gets them next, and they are unmapped when memory is short. Where
+            cached); the request gets them next, and they are unmapped when memory is short. If
             mappings run out before memory (`ContextInfo.max_mappings`), runs get longer
             automatically. 0: page by page, whatever the limit.
         ahead_tokens: `KVCache.step` starts mapping, in the background, the next pages of each
             request that it names whose pages end within this many tokens (at most a page's worth).
-            No later step then waits for a driver call, stalled or not, that has finished by then.
-            It uses only free memory above the watermark: nothing is reclaimed for it, and its
-            failure is not reported. The pages are unowned (`CacheStats.ahead_pages`) until a step
+            No later step then waits for a driver call, stalled or not, that has finished earlier.
+            It uses only free memory above the watermark, reclaims nothing, and does not report its
+            failure. The pages are unowned (`CacheStats.ahead_pages`) until a step
             needs them. Not on several ranks. 0: a request grows only when `KVCache.step` or
             `KVCache.step_async` needs it to.
         join_at: with more than this fraction of the context's mappings used, a `step` remaps in one
-            piece what grew in pieces, where the back end can (`pyvmem.Caps.JOIN`). It waits
+            piece pages that grew in pieces, if the back end can (`pyvmem.Caps.JOIN`). It waits
             for all work on the device first, and other threads must not launch work on the cache
             meanwhile. 1: only a `step` that would otherwise return -1; 0: never.
         idle_seconds: after this long without a call that allocates, frees or steps a request, unmap
-            unowned pages and return the pool's memory to the device; 0: never. None: 0.5 where the
+            unowned pages and return the pool's memory to the device; 0: never. None: 0.5 if the
             cache owns its context; never in a shared context, whose other users may be about to use
             its free memory, and never on several ranks, which have no common clock.
-        idle_prefixes: evict recorded prefixes then as well.
-        idle_compact: compact live pages then, so that the memory between them returns to the
+        idle_prefixes: then evict recorded prefixes as well.
+        idle_compact: then compact live pages, so that the memory between them returns to the
             device, slab by slab: an incoming call waits for one slab at most. None: only while no
             request is active, or when the last `step` named none (all zeros), so that nothing can
-            be reading what moves. A request that was named may have work queued on the GPU, or
+            be reading the pages that move. A request that was named may have work queued on the
+            GPU, or
             about to be launched, for as long as its prefill takes. True: whatever the last `step`
             named; the engine promises to launch no work on the cache from `idle_seconds` after its
             last call until its next `step`. False: never. Only in a context that the cache owns,
@@ -276,22 +278,22 @@ class KVCacheConfig:
 
     @property
     def row_bytes(self) -> int:
-        """One token in one tensor, of all layers that share it."""
+        """Bytes of a token's row in one tensor, for all layers that share it."""
         return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod
     def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:
-        """The configuration for a transformers model whose layers are all alike.
+        """Return the configuration for a transformers model whose layers are all alike.
 
-        Where every layer has a sliding window, `window` is the model's; for a model with both kinds
-        all rows are kept (`layer_shapes` tells its layers apart, for `LayeredCache`). MLA's latent
-        is one tensor per layer; transformers itself stores keys and values: for those, pass the
-        three fields.
+        If every layer has a sliding window, `window` is the model's; for a model with both kinds,
+        all rows are kept (`layer_shapes` distinguishes its layers, for `LayeredCache`). MLA's
+        latent is one tensor per layer; transformers itself stores keys and values: for those, pass
+        the three fields.
 
         Args:
             config: a transformers ``PreTrainedConfig`` (or anything with its attributes); for a
                 multi-modal model, the part that ``get_text_config`` returns.
-            **overrides: any field of this class, taken instead of the model's own value.
+            **overrides: fields of this class that replace the model's own values.
 
         Raises:
             InvalidArgument: an attribute is missing and was not overridden, or a value is refused.
@@ -305,21 +307,22 @@ _OF_THE_LAYERS = (
 
 
 def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCacheConfig:
-    """The policy alone, checked: for layers that differ, or are not known yet.
+    """Return a configuration that checks and holds only the policy, for layers given later.
 
     Args:
         options: fields of `KVCacheConfig`.
-        given: those that come from elsewhere, and are no option.
+        given: fields that the caller sets elsewhere and that `options` may not contain.
 
     Raises:
-        InvalidArgument: no field, one that the layers or the caller give, or a value out of range.
+        InvalidArgument: an unknown field, a field that the layers or the caller set, or a value out
+            of range.
     """
     for name in _OF_THE_LAYERS:
         if name in options:
-            raise invalid(f"{name} is given by the layers")
+            raise invalid(f"{name} is set by the layers")
     known = {one.name for one in fields(KVCacheConfig)} - {*_OF_THE_LAYERS, *given}
     for name in options:
         if name not in known:
-            raise invalid(f"{name!r} is none of the options {', '.join(sorted(known))}")
+            raise invalid(f"{name!r} is not an option; options: {', '.join(sorted(known))}")
     bounded("group_size", options.get("group_size", 1), *_BOUNDS["group_size"])
     return KVCacheConfig(1, 1, 1, **{**options, "group_size": 1})

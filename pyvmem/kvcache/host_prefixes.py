@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Rows of evicted prefixes in host memory, by sharing units.
 
-A *cell* holds the rows of one unit in all tensors of all groups. All cells are of one size, so that
-the least recently used one can take any other's rows. A unit is known by a digest of all tokens up
-to its end, so a prefix is found unit by unit, without a tree:
+A *cell* holds the rows of one unit in all tensors of all groups. All cells have the same size, so
+any cell can be reused for any unit. A unit's key is a digest of all tokens up to its end, so a
+prefix is found unit by unit, without a tree:
 
     tokens   | unit 0     | unit 1     | unit 2     | unit 3     |
     device   | recorded   | recorded   |
-    host     |            | cell 7     | cell 2     |            |   a match: 2 units, and 1 in_host
+    host     |            | cell 7     | cell 2     |            |   a match: 2 units, in_host: 1 unit
 
-A unit stays in its cell when its rows are loaded: evicted once more, it need not be copied again.
+A unit stays in its cell when its rows are loaded: if evicted again, it need not be copied again.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = ["FAILURES", "Going", "HostPrefixes", "Key", "unit_keys"]
 
 _log = logging.getLogger(__name__)
 
-_SLAB = 64 << 20  # bytes taken and locked at a time, some 20 ms
+_SLAB = 64 << 20  # bytes allocated and page-locked at a time, in some 20 ms
 _DIGEST = 16  # bytes
 
 FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
-"""Errors of a copy, or of taking host memory: the rows are not kept, or not loaded then."""
+"""Errors of a copy, or of allocating host memory: the rows are then not kept, or not loaded."""
 
 Key: TypeAlias = tuple[Hashable, bytes]
 """A namespace, and the digest of all tokens up to the end of a unit."""
@@ -54,7 +54,7 @@ Going: TypeAlias = tuple[Sequence[Span], Sequence[Key]]
 
 
 def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
-    """The keys of units [first, last) of a prompt; `unit`: tokens of each."""
+    """Return the keys of units [first, last) of a prompt; `unit`: tokens of each."""
     width, data, digest, found = unit * ID_BYTES, ids.data, b"", []
     for at in range(last):
         digest = blake2b(digest + data[at * width : (at + 1) * width], digest_size=_DIGEST).digest()
@@ -64,23 +64,23 @@ def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
 
 
 class HostPrefixes:
-    """The cells of a cache and what they hold. The caller holds the cache's lock.
+    """The cells of a cache and their contents. The caller holds the cache's lock.
 
-    No cell is written while a key leads to it, so an exception at any point costs the units that
-    were being copied, and nothing else.
+    A cell is never written while a key refers to it, so an exception at any point loses only the
+    units that were being copied.
 
     Args:
         layouts: of the groups.
         unit_pages: pages per tensor of a unit in each of them.
 
     Attributes:
-        limit: bytes of all cells; 0: nothing is kept.
-        step: units that are taken, or stored by an idle cache, at a time.
+        limit: bytes of all cells; 0: host memory keeps no prefixes.
+        step: units allocated, or stored by an idle cache, at a time.
         stored, loaded: bytes copied so far.
-        dropped: bytes whose rows were lost: they gave way to others, or could not be stored.
+        dropped: bytes of rows lost: their cell was reused, or they could not be stored.
 
     Raises:
-        InvalidArgument: the limit is less than a cell, or numpy is missing.
+        InvalidArgument: the limit is less than the size of a cell, or numpy is missing.
     """
 
     def __init__(self, layouts: Sequence[Layout], unit_pages: Sequence[int]) -> None:
@@ -109,37 +109,38 @@ class HostPrefixes:
         self.stored = self.loaded = self.dropped = 0
 
     def join(self, group: Sharing, scratch: Scratch) -> None:
-        """Takes the next group in, when it is made."""
+        """Add the next group, when it is made."""
         self._groups.append((group, scratch))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are kept."""
+        """Bytes of the rows kept."""
         return len(self._rows) * self._cell
 
     # ---- storing ---------------------------------------------------------------------------------
 
     def store(self, going: Sequence[Going]) -> None:
-        """Keeps rows of units whose pages go, as far as there is room.
+        """Copy the rows of evicted units to cells, as far as there is room.
 
-        What cannot be copied now is lost: pages that GPU work still writes are not waited for.
+        Units that cannot be copied now are lost: this does not wait for GPU work that still writes
+        the pages.
 
         Args:
-            going: least recently used first.
+            going: evicted units, least recently used first.
         """
         for each, keys in going:
             new = [at for at, key in enumerate(keys) if key not in self._rows][: self._most]
             parts = (part for span in each for part in span.parts)
             if new and not any(prune(part.block.events) for part in parts):
                 self._store(each, keys, new)
-            for key in reversed(keys):  # the last unit is dropped first
+            for key in reversed(keys):  # so the last unit is reused first
                 if key in self._rows:
                     self._rows.move_to_end(key)
                 else:
                     self.dropped += self._cell
 
     def _store(self, each: Sequence[Span], keys: Sequence[Key], units: list[int]) -> None:
-        """Copies these units, in order, to cells: all, the first ones or none."""
+        """Copy units to cells, in order: all, the first ones, or none."""
         cells = self._take(len(units))
         units = units[: len(cells)]
         try:
@@ -153,7 +154,7 @@ class HostPrefixes:
             self.stored += len(cells) * self._cell
 
     def _copy_out(self, place: int, span: Span, units: list[int], cells: list[int]) -> None:
-        """Copies units of a span, for a moment mapped at addresses of their own."""
+        """Copy units of a span to cells, through a temporary mapping."""
         group, scratch = self._groups[place]
         stride = span.pages * group.layout.page_size
         nbytes = stride * group.layout.num_tensors
@@ -168,7 +169,7 @@ class HostPrefixes:
     # ---- loading ---------------------------------------------------------------------------------
 
     def find(self, ids: TokenIds, unit: int, begin: int, end: int) -> list[Key]:
-        """The units of a prompt that are kept, without a gap, in tokens [begin, end): a use."""
+        """Return the keys of the units kept from `begin` on, without a gap, up to token `end`."""
         found: list[Key] = []
         first, last = begin // unit, end // unit
         for key in unit_keys(ids, unit, first, last) if self._rows and first < last else ():
@@ -180,15 +181,15 @@ class HostPrefixes:
         return found
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Drops units that `find` has found."""
+        """Drop units returned by `find`."""
         self._free += map(self._rows.pop, keys)
 
     def load(self, slots: Sequence[Slot], first: int, keys: Sequence[Key]) -> None:
-        """Copies units that are kept to pages that a request owns.
+        """Copy kept units to pages that a request owns.
 
         Args:
-            slots: the request's in each group.
-            first: the first of the units.
+            slots: the request's slot in each group.
+            first: index of the first unit.
             keys: of the units.
         """
         cells, units = [self._rows[key] for key in keys], range(first, first + len(keys))
@@ -208,15 +209,15 @@ class HostPrefixes:
         *,
         out: bool,
     ) -> None:
-        """Copies a group's rows of units between cells and its tensors.
+        """Copy a group's rows of units between cells and tensors.
 
         Args:
-            place: of the group.
-            addr: of unit 0 in the first tensor.
-            stride: from one tensor to the next.
-            units: a long prefix has 100,000.
-            cells: of the units; in each, one tensor's rows follow the other's.
-            out: to the cells.
+            place: index of the group.
+            addr: address of unit 0 in the first tensor.
+            stride: bytes from one tensor to the next.
+            units: indices of the units; a long prefix has 100,000.
+            cells: cell of each unit; it holds the rows of one tensor after the other.
+            out: copy to the cells.
         """
         import numpy as np
 
@@ -228,7 +229,7 @@ class HostPrefixes:
         group.mapper.copy(size, pieces, [self._cells[one][begin:end] for one in cells], out=out)
 
     def _take(self, count: int) -> list[int]:
-        """Cells that no key leads to, so many or fewer."""
+        """Take up to `count` cells that no key refers to, reusing the least recently used."""
         found: list[int] = []
         while len(found) < count:
             if not self._free and len(self._cells) < self._most:
@@ -243,7 +244,7 @@ class HostPrefixes:
         return found
 
     def _add_slab(self) -> None:
-        """Takes memory for more cells; where there is none, these are all that there will be."""
+        """Allocate memory for more cells; on failure the present cells become the maximum."""
         from pyvmem.memory.host_copies import HostMemory, has_kernel
 
         count = min(self.step, self._most - len(self._cells))
@@ -251,7 +252,7 @@ class HostPrefixes:
             locked = has_kernel(self._groups[0][0].mapper.context)
             self._slabs.append(HostMemory(count * self._cell, locked))
         except FAILURES as error:
-            warn(_log, "prefixes", "no more prefixes are kept in host memory: %s", error)
+            warn(_log, "prefixes", "no host memory for more prefixes: %s", error)
             self._most = len(self._cells)
             return
         view, first = memoryview(self._slabs[-1].memory), len(self._cells)
@@ -259,17 +260,17 @@ class HostPrefixes:
         self._free += range(first, first + count)
 
     def rebuild(self) -> None:
-        """Finds the free cells again, after a failure: those that no key leads to."""
+        """Recompute the free cells after a failure: those that no key refers to."""
         taken = set(self._rows.values())
         self._free = [cell for cell in range(len(self._cells)) if cell not in taken]
 
     def clear(self) -> None:
-        """Drops all rows; the cells stay."""
+        """Drop all rows; keep the cells."""
         self._rows.clear()
         self.rebuild()
 
     def close(self) -> None:
-        """Gives the host memory back. Idempotent."""
+        """Release the host memory. Idempotent."""
         self._most = 0
         self._rows.clear()
         self._free, self._cells = [], []
@@ -278,7 +279,7 @@ class HostPrefixes:
             self._slabs.pop()
 
     def check(self) -> list[str]:
-        """Contradictions between the cells and what leads to them, in words."""
+        """Return contradictions between the cells and the keys, as text."""
         cells = [*self._rows.values(), *self._free]
         if sorted(cells) != list(range(len(self._cells))):
             return [f"{len(self._cells)} cells of host memory, {len(cells)} are used or free"]

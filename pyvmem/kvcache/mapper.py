@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The one place where a cache asks its context for pages.
+"""A cache's only access to its context's mapping calls.
 
-    mapper.commit(edits, ops, after)      # the batch, and if it succeeds the records, in one C call
+    mapper.commit(edits, ops, after)      # runs the batch and, on success, the edits, in one C call
 
-If the batch fails, or an exception from outside comes before it, the records are as before; after
-it they are as intended, whatever happens next (journal.py).
+If the batch fails, or an exception from outside precedes it, the records are unchanged; after it
+they have all edits, whatever happens next (journal.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Mapper", "Scratch"]
 
 
 class Mapper:
-    """A cache's access to its context."""
+    """A group's access to its context. The caller holds the cache's lock and journal."""
 
     def __init__(self, context: Context, journal: Journal) -> None:
         self.context = context
@@ -44,13 +44,13 @@ class Mapper:
         late: bool = False,
         waits: Waits | None = None,
     ) -> None:
-        """Runs a batch, or submits it where a ticket is given; C makes the edits if it succeeds.
+        """Run a batch, or submit it if a ticket is given; C applies the edits on success.
 
         Args:
             edits: of the records; see `Outcome`.
             ops: the batch.
-            after: GPU work to wait for.
-            ticket: of the batch; None: it runs in the calling thread.
+            after: GPU work that it waits for.
+            ticket: of the batch; None: run in the calling thread.
             late: as for `Context.submit`.
             waits: as for `Context.batch`.
 
@@ -70,13 +70,13 @@ class Mapper:
     # ---- handles and addresses -------------------------------------------------------------------
 
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
-        """A handle to mapped pages; dropped at the end of the call unless the records use it."""
+        """Return a handle to mapped pages; dropped after the call unless the records use it."""
         pages = Pages(self.context, Outcome(), size * count)
         self.journal.held[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
 
     def drop(self, pages: Pages) -> None:
-        """Drops a handle that the records no longer refer to."""
+        """Drop a handle that the records no longer use."""
         self.journal.must(pages.abandon)
 
     def drop_range(
@@ -88,13 +88,13 @@ class Mapper:
         count: int,
         stride: int,
     ) -> None:
-        """Drops a part of a handle, and makes the edits; on failure nothing changed."""
+        """Drop a part of a handle and apply the edits; on failure nothing changed."""
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
-        """Reserves addresses; freed at the end of the call unless the records refer to them."""
+        """Reserve addresses; freed after the call unless the records use them."""
         found = Reservation(self.context, Outcome())
         self.journal.held[found] = None
         return self.context.reserve(size, visible=visible, align=align, into=found)
@@ -116,13 +116,13 @@ class Mapper:
     def copy(
         self, size: int, addresses: Sequence[int], host: Sequence[memoryview], *, out: bool
     ) -> None:
-        """Copies pieces of `size` bytes between mapped addresses and host memory.
+        """Copy pieces of `size` bytes between mapped addresses and host memory, synchronously.
 
         Args:
-            size: of each piece.
-            addresses: where the pieces are mapped: a list, or an array of numpy.
-            host: the same pieces, which follow one another in each part.
-            out: to host memory. Complete on return, whichever the direction.
+            size: bytes of each piece.
+            addresses: device addresses of the pieces: a list or a numpy array.
+            host: buffers that hold the same pieces back to back.
+            out: copy to host memory.
         """
         if not len(addresses) or self._by_kernel(size, addresses, host, out):
             return
@@ -136,7 +136,7 @@ class Mapper:
     def _by_kernel(
         self, size: int, addresses: Sequence[int], host: Sequence[memoryview], out: bool
     ) -> bool:
-        """Copies by the kernel, at PCIe's rate for scattered pages; False where it is not there."""
+        """Copy with the copy kernel, at PCIe rate for scattered pages; False if unavailable."""
         try:
             import numpy as np
 
@@ -156,24 +156,24 @@ class Mapper:
 
 
 class Scratch:
-    """Temporary reservations; the last one is kept, since most moves have the same size.
+    """Temporary reservations; caches the last one, since most moves have the same size.
 
-    They are plain where the back end supports that: visible addresses are scarce, and only libvmem
+    They are plain if the back end supports that: visible addresses are scarce, and only libvmem
     accesses these.
 
     Args:
-        mapper: of the cache.
-        align: bytes of a page.
+        mapper: the group's.
+        align: page size in bytes.
     """
 
     def __init__(self, mapper: Mapper, align: int) -> None:
         self._mapper = mapper
         self._align = max(align, 2 << 20)
         self._kept: Reservation | None = None
-        self._full: list[Reservation] = []  # pages in them could not be unmapped
+        self._full: list[Reservation] = []  # their pages could not be unmapped yet
 
     def take(self, nbytes: int) -> Reservation:
-        """Unmapped addresses, at least so many bytes; freed after the call unless they are used.
+        """Return at least `nbytes` of unmapped addresses; freed after the call unless recorded.
 
         Raises:
             VMemError: none are available.
@@ -190,16 +190,16 @@ class Scratch:
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
-        """Takes back addresses of the call, with nothing mapped there, unless they were left."""
+        """Return unmapped addresses to the cache of reservations, unless they were left."""
         if self._kept is None and addresses.is_open:
-            self._kept = addresses  # others are freed at the end of the call
+            self._kept = addresses  # further ones are freed after the call
 
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
     ) -> None:
-        """Takes back addresses and unmaps their first `nbytes`; a failed unmap is retried later.
+        """Unmap the first `nbytes` and return the addresses; a failed unmap is retried later.
 
-        `edits`: made in any case.
+        `edits` are applied in either case.
         """
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
@@ -212,7 +212,7 @@ class Scratch:
             self.give(addresses)
 
     def retry(self) -> None:
-        """Unmaps what could not be unmapped."""
+        """Retry failed unmaps."""
         for addresses in list(self._full):
             try:
                 addresses.close(unmap=True)
@@ -223,11 +223,11 @@ class Scratch:
             self._full.remove(addresses)
 
     def owns(self, held: object) -> bool:
-        """Whether it keeps this reservation."""
+        """Return whether it keeps this reservation."""
         return held is self._kept or any(held is one for one in self._full)
 
     def close(self) -> None:
-        """Gives all addresses back."""
+        """Free all addresses."""
         self.retry()
         for addresses in (*self._full, *(() if self._kept is None else (self._kept,))):
             try:

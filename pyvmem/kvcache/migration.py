@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Pages of a running request that are replaced under their addresses.
+"""Replacement of a running request's pages under unchanged addresses: moves and promotion.
 
-A *move* has two phases. First new pages appear at scratch addresses and the old ones are copied to
-them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then, when no
-work is under way, one batch replaces the old pages by the new ones:
+A *move* has two phases. First, new pages are mapped at scratch addresses and the old ones are
+copied to them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then,
+when no work is running, one batch replaces the old pages by the new ones:
 
     slot      | old | old | old |          | new | new | new |
-                 copy                ->       replaces the old ones, which go to their pool
+                 copy                ->       replaces the old pages, which are freed
     scratch   | new | new | new |          |     |     |     |
 
 In the scratch addresses the tensors follow one another, each with the slot's pages from `first` on.
-Until the second phase is over both count as memory of the cache.
+Until the second phase is complete, both copies count as memory of the cache.
 
-*Promotion* puts a block of 2 MiB of every tensor under one entry of the GPU's page tables. Pages
-that are neighbours in memory already (growing slots prefer 2 MiB of their own) are mapped again in
-one piece, after the work that reads them; others are moved.
+*Promotion* maps a 2 MiB block of every tensor by one entry of the GPU's page tables. Pages that are
+already physically contiguous (growing slots prefer 2 MiB of their own) are remapped in one piece,
+after the work that reads them; others are moved.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from pyvmem.memory.reservation import Reservation
 __all__ = ["Mover", "Promoter"]
 
 REACH = 8 << 30
-"""Bytes that a GPU's TLBs reach through entries of 64 KB (benchmarks/kernels, on a full card): in a
-smaller cache larger entries save no time, and joining them takes some."""
+"""Bytes that a GPU's TLBs reach through entries of 64 KB (benchmarks/kernels, on a full card). In a
+smaller cache, larger entries save no time, and joining costs some."""
 
 _log = logging.getLogger(__name__)
 
 
 class Mover:
-    """The moves of a cache, one for a slot at a time.
+    """The moves of a group, at most one per slot. The caller holds the cache's lock.
 
     Attributes:
-        moves: by slot; begun, and not swapped yet.
-        cancelled: moves without a slot; their scratch pages go when the copies are over.
-        joined: by slot number, first pages of the blocks that were joined and are as they were
-            then, and how many blocks the slot had.
-        copied: the same of those that a promotion has copied.
-        device: CUDA ordinal; None where pages are the CPU's.
+        moves: by slot, moves that have begun and not yet replaced the pages.
+        cancelled: cancelled moves whose scratch pages are freed when their copies are complete.
+        joined: by slot index, the first pages of blocks that were joined and not changed since, and
+            the number of blocks that the slot had then.
+        copied: the same for blocks that a promotion copied.
+        device: CUDA ordinal; None if the pages are CPU memory.
     """
 
     def __init__(self, reclaimer: Reclaimer, scratch: Scratch, device: int | None) -> None:
@@ -78,12 +78,12 @@ class Mover:
     # ---- the first phase -------------------------------------------------------------------------
 
     def begin(self, move: Move, after: Sequence[Any], *, background: bool) -> None:
-        """Takes the new pages and copies to them, or lets the worker do so.
+        """Allocate the new pages and copy to them, or submit that to the worker.
 
-        Memory is the caller's to check first; the slot has no other move.
+        The caller has checked that there is memory; the slot has no other move.
 
         Raises:
-            OutOfMemory: of the back end; nothing changed. VMemError: the driver failed; likewise.
+            OutOfMemory: back end out of memory. VMemError: the driver failed. Nothing changed.
         """
         moves = [[self.moves, move.slot, move]]
         if not move.stretches:
@@ -102,17 +102,17 @@ class Mover:
             raise
 
     def _counts(self, here: int, away: Mapping[Tier, int]) -> list[list[Any]]:
-        """The edits where scratch pages per tensor are no longer memory of the cache."""
+        """Return the edits where scratch pages per tensor leave the cache; negative: join it."""
         counters, edits = self._counters, self._reclaimer.freeing(here, away, reclaimed=False)
         return [*edits, [counters, "peak_mapped", max(counters.peak_mapped, edits[0][2])]]
 
     # ---- the second phase ------------------------------------------------------------------------
 
     def finish(self, slot: Slot, work: PriorWork) -> None:
-        """Ends a slot's move, if it has one: waits for the copies and for the work.
+        """Complete a slot's move, if it has one: wait for the copies and for the work.
 
         Raises:
-            NotRecoverable: the request has lost its rows. VMemError: the pages are as before.
+            NotRecoverable: the request has lost its rows. VMemError: the pages are unchanged.
         """
         move = self.moves.get(slot)
         if move is not None:
@@ -120,7 +120,7 @@ class Mover:
                 self._end(move, [work.record()])
 
     def step(self, stream: Any) -> None:
-        """Ends the moves whose copies are over, after the work on `stream`; failures are noted."""
+        """Complete moves whose copies are done, after the work on `stream`; record failures."""
         if self.cancelled:
             self.sweep()
         ready = [move for move in self.moves.values() if move.done()]
@@ -160,10 +160,10 @@ class Mover:
             raise
 
     def _swap(self, move: Move, after: list[Any]) -> None:
-        """One batch: the new pages replace the old ones, the scratch addresses are empty again."""
+        """Replace the old pages by the new ones and unmap the scratch addresses, in one batch."""
         slot, counters, pages, whole = move.slot, self._counters, 0, move.slot.whole
         away: Counter[Tier] = Counter()
-        for low, high, _ in move.stretches:  # the old ones are gone
+        for low, high, _ in move.stretches:  # count the old pages, which are freed
             pages += high - low
             away.update(slot.places.away(low, high))
             whole = slot.whole_with(low, high, whole)
@@ -178,7 +178,7 @@ class Mover:
         self._take_out(move, edits, self._plan.swap(move), after)
 
     def _join(self, move: Move, after: list[Any]) -> None:
-        """Joins the pages of each run, in all tensors."""
+        """Join the pages of each run, in all tensors."""
         layout, slot, whole = self._layout, move.slot, move.slot.whole
         ops = OpBatch(len(move.runs))
         for low, high in move.runs:
@@ -191,16 +191,16 @@ class Mover:
     def _promoted(
         self, noted: dict[int, dict[int, int]], slot: Slot, firsts: Sequence[int]
     ) -> list[list[Any]]:
-        """The edit that notes blocks in `joined` or `copied`."""
+        """Return the edit that adds blocks to `joined` or `copied`."""
         blocks = dict.fromkeys(firsts, self.blocks(slot))
         return [[noted, slot.index, noted.get(slot.index, {}) | blocks]]
 
     def blocks(self, slot: Slot) -> int:
-        """Whole blocks of the slot's request."""
+        """Return the number of whole blocks granted to the slot's request."""
         return slot.granted // self._layout.block
 
     def parting(self, slot: Slot, low: int) -> list[list[Any]]:
-        """The edits that forget what was promoted from page `low` on."""
+        """Return the edits that forget promoted blocks from page `low` on."""
         index, unit = slot.index, self._layout.block
         return [
             [noted, index, {at: n for at, n in noted[index].items() if at + unit <= low}]
@@ -211,10 +211,10 @@ class Mover:
     # ---- cancelling ------------------------------------------------------------------------------
 
     def abandon(self, slot: Slot) -> None:
-        """Cancels a slot's move; does not wait, unless another batch is in flight over the slot.
+        """Cancel a slot's move. Blocks only if another batch is in flight over the slot.
 
-        Until the copies are over no page of the slot can be unmapped: an unmap of no
-        pages marks that.
+        Until the copies are complete no page of the slot may be unmapped: an empty `Unmap` as the
+        slot's job enforces that.
         """
         move = self.moves.get(slot)
         if move is None:
@@ -231,14 +231,14 @@ class Mover:
         self.sweep()
 
     def _cancelling(self, move: Move) -> list[list[Any]]:
-        """The edits that leave only a move's scratch addresses, if it has any."""
+        """Return the edits that reduce a move to its scratch addresses, if it has any."""
         edits: list[list[Any]] = [[self.moves, move.slot, ...]]
         if move.addresses is not None:
             edits.append([self, "cancelled", [*self.cancelled, move]])
         return edits
 
     def make_way(self, slot: Slot, page: int) -> bool:
-        """Cancels what changes pages below this one; whether nothing is under way there."""
+        """Cancel a move that changes pages below `page`; return whether none are changing now."""
         move = self.moves.get(slot)
         if move is not None and move.begins_before(page):
             self.abandon(slot)
@@ -246,9 +246,9 @@ class Mover:
         return True
 
     def shorten(self, slot: Slot, page: int, work: PriorWork) -> None:
-        """Ends what changes pages from this one on: their rows may be written again.
+        """End a move that changes pages from `page` on, as their rows may be written again.
 
-        A promotion is cancelled; another move is finished, which waits for it.
+        A promotion is cancelled; another move is completed, which waits for its copies.
         """
         move = self.moves.get(slot)
         if move is None or not move.ends_after(page):
@@ -259,14 +259,14 @@ class Mover:
             self.finish(slot, work)
 
     def promoting(self) -> int:
-        """Pages per tensor of the device behind the copies that `stop_promoting` cancels."""
+        """Return the device pages per tensor held by copies that `stop_promoting` cancels."""
         return sum(move.here() for move in self.moves.values() if move.promotes)
 
     def stop_promoting(self, *, wait: bool = True) -> bool:
-        """Cancels promotions; whether there were any.
+        """Cancel promotions; return whether there were any.
 
-        `wait`: for the copies: their memory is back, their slots can grow. Otherwise moves of slots
-        with another batch in flight go on.
+        `wait`: wait for their copies, so that their memory is free and their slots can grow.
+        Otherwise moves of slots with another batch in flight continue.
         """
         slots = [slot for slot, move in self.moves.items() if move.promotes]
         found = bool(slots or self.cancelled)
@@ -277,11 +277,11 @@ class Mover:
             if move.ticket is not None:
                 QuietTicket(move.ticket).wait()
         self.sweep()
-        self._reclaimer.poll()  # the unmaps that marked the copies
+        self._reclaimer.poll()  # the empty unmaps of `abandon`
         return found
 
     def sweep(self) -> None:
-        """Takes back the scratch pages of cancelled moves whose copies are over."""
+        """Free the scratch pages of cancelled moves whose copies are complete."""
         self._scratch.retry()
         for move in [move for move in self.cancelled if move.done()]:
             try:
@@ -294,7 +294,7 @@ class Mover:
                 self._drop(move)
 
     def _drop(self, move: Move) -> None:
-        """Unmaps the scratch pages; where that fails, the next sweep tries again."""
+        """Unmap the scratch pages; on failure the next sweep tries again."""
         if move.addresses is None:
             self._remove(move)
             return
@@ -309,7 +309,7 @@ class Mover:
                 self._journal.change(self._cancelling(move))
 
     def _remove(self, move: Move) -> None:
-        """Takes a move out of the records, with nothing mapped at its scratch addresses."""
+        """Remove a move whose scratch addresses have nothing mapped from the records."""
         here, away = (0, {}) if move.addresses is None else (move.here(), move.away())
         self._take_out(move, self._counts(here, away))
 
@@ -320,7 +320,7 @@ class Mover:
         ops: OpBatch | None = None,
         after: Sequence[Any] = (),
     ) -> None:
-        """The same, with edits and the batch that they go with."""
+        """Remove a move from the records, with further edits and the batch `ops` if given."""
         addresses, slot = move.addresses, move.slot
         edits = [*edits, [move, "addresses", None]]
         if self.moves.get(slot) is move:
@@ -338,11 +338,11 @@ class Mover:
             self._scratch.give(addresses)
 
     def owns(self, held: object) -> bool:
-        """Whether a move has this reservation."""
+        """Return whether a move has this reservation."""
         return any(held is move.addresses for move in (*self.moves.values(), *self.cancelled))
 
     def close(self) -> None:
-        """Cancels every move, and waits."""
+        """Cancel every move and wait for the copies."""
         for slot in list(self.moves):
             self.abandon(slot)
         for move in self.cancelled:
@@ -356,14 +356,14 @@ class Mover:
                 move.addresses.leave()
 
     def moving(self, slot: Slot) -> int:
-        """Pages per tensor of a slot that the end of its move changes."""
+        """Return the pages per tensor of a slot that its move will change."""
         move = self.moves.get(slot)
         if move is None:
             return 0
         return move.pages
 
     def pages(self) -> tuple[int, dict[Tier, int]]:
-        """Scratch pages per tensor: of the device, and by tier."""
+        """Return the scratch pages per tensor: of the device, and elsewhere by tier."""
         here = 0
         away: dict[Tier, int] = {}
         for move in (*self.moves.values(), *self.cancelled):
@@ -374,14 +374,14 @@ class Mover:
 
 
 class MovePlanner:
-    """Writes the batches of a `Move`."""
+    """Builds the batches of a `Move`."""
 
     def __init__(self, reclaimer: Reclaimer) -> None:
         self._mapper = reclaimer.mapper
         self._layout = reclaimer.layout
 
     def place(self, move: Move) -> int:
-        """Places the pages in the scratch addresses; returns the bytes that they need."""
+        """Assign scratch offsets to the pages; return the bytes of scratch addresses needed."""
         layout = self._layout
         unit = max(1, layout.block)
         move.first = move.stretches[0][0] // unit * unit
@@ -390,7 +390,7 @@ class MovePlanner:
         return move.stride * layout.num_tensors
 
     def copies(self, move: Move) -> OpBatch:
-        """New pages at the scratch addresses, with what the slot has."""
+        """Return the batch that maps new pages at the scratch addresses and copies to them."""
         layout, ops = self._layout, OpBatch(len(move.stretches))
         for low, high, tier in move.stretches:
             ops.populate(
@@ -407,9 +407,9 @@ class MovePlanner:
         return ops
 
     def swap(self, move: Move) -> OpBatch:
-        """The new pages replace the old ones, and the scratch addresses are empty again.
+        """Return the batch that replaces the old pages and unmaps the scratch addresses.
 
-        The copies are over. A handle is made for each stretch, which the batch consumes.
+        The copies must be complete. The batch consumes a handle made for each stretch.
         """
         layout, ops = self._layout, OpBatch(2 * len(move.stretches))
         tensors = layout.num_tensors
@@ -431,7 +431,7 @@ class MovePlanner:
         return ops
 
     def unmaps(self, move: Move, addresses: Reservation) -> OpBatch:
-        """The scratch addresses of a move are empty again."""
+        """Return the batch that unmaps the scratch addresses of a move."""
         layout, ops = self._layout, OpBatch(len(move.stretches))
         for low, high, _ in move.stretches:
             nbytes = (high - low) * layout.page_size
@@ -440,23 +440,23 @@ class MovePlanner:
         return ops
 
     def _own(self, move: Move, page: int) -> int:
-        """A page's address in tensor 0."""
+        """Return a page's address in tensor 0 of the slot."""
         return move.slot.addr + page * self._layout.page_size
 
     def _scratch(self, move: Move, page: int) -> int:
-        """Where its new page lies."""
+        """Return the scratch address of its new page in tensor 0."""
         assert move.addresses is not None
         return move.addresses.addr + (page - move.first) * self._layout.page_size
 
 
 class Promoter:
-    """Finds blocks of 2 MiB that have grown page by page, to be mapped by one entry.
+    """Promotes 2 MiB blocks that have grown page by page, to be mapped by one entry.
 
-    A block whose last row is written is only read, so its entries may change. Pages that are
-    neighbours in memory are joined, which does it where each lies at its place in 2 MiB. Other
-    blocks, and those for which that was not enough, are copied to new pages, where there is memory.
-    Where memory is in pieces, a copy gets no 2 MiB of its own either: the block is copied again
-    when the request has filled another one.
+    Once its last row is written a block is only read, so its entries may be replaced. Physically
+    contiguous pages are joined, which suffices if they are aligned to 2 MiB. Other blocks, and
+    those for which joining did not suffice, are copied to new pages if there is memory. In
+    fragmented memory a copy may not get 2 MiB of its own either: the block is copied again once the
+    request has filled another block.
     """
 
     def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
@@ -466,16 +466,16 @@ class Promoter:
         self._layout = layout = reclaimer.layout
         self._unit = layout.block
         self._kept = config.window_tile
-        self._copies = not reclaimer.table.lockstep  # their memory is back at no certain time
-        # By slot: the length at which to look again. A hint: what it delays, a later step does.
+        self._copies = not reclaimer.table.lockstep  # ranks free copies at different times
+        # By slot: the length from which to check again. A hint: a later step does what it delays.
         self._next = [0] * config.max_batch
 
     def step(self, lens: Sequence[int], stream: Any) -> None:
-        """Begins to promote what is full, of requests that the step to `lens` lengthens.
+        """Begin to promote full blocks of requests that the step to `lens` lengthens.
 
-        That a request grows says that the work for its rows so far was launched. The last of them
-        may be taken back and written again (`KVCacheConfig.window_tile`); they are left alone.
-        Nothing is done in a small cache, where the entries' size makes no difference.
+        Growing a request states that the work for its rows so far was launched. The last
+        `KVCacheConfig.window_tile` rows may be truncated and written again, so they are left alone.
+        Does nothing in a small cache, where the entries' size makes no difference.
         """
         reclaimer, layout = self._reclaimer, self._layout
         if reclaimer.held * layout.page_size < REACH:
@@ -491,23 +491,23 @@ class Promoter:
                     blocks = self._mover.blocks(slot)
                     copies = [low for low in copies if copied.get(low) != blocks]
                 self._begin(slot, runs, copies, PriorWork(stream, self._mover.device))
-                # What begins may be given up, and what is joined may be no run: looked at again
+                # A copy may be cancelled, and joined pages may not become one entry: check again
                 # a page later.
                 size = layout.page_size * (1 if runs or copies else self._unit)
                 done = max(0, held) * layout.row_bytes // size + 1
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
     def forgetting(self, slot: Slot, page: int = 0) -> list[list[Any]]:
-        """The edits where pages of a slot from this one on are another's, or written again."""
+        """Return the edits for pages of a slot that change owner or are written again."""
         return [*self._mover.parting(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
-        """Blocks that there is memory for, beyond the watermark."""
+        """Return how many blocks fit the free memory above the watermark."""
         need = self._unit * self._layout.num_tensors
         return max(0, (self._reclaimer.free - self._reclaimer.low_pages) // need)
 
     def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
-        """See `KVCache.promote`; of the first `held` rows."""
+        """Implement `KVCache.promote` for the first `held` rows."""
         if slot in self._mover.moves:
             move = self._mover.moves[slot]
             if wait:
@@ -517,15 +517,15 @@ class Promoter:
         blocks = self._begin(slot, runs, copies, work)
         if wait:
             self._mover.finish(slot, work)
-        if wait and runs:  # copies those for which joining was not enough
+        if wait and runs:  # copy blocks for which joining did not suffice
             self._begin(slot, [], [low for low in self._blocks(slot, held)[1] if low in runs], work)
             self._mover.finish(slot, work)
         return blocks
 
     def _begin(self, slot: Slot, runs: list[int], copies: list[int], work: PriorWork) -> int:
-        """Begins to promote blocks, given by first pages; returns how many.
+        """Begin to promote blocks, given by their first pages; return their number.
 
-        Of those that are copied only as many as there is memory for, beyond the watermark.
+        Copies only as many as fit the free memory above the watermark.
         """
         unit = self._unit
         new = [(low, low + unit, DEVICE) for low in copies[: self._room()] if self._copies]
@@ -535,7 +535,7 @@ class Promoter:
         event = work.record()
         try:
             self._mover.begin(move, [] if event is None else [event], background=True)
-        except (OutOfMemory, TooManyBatches):  # they stay as they are
+        except (OutOfMemory, TooManyBatches):  # promote without copies
             move.stretches = []
             if not move.runs:
                 return 0
@@ -547,7 +547,7 @@ class Promoter:
         return len(runs) + copied
 
     def _blocks(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
-        """First pages of full blocks: of those in one run, and of the others."""
+        """Return the first pages of full blocks: contiguous ones to join, and others to copy."""
         layout, unit = self._layout, self._unit
         joined = self._mover.joined.get(slot.index, ())
         runs: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Requests that begin with a recorded prefix, in all groups of layers or in none."""
+"""Allocation of requests that begin with a recorded prefix, in all groups of layers or in none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def alloc_prefix(
     groups: Sequence[Group], tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> tuple[int, int] | None:
-    """See `KVCache.alloc_prefix`."""
+    """Implement `KVCache.alloc_prefix`."""
     sync_free_slots(groups)
     prefixes = groups[0].prefixes
     match, length = prefixes.wanted(tokens, leave, namespace)
@@ -69,10 +69,10 @@ def alloc_prefix(
 
 
 def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) -> int:
-    """Loads what follows a match from host memory, and records it for other requests.
+    """Load the units that follow a match from host memory, and record them for other requests.
 
     Returns:
-        The tokens that the request holds: those of the match alone where memory is short.
+        The tokens that the request holds: only those of the match if memory is short.
     """
     prefixes, held, length = groups[0].prefixes, match.length, match.length + match.in_host
     both = list(zip(groups, slots, strict=True))
@@ -81,25 +81,25 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     want = [(group.pager, [(slot, group.layout.pages_for(length))]) for group, slot in both]
     if grow(want, background=False):
         for group in groups:
-            group.pager.settle(whole=True)  # what has failed for want of memory was undone
-    keys = prefixes.in_host(match)  # what `grow` has evicted may have taken the place of some
+            group.pager.settle(whole=True)  # a growth that ran out of memory was rolled back
+    keys = prefixes.in_host(match)  # prefixes evicted by `grow` may have replaced some
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
         return held
-    groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
+    groups[0].journal.checkpoint()  # keep the grant on failure, as its pages get written
     prefixes.host.load(slots, held // prefixes.unit, keys)
     for group, slot in both:
         group.enter(slot, length)
         group.note_peaks()
-    with suppress(TooManyMappings, OutOfMemory, NotSupported):  # it goes on with its own pages
+    with suppress(TooManyMappings, OutOfMemory, NotSupported):  # the request keeps its own pages
         prefixes.record(slots[0], match.ids, PriorWork(None, None))
     return length
 
 
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
-    """Counts a prompt: its tokens, those found recorded, and whether they were still mapped.
+    """Count a prompt: its tokens, those recorded, and whether they were still mapped.
 
-    Last of all, and in the journal: a call that is interrupted counts nothing.
+    Done last and through the journal, so that an interrupted call counts nothing.
     """
     counters, (asked, held, resumed) = group.counters, prompt
     counters.last_prompt = prompt
@@ -115,7 +115,7 @@ def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
 
 
 def withdraw(groups: Sequence[Group]) -> None:
-    """See `Internals.withdraw_prompt`."""
+    """Implement `Internals.withdraw_prompt`."""
     counters = groups[0].counters
     if counters.last_prompt is not None:
         _count_prompt(groups[0], counters.last_prompt, -1)
@@ -131,19 +131,18 @@ def _begin_with(
     *,
     kept: bool,
 ) -> bool | None:
-    """Lets a request begin with a match, which is leased, in every group or in none.
+    """Let a request begin with a leased match, in every group or in none.
 
     Args:
         groups: of the cache.
         match: the match.
         spans: its pages in each group.
-        slots: those that the request gets in each.
+        slots: the slots that the request gets in each group.
         reader: the work that will read the pages.
-        kept: the slots have the first of these pages, or all.
+        kept: the slots have some or all of these pages mapped.
 
     Returns:
-        Whether all of the pages were still mapped there. None where memory is short; nothing
-        changed.
+        Whether all of the pages were still mapped; None if memory is short: nothing changed.
     """
     prefixes, resumed = groups[0].prefixes, kept
     loans: list[Loan] = []
@@ -169,7 +168,7 @@ def _begin_with(
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
-    """The free slot that has the most of a prefix mapped, in every group; None: there is none."""
+    """Return, by group, the free kept slot with the most of a prefix mapped; None: no such slot."""
     stale = groups[0].table.stale
     if not stale:
         return None
@@ -190,10 +189,10 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
 
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
-    """The free slot that is soonest without a page, in every group; None: there is none.
+    """Return, by group, the free slot that is soonest without a page; None: no slot is free.
 
-    None, too, where it would have to wait for an earlier owner's GPU work. Ranks do wait, since the
-    progress of that work may differ between them.
+    None also if it would have to wait for an earlier owner's GPU work. Several ranks do wait, since
+    the progress of that work may differ between them.
     """
     found = groups[0].table.emptiest(1)
     if not found:

@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: MIT
-"""Recorded prefixes: which tokens' rows are kept in every group of layers, and who leases them.
+"""Recorded prefixes: which tokens' rows are kept in every group of layers, and the leases on them.
 
-A match may be dropped in any thread, and by Python's collector at any line, also in the middle of a
-call of the cache. So dropping only puts the lease aside; the cache's next call that looks at
-prefixes ends it.
+A match may be dropped in any thread, and by Python's garbage collector at any line, even in the
+middle of a call of the cache. So dropping a match only queues its lease; the cache's next call that
+uses prefixes ends it.
 
-On several ranks (distributed.py) what a call answers must not depend on when a collector runs:
+On several ranks (distributed.py) the result of a call must not depend on when a collector runs:
 there a lease ends when the match is used or released, and at the latest with the next `step`.
 
 The sharing unit is the fewest tokens that fill whole pages of a tensor, ``lcm(row_bytes, page_size)
-/ row_bytes``: 32 tokens where rows are 2 KiB and pages 64 KiB. A row of 384 bytes does not divide
-64 KiB; the row that crosses into the next page ends there, so a request that goes on after it would
-write into a shared page. Only every 512 tokens do page and row end together.
+/ row_bytes``: 32 tokens if rows are 2 KiB and pages 64 KiB. A row of 384 bytes does not divide
+64 KiB: the row that crosses a page boundary ends in the next page, so a request that continues
+after it would write into a shared page. Only every 512 tokens do page and row end together.
 
-A group has rows of its own size, so the same tokens fill a different number of pages in each:
+The groups have rows of different sizes, so the same tokens fill a different number of pages in
+each:
 
     tokens   | unit 0                   | unit 1                   |
     group 0  | page 0      | page 1     | page 2      | page 3     |   rows of 2 KiB
     group 1  | page 0                   | page 1                   |   rows of 1 KiB
 
-The unit of all is the least common multiple of theirs. A node of the tree has a span in every
-group, so that what is split, matched or evicted is so in all.
+The cache's unit is the least common multiple of the groups' units. A node of the tree has a span in
+every group, so splitting, matching and evicting apply to all groups.
 
-A group with a *window* has only the last pages of a node's run: those that the request held which
-recorded it. So a match ends where every such group has the last window,
-``window + window_tile`` tokens, be it of several nodes in a row:
+A group with a *window* has only the last pages of a node's run: those that the recording request
+still held. So a match can end only where every such group has its last window,
+``window + window_tile`` tokens, possibly from several consecutive nodes:
 
     tokens   | system prompt | question A                | ends: a request of A was recorded
     full     | page 0        | page 1   page 2   page 3  |
@@ -33,14 +34,14 @@ recorded it. So a match ends where every such group has the last window,
     sliding  | page 0        | -        page 2   page 3  | after B was recorded with all its rows
                                                            there: its match is the system prompt
 
-Nodes end where something was recorded and where prompts part, so matches end there. A request that
-records fills in the windows that nodes on its path lack, as far as it holds them: all that it
-computed in the last step, and else its own last window. What it does not hold stays missing, and
-the match is shorter. Leaves are evicted whole: without its end a run has no window.
+Nodes end where a request was recorded and where prompts diverge, so matches end there. A request
+that records also fills in missing windows of nodes on its path, as far as it holds the rows: all
+rows computed in the last step, otherwise its own last window. Rows that it does not hold stay
+missing, which makes matches shorter. Leaves are evicted whole: without its end a run has no window.
 
-A group with a state (linear attention, state spaces) has that of a request's last token alone, not
-of the tokens before, where another prompt would go on. A cache with such a group records nothing
-and matches nothing: all that its requests share, they share by forks.
+A group with a state (linear attention, state spaces) has only the state after a request's last
+token, not those after earlier tokens, from which another prompt could continue. A cache with such a
+group records nothing and matches nothing: its requests share memory only by forks.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ _NO_IDS = TokenIds(())
 
 
 class _Spans:
-    """The pages of some units in every group of layers.
+    """Pages of consecutive units in every group of layers: the payload of a tree node.
 
     Attributes:
-        each: by group; with a window perhaps only the last of the pages.
-        pages: units, which are what the tree counts.
-        keys: of the units in host memory; none where it keeps no prefixes.
+        each: a span for each group; with a window possibly only the last pages.
+        pages: number of units; the tree counts these.
+        keys: keys of the units in host memory; empty if host memory keeps no prefixes.
     """
 
     __slots__ = ("each", "keys", "pages")
@@ -98,12 +99,12 @@ class _Spans:
         self.keys = keys
 
     def missing(self, place: int) -> int:
-        """The number of a group's first pages that are not there."""
+        """Return how many of a group's first pages are missing, as they left the window."""
         span = self.each[place]
         return self.pages * span.unit_pages - span.pages
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
-        """Splits the span of every group: see `Span.split`."""
+        """Split the span of every group: see `Span.split`."""
         places = range(len(self.each))
         both = [self.each[place].split(units, self.missing(place)) for place in places]
         upper, lower = zip(*both, strict=True)
@@ -112,19 +113,19 @@ class _Spans:
 
 
 class PrefixEvicted(BadHandle):
-    """A match whose lease was lost, and whose prefix is not recorded any more: match again.
+    """The match's lease was taken and its prefix was evicted: match again.
 
-    `KVCache.trim` with ``prefixes=True`` takes leases; `PrefixMatch.release` gives one back; of a
-    `ParallelKVCache` they end with the next `step`.
+    `KVCache.trim` with ``prefixes=True`` takes leases; `PrefixMatch.release` ends one; those of a
+    `ParallelKVCache` end with the next `step`.
     """
 
 
 @dataclass(eq=False, frozen=True)
 class Lease:
-    """A pin of a prefix.
+    """A pin of a prefix on behalf of a match.
 
     Attributes:
-        node: the last node of it.
+        node: last node of the prefix.
     """
 
     node: Node[_Spans]
@@ -132,17 +133,17 @@ class Lease:
 
 @dataclass(eq=False)
 class PrefixMatch(Scoped):
-    """A lease of the part of a prompt that was recorded when `KVCache.match` was called.
+    """A lease on the part of a prompt that was recorded when `KVCache.match` was called.
 
-    Until the match is used by `alloc_prefix`, released or collected, its pages are not evicted. A
-    context manager, which releases it.
+    Its pages are not evicted until the match is used by `alloc_prefix`, released or collected. As a
+    context manager it releases itself.
 
     Attributes:
-        length: tokens, a multiple of the sharing unit; 0: nothing.
+        length: tokens matched, a multiple of the sharing unit; 0: none.
         asked: tokens of the prompt.
         in_host: tokens after these whose rows are in host memory (`KVCacheConfig.host_prefixes`).
-            `alloc_prefix` loads them, if memory is not short. They are not leased.
-        ids: the prompt, if any.
+            `alloc_prefix` loads them if memory is not short. They are not leased.
+        ids: the prompt, if host memory keeps prefixes.
     """
 
     length: int
@@ -153,7 +154,7 @@ class PrefixMatch(Scoped):
     ids: TokenIds = field(default=_NO_IDS, repr=False)
 
     def release(self) -> None:
-        """Lets the prefix be evicted again. Does nothing after its use. Idempotent."""
+        """End the lease: the prefix may be evicted. No effect after its use. Idempotent."""
         self._owner.drop(self._lease)
 
     _leave = release
@@ -165,12 +166,12 @@ class PrefixMatch(Scoped):
 
 
 class Leases:
-    """The leases of a cache's prefixes. The caller holds the cache's lock, but for `drop`.
+    """The leases on a cache's prefixes. The caller holds the cache's lock, except for `drop`.
 
     Args:
         tree: the prefixes.
-        journal: of the cache.
-        lockstep: the cache's answers are those of other ranks.
+        journal: the cache's journal.
+        lockstep: several ranks must return the same results.
     """
 
     def __init__(self, tree: PrefixTree[_Spans], journal: Journal, *, lockstep: bool) -> None:
@@ -178,35 +179,35 @@ class Leases:
         self._journal = journal
         self._tree = tree
         self._open: dict[Lease, None] = {}
-        self._dropped: dict[Lease, None] = {}  # none of them will be used
+        self._dropped: dict[Lease, None] = {}  # to be ended by the next `collect`
 
     def __bool__(self) -> bool:
         self.collect()
         return bool(self._open)
 
     def has(self, lease: Lease) -> bool:
-        """True if a lease still keeps its node, and was not taken back after an exception."""
+        """True if a lease still pins its node, and was not undone after an exception."""
         return lease in self._open
 
     def add(self, node: Node[_Spans]) -> Lease:
-        """A lease of a node, which it pins, or of a root, which needs no pin."""
+        """Lease a node and pin it; a root needs no pin."""
         lease = Lease(node)
         if node.parent is not None:
             self._journal.change([*self._tree.pinning([node], ()), [self._open, lease, None]])
         return lease
 
     def drop(self, lease: Lease) -> None:
-        """Puts a lease aside; from any thread, at any time. Idempotent."""
+        """Queue a lease to be ended; from any thread, at any time. Idempotent."""
         if lease in self._open:
             self._dropped[lease] = None
 
     def collect(self) -> None:
-        """Ends the leases that were dropped."""
+        """End the leases that were dropped."""
         while self._dropped:
             self.end(next(iter(self._dropped)))
 
     def end(self, lease: Lease) -> None:
-        """Ends one lease. Idempotent."""
+        """End one lease. Idempotent."""
         edits = self.ending(lease)
         if lease in self._open:
             edits += self._tree.pinning((), [lease.node])
@@ -214,26 +215,26 @@ class Leases:
         self._journal.change(edits)
 
     def ending(self, lease: Lease) -> list[list[Any]]:
-        """The edits that end a lease; another has its pin from here on, or takes it back."""
+        """Return the edits that end a lease; the caller takes over its pin."""
         return [[self._open, lease, ...], [self._dropped, lease, ...]]
 
     def end_all(self) -> None:
-        """Ends every lease."""
+        """End every lease."""
         for lease in list(self._open):
             self.end(lease)
 
     def nodes(self) -> list[Node[_Spans]]:
-        """The leased nodes, once for each lease."""
+        """Return the leased nodes, once for each lease."""
         self.collect()
         return [lease.node for lease in self._open]
 
     def kept(self) -> dict[Node[_Spans], None]:
-        """All nodes on the way to leased ones, each once, in order."""
+        """Return all nodes on the paths to leased nodes, each once, in order."""
         return {one: None for node in self.nodes() for one in node.path()}
 
 
 def evicted(length: int) -> PrefixEvicted:
-    """The error for a match that cannot be used any more."""
+    """Return the error for a match whose prefix was evicted."""
     return PrefixEvicted(
         f"the match of {length} tokens has lost its lease and its prefix was evicted; match again",
         errno=errno.EBADF,
@@ -244,20 +245,20 @@ def evicted(length: int) -> PrefixEvicted:
 class PrefixCache:
     """The recorded prefixes of one or more groups of layers with the same requests.
 
-    A slot that a method takes is the first group's: a request's number is the same in all. `place`
-    is a group's place among them.
+    A `slot` argument is the first group's; a request has the same index in all groups. `place` is
+    the index of a group. The caller holds the cache's lock.
 
     Args:
-        layouts: of the groups, which `join` in this order; several share a budget.
-        journal: of all of them.
+        layouts: of the groups, which `join` in this order and share a budget.
+        journal: the cache's journal.
         lockstep: see `SlotTable`.
 
     Attributes:
-        tree: by token ids; the spans of every group are held in its `Reclaimer.shared`.
-        unit: tokens of a sharing unit.
+        tree: prefixes by token ids; each group's spans are held in its `Reclaimer.shared`.
+        unit: tokens per sharing unit.
         unit_pages: for each group, pages per tensor of a sharing unit.
-        leases: what matches keep from eviction.
-        host: rows of evicted prefixes.
+        leases: prefixes that matches keep from eviction.
+        host: rows of evicted prefixes in host memory.
     """
 
     _table: SlotTable
@@ -283,15 +284,15 @@ class PrefixCache:
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.change)
         self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
-        self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
+        self._supported: ContextInfo | None = None  # the context for which `require` succeeded
         self.host = HostPrefixes(layouts, self.unit_pages)
 
     def of(self, place: int) -> GroupPrefixes:
-        """The prefixes as a group's reclaimer uses them."""
+        """Return the interface that a group's reclaimer uses."""
         return GroupPrefixes(self, place)
 
     def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
-        """Takes the next group in, when it is made."""
+        """Add the next group, when it is made."""
         if not self._groups:
             self._table, self._rows = group.table, group.pager.columns
         self._groups.append(group)
@@ -299,7 +300,7 @@ class PrefixCache:
         self.host.join(group, scratch)
 
     def close(self) -> None:
-        """Gives host memory back. Idempotent."""
+        """Release the host memory. Idempotent."""
         self.host.close()
 
     # ---- recording -------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ class PrefixCache:
             for group, one, unit in each:
                 group.share(one, units * unit, unit)
         node, length = self._insert(each, ids, found)
-        # A slot whose pages were recorded by another shares none of them, and keeps nothing.
+        # A slot whose tokens another request has recorded shares no pages and pins nothing.
         if length and slot.span.pages and node not in slot.pins:
             self._journal.change(self.keeping(slot, [*slot.pins, node]))
         return self._ends(self.tree.match(ids)) if self._sliding else length
@@ -331,14 +332,16 @@ class PrefixCache:
         return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
-        """True if `record` would make pages shared, after the work that writes them."""
+        """Return whether `record` would share pages, which must wait for the work that writes
+        them."""
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores or not self._lacks(slot, self.tree.match(ids), units):
             return False
         return any(units * unit > one.shared for _, one, unit in self._each(slot))
 
     def _lacks(self, slot: Slot, found: Match[_Spans], units: int) -> bool:
-        """True if less than these units is recorded, and the slot has what is missing."""
+        """Return whether fewer than `units` units are recorded and the slot holds the missing
+        rows."""
         known = self._ends(found) if self._sliding else found.length
         return known < units * self.unit and (
             not self._sliding
@@ -349,7 +352,8 @@ class PrefixCache:
         )
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
-        """For each group with a window, the first page of a request whose rows are there."""
+        """Return, for each group with a window, the first page whose rows the request still
+        holds."""
         found = []
         for place in self._sliding:
             group, window = self._groups[place], self._windows[place]
@@ -358,11 +362,11 @@ class PrefixCache:
         return found
 
     def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> bool:
-        """Records what a slot holds that is freed next; `event` is its last GPU work.
+        """Record the rows of a slot that is about to be freed; `event`: its last GPU work.
 
         Returns:
-            Whether all that the slot shares now is what is recorded: a request that begins with it
-            can go on there.
+            Whether the slot's shared pages equal the recorded ones: a request that begins with them
+            can continue in this slot.
         """
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
@@ -393,14 +397,14 @@ class PrefixCache:
         return True
 
     def _each(self, slot: Slot) -> list[tuple[Sharing, Slot, int]]:
-        """For each group, the request's slot and the pages per tensor of a unit."""
+        """Return, for each group, the request's slot and the pages per tensor of a unit."""
         index, found = slot.index, []
         for group, unit in zip(self._groups, self.unit_pages, strict=True):
             found.append((group, group.table.slots[index], unit))
         return found
 
     def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
-        """The ids of the rows that are held, and how many whole units they are."""
+        """Return the ids of the rows held, and their number of whole units."""
         if self._groups[0].mapper.context.info is not self._supported:
             self.require("record")
         ids = TokenIds.of(tokens, namespace)
@@ -410,7 +414,7 @@ class PrefixCache:
         return ids, count // self.unit
 
     def require(self, what: str) -> None:
-        """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
+        """Raise NotSupported if a group cannot share prefixes; `what`: the call, for the error."""
         for group in self._groups:
             group.require(PREFIXES, what)
         self._supported = self._groups[0].mapper.context.info
@@ -418,7 +422,7 @@ class PrefixCache:
     def _insert(
         self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
     ) -> tuple[Node[_Spans], int]:
-        """Records what a request shares of its ids, of which `found` is recorded.
+        """Record the rows that a request shares, of which the tree already has `found`.
 
         Returns:
             The node of the last recorded unit, and the tokens up to there.
@@ -447,9 +451,9 @@ class PrefixCache:
         return node, length
 
     def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
-        """Fills in the windows at the ends of a path's nodes, from pages that a request shares.
+        """Fill in windows at the ends of a path's nodes, from pages that a request shares.
 
-        It keeps, of the pages that the tree has, those that reach further back.
+        Keeps a node's pages that reach further back than the request's.
         """
         for place, first in self._firsts(slots[0]):
             slot, unit, layout = slots[place], self.unit_pages[place], self._layouts[place]
@@ -468,7 +472,7 @@ class PrefixCache:
                 self._groups[place].reclaimer.release_kept(before)
 
     def _take(self, place: int, slot: Slot, first: int, last: int) -> Span:
-        """A group's pages of the units from `first` to before `last`, held for the tree."""
+        """Return a group's pages of units [first, last), with a reference for the tree."""
         unit = self.unit_pages[place]
         if place in self._sliding:
             return Span((), unit)  # see `_fill`
@@ -477,7 +481,7 @@ class PrefixCache:
         return span
 
     def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
-        """A group's first pages on the way to a node, as a slot can have them mapped."""
+        """Return a group's first `pages` pages on the path to a node, as one span."""
         first, *others = node.path()
         span = first.span.each[place]
         for one in others:
@@ -487,13 +491,13 @@ class PrefixCache:
     # ---- what requests keep ----------------------------------------------------------------------
 
     def keeping(self, slot: Slot, pins: list[Node[_Spans]]) -> list[list[Any]]:
-        """The edits where a slot keeps these prefixes, and those before no longer."""
+        """Return the edits that make a slot pin these nodes instead of its present ones."""
         for node in slot.pins:
             self.tree.touch(node)
         return [*self.tree.pinning(pins, slot.pins), [slot, "pins", pins]]
 
     def shortening(self, slot: Slot, rows: int) -> list[list[Any]]:
-        """The edits where a slot keeps only the prefixes of its first rows."""
+        """Return the edits that make a slot pin only the prefixes of its first `rows` rows."""
         parts = [self.tree.cut_at(node, rows) for node in slot.pins]
         return self.keeping(slot, [node for node in parts if node.parent is not None])
 
@@ -505,13 +509,13 @@ class PrefixCache:
         return self._match(ids, len(ids), leave)
 
     def _match(self, ids: TokenIds, count: int, leave: int) -> PrefixMatch:
-        """`match` of so many ids."""
+        """Implement `match` for the first `count` ids."""
         self.leases.collect()
         left = operator.index(leave)
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
         limit = max(0, min(count - left, self._groups[0].config.max_seq_len))
-        found = self.tree.match(ids, limit)  # a use of all that the run goes on with, too
+        found = self.tree.match(ids, limit)  # counts as a use of the whole run
         length, node = found.length, found.node
         if self._sliding:
             length = self._ends(found)
@@ -523,12 +527,12 @@ class PrefixCache:
         return match
 
     def in_host(self, match: PrefixMatch) -> list[Key]:
-        """The units that host memory keeps, of those that it kept after a match; a use."""
+        """Return the keys after a match that host memory still keeps; counts as a use."""
         end = match.length + match.in_host
         return self.host.find(match.ids, self.unit, match.length, end)
 
     def _ends(self, found: Match[_Spans]) -> int:
-        """The longest part of a match at whose end every group has its window; tokens."""
+        """Return the longest part of a match at whose end every group has its window, in tokens."""
         units, before = found.length // self.unit, -1
         while units != before:
             before = units
@@ -537,9 +541,9 @@ class PrefixCache:
         return units * self.unit
 
     def _end(self, place: int, parts: Sequence[tuple[_Spans, int]], units: int) -> int:
-        """The last of so many units after which a group has its window; 0: it never has."""
+        """Return the last of `units` units after which a group has its window; 0: none."""
         unit, layout = self.unit_pages[place], self._layouts[place]
-        runs: list[tuple[int, int]] = []  # pages that are there, one after the other
+        runs: list[tuple[int, int]] = []  # maximal ranges of present pages
         end = 0
         for spans, _ in parts:
             low, end = end + spans.missing(place), end + spans.pages * unit
@@ -556,10 +560,10 @@ class PrefixCache:
     def wanted(
         self, tokens: Any, leave: int, namespace: Hashable = None
     ) -> tuple[PrefixMatch, int]:
-        """Finds the recorded part of a prompt, and its length.
+        """Match and lease the recorded part of a prompt; return it and the prompt's length.
 
-        The match is leased. Raises InvalidArgument for bad tokens, or more than `max_seq_len`, and
-        PrefixEvicted for a match that is not recorded any more.
+        Raises InvalidArgument for bad tokens or more than `max_seq_len`, and PrefixEvicted for a
+        given match whose prefix was evicted.
         """
         if isinstance(tokens, PrefixMatch):
             self.renew(self.own(tokens))
@@ -571,13 +575,13 @@ class PrefixCache:
         return self._match(ids, length, leave), length
 
     def own(self, match: PrefixMatch) -> PrefixMatch:
-        """A match of this cache; raises InvalidArgument for another's."""
+        """Return the match; raises InvalidArgument if it is another cache's."""
         if match._owner is not self.leases:
-            raise invalid(f"{match!r} is another cache's")
+            raise invalid(f"{match!r} belongs to another cache")
         return match
 
     def renew(self, match: PrefixMatch) -> None:
-        """Renews a lost lease, where the prefix is still there.
+        """Lease the prefix again if the lease was lost and the prefix is still recorded.
 
         Raises:
             PrefixEvicted: it is not.
@@ -590,18 +594,18 @@ class PrefixCache:
             match._lease = self.leases.add(self.tree.cut_at(node, match.length))
 
     def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
-        """Keeps a leased match for the slot of a request that has begun with it."""
+        """Transfer a match's pin to the slot of a request that has begun with it."""
         lease = match._lease
         self._journal.change([*self.leases.ending(lease), [slot, "pins", [lease.node]]])
 
     def span(self, place: int, match: PrefixMatch) -> Span:
-        """A group's pages of a match, which is leased."""
+        """Return a group's pages of a leased match."""
         return self._span(place, match._lease.node, match.length)
 
     def _span(self, place: int, node: Node[_Spans], length: int) -> Span:
-        """A group's pages of the first `length` tokens on the way to a node.
+        """Return a group's pages of the first `length` tokens on the path to a node.
 
-        With a window those that it has there, as far as they are recorded.
+        With a window only the window's pages, as far as they are recorded.
         """
         unit = self.unit_pages[place]
         pages = length // self.unit * unit
@@ -617,24 +621,24 @@ class PrefixCache:
         return found.slice(first - low, pages - low)
 
     def kept_pages(self, place: int, match: PrefixMatch) -> int:
-        """Pages per tensor that a request which begins with the match need not find."""
+        """Return the pages per tensor that a request beginning with the match need not allocate."""
         if not match.length:
             return 0
-        if place in self._sliding:  # what is not shared is not there
+        if place in self._sliding:  # pages before the window stay unmapped
             return match.length // self.unit * self.unit_pages[place]
         return self.span(place, match).pages
 
     # ---- evicting -------------------------------------------------------------------------------
 
     def evict(self, place: int, pages: int) -> int:
-        """Takes least recently used prefixes out until so many pages per tensor come back.
+        """Evict least recently used prefixes until `pages` pages per tensor are freed.
 
-        Those that a request began with or recorded go last, and only where there are pages among
-        them that no request uses: the request keeps its own. Leased ones stay. What comes back in
-        other groups counts by its bytes, since their budget is the same.
+        Prefixes that a running request began with or recorded go last, and only if some of their
+        pages are unused; the request keeps its own pages. Leased ones stay. Bytes freed in other
+        groups count too, since the groups share a budget.
 
         Returns:
-            Pages per tensor that came back, or will when the batches that unmap them are done.
+            Pages per tensor freed, now or when the batches that unmap them are complete.
         """
         self.leases.collect()
         if not self._restores:
@@ -652,9 +656,9 @@ class PrefixCache:
         return back // column
 
     def evict_all(self, leased: bool = False, forget: bool = False) -> None:
-        """Takes every prefix out that no request uses.
+        """Evict every prefix that no request pins.
 
-        `leased`: those of matches, too; `forget`: host memory keeps no prefix, either.
+        `leased`: end leases first; `forget`: drop the prefixes in host memory, too.
         """
         self.leases.collect()
         if leased:
@@ -664,15 +668,15 @@ class PrefixCache:
             self.host.clear()
 
     def evict_units(self, units: int, *, whole: bool = False, store: bool = True) -> int | None:
-        """Takes so many units out that no request uses.
+        """Evict up to `units` unpinned units.
 
-        The tree holds none of their pages any more before the context is called for the first: an
-        interruption leaves all of them held, or none.
+        The tree drops its references to all their pages before the first call into the context, so
+        an interruption leaves either all or none of them held.
 
-        `store`: host memory keeps their rows, if it keeps any.
+        `store`: copy their rows to host memory, if it keeps prefixes.
 
         Returns:
-            The bytes that come back, now or when batches under way are over; None: no unit is left.
+            The bytes freed, now or when batches in flight are complete; None: no unit is left.
         """
         back, found = 0, self.tree.evict(units, whole=whole)
         reclaimers = [group.reclaimer for group in self._groups]
@@ -688,11 +692,11 @@ class PrefixCache:
         return back if found else None
 
     def _unpin_all(self) -> bool:
-        """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
+        """Remove all slots' pins; False, and nothing changed, if that would free no page."""
         kept = self.leases.kept()
         for place in range(len(self._groups)):
             if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):
-                break  # recorded, and neither used by a request nor kept by a match
+                break  # recorded, not used by a request, not leased
         else:
             return False
         holders = [slot for slot in self._table if slot.pins]
@@ -701,30 +705,30 @@ class PrefixCache:
         return bool(holders)
 
     def leased(self, place: int) -> int:
-        """Pages per tensor that no request uses, and that cannot be evicted: matches keep them."""
+        """Return the pages per tensor that no request uses but leases keep from eviction."""
         if not self.leases:
             return 0
         return self._kept_pages(place, self.leases.kept())
 
     def _kept_pages(self, place: int, nodes: Iterable[Node[_Spans]]) -> int:
-        """A group's pages per tensor that no request uses, and that these nodes keep."""
+        """Return a group's pages per tensor that no request uses and that these nodes hold."""
         shared = self._groups[place].reclaimer.shared
         return shared.kept(node.span.each[place] for node in nodes)
 
     # ---- reports and recovery --------------------------------------------------------------------
 
     def spans(self, place: int) -> list[Span]:
-        """The spans that the tree holds of a group."""
+        """Return the tree's spans of a group."""
         return [node.span.each[place] for node in self.tree]
 
     def pages(self, place: int) -> int:
-        """A group's pages per tensor that are recorded."""
+        """Return a group's recorded pages per tensor."""
         if place in self._sliding:
             return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]
 
     def check(self) -> list[str]:
-        """Lists contradictions in the tree, its pins and its spans, in words."""
+        """Return contradictions in the tree, its pins and its spans, as text."""
         found = self.tree.check()
         wanted: dict[Node[_Spans], int] = {}
         for slot in self._table:
@@ -734,7 +738,7 @@ class PrefixCache:
             wanted[node] = wanted.get(node, 0) + 1
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
-                found.append(f"{node!r} has {node.pins} pins, other than slots and leases hold")
+                found.append(f"{node!r} has {node.pins} pins, unlike slots and leases")
             for place, span in enumerate(node.span.each):
                 missing = node.span.missing(place)
                 if missing < 0 or (missing and place not in self._sliding):
@@ -747,7 +751,7 @@ class PrefixCache:
 
 
 class GroupPrefixes(NamedTuple):
-    """The prefixes as the reclaimer of one group sees them."""
+    """`Evictable` for the reclaimer of one group."""
 
     cache: PrefixCache
     place: int

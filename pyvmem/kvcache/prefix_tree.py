@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: MIT
 """A radix tree over token ids: recorded prefixes, and the longest match of a prompt.
 
-The order of use holds every node but the roots. A use moves the whole path to the end, the deepest
-node first, so a node follows its children, and eviction finds a leaf at the front. Where it does
-not, since the node is pinned or stands above one that is, or a use was interrupted on its way up,
-it moves the node to the end: no records have to be kept of what a pin keeps besides its node.
+The order of use holds every node except the roots. A use moves the whole path to the end, the
+deepest node first, so a node follows its children, and eviction normally finds a leaf at the front.
+A node at the front that cannot be evicted (pinned, above a pinned node, or left by an interrupted
+use) is moved to the end: so nothing has to be recorded about the ancestors of a pinned node.
 
 Ids are compared in whole *units*, the smallest number of tokens that requests can share: fewer
 would end in the middle of a page. A node holds a run of units, and the caller's *span* for them
-(the pages that hold their keys and values). The first unit of a run tells children apart:
+(the pages that hold their keys and values). Children are keyed by the first unit of their runs:
 
     root --[system prompt: 6 units]--+--[question A: 2 units]
                                      +--[question B: 3 units]--[next turn: 4 units]
 
 Every namespace (`TokenIds.namespace`) has its own root; order, counts and eviction cover all of
-them. A run is split where a new prefix diverges in its middle; both halves get a part of the span.
+them. A run is split where a new prefix diverges in its middle; each half gets its part of the span.
 The old node becomes the lower half, so that its end and its pins stay valid.
 
-All changes but those of the order are edits (see `Outcome`), one C call for each. The tree knows
-nothing about memory and calls no driver. The caller locks.
+All changes except those of the order are edits (see `Outcome`), one C call for each change. The
+tree knows nothing about memory and calls no driver. Not thread-safe: the caller holds a lock.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class TokenIds:
 
     @classmethod
     def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
-        """`tokens` itself if it is a `TokenIds` of that namespace already."""
+        """Return `tokens` itself if it is a `TokenIds` of that namespace, else convert it."""
         if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
             return tokens
         return cls(tokens, namespace)
 
     @classmethod
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
-        """Ids from native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
+        """Make ids from native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
@@ -103,7 +103,7 @@ class TokenIds:
         return iter(memoryview(self.data).cast("I"))
 
     def __add__(self, more: Any) -> TokenIds:
-        """These ids and then `more`, at the cost of a copy."""
+        """Return a copy of these ids followed by `more`."""
         return TokenIds.from_bytes(self.data + TokenIds.of(more).data, self.namespace)
 
     def __eq__(self, other: object) -> bool:
@@ -192,10 +192,10 @@ class Change(NamedTuple):
     """Units that were recorded or evicted.
 
     Attributes:
-        stored: they were recorded.
-        ids: the prefix that ends with them.
-        first: the first of them; those before it are as they were.
-        number: changes before it, since they are collected.
+        stored: recorded; else evicted.
+        ids: the prefix that ends with the units.
+        first: index of the first changed unit; the earlier ones are unchanged.
+        number: sequence number of the change, from 0.
     """
 
     stored: bool
@@ -209,14 +209,14 @@ class Span(Protocol):
 
     @property
     def pages(self) -> int:
-        """Pages that the span counts as; constant while it is in the tree."""
+        """Pages of the span, as the tree counts them; constant while it is in the tree."""
         ...
 
     def split(self: S, units: int) -> tuple[S, S]:
-        """The span of the first `units` units and that of the rest; both are at least one unit.
+        """Split into the span of the first `units` units and the rest, each at least one unit.
 
-        The pages of the two are those of the whole. The whole is not used again. Must not fail:
-        `PrefixTree.evict` would lose the spans that it had taken out.
+        Together they have the same pages; the original is not used again. Must not fail, or
+        `PrefixTree.evict` would lose spans already evicted.
         """
         ...
 
@@ -225,14 +225,14 @@ S = TypeVar("S", bound=Span)
 
 
 class Node(Generic[S]):
-    """A run of units that follows its parent's. A handle: only the tree changes it.
+    """A run of units that continues its parent's. Changed only by the tree.
 
     Attributes:
         namespace: of the prefix; the root's key.
-        parent: None for a root, and for a node that left the tree.
+        parent: None for a root, and for an evicted node.
         units: length of the run.
-        end: tokens from the first of the prefix to the last of this run.
-        pins: `PrefixTree.pin` calls on this node not yet undone by `unpin`.
+        end: tokens from the start of the prefix to the end of this run.
+        pins: number of pins; a pinned node is not evicted.
         span: the caller's payload. A root has none: InvalidArgument.
     """
 
@@ -266,16 +266,16 @@ class Node(Generic[S]):
 
     @property
     def is_leaf(self) -> bool:
-        """No recorded prefix continues from it."""
+        """True if no recorded prefix continues from it."""
         return not self._children
 
     @property
     def children(self) -> list[Node[S]]:
-        """The runs that may follow, in the order they were recorded."""
+        """The continuing runs, in the order they were recorded."""
         return list(self._children.values())
 
     def path(self) -> list[Node[S]]:
-        """The nodes from below the root to this one."""
+        """Return the nodes from below the root to this one."""
         nodes = []
         node: Node[S] = self
         while node.parent is not None:
@@ -284,11 +284,11 @@ class Node(Generic[S]):
         return nodes[::-1]
 
     def tokens(self) -> TokenIds:
-        """The whole prefix, up to `end`."""
+        """Return the whole prefix, up to `end`."""
         return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
     def below(self) -> Iterator[Node[S]]:
-        """This node and all below it, parents before children."""
+        """Yield this node and all below it, parents before children."""
         waiting: list[Node[S]] = [self]
         while waiting:
             node = waiting.pop()
@@ -317,12 +317,12 @@ class Match(Generic[S]):
 
 @dataclass(frozen=True)
 class Inserted(Generic[S]):
-    """The result of `PrefixTree.insert`.
+    """Result of `PrefixTree.insert`.
 
     Attributes:
-        node: the node that holds the last whole unit; the root if there is none.
+        node: the node that holds the last whole unit; the root if there is no whole unit.
         length: tokens of the prefix that the tree now holds, a multiple of the unit.
-        start: of these, those that it held before; `length` when nothing is new.
+        start: of these, the tokens that it held before; `length` if nothing is new.
     """
 
     node: Node[S]
@@ -333,17 +333,17 @@ class Inserted(Generic[S]):
 def walk(
     root: Node[S], data: bytes, end: int, width: int
 ) -> tuple[Node[S], list[tuple[S, int]], int]:
-    """Walks down the tree as far as it matches `data`.
+    """Walk down the tree as far as it matches `data`.
 
     Args:
         root: where to begin.
         data: ids as bytes.
-        end: bytes of them to look at, whole units.
+        end: bytes of `data` to compare, whole units.
         width: bytes of a unit.
 
     Returns:
-        The last node; the spans on the way, each with the number of its units that match; the bytes
-        that match.
+        The last node; the spans on the path, each with its number of matching units; the number of
+        matching bytes.
     """
     node, at = root, 0
     parts: list[tuple[S, int]] = []
@@ -364,7 +364,7 @@ def walk(
 
 
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
-    """Units that a run and the ids have in common; the first one is known to be.
+    """Count the units that a run and the ids have in common; the first is known to match.
 
     Bisection: compares half of the range at once, then continues in one half.
     """
@@ -379,32 +379,33 @@ def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
 
 
 def _change(edits: list[list[Any]]) -> None:
-    """Makes edits for good."""
+    """Make edits that are never undone."""
     _native.change([False, edits])
 
 
-_MAX_UNIT = 1 << 30  # tokens; a bound that catches nonsense
+_MAX_UNIT = 1 << 30  # tokens; a sanity bound
 
 
 class PrefixTree(Generic[S]):
     """Prefixes and the spans that hold them. Not thread-safe.
 
-    Every method that takes tokens takes what `TokenIds` takes. Tokens past the last whole unit are
-    ignored.
+    Every method with a `tokens` argument takes what `TokenIds` takes. Tokens past the last whole
+    unit are ignored.
 
     Args:
         unit: tokens in a unit, at least 1.
-        change: makes edits of the tree: `Journal.change`; the default: they are never undone.
+        change: applies edits of the tree, such as `Journal.change`; default: edits are never
+            undone.
 
     Attributes:
         root: the empty prefix without a namespace.
-        roots: by a tuple of their namespace, which may be a str: no key of an edit. Those other
-            than `root` exist while they have a prefix.
-        tokens, pages: in the tree.
-        changes: what was recorded and evicted and no reader has taken note of; None: there is no
-            reader.
-        dropped: the changes before these.
-        told: for its caller: the number of the last change that it passed on.
+        roots: by a 1-tuple of the namespace (an edit cannot have a str key). Roots other than
+            `root`
+            exist only while they have a prefix.
+        tokens, pages: totals in the tree.
+        changes: units recorded and evicted since the last `changes_after`; None: not collected.
+        dropped: number of changes before these.
+        told: number of the last change that the caller has passed on; maintained by the caller.
 
     Raises:
         InvalidArgument: `unit` is not a whole number or not positive.
@@ -431,23 +432,23 @@ class PrefixTree(Generic[S]):
     # ---- looking up and recording ----------------------------------------------------------------
 
     def match(self, tokens: Any, limit: int | None = None) -> Match[S]:
-        """The longest recorded prefix of `tokens`. Counts as a use of it.
+        """Find the longest recorded prefix of `tokens`. Counts as a use of it.
 
         Args:
             tokens: the prompt.
-            limit: the most tokens to compare. An engine that must compute the last token passes the
-                length less one.
+            limit: most tokens to compare. An engine that must compute the last token passes the
+                prompt's length less one.
 
-        Cost: a dictionary look-up for each node on the path, and a comparison and at most one copy
-        of the bytes matched. Nothing but the order of use changes.
-
+        Cost: a dictionary lookup for each node on the path, and a comparison and at most one copy
+            of
+        the bytes matched. Changes only the order of use.
         Raises:
             InvalidArgument: bad tokens, or a negative `limit`.
         """
         ids, end = self._whole(tokens, limit)
         root = self.roots.get((ids.namespace,))
         if root is None:
-            root, end = self.root, 0  # nothing is recorded there
+            root, end = self.root, 0  # nothing is recorded in this namespace
         node, parts, at = walk(root, ids.data, end, self._width)
         self.touch(node)
         return Match(at // ID_BYTES, parts, node)
@@ -455,17 +456,17 @@ class PrefixTree(Generic[S]):
     def insert(
         self, tokens: Any, make: Callable[[int, int], S], found: Match[S] | None = None
     ) -> Inserted[S]:
-        """Records a prefix. Counts as a use of it.
+        """Record a prefix. Counts as a use of it.
 
         Args:
-            tokens: all of it, from the first token.
-            make: called with the first and the last + 1 unit that are new, once, if any is;
-                returns their span, which the tree owns from then on.
-            found: what `match` found of the same tokens; nothing was recorded or evicted since.
+            tokens: the whole prefix, from its first token.
+            make: called once with the first new unit and the last + 1, if any is new; returns their
+                span, which the tree owns from then on.
+            found: result of `match` for the same tokens, if nothing was recorded or evicted since.
 
         Raises:
             InvalidArgument: bad tokens.
-            Whatever `make` raises; the tree then holds what it held.
+            Any exception of `make`; the tree is then unchanged.
         """
         ids, end = self._whole(tokens, None)
         root = self.roots.get((ids.namespace,))
@@ -492,9 +493,10 @@ class PrefixTree(Generic[S]):
     # ---- pins ------------------------------------------------------------------------------------
 
     def cut_at(self, node: Node[S], length: int) -> Node[S]:
-        """The node of a path that ends with the last whole unit within `length`, or the root.
+        """Return the node of a path that ends with the last whole unit within `length`, or the
+        root.
 
-        A run that goes on there is split, so that a pin keeps no more than that.
+        Splits a run that continues past it, so that a pin of the node keeps no more than that.
         """
         end = length // self.unit * self.unit
         while node.parent is not None and node.parent.end >= end:
@@ -507,7 +509,7 @@ class PrefixTree(Generic[S]):
         return node
 
     def pin(self, node: Node[S]) -> None:
-        """Keeps a node and its ancestors from eviction until `unpin`. Pins add up.
+        """Keep a node and its ancestors from eviction until `unpin`. Pins add up.
 
         Raises:
             InvalidArgument: the node was evicted, or is a root.
@@ -516,7 +518,7 @@ class PrefixTree(Generic[S]):
         self._change(self.pinning([node], ()))
 
     def unpin(self, node: Node[S]) -> None:
-        """Undoes one `pin`. Counts as a use.
+        """Undo one `pin`. Counts as a use.
 
         Raises:
             InvalidArgument: the node is not pinned.
@@ -528,7 +530,7 @@ class PrefixTree(Generic[S]):
         self.touch(node)
 
     def pinning(self, new: Iterable[Node[S]], gone: Iterable[Node[S]]) -> list[list[Any]]:
-        """The edits that pin some nodes and unpin others, all of this tree, once for each time."""
+        """Return the edits that pin and unpin nodes of this tree, once for each occurrence."""
         pins: dict[Node[S], int] = {}
         for nodes, by in ((new, 1), (gone, -1)):
             for node in nodes:
@@ -536,7 +538,7 @@ class PrefixTree(Generic[S]):
         return [[node, "pins", count] for node, count in pins.items()]
 
     def touch(self, node: Node[S]) -> None:
-        """Uses a path: moves it to the end of the order, children before parents."""
+        """Record a use of a path: move it to the end of the order, children before parents."""
         while node.parent is not None:
             self._order.move_to_end(node)
             node = node.parent
@@ -544,22 +546,22 @@ class PrefixTree(Generic[S]):
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
-        """Gives a node another span with as many pages; the caller then owns the old one."""
+        """Give a node another span with as many pages; the caller then owns the old span."""
         self._change([[node, "span", span]])
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
-        """Evicts leaves, least recently used first, until so many pages are out of the tree.
+        """Evict leaves, least recently used first, until `pages` pages are out of the tree.
 
         The last leaf loses only as many units at its end as needed, unless `whole`.
 
-        Returns their spans, in the order of eviction; fewer pages than requested when the rest is
-        pinned. The caller then owns the spans. InvalidArgument: `pages` is negative.
+        Returns the evicted spans, in order, which the caller then owns; fewer pages than requested
+        if the rest is pinned. InvalidArgument: `pages` is negative.
         """
         if pages < 0:
             raise invalid(f"pages is {pages}; it must not be negative")
         spans: list[S] = []
         missing, order = pages, self._order
-        kept = 0  # nodes in a row that cannot go
+        kept = 0  # consecutive nodes that cannot be evicted
         while missing > 0 and kept < len(order):
             node = next(iter(order))
             if node._children or node.pins:
@@ -581,35 +583,35 @@ class PrefixTree(Generic[S]):
         return node in self._order
 
     def __iter__(self) -> Iterator[Node[S]]:
-        """All nodes but the roots, parents before children."""
+        """Yield all nodes except the roots, parents before children."""
         for root in list(self.roots.values()):
             nodes = root.below()
             next(nodes)
             yield from nodes
 
     def check(self) -> list[str]:
-        """Checks the tree's invariants; returns every contradiction, as text. Cost: all nodes."""
+        """Check the tree's invariants; return every contradiction, as text. Visits all nodes."""
         return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
-        """Adds that a leaf keeps only its first `stay` units."""
+        """Append the edit that reports a leaf as cut to its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             edits.append(self._note(False, node.tokens(), first))
 
     def _note(self, stored: bool, ids: TokenIds, first: int) -> list[Any]:
-        """The edit that adds to `changes`."""
+        """Return the edit that appends to `changes`."""
         changes = self.changes
         assert changes is not None
         change = Change(stored, ids, first, self.dropped + len(changes))
         return [changes, slice(len(changes), None), [change]]
 
     def changes_after(self, number: int) -> list[Change]:
-        """The changes after this one; drops the others. The first call begins to collect them.
+        """Return the changes after `number` and drop the earlier ones.
 
-        It reports everything recorded.
+        The first call starts collecting changes and reports everything recorded.
         """
         changes = self.changes
         if changes is None:
@@ -623,7 +625,7 @@ class PrefixTree(Generic[S]):
         return after[:]
 
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
-        """The ids, and where their last whole unit ends, in bytes."""
+        """Return the ids, and the end of their last whole unit, in bytes."""
         ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
         data = ids.data
         if limit is not None and limit < 0:
@@ -632,9 +634,9 @@ class PrefixTree(Generic[S]):
         return ids, end // self._width * self._width
 
     def _split(self, node: Node[S], units: int, edits: list[list[Any]]) -> Node[S]:
-        """Adds edits that put the first units of a run into a new node above; returns that one.
+        """Append edits that move the first units of a run into a new node above; return that node.
 
-        A use of it must follow, so that its parents follow it.
+        The caller must `touch` the result, so that its ancestors follow it in the order.
         """
         parent = node.parent
         assert parent is not None
@@ -657,7 +659,7 @@ class PrefixTree(Generic[S]):
     def _link(
         self, parent: Node[S], run: bytes, end: int, span: S, edits: list[list[Any]]
     ) -> Node[S]:
-        """Adds edits that add a leaf, and returns it; a use of it must follow."""
+        """Append edits that add a leaf, and return it; the caller must `touch` it."""
         node: Node[S] = Node(parent, run, len(run) // self._width, end)
         node.span = span
         edits += (
@@ -669,7 +671,7 @@ class PrefixTree(Generic[S]):
         return node
 
     def _unlink(self, node: Node[S]) -> S:
-        """Takes out a node without children and without pins."""
+        """Remove a node without children and pins; return its span."""
         parent = node.parent
         assert parent is not None
         edits: list[list[Any]] = [
@@ -686,7 +688,7 @@ class PrefixTree(Generic[S]):
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
-        """Removes a leaf, or only the units at its end that hold `pages` pages."""
+        """Remove a leaf, or only the units at its end that hold `pages` pages; return the span."""
         held = leaf.span.pages
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:
@@ -706,13 +708,13 @@ class PrefixTree(Generic[S]):
         return right
 
     def _own(self, node: Node[S]) -> None:
-        """Raises InvalidArgument for a root, and a node that left the tree or is another one's."""
+        """Raise InvalidArgument for a root, an evicted node, or a node of another tree."""
         if node not in self:
-            raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")
+            raise invalid(f"the prefix of {node.end} tokens was evicted, or is of another tree")
 
 
 def _check(tree: PrefixTree[S]) -> list[str]:
-    """See `PrefixTree.check`."""
+    """Implement `PrefixTree.check`."""
     found: list[str] = []
     nodes = list(tree)
     for node in nodes:
@@ -724,11 +726,11 @@ def _check(tree: PrefixTree[S]) -> list[str]:
         if getattr(tree, name) != value:
             found.append(f"{name} is {getattr(tree, name)}; the nodes have {value}")
     if tree._order.keys() != set(nodes):
-        found.append(f"{len(tree)} nodes stand in the order of use, of {len(nodes)}")
+        found.append(f"{len(tree)} nodes are in the order of use, of {len(nodes)}")
     for (namespace,), root in tree.roots.items():
         of = "" if namespace is None else f" of {namespace!r:.40}"
         if root.namespace != namespace or root.parent is not None:
-            found.append(f"the root{of} is another namespace's, or no root")
+            found.append(f"the root{of} is not the root of its namespace")
         if root is not tree.root and root.is_leaf:
             found.append(f"the root{of} has no prefix")
     return found
@@ -737,7 +739,7 @@ def _check(tree: PrefixTree[S]) -> list[str]:
 def _node(tree: PrefixTree[S], node: Node[S]) -> list[str]:
     found = []
     parent, width = node.parent, tree.unit * ID_BYTES
-    assert parent is not None  # it was reached through it
+    assert parent is not None  # nodes are reached through their parents
     if node.units < 1 or len(node._run) != node.units * width:
         found.append(f"{len(node._run)} bytes of tokens are not {node.units} units, or none")
     if parent._children.get(node._run[:width]) is not node:

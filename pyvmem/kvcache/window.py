@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Sliding windows: pages of a running request that no later token attends to.
+"""Sliding windows: unmaps pages of a running request that no later token attends to.
 
-A step from `old` to `new` tokens computes the tokens from `old` on. The first of
-them attends to rows from ``old - window + 1`` on, and its kernel reads the whole tile that this row
-lies in:
+A step from `old` to `new` tokens computes the tokens from `old` on. The first of them attends to
+rows from ``old - window + 1`` on, and its kernel reads the whole tile that contains this row:
 
     0 ............... head ..... old - window - window_tile ..... old - window ..... old .... new
     | unmapped, pages | slack    | kernel's tile                 | attended to      | computed |
 
-So when a step asks for `new`, pages wholly below ``old - window - window_tile`` are unmapped after
-the work that was launched before: that step's work is the last that read them. A prefill of more
-tokens than the window has all of them mapped until the next step.
+So when a step grows a request to `new`, pages entirely below ``old - window - window_tile`` are
+unmapped after the work launched before: that step's work is the last that reads them. A prefill
+longer than the window keeps all of its tokens mapped until the next step.
 
-Here `old` is rounded down to whole sharing units (prefix_cache.py): there the rows so far can be
-recorded, and a request that begins with them needs their window there.
+`old` is first rounded down to whole sharing units (prefix_cache.py): the rows so far can be
+recorded there, and a request that begins with them needs their window there.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from pyvmem.memory.pages import Ticket
 __all__ = ["Window", "slide"]
 
 _Due: TypeAlias = tuple[Slot, int, int, int]
-"""A slot, its first page that stays, and `_next` and `_least` once those before are gone."""
+"""A slot, its first page that stays mapped, and `_next` and `_least` after the unmap."""
 
 
 class Window:
-    """Decides which pages have left the window.
+    """Decides which pages have left the window. The caller holds the cache's lock.
 
     Args:
-        reclaimer: unmaps them.
-        mover: has the moves that are under way.
+        reclaimer: tracks the unmaps.
+        mover: has the moves in flight.
         config: the window.
-        unit: tokens of a sharing unit; 1 where nothing can be recorded.
-        release: returns when no batch is in flight over a slot's addresses.
+        unit: tokens of a sharing unit; 1 if nothing can be recorded.
+        release: waits until no batch is in flight over a slot's addresses.
         ops: the batch of steps, of all groups of the cache.
     """
 
@@ -74,43 +73,42 @@ class Window:
         self._window = config.window
         self._kept = config.window + config.window_tile
         self._first = self._goes_at(1)
-        # By slot: the length at which the next page can go, and the least that may be asked for.
+        # By slot: the length at which the next page leaves, and the least length to truncate to.
         self._next = [self._first] * config.max_batch
         self._least = [0] * config.max_batch
 
     def _rows(self, pages: int) -> int:
-        """Rows that so many pages hold at least a byte of."""
+        """Return the rows that have at least a byte in the first `pages` pages."""
         return -(-pages * self._size // self._row)
 
     def _goes_at(self, pages: int) -> int:
-        """The length at which so many pages have left the window."""
+        """Return the length at which `pages` pages have left the window."""
         rows = self._kept + self._rows(pages)
         return rows + -rows % self._unit
 
     def first_page(self, slot: Slot) -> int:
-        """The first page of a request whose rows are there."""
+        """Return the first page whose rows the request still holds."""
         least = self._least[slot.index]
         gone = max(0, least - self._window) * self._row // self._size
         return max(slot.head, gone)
 
     def check(self, slot: Slot, length: int) -> None:
-        """Raises InvalidArgument for a length whose window has been unmapped."""
+        """Raise InvalidArgument for a length whose window has been unmapped."""
         least = self._least[slot.index]
-        if slot.head and not slot.stale:  # gone since, in a step that an exception ended
+        if slot.head and not slot.stale:  # unmapped by a step that an exception ended
             least = max(least, self._window + self._rows(slot.head))
         if length < least:
             raise invalid(
                 f"length {length}: with fewer than {least} tokens the window of "
-                f"{self._window} of reqid {slot.index} begins in rows that are gone",
+                f"{self._window} of reqid {slot.index} begins in rows that are unmapped",
                 limit=least,
             )
 
     def due(self, lens: Sequence[int]) -> list[_Due]:
-        """Finds what the step to `lens` no longer needs.
+        """Return the pages that the step to `lens` no longer needs.
 
         Returns:
-            Slots, their first pages that stay, and what `_next` and `_least` are once those before
-            are gone.
+            Slots, their first pages that stay mapped, and `_next` and `_least` after the unmap.
         """
         table, mover, size, row = self.reclaimer.table, self._mover, self._size, self._row
         old = table.columns.held
@@ -119,10 +117,10 @@ class Window:
             slot = table.slots[index]
             held = old[index]
             if lens[index] <= held:
-                continue  # the same length again: perhaps its work has not been launched yet
+                continue  # same length as before: its work may not be launched yet
             if slot.job is not None:
                 if not table.lockstep:
-                    continue  # the next step is soon enough
+                    continue  # left to the next step
                 self._release(slot)
             head = (held - held % self._unit - self._kept) * row // size
             if mover.moves and not mover.make_way(slot, head):
@@ -138,8 +136,8 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """The last page up to `head` at which no entry is split, and the next such page."""
-        if head < slot.whole and head % slot.block:  # in the middle of an entry of 2 MiB
+        """Return the last page up to `head` that splits no 2 MiB entry, and the next such page."""
+        if head < slot.whole and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
         return head, head + 1
@@ -153,18 +151,18 @@ class Window:
         *,
         quiet: bool,
     ) -> None:
-        """Writes what is `due` into a batch, and adds what that changes in the records.
+        """Write the unmaps of `due` into a batch, and append the edits of the records.
 
         Args:
-            edits: see `Outcome`.
+            edits: gets the edits; see `Outcome`.
             due: of this window.
-            ops: where the unmap calls are written.
+            ops: where the unmap operations are written.
             ticket: of the batch.
             quiet: another group reports its failure.
         """
         reclaimer, owners = self.reclaimer, []
         slots, indexes, lows, heads = [], [], [], []
-        # Found once for all slots that share the same pages.
+        # Computed once for all slots that share the same pages.
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
         keeping, kept = [], []
@@ -211,18 +209,19 @@ class Window:
         )
 
     def beginning(self, slot: Slot, head: int) -> list[list[Any]]:
-        """The edits of a request with the window of a recorded prefix, from page `head` on."""
+        """Return the edits for a request that begins with a prefix's window, from page `head`
+        on."""
         return self._setting(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
-        """Notes that requests begin with the rows that another's window holds."""
+        """Record that requests begin with the rows of another request's window."""
         for slot in slots:
             self._set(slot.index, self._next[parent.index], self._least[parent.index])
 
     def resume(self, slot: Slot, head: int) -> None:
-        """A request is back whose rows in the pages below `head` were gone: they go again.
+        """Begin to unmap the pages below `head` of a request that was swapped back in.
 
-        Where they cannot now, the next step lets them go.
+        Its rows there had left the window. If that cannot begin now, the next step does it.
         """
         least = self._window + self._rows(head)
         self._set(slot.index, self._first, least)
@@ -231,7 +230,7 @@ class Window:
             _begin([(self, [(slot, low, self._goes_at(low + 1), least)])], [])
 
     def forgetting(self, slot: Slot) -> list[list[Any]]:
-        """The edits for the end of a request; the slot is still its own."""
+        """Return the edits for the end of a request, before the slot is freed."""
         slid = self.reclaimer.slid - (0 if slot.stale else slot.head)
         return [[self.reclaimer, "slid", slid], *self._setting(slot.index, self._first, 0)]
 
@@ -243,7 +242,7 @@ class Window:
 
 
 def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
-    """Begins to unmap what a step no longer needs, in one batch for all slots; does not wait.
+    """Begin to unmap pages that a step no longer needs, in one batch for all slots; never blocks.
 
     Args:
         windows: of groups that have the same requests, each with the lengths of the step.
@@ -262,7 +261,7 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
         for slot, *_ in due:
             if slot.events:
                 after += prune(slot.events)
-    # Else the next step tries again, but not on several ranks, which must agree.
+    # On failure the next step tries again, except with several ranks, which must agree.
     if not _begin(found, after) and first.reclaimer.table.lockstep:
         for window, _ in found:
             window.reclaimer.finish_all()
@@ -273,7 +272,7 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
 
 
 def _begin(found: Sequence[tuple[Window, list[_Due]]], after: Sequence[Any]) -> bool:
-    """Submits one batch that unmaps what is due; False: the queue is full, and nothing changed."""
+    """Submit one batch that unmaps what is due; False: the queue is full, nothing changed."""
     first = found[0][0]
     ops, mapper = first.ops, first.reclaimer.mapper
     ticket, count = Ticket(mapper.context), 0

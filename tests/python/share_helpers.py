@@ -400,12 +400,12 @@ class WindowModel(ShareModel):
         self._where_it_is_there(super().truncate, reqid)
 
     def _where_it_is_there(self, call: Callable[[int], None], reqid: int) -> None:
-        """A call that may find that a window begins in rows that are gone."""
+        """A call that may find that a window begins in rows that are unmapped."""
         before = self.running()
         try:
             call(reqid)
         except InvalidArgument as error:
-            assert "begins in rows that are gone" in str(error)
+            assert "begins in rows that are unmapped" in str(error)
             assert self.running() == before
             self.count("window gone")
 

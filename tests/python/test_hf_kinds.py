@@ -218,7 +218,7 @@ def test_what_is_taken_back_beyond_the_tile_is_refused_while_it_is_still_mapped(
         with torch.no_grad(), VMemCache(model.config, 1, 512, **how) as cache:
             model(ids[:, :length], past_key_values=cache)
             if back > TILE:
-                with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+                with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
                     cache.crop(-back)
                 continue
             cache.crop(-back)

@@ -287,7 +287,7 @@ def test_bad_input(context: Context) -> None:
         LayeredCache([], context)
     with pytest.raises(InvalidArgument, match="layer 1 is 'full'; it must be a LayerShape, State"):
         LayeredCache([LayerShape(1, 8), "full"], context=context)  # type: ignore[list-item]
-    with pytest.raises(InvalidArgument, match="head_dim is given by the layers"):
+    with pytest.raises(InvalidArgument, match="head_dim is set by the layers"):
         layered(context, head_dim=64)
     with pytest.raises(InvalidArgument, match="less than one page in every tensor"):
         layered(context, 7)

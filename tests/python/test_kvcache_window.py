@@ -75,7 +75,7 @@ def test_what_an_interrupted_step_let_go_is_gone(
         assert first > ROWS
         for length in (1, first, first + WINDOW["window"] - 1):
             arguments = (0, 2, length) if call == "fork_many" else (0, length)
-            with pytest.raises(InvalidArgument, match="rows that are gone"):
+            with pytest.raises(InvalidArgument, match="rows that are unmapped"):
                 getattr(cache, call)(*arguments)
         cache.check_integrity()
         assert cache.step(lens(cache, r0=10 * ROWS + 1)) == 0
@@ -235,7 +235,7 @@ def test_what_a_window_does_not_allow(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 41)
-        with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+        with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
             cache.truncate(0, 20)
         assert cache.step(lens(cache, r0=31)) == 0
         assert cache.snapshot()[0].seq_len == 41
@@ -264,7 +264,7 @@ def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> 
         assert rows_are_there(cache, first, length)
         cache.check_integrity()
         if first:
-            with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+            with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
                 cache.truncate(0, first + 7)
         decode(cache, length, length + 3)
         assert rows_are_there(cache, max(first, length - 8), length + 3)
@@ -407,13 +407,13 @@ def test_a_fork_where_a_window_has_to_be_there(context: Context) -> None:
         assert mapped(cache, parent) == 6 - first // ROWS
         before = state(cache)
         for length in (0, first, first + 7):
-            with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+            with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
                 cache.fork(parent, length)
         assert state(cache) == before
         child = cache.fork(parent, first + 8)
         assert child is not None
         assert read_rows(cache, child, first, list(range(first + 1, first + 9)))
-        with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+        with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
             cache.truncate(child, first + 7)
         decode(cache, first + 8, first + 40, child, 500)
         assert read_rows(cache, parent, first, list(range(first + 1, 42)))
