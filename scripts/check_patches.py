@@ -146,7 +146,7 @@ class Clone:
         done = subprocess.run(["git", "-C", self.path, *words], capture_output=True, check=False)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()
-            raise KernelBuildError(f"{self.path} is no clone of NVIDIA's repository: {said}")
+            raise KernelBuildError(f"{self.path} is not a clone of NVIDIA's repository: {said}")
         return done.stdout
 
     def versions(self) -> list[str]:

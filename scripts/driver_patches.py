@@ -129,7 +129,7 @@ def ambiguous_hunks(patch: Path, tree: Path) -> list[str]:
         try:
             content = (tree / name).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            found.append(f"{patch.name}: there is no {name}")
+            found.append(f"{patch.name}: {name} does not exist")
             continue
         for number, hunk in enumerate(HUNK.split(part)[1:], 1):
             lines = [line[1:] for line in hunk.split("\n") if line[:1] in (" ", "-")]

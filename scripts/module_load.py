@@ -74,7 +74,7 @@ def read_given(system: System, given: str) -> KernelModule:
     if not path.is_file():
         if not given and not system.driver_version():
             raise Refused("nvidia.ko is not loaded: start the stock driver first (modprobe nvidia)")
-        raise Refused(f"there is no {path}: make module")
+        raise Refused(f"{path} does not exist: run make module")
     try:
         return read_module(path.resolve())
     except ModuleFileError as error:
@@ -140,7 +140,7 @@ def main() -> int:
     options = parser.parse_args()
     allowed = set(options.allow.replace(",", " ").split())
     for word in sorted(allowed.difference(ALLOWABLE)):
-        parser.error(f"ALLOW={word} is none of {', '.join(ALLOWABLE)}")
+        parser.error(f"ALLOW must be one of {', '.join(ALLOWABLE)}, not {word}")
     system = System(options.sysroot)
     swap = Swap(
         system,

@@ -68,7 +68,7 @@ def fetch(version: str) -> Path | None:
     if given := os.environ.get("VLLM_TESTS"):
         folder = Path(given).resolve()
         if not (folder / "tests" / "v1" / "core").is_dir():
-            raise SystemExit(f"VLLM_TESTS={given}: there is no tests/v1/core")
+            raise SystemExit(f"VLLM_TESTS={given}: tests/v1/core does not exist")
         return folder
     folder = BUILD / f"vllm-tests-{version}"
     if folder.is_dir():

@@ -289,7 +289,7 @@ class Attention:
         form, slots = self._forms[one.form], one.k.tensor.shape
         if not form.latent or slots[2] != 1:
             raise invalid(
-                f"layer {layer} is no latent of one head, so it has no up-projections",
+                f"layer {layer} does not store an MLA latent, so it has no up-projections",
                 op="Attention",
             )
         expect("up", up, UpProjections)

@@ -47,7 +47,7 @@ def why_not(form: Form, device: torch.device) -> str:
     if form.dtype not in ("float16", "bfloat16"):
         return f"it has no {form.dtype}"
     if form.head_dim not in _HEAD_DIMS or form.v_head_dim != form.head_dim:
-        return f"head_dim {form.head_dim} is none of {', '.join(map(str, _HEAD_DIMS))}"
+        return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, not {form.head_dim}"
     return why_not_blocks(form)
 
 

@@ -100,7 +100,7 @@ def overread_rows(kernel: str, device: torch.device) -> int:
     If the kernel is named for all batches, `KVCacheConfig.overread_decode` must be set as well.
     """
     if kernel not in KERNELS:
-        raise invalid(f"kernel {kernel!r} is none of {', '.join(KERNELS)}", op="Attention")
+        raise invalid(f"kernel must be one of {', '.join(KERNELS)}, not {kernel!r}", op="Attention")
     return KERNELS[kernel].reads(device).past
 
 
@@ -180,7 +180,9 @@ def _form_of(cache: KVCache | Form) -> Form:
 def check_name(kernel: str) -> None:
     """Raises InvalidArgument if the name is not a kernel's."""
     if kernel != "auto" and kernel not in KERNELS:
-        raise invalid(f"kernel {kernel!r} is none of auto, {', '.join(KERNELS)}", op="Attention")
+        raise invalid(
+            f"kernel must be one of auto, {', '.join(KERNELS)}, not {kernel!r}", op="Attention"
+        )
 
 
 def _why_not(name: str, form: Form, device: torch.device) -> str:

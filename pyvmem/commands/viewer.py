@@ -166,7 +166,7 @@ def _url(where: str) -> str:
         urllib.request.Request(url)
     except ValueError as error:
         raise InvalidArgument(
-            f"{where!r} is no port, host:port or URL: {error}", errno=errno.EINVAL
+            f"{where!r} is not a port, host:port or URL: {error}", errno=errno.EINVAL
         ) from None
     if port == 0:
         raise InvalidArgument(f"{where!r}: no program has port 0", errno=errno.EINVAL)

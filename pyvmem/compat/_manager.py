@@ -251,7 +251,7 @@ class Manager:
         for index, length in enumerate(lengths):
             if not 0 <= length <= longest:
                 raise invalid(
-                    f"seq_lens[{index}] is {length}; it must lie between 0 and max_context_length "
+                    f"seq_lens[{index}] is {length}; it must be between 0 and max_context_length "
                     f"{longest}",
                     limit=longest,
                     op="vattention",
@@ -263,7 +263,7 @@ class Manager:
         need = self._needed(lengths)
         have = self.cache.stats().total_pages // layout.num_tensors
         if not have:
-            text = "there is no memory; call reserve_physical_pages"
+            text = "no physical pages are reserved; call reserve_physical_pages"
         else:
             text = f"{need} KV blocks are needed, {have} are there; preempt a request"
         return OutOfKVBlocks(

@@ -158,7 +158,7 @@ class Backing:
         if not self.quota.take(self._null.nbytes, self._handles(self._null)):
             raise MemoryError(
                 f"the null block needs {self._null.nbytes} bytes, "
-                f"{self.quota.room()} can be had (VMEM_LIMIT, or the memory of the GPU)"
+                f"{self.quota.room()} are available (VMEM_LIMIT, or the memory of the GPU)"
             )
         self._reserve(self._null)
         self._null.failure = None

@@ -115,7 +115,7 @@ def require_page_size(
     if size not in info.page_sizes:
         sizes = ", ".join(str(one) for one in info.page_sizes)
         raise InvalidArgument(
-            f"{name} {size} is none of this context's ({info.backend}): {sizes}",
+            f"{name} must be one of this context's ({info.backend}), {sizes}, not {size}",
             errno=errno.EINVAL,
             op=op,
             bytes=size,

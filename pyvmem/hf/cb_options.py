@@ -73,7 +73,7 @@ class Options:
                 )
         if self.kernel != "auto" and self.kernel not in KERNELS:
             raise invalid(
-                f"kernel {self.kernel!r} is none of auto, {', '.join(KERNELS)}",
+                f"kernel must be one of auto, {', '.join(KERNELS)}, not {self.kernel!r}",
                 op="vmem_continuous_batching",
             )
         object.__setattr__(

@@ -39,7 +39,7 @@ class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
             InvalidArgument: always.
         """
         raise invalid(
-            f"layer {self._index} keeps nothing, as the configuration tells, and was passed keys",
+            f"layer {self._index} stores nothing according to the configuration, but got keys",
             op="VMemCache",
         )
 

@@ -73,7 +73,7 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
     found: list[LayerShape] = []
     for layer, shape in enumerate(layer_shapes(config)):
         if not isinstance(shape, LayerShape):
-            has = "has a state of its own" if isinstance(shape, StateShape) else "keeps nothing"
+            has = "has a state of its own" if isinstance(shape, StateShape) else "stores nothing"
             raise NotSupported(
                 f"{what}: layer {layer} of {type(config).__name__} {has}, and no keys and values",
                 op=what,

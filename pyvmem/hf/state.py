@@ -117,14 +117,14 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """
         if tokens_to_remove:
             raise invalid(
-                f"crop({tokens_to_remove}): layer {self._index} has a state, which cannot go back",
+                f"crop({tokens_to_remove}): the state of layer {self._index} cannot be rolled back",
                 op="VMemCache",
             )
 
     def check_back(self, length: int) -> None:
         """Raises InvalidArgument, even for 0 tokens: a state cannot be rolled back."""
         raise invalid(
-            f"{length} tokens: layer {self._index} has a state, which cannot go back; compute the "
+            f"{length} tokens: the state of layer {self._index} cannot be rolled back; compute the "
             "tokens again after reset",
             op="VMemCache",
         )

@@ -6,10 +6,10 @@ Several engines may share a budget, each in a thread that makes calls back to ba
 up: measured with two caches, a call that maps nothing waited for a thousand calls of the other
 cache.
 
-What a cache has and what is reserved for it, in bytes:
+Bytes that a cache uses and that are reserved for it:
 
     0 ......... floor ......... used ......... ceiling          0 .... used .... floor .... ceiling
-    | reserved    | others may reclaim     |                    | has  | reserved    |
+    | reserved    | others may reclaim     |                    | used | reserved    |
     |             | what no request owns   |
 
 At all times the sum of ``max(used, floor)`` over the caches is at most the budget's total.
@@ -62,7 +62,7 @@ __all__ = [
 
 
 class FairLock(RLock):  # type: ignore[misc]  # final for the checkers alone
-    """A lock for `with` blocks. The first waiter holds the gate, and the others wait for the gate.
+    """Fair lock for `with` blocks. The first waiter holds a gate, at which the others wait.
 
     So the lock goes to the first waiter; among the others the operating system chooses. Both locks
     are re-entrant: Python may run a finalizer or a signal handler at any line, which may call a
@@ -91,18 +91,18 @@ class FairLock(RLock):  # type: ignore[misc]  # final for the checkers alone
             raise
 
 
-_PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some too
+_PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need the rest
 _HEADROOM = 256 << 20  # on a ledger, and at most a sixteenth of the budget
 
 
 @dataclass(frozen=True)
 class ShareInfo:
-    """One cache of a budget; bytes.
+    """One cache of a budget, in bytes.
 
     Attributes:
         floor_bytes: reserved for it (`KVCacheConfig.memory_floor`).
-        ceiling_bytes: the most that it may have (`KVCacheConfig.memory_limit`).
-        used_bytes: physical pages behind it.
+        ceiling_bytes: the most that it may use (`KVCacheConfig.memory_limit`).
+        used_bytes: physical pages of the cache.
     """
 
     floor_bytes: int
@@ -112,11 +112,11 @@ class ShareInfo:
 
 @dataclass(frozen=True)
 class BudgetStats:
-    """A `Budget` as it is now; bytes.
+    """State of a `Budget`, in bytes.
 
     Attributes:
-        total_bytes: of the budget.
-        used_bytes: physical pages behind its caches.
+        total_bytes: size of the budget.
+        used_bytes: physical pages of its caches.
         free_bytes: neither used by a cache nor reserved by a floor.
         caches: in the order in which they were made.
     """
@@ -131,27 +131,28 @@ class Budget(Closable):
     """Memory of one context for several caches: ``KVCache(config, budget=budget)``.
 
     A cache takes up to its ceiling, `KVCacheConfig.memory_limit`, as long as the floors of the
-    others, `KVCacheConfig.memory_floor`, stay free for them. Where that is not enough, the others
-    give back unowned pages (of free slots, then of recorded prefixes), down to their floors. Pages
+    others, `KVCacheConfig.memory_floor`, stay free for them. If that is not enough, the others
+    return unowned pages (of free slots, then of recorded prefixes), down to their floors. Pages
     that a request owns are never taken.
 
     With a ledger the total is a ceiling: the budget is one engine among those of other processes,
     such as vLLM's, and may use what the ledger grants it. A cache that is short posts the shortage
-    in the ledger and returns -1 or False as usual: a later call finds what others gave back. When
-    another engine is short, the caches give back unowned pages, down to their floors; a thread does
-    so, under the lock, while no cache is called. `vmem top` shows the budget, `vmem limit` lowers
+    in the ledger and returns -1 or False as usual: a later call gets the memory that others
+    returned. When another engine is short, the caches return unowned pages, down to their floors; a
+    thread does so, under the lock, while no cache is called. `vmem top` shows the budget, `vmem
+    limit` lowers
     its ceiling. `pyvmem.announce` registers an engine that allocates on its own.
 
     Thread-safe. Calls of its caches take turns, even those that wait for GPU work.
 
     Args:
         context: the context that all its caches use; it must outlive them.
-        total_bytes: physical memory for all caches together; 0: 0.9 of what is free on the GPU
-            now, on host all that is available.
+        total_bytes: physical memory for all caches together; 0: 0.9 of the memory that is free on
+            the GPU now; on host, all that is available.
         ledger: the ledger of the context's device, owned by the budget once it is made; after an
             exception it may be closed. None: memory is not shared with other processes.
         name: in the ledger; "": pyvmem and the process id.
-        floor_bytes: what the other engines of the ledger must leave to this one.
+        floor_bytes: memory that the other engines of the ledger must leave to this one.
 
     Raises:
         InvalidArgument: a negative total, or less than a page; a floor above the total or without
@@ -175,7 +176,7 @@ class Budget(Closable):
         least = context.info.granule
         if total and total < least:
             raise invalid(
-                f"a budget of {total} bytes: a page of the context has {least}",
+                f"a budget of {total} bytes: a page of the context is {least} bytes",
                 size=max(0, total),
                 limit=least,
             )
@@ -192,7 +193,7 @@ class Budget(Closable):
         if not 0 <= floor_bytes <= self.total_bytes or (floor_bytes and ledger is None):
             most = self.total_bytes if ledger is not None else 0
             raise invalid(
-                f"floor_bytes {floor_bytes}: 0 to {most}, the total, in a ledger",
+                f"floor_bytes {floor_bytes}: must be 0 to {most}, the total with a ledger",
                 size=max(0, floor_bytes),
                 limit=most,
             )
@@ -218,11 +219,11 @@ class Budget(Closable):
 
     @property
     def least_bytes(self) -> int:
-        """A page in every tensor of each cache: with less, a request of a token may never run."""
+        """A page in every tensor of each cache: with less, a request may never run."""
         return max(self.context.info.granule, sum(share._column for share in self._shares))
 
     def close(self) -> None:
-        """Leaves the ledger; does nothing without one, or when called again.
+        """Leave the ledger; does nothing without one, or when called again.
 
         Raises:
             Busy: a cache of the budget is open; nothing changed.
@@ -239,11 +240,11 @@ class Budget(Closable):
                 self._ledger, self.total_bytes, self._left = None, 0, True
 
     def set_limit(self, nbytes: int) -> None:
-        """Changes the total; nothing is mapped or unmapped.
+        """Change the total; maps and unmaps nothing.
 
         Raises:
-            InvalidArgument: less than a page, or than what the caches have and floors keep; more
-                than 2**62; or the budget is on a ledger, where `vmem limit` does it.
+            InvalidArgument: less than a page, or than the caches use and floors reserve; more than
+                2**62; or the budget is on a ledger, where `vmem limit` sets the limit.
         """
         with self.lock, self.journal:
             if self._ledger is not None:
@@ -253,14 +254,14 @@ class Budget(Closable):
             if total < max(least, self._reserved()):
                 raise invalid(
                     f"a budget of {total} bytes: {self._reserved()} are used or kept by floors, "
-                    f"and a page has {least}",
+                    f"and a page is {least} bytes",
                     size=max(0, total),
                     limit=max(least, self._reserved()),
                 )
             self.total_bytes = total
 
     def reclaim(self, limit: int) -> None:
-        """Begins to unmap unowned pages until `limit` bytes are left; does not wait.
+        """Begin to unmap unowned pages until `limit` bytes are left; does not wait.
 
         Floors and pages that requests hold are kept.
         """
@@ -269,7 +270,7 @@ class Budget(Closable):
             self._reclaim(self._reserved() - limit)
 
     def stats(self) -> BudgetStats:
-        """The memory of every cache. Polls the batches in flight, does not wait."""
+        """Return the memory of every cache. Polls the batches in flight, does not wait."""
         with self.lock, self.journal:
             self._poll()
             return BudgetStats(
@@ -282,7 +283,7 @@ class Budget(Closable):
             )
 
     def check(self) -> list[str]:
-        """Contradictions in the records, in words; `KVCache.check_integrity` raises them."""
+        """Return contradictions in the records, as text; `KVCache.check_integrity` raises them."""
         reserved, granted = self._reserved(), self.granted_bytes
         if reserved <= granted:
             return []
@@ -298,12 +299,12 @@ class Budget(Closable):
     # ---- caches ----------------------------------------------------------------------------------
 
     def join(self, pager: Pager, floor: int) -> None:
-        """Admits a new cache; `KVCache` calls it.
+        """Add a new cache; `KVCache` calls it.
 
         Raises:
             BadHandle: the budget is closed.
             InvalidArgument: the floors together exceed the budget.
-            OutOfMemory: requests of the other caches own what the floor would reserve.
+            OutOfMemory: requests of the other caches own memory that the floor would reserve.
         """
         with self.lock, self.journal:
             if self._left:
@@ -337,14 +338,14 @@ class Budget(Closable):
             self.journal.change([[self, "_shares", shares], [pager.reclaimer, "share", share]])
 
     def leave(self, pager: Pager) -> None:
-        """Forgets a cache that has been closed."""
+        """Remove a cache that has been closed."""
         with self.lock, self.journal:
             self._shares = [share for share in self._shares if share.pager is not pager]
 
     # ---- the ledger ------------------------------------------------------------------------------
 
     def _tend(self) -> bool:
-        """One tick of the thread: gives back, takes ahead, reports. False: nothing left to tend."""
+        """One tick of the thread: return memory, take it ahead, report. False: stop the thread."""
         with self.lock, self.journal:
             ledger = self._ledger
             if ledger is None:
@@ -362,7 +363,7 @@ class Budget(Closable):
             return True
 
     def _give_back(self, ledger: OnLedger, nbytes: int) -> None:
-        """Returns to the ledger what it can now, and begins to unmap the rest."""
+        """Return to the ledger what is free now, and begin to unmap the rest."""
         self._reclaim(nbytes - (ledger.granted - self._reserved()))
         ledger.give(min(nbytes, ledger.granted - self._reserved()))
         self.context.trim(0)
@@ -375,7 +376,7 @@ class Budget(Closable):
                 everyone.evict(missing)
 
     def numbers(self) -> dict[str, int]:
-        """The numbers that the ledger shows of all its caches together: names of `EngineInfo`."""
+        """Return the figures that the ledger shows for the budget: fields of `EngineInfo`."""
         with self.lock:
             in_use = sum(share.pager.used_pages * share._column for share in self._shares)
             counters = [share.reclaimer.counters for share in self._shares]
@@ -405,16 +406,16 @@ class Share:
 
     @property
     def used(self) -> int:
-        """Bytes of physical pages behind the cache."""
+        """Bytes of the cache's physical pages."""
         return self.reclaimer.held * self.layout.page_size
 
     @property
     def ceiling(self) -> int:
-        """The most bytes that the cache may have."""
+        """Most bytes that the cache may use."""
         return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
-        """Bytes that the cache could take now without reclaiming from others."""
+        """Return the bytes that the cache could take now without reclaiming from others."""
         budget, taken = self.budget, 0
         for one in budget._shares:  # a loop, since each step asks
             used = one.reclaimer.held * one.layout.page_size
@@ -422,20 +423,20 @@ class Share:
         return (budget.total_bytes if budget._ledger is None else budget.granted_bytes) - taken
 
     def total(self) -> int:
-        """Bytes of the whole budget."""
+        """Return the bytes of the whole budget."""
         return self.budget.total_bytes
 
     def beyond(self) -> int:
-        """Bytes that the ledger had left when last read; 0 without one."""
+        """Return the bytes that the ledger had left when last read; 0 without a ledger."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
     def take(self, nbytes: int) -> None:
-        """Asks the ledger to grant that many more bytes, as far as it can."""
+        """Ask the ledger to grant `nbytes` more, as far as it can."""
         if self.budget._ledger is not None:
             self.budget._ledger.take(nbytes)
 
     def ask(self, nbytes: int) -> None:
-        """Posts a shortage in the ledger if the budget cannot find that many bytes.
+        """Post a shortage in the ledger if the budget cannot free `nbytes`.
 
         The posted amount includes what the ledger has left: the others subtract that.
         """
@@ -447,40 +448,40 @@ class Share:
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """`room` after the other caches and the ledger have given what they can."""
+        """Return `room` after the other caches and the ledger have given what they can."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
     def _inside(self) -> int:
-        """The part of `within_reach` that the ledger has granted already."""
+        """Return the part of `within_reach` that the ledger has granted already."""
         return self.room() + sum(one._givable() for one in self._rest())
 
     def others(self) -> list[Reclaimer]:
-        """The reclaimers of the other caches."""
+        """Return the reclaimers of the other caches."""
         return [one.reclaimer for one in self._rest()]
 
     def returning(self) -> int:
-        """Bytes that the other caches are unmapping, above their floors."""
+        """Return the bytes that the other caches are unmapping, above their floors."""
         return sum(one._returning() for one in self._rest())
 
     def finish_idle(self) -> None:
-        """Waits for the other caches' growths that no request waits for."""
+        """Wait for the other caches' growths that no request waits for."""
         for one in self._rest():
             one.pager.finish_idle()
 
     def poll(self) -> None:
-        """Notes which batches of the other caches are finished."""
+        """Complete finished batches of the other caches."""
         for one in self._rest():
             one.reclaimer.poll()
             one.pager.poll()
 
     def stop_promoting(self, *, wait: bool = True) -> bool:
-        """Cancels promotions in the other caches; whether there were any."""
+        """Cancel promotions in the other caches; return whether there were any."""
         stopped = [one.pager.mover.stop_promoting(wait=wait) for one in self._rest()]
         return any(stopped)
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """Bytes above their floors that the other caches would give back after a wait."""
+        """Return the bytes above their floors that the other caches would free after a wait."""
         return sum(
             min(
                 (one.pager.unsettled({}, promoting=promoting) - one.pager.loose({}) * promoting)
@@ -491,22 +492,22 @@ class Share:
         )
 
     def leaving(self) -> int:
-        """Bytes that evicted prefixes of the other caches will free."""
+        """Return the bytes that evicted prefixes of the other caches will free."""
         return sum(one.reclaimer.leaving * one.layout.page_size for one in self._rest())
 
     def beside(self, own: Collection[Reclaimer]) -> Share:
-        """The same share, with these reclaimers' caches not counted among `others`."""
+        """Return the same share, with `own` not counted among `others`."""
         found = Share(self.budget, self.pager, self.floor)
         found._own = own
         return found
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the others begin to unmap unowned pages until so many bytes will be freed.
+        """Make the other caches begin to unmap unowned pages until `nbytes` will be freed.
 
-        `keep`: slots that are to have at least so many pages per tensor. `now`: see
+        `keep`: slots, and the pages per tensor that each must keep. `now`: see
         `Reclaimer.unmap`.
         """
-        if now and not self.pager.reclaimer.table.lockstep:  # what waits for GPU work may come late
+        if now and not self.pager.reclaimer.table.lockstep:  # GPU work may delay unmaps
             late = sum(one.reclaimer.late * one.layout.page_size for one in self._rest())
             self._begin_unmaps(nbytes + late, keep, idle=True, now=now)
         self._begin_unmaps(nbytes, keep, idle=False, now=now)
@@ -523,15 +524,15 @@ class Share:
                 missing = nbytes - self.returning()
                 spare = slot.spare_beyond(keep[slot]) if slot in keep else slot.spare
                 columns = min(spare, one._excess() // column, -(-missing // column))
-                if not spare:  # all of it is of an entry that its owner partly uses
+                if not spare:  # its pages are in a 2 MiB entry that its owner partly uses
                     continue
                 if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
                     break
 
     def evict(self, nbytes: int) -> int:
-        """Makes the others evict that many bytes of recorded prefixes that no request uses.
+        """Make the other caches evict `nbytes` of recorded prefixes that no request uses.
 
-        Returns the bytes that this frees, now or when batches under way finish.
+        Returns the bytes that this frees, now or when batches in flight are complete.
         """
         back = 0
         for one in self._by_excess():
@@ -541,7 +542,7 @@ class Share:
         return back
 
     def check(self) -> list[str]:
-        """Contradictions in the budget's records, in words."""
+        """Return contradictions in the budget's records, as text."""
         return self.budget.check()
 
     # ---- the arithmetic --------------------------------------------------------------------------
@@ -559,7 +560,7 @@ class Share:
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
-        """Bytes above the floor that are not being unmapped."""
+        """Return the bytes above the floor that are not being unmapped."""
         returning = self.reclaimer.returning * self.layout.page_size
         return max(0, self.used - returning - self.floor)
 
@@ -572,15 +573,15 @@ class Share:
 
 
 class OnLedger(Participant):
-    """A budget's part of a device, in bytes; the caller holds the budget's lock.
+    """A budget as an engine of a ledger. Sizes in bytes; the caller holds the budget's lock.
 
         0 ......... used by caches, or kept by their floors ......... granted .......... limit
-        | what the budget cannot give back                | headroom | the ledger's room, |
+        | memory that the budget cannot give back         | headroom | the ledger's room, |
         |                                                 |          | others may take it |
 
-    Memory is taken from the ledger before a cache maps it: when a call finds too little, and ahead
-    of need by the thread, so that few calls take the file's lock. The thread gives back what
-    another engine is short of or what a lowered limit forbids, even while no cache is called.
+    Memory is taken from the ledger before a cache maps it: when a call is short, and ahead of need
+    by the thread, so that few calls take the file's lock. The thread returns memory that another
+    engine is short of or that a lowered limit forbids, even while no cache is called.
 
     Args:
         ledger: of the context's device; closed by `close`.

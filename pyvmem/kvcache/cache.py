@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""`KVCache`: what an engine calls.
+"""`KVCache`: the interface that an engine calls.
 
-It takes the lock, checks that the cache is open, and hands the call to a module below, which runs
-it in every group of layers: one here, several in a `LayeredCache`.
+It takes the lock, checks that the cache is open, and hands the call to another module of this
+package, which runs it in every group of layers: one here, several in a `LayeredCache`.
 
 `KVCache` chooses slots itself, and its limit is set when it is made. A program written for another
 cache may choose slots itself (`CacheSlots.claim`) or reserve memory after the tensors exist
@@ -77,7 +77,7 @@ def _index_of(layer: int, count: int) -> int:
 
 
 class GroupView(Facet):
-    """One group of equal layers of a cache: its tensors, where they lie, and reports.
+    """One group of equal layers of a cache: its tensors, its addresses, and reports.
 
     Requests belong to the cache. Raises BadHandle once the cache is closed.
 
@@ -85,7 +85,7 @@ class GroupView(Facet):
         config: of these layers.
         layout: the sizes and offsets, for planning or drawing.
         context: the context that the pages belong to.
-        reservation: the addresses of all tensors; `layout` tells what lies where.
+        reservation: the addresses of all tensors; `layout` gives the offsets.
     """
 
     def __init__(self, manager: Manager, place: int) -> None:
@@ -109,11 +109,11 @@ class GroupView(Facet):
             return list(self._tensors)
 
     def k(self, layer: int) -> torch.Tensor:
-        """See `KVCache.k`; `layer`: the number in this group."""
+        """See `KVCache.k`; `layer`: the index in this group."""
         return self._layer(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """See `KVCache.v`; `layer`: the number in this group."""
+        """See `KVCache.v`; `layer`: the index in this group."""
         return self._layer(layer, 1)
 
     @property
@@ -146,7 +146,7 @@ class GroupView(Facet):
             return integrity.snapshot(self._open()[self._place])
 
     def drop(self) -> None:
-        """Drops the tensors, so that only the caller's own tensors keep the reservation."""
+        """Drop the tensors, so that only the caller's own tensors keep the reservation."""
         self._tensors = []
 
     def _layer(self, layer: int, which: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ class GroupView(Facet):
         index = _index_of(layer, config.num_layers)
         per_layer = config.tensors_per_layer
         if which >= per_layer:
-            raise invalid(f"layer {index} has no values: tensors_per_layer is {per_layer}")
+            raise invalid(f"layer {index} stores no values: tensors_per_layer is {per_layer}")
         group, member = divmod(index, config.group_size)
         return self.tensors[per_layer * group + which][:, :, member]
 
@@ -172,7 +172,7 @@ class GroupView(Facet):
         )
         elements = tuple(stride // item for stride in strides)
         offset = layout.offset(0, 0, index)
-        # No local holds the tensor: `Reservation.tensor` may import torch, which keeps this frame.
+        # In no local variable: `Reservation.tensor` may import torch, which keeps this frame.
         return cast("torch.Tensor", self.reservation.tensor(shape, config.dtype, elements, offset))
 
 
@@ -180,7 +180,8 @@ class KVCache(MustClose):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` takes the number of tokens that
-    each slot must hold and maps what is missing; a request that is not in this step has 0 there. A
+    each slot must hold and maps the missing pages; a request that is not in this step has 0 there.
+    A
     request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
@@ -194,8 +195,8 @@ class KVCache(MustClose):
     pages behind a running request's addresses can be replaced: `promote`, `move`.
 
     Thread-safe; calls take turns. The cache owns its reservation, and the context unless one was
-    given. A context manager. One that is forgotten without `close`, a `LayeredCache` too, warns
-    (ResourceWarning), and keeps its memory and addresses until the process ends, or, in a context
+    given. A context manager. A cache (or `LayeredCache`) that is collected without `close` warns
+    (ResourceWarning), and keeps its memory and addresses until the process ends or, in a context
     that was given, until that is closed.
 
     Args:
@@ -224,13 +225,13 @@ class KVCache(MustClose):
     """For programs that choose slots themselves, or keep records of them."""
 
     internals: Internals
-    """For layers on top of the cache: its lock, its journal, its users."""
+    """For layers on top of the cache: its lock, its journal, and registration of its users."""
 
     context: Context
     """The context that the pages belong to."""
 
     budget: Budget | None
-    """The memory that it shares with other caches; None: it has its own memory."""
+    """The budget that it shares with other caches; None: it has its own memory."""
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ class KVCache(MustClose):
         self._begin(Manager("KVCache", config, None, context, backend, device, budget))
 
     def _begin(self, manager: Manager) -> None:
-        """Takes over the manager and its groups."""
+        """Make the manager's groups and take over its lock and journal."""
         self._manager = manager
         try:
             manager.make()
@@ -268,7 +269,7 @@ class KVCache(MustClose):
             raise
 
     def __repr__(self) -> str:
-        if not hasattr(self, "config"):  # it could not be made
+        if not hasattr(self, "config"):  # construction failed
             return f"<{type(self).__name__}, closed>"
         return f"<{type(self).__name__} {self._about()}>"
 
@@ -286,14 +287,14 @@ class KVCache(MustClose):
     # ---- requests ------------------------------------------------------------------------------
 
     def alloc_reqid(self, seq_len: int = 0) -> int | None:
-        """Takes a free slot for a request of `seq_len` tokens (0: not known yet).
+        """Take a free slot for a request of `seq_len` tokens (0: not known yet).
 
-        Best fit: the free slot with the fewest mapped pages that suffice, else the one with the
-        most; on a tie, the one that has been free longest. This call maps nothing; with
+        Best fit: the free slot with the fewest mapped pages that suffice, else the slot with the
+        most; on a tie, the slot that has been free longest. This call maps nothing; with
         `eager_pages`, the next slot is prepared in the background.
 
         Returns:
-            The reqid, an index into `step`'s list; None when every slot is taken.
+            The reqid, an index into `step`'s list; None if every slot is taken.
 
         Raises:
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
@@ -304,20 +305,20 @@ class KVCache(MustClose):
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
     ) -> None:
-        """Frees a slot and what it holds.
+        """Free a slot and its rows.
 
-        A reqid is a number, which the slot's next request has, too: freeing an ended request once
-        more frees that one. (A `Request` of `pyvmem.engine` ends once.)
+        A reqid is reused: freeing an ended request a second time frees the slot's next request. (A
+        `Request` of `pyvmem.engine` ends only once.)
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
-        work on `stream` so far. Waits only for the copies of a move while another batch of the slot
+        work on `stream` so far. Blocks only on the copies of a move while another batch of the slot
         is in flight.
 
         Args:
             reqid: as `alloc_reqid` returned it.
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
-                event recorded after it, or an `FdEvent`; None: torch's current stream, on host
-                nothing. For other accepted objects and the rules with CUDA graphs, see
+                event recorded after it, or an `FdEvent`; None: torch's current stream, ignored on
+                host. For other accepted objects and the rules with CUDA graphs, see
                 `pyvmem.memory.streams`.
             tokens: record the request's rows under these ids, as `record` does, for requests that
                 begin with them; they stay mapped in the slot, where a next turn continues
@@ -327,32 +328,32 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, or it is not taken; bad tokens or namespace; the stream
-                is being captured into a CUDA graph, or (`NotGpuWork`) is none.
-            VMemError: it could not be recorded; it was not freed.
+                is being captured into a CUDA graph, or is not a stream (`NotGpuWork`).
+            VMemError: the rows could not be recorded; the request was not freed.
         """
         with self._lock, self._journal:
             requests.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
-        """Drops a request's rows from `length` on, and the pages that hold nothing else.
+        """Drop a request's rows from `length` on, and the pages that hold no other rows.
 
-        With the request's present length, it drops what a prefill mapped past the rows for its
+        With the request's present length, drops pages that a prefill mapped past the rows for its
         kernel to read (`KVCacheConfig.overread_rows`): once the prompt is computed, other requests
         can have that memory.
 
-        For rejected tokens (speculative decoding), and for a request that is rolled back. Nothing
-        else shortens a running request: a smaller number in `step` removes nothing.
+        For rejected tokens (speculative decoding), and for a request that is rolled back. Only this
+        call shortens a running request: a smaller number in `step` removes nothing.
 
         The request's own pages stay mapped, unowned: the request gets them back when it grows,
-        others when they need them, after the GPU work on `stream` so far. Nothing waits. Shared
-        pages lose the request's reference, and pages outside the device are freed; that waits for
-        the work on `stream`. If `length` lies within a shared page, the page is copied, since the
-        request may write past its last row.
+        others when they need them, after the GPU work on `stream` so far. This does not block.
+        Shared pages lose the request's reference, and pages outside the device are freed; that
+        waits for the work on `stream`. If `length` is within a shared page, the page is copied,
+        since the request may write past its last row.
 
-        Rows that the request regains by a `step` hold their earlier contents where their page was
-        kept: the one in which row ``length - 1`` ends, those that decoding reads after it
-        (`KVCacheConfig.overread_decode`), and those that a `step_async` promised. All others are
-        zero, or undefined without `KVCacheConfig.zero_fill`.
+        Rows that the request regains by a `step` hold their earlier contents if their page was
+        kept: the page in which row ``length - 1`` ends, pages that decoding reads after it
+        (`KVCacheConfig.overread_decode`), and pages that a `step_async` promised. All other rows
+        are zero, or undefined without `KVCacheConfig.zero_fill`.
 
         Args:
             reqid: the request.
@@ -360,18 +361,18 @@ class KVCache(MustClose):
             stream: the stream (or event) of the last work on these rows, as in `free_reqid`.
 
         Returns:
-            0; or -1 when memory is short for the copy of a shared page: nothing changed, except
-            that unowned pages may have been reclaimed.
+            0; or -1 if memory is short for the copy of a shared page: nothing changed, except that
+            unowned pages may have been reclaimed.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, a length out of range, or one, 0 included,
-                whose sliding window begins in rows that are unmapped (`KVCacheConfig.window_tile` can
-                be taken back; to begin anew, free the request); or the request has a state
-                (`KVCacheConfig.state`) and would keep some of its tokens: a state cannot be rolled
-                back.
+            InvalidArgument: no such reqid, not taken, a length out of range, or a length, 0
+                included, whose sliding window begins in rows that are unmapped
+                (`KVCacheConfig.window_tile` tokens can be truncated; to start over, free the
+                request); or the request has a state (`KVCacheConfig.state`) and would keep some of
+                its tokens: a state cannot be rolled back.
             TooManyMappings: a cut inside a mapping needs one more than the context has left;
                 nothing changed. `free_reqid` needs none.
-            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
+            NotRecoverable: rollback failed; the message names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
         work = PriorWork(stream, self._groups[0].device)
@@ -382,21 +383,21 @@ class KVCache(MustClose):
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Makes every slot hold its tokens, for the work that the caller is about to launch.
+        """Map the pages that every slot needs, for the work that the caller is about to launch.
 
         Args:
             seq_lens: for every reqid the tokens that the slot must hold, 0 for free slots. A
                 request keeps its rows: 0, or a number below the rows that it holds, neither adds
                 nor removes any (`truncate` removes).
-            stream: the stream that will use the pages (None: torch's current one). Fills may still
-                run when this returns; the stream waits for them. Given an event, and on host, the
-                CPU waits. Where pages copied by `promote` or `move` replace the old ones, the call
-                waits for the work on the stream so far.
+            stream: the stream that will use the pages (None: torch's current stream). Fills may
+                still run when this returns; the stream waits for them. Given an event, and on host,
+                the CPU waits. When pages copied by `promote` or `move` replace the old ones, the
+                call waits for the work on the stream so far.
 
         Returns:
-            0, with everything mapped; or -1, with nothing changed, when memory, or the context's
-            number of mappings, is short even after everything unowned was reclaimed. Finishes what
-            `step_async` began; how long that took is in `stats`.
+            0, with everything mapped; or -1, with nothing changed, if memory, or the context's
+            number of mappings, is short even after everything unowned was reclaimed. Completes what
+            `step_async` began; `stats` has the time that it waited.
 
         Raises:
             InvalidArgument: wrong length, a negative or too large number, or a number for a free
@@ -409,25 +410,24 @@ class KVCache(MustClose):
             return steps.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Begins to map, in the background, what `step` will ask for with the same numbers.
+        """Begin to map, in the background, the pages that `step` needs for the same numbers.
 
-        Waits for no GPU work and no map call. It begins to reclaim what the growth needs: unowned
+        Does not wait for GPU work or map calls. Begins to reclaim what the growth needs: unowned
         pages are unmapped after the GPU work on them, in the other caches of a budget as well;
         prefixes are evicted; copies for a promotion are cancelled. A later call begins the growth
-        with these pages, or the `step` waits for them. The same holds where GPU work of an earlier
-        owner delays a slot, and where an earlier call is still mapping pages of the request.
+        with these pages, or the `step` waits for them. The same applies if GPU work of an earlier
+        owner delays a slot, or an earlier call is still mapping pages of the request.
 
         A shortage is reported at once, with one exception: memory not yet mapped when this returns
         may be taken by a call in between, such as a `fork`, or by another user of the context or of
         the device; the `step` then returns -1.
 
-        Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
-                not wait for what it does not need: this hides even a slow driver call.
+                not wait for pages that it does not need: this hides even a slow driver call.
             stream: unused, accepted for symmetry; the `step` that follows orders its own stream.
 
         Returns:
-            0, or -1 with nothing changed, as `step`.
+            0, or -1 with nothing changed, as for `step`.
 
         Raises:
             InvalidArgument: as in `step`. A failure in the background is raised by the next `step`.
@@ -446,7 +446,7 @@ class KVCache(MustClose):
         stream: Any = None,
         into: int | None = None,
     ) -> int | None:
-        """A new request that begins with the rows of another, for sampling or beam search.
+        """Allocate a request that begins with the rows of another, for sampling or beam search.
 
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
@@ -454,25 +454,25 @@ class KVCache(MustClose):
         `truncate` first.) A state (`KVCacheConfig.state`) is copied. In layers with a window, the
         pages still in the window are shared; the fork does not have the others.
 
-        Waits for the GPU work on `stream` where pages were written since the last fork.
+        Waits for the GPU work on `stream` if pages were written since the last fork.
 
         Args:
-            reqid: the parent; it goes on as before.
+            reqid: the parent, which continues.
             length: tokens that the new request begins with; None: all that the parent holds.
             stream: the stream (or event) of the parent's last work, as in `free_reqid`.
             into: a free reqid for the new request; None: any.
 
         Returns:
-            The new reqid, which holds `length` tokens; None when no slot is free or memory is
-            short. Then nothing changed, except that unowned pages may have been reclaimed and the
-            parent's full pages may already be read-only.
+            The new reqid, which holds `length` tokens; None if no slot is free or memory is short.
+            Then nothing changed, except that unowned pages may have been reclaimed and the parent's
+            full pages may already be read-only.
 
         Raises:
             InvalidArgument: no such reqid, or not taken; it holds fewer tokens than `length`, or
                 more and has a state, which cannot be rolled back; a window at `length`, 0 included,
                 would begin in rows that are unmapped; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only.
-            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
+            NotRecoverable: rollback failed; the message names the reqid that must be freed.
             VMemError: the driver failed; as for None.
         """
         forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
@@ -486,9 +486,9 @@ class KVCache(MustClose):
         stream: Any = None,
         into: Sequence[int] | None = None,
     ) -> list[int] | None:
-        """`fork` for `count` new requests, with one batch for all: all of them or none.
+        """`fork` for `count` new requests, in one batch: all of them or none.
 
-        `into` names as many different free reqids, in the order returned.
+        `into` names `count` different free reqids, in the order returned.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
         into, look = into if into is None else [*into], waits.before_fork
@@ -502,21 +502,21 @@ class KVCache(MustClose):
     def sharing_unit(self) -> int:
         """Tokens per unit in which prefixes are recorded and matched: the fewest that fill pages.
 
-        ``lcm(row_bytes, page_size) / row_bytes``, since a row that crosses a page border would have
-        to be written into a shared page.
+        ``lcm(row_bytes, page_size) / row_bytes``: a row that crosses a page boundary would have to
+        be written into a shared page.
         """
         return self._groups[0].prefixes.unit
 
     def record(
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
     ) -> int:
-        """Records the rows of a running request under their tokens, for later requests to reuse.
+        """Record the rows of a running request under their tokens, for later requests to reuse.
 
         Their pages become read-only. For a finished request `free_reqid` with `tokens` does the
         same without remapping. Recorded prefixes are evicted when memory is short or `trim` asks
-        for it: least recently used first, and only when no page of a free slot is left.
+        for it: least recently used first, and only when free slots have no pages left.
 
-        Waits for the GPU work on `stream` where something new is recorded.
+        Waits for the GPU work on `stream` if something new is recorded.
 
         Args:
             reqid: the request.
@@ -528,9 +528,9 @@ class KVCache(MustClose):
                 tenant; only matches with the same namespace find them.
 
         Returns:
-            How many tokens, from the first, are recorded now; 0 where layers have a state
-            (`KVCacheConfig.state`), which a recorded prefix cannot restore. Where layers have a
-            window, only tokens whose window is still there count: all, or fewer if the rows before
+            The number of leading tokens that are recorded now; 0 if layers have a state
+            (`KVCacheConfig.state`), which a recorded prefix cannot restore. If layers have a
+            window, only tokens whose window is still mapped count: all, or fewer if the rows before
             the end have left the window; then nothing new is recorded.
 
         Raises:
@@ -546,16 +546,16 @@ class KVCache(MustClose):
         )
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
-        """Looks up how much of a prompt is recorded, and leases it: what matches is not evicted.
+        """Look up how much of a prompt is recorded, and lease it against eviction.
 
-        Where layers have a window, a match must end where the window before its end is recorded:
-        where a request was recorded, or where prompts diverged and a request recorded later still
-        had the rows before. Otherwise it is shorter, or empty.
+        If layers have a window, a match must end where the window before its end is recorded: where
+        a request was recorded, or where prompts diverged and a request recorded later still had the
+        rows before. Otherwise it is shorter, or empty.
 
         The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
         with ``trim(prefixes=True)``; memory that it keeps counts as unowned, but cannot be
-        reclaimed. Counts as a use of the prefix. What follows it in host memory is not leased:
-        `PrefixMatch.in_host`.
+        reclaimed. Counts as a use of the prefix. Rows that continue it in host memory are not
+        leased: `PrefixMatch.in_host`.
 
         Args:
             tokens: the prompt.
@@ -572,7 +572,7 @@ class KVCache(MustClose):
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
-        """Takes a slot for a prompt, with the longest recorded prefix mapped there, read-only.
+        """Take a slot for a prompt, with the longest recorded prefix mapped in it, read-only.
 
         Args:
             tokens: the prompt, or what `match` returned for it.
@@ -581,16 +581,15 @@ class KVCache(MustClose):
             namespace: as in `record`; not used with a match.
 
         Returns:
-            The reqid and the tokens that it already holds, with those that were loaded from host
-            memory, which this waits for (0 where nothing is recorded, or where no
-            slot could be emptied without waiting for GPU work of its earlier owner); None, with
-            nothing changed, when every slot is taken or memory is short. With 0 and None a match
-            keeps its lease.
+            The reqid and the tokens that it already holds, including those loaded from host memory,
+            for which this waits (0 if nothing is recorded, or if no slot could be emptied without
+            waiting for GPU work of its earlier owner); None, with nothing changed, if every slot is
+            taken or memory is short. With 0 and None a match keeps its lease.
 
         Raises:
             InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or a match of
                 another cache.
-            PrefixEvicted: the match has lost its lease, and the prefix is no longer recorded.
+            PrefixEvicted: the match has lost its lease, and the prefix was evicted.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
         reader, look = work_of(stream), waits.before_prefix
@@ -601,7 +600,7 @@ class KVCache(MustClose):
     # ---- preemption and admission ----------------------------------------------------------------
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
-        """Copies a request's rows to host memory and frees it, for `swap_in` later.
+        """Copy a request's rows to host memory and free it, for `swap_in` later.
 
         Waits for the GPU work on `stream`, then for the copy. (To preempt by recomputation, just
         call `free_reqid`.)
@@ -612,27 +611,28 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, or it is not taken.
-            OutOfMemory: rows have left a window, and memory is short for all pages of so many
-                tokens, which `swap_in` needs for a moment; nothing changed.
-            MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
+            OutOfMemory: rows have left a window, and memory is short for the pages of all tokens,
+                which `swap_in` needs for a moment; nothing changed.
+            MemoryError: host memory is short; nothing changed. VMemError: as `step`; nothing
+                changed.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(self._manager, waits.before_swap_out, swap.swap_out, reqid, work)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
-        """Brings a swapped request back, into any slot.
+        """Restore a swapped-out request, into any slot.
 
         Args:
             swapped: of this cache; closed afterwards.
             stream: the stream that will use the rows. Waits for it, and for the copy.
 
         Returns:
-            The reqid, which holds the request's tokens; None when no slot is free or memory is
-            short even after everything unowned was reclaimed: then `swapped` is as before.
+            The reqid, which holds the request's tokens; None if no slot is free or memory is short
+            even after everything unowned was reclaimed: then `swapped` is unchanged.
 
         Raises:
-            InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
-            VMemError: the driver failed; `swapped` is as before.
+            InvalidArgument: `swapped` is another cache's. BadHandle: closed, or swapped in before.
+            VMemError: the driver failed; `swapped` is unchanged.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
@@ -644,19 +644,19 @@ class KVCache(MustClose):
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
     ) -> bool:
-        """True if new requests of these lengths would all fit now, beside the present ones.
+        """Return whether new requests of these lengths would all fit now, beside the present ones.
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
         reclaimable, including recorded prefixes that no request uses and no match leases, and what
-        batches in flight will leave, for which it does not wait. Of memory that the context would
-        have to take from its device, it counts what is free there now (`Context.memory`); others
-        may take that first.
+        batches in flight will free, without waiting for them. Memory that the context would have to
+        allocate from its device counts as far as it is free there now (`Context.memory`); others
+        may take it first.
 
         Args:
-            seq_lens: tokens of each request, with those of its prefix.
+            seq_lens: tokens of each request, including its prefix.
             matches: for each request, the match that it will begin with, or None: pages of a match
-                are there already and are not counted again. None: no request has one. A lost lease
-                is taken again. With the match given, an idle cache that could serve the request
+                are allocated already and not counted again. None: no request has a match. A lost
+                lease is renewed. With the match given, an idle cache that could serve the request
                 never refuses it forever.
 
         Raises:
@@ -673,28 +673,29 @@ class KVCache(MustClose):
         compact: bool | None = None,
         stream: Any = None,
     ) -> int:
-        """Unmaps all unowned pages and returns the pool's free memory to the device.
+        """Unmap all unowned pages and return the pool's free memory to the device.
 
-        Waits for the GPU work on freed slots. An idle cache does the same by itself
+        Waits for the GPU work on freed slots. An idle cache does the same automatically
         (`KVCacheConfig.idle_seconds`).
 
         Args:
-            prefixes: also evict the recorded prefixes that no request uses, and forget those in
-                host memory: True where the weights change. "host": host memory keeps the rows
+            prefixes: also evict the recorded prefixes that no request uses, and drop those in host
+                memory: True if the weights change. "host": copy the rows to host memory instead
                 (`KVCacheConfig.host_prefixes`).
             compact: also move pages of running requests and recorded prefixes together, so that the
-                memory between them goes back (`Context.compact`). None: only where nothing can be
-                using what moves, that is, in a context of the cache's own while no request is
-                active or when the last `step` named none. True: always; this waits for all work on
-                the device, and none may be launched on the cache until it returns. False: never.
+                memory between them is returned (`Context.compact`). None: only if nothing can be
+                using the pages that move, that is, in a context that the cache owns while no
+                request is active or when the last `step` named none. True: always; this waits for
+                all work on the device, and none may be launched on the cache until it returns.
+                False: never.
             stream: with `compact`, the stream of the last work on running requests, as in `step`.
 
         Returns:
             Bytes that the context returned to the device during the call.
 
         Raises:
-            NotSupported: `compact` is True in a context that is not the cache's own.
-            VMemError: a batch failed; its pages are still there, the cache is consistent.
+            NotSupported: `compact` is True in a context that the cache does not own.
+            VMemError: a batch failed; its pages are still mapped, the cache is consistent.
         """
         check(stream)
         if isinstance(prefixes, str) and (prefixes != "host" or not self.config.host_prefixes):
@@ -715,19 +716,19 @@ class KVCache(MustClose):
         look = partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact)
         return waits.when_clear(owner, look, call)
 
-    # ---- where pages lie -------------------------------------------------------------------------
+    # ---- placement of pages ----------------------------------------------------------------------
 
     def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
-        """Puts the full blocks of 2 MiB of a request under entries of that size.
+        """Remap a request's full 2 MiB blocks with page table entries of that size.
 
         For requests that grew page by page; a prefill has such entries at once, and in a cache of
         more than 8 GiB every `step` does this for the requests that it lengthens. Addresses and
-        rows stay as they are. The next `step` joins blocks whose pages are neighbours in memory.
+        rows stay the same. The next `step` joins blocks whose pages are physically contiguous.
         Blocks for which that was not enough are copied in the background by a later call, after the
-        work on `stream` so far, while the GPU keeps reading the old pages, and put in their place
-        by the `step` after that. Such a `step` waits for the work on its stream, since no work may
-        touch the pages at that moment. Shared pages, and blocks for which memory is short, stay as
-        they are.
+        work on `stream` so far, while the GPU keeps reading the old pages, and the `step` after
+        that replaces the old pages. Such a `step` waits for the work on its stream, since no work
+        may touch the pages at that moment. Shared pages, and blocks for which memory is short, are
+        left as they are.
 
         Args:
             reqid: the request. The work that writes its rows must have been launched, and no row of
@@ -736,14 +737,14 @@ class KVCache(MustClose):
             stream: as in `free_reqid`.
 
         Returns:
-            The blocks, of 2 MiB in every tensor, that are under way or done.
+            The number of blocks, of 2 MiB in every tensor, that are in progress or done.
 
         Raises:
             InvalidArgument: no such reqid, not taken, or no slot has such a block: it is shorter,
                 the context has no large entries (`Caps.LARGE_ENTRIES`), or all layers have a window
                 or a state.
-            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
-            VMemError: the driver failed; nothing changed, except that where layers differ, those of
+            NotRecoverable: rollback failed; the message names the reqid that must be freed.
+            VMemError: the driver failed; nothing changed, except that if layers differ, those of
                 some shapes may have large entries now. In the background the next `step` raises it.
         """
         work = PriorWork(stream, self._groups[0].device)
@@ -760,36 +761,35 @@ class KVCache(MustClose):
         stream: Any = None,
         wait: bool = True,
     ) -> Moved:
-        """Moves pages of a request to another memory; its addresses and rows stay as they are.
+        """Move pages of a request to another memory; addresses and rows stay the same.
 
-        All or nothing. New pages of the request always lie in the device, even after a move. Shared
-        pages stay where they are. Moves and promotions of the request already under way are
+        All or nothing. New pages of the request are always allocated in device memory, even after a
+        move. Shared pages stay where they are. Moves and promotions of the request in progress are
         completed first, which waits (`SlotInfo.moving_pages`).
 
         Args:
             reqid: the request. The work that writes its rows must have been launched.
             location: "device", "host" or "peer", or a `pyvmem.Location`.
             device: of a peer: a CUDA ordinal, torch or cuda.core device.
-            tokens: a range, or the first and the last + 1 token; only pages that hold nothing else
-                move. None: all that it holds.
+            tokens: a range, or the first and the last + 1 token; only pages that hold no other rows
+                move. None: all tokens of the request.
             stream: the stream (or event) of the last work on the request; waited for.
             wait: False: full pages are copied in the background, after the work on `stream` so
                 far, and the first `step` after that replaces them, as in `promote`; their rows must
                 not be written meanwhile.
 
         Returns:
-            The pages that moved or are on their way, and those that stay because they are shared.
+            The pages that moved or are being moved, and those that stay because they are shared.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, a token beyond what it holds, an unknown
-                location, or a device that is not a peer of the context.
-            NotSupported: the back end has no pages in such memory.
+            InvalidArgument: no such reqid, not taken, a token beyond its rows, an unknown location,
+                or a device that is not a peer of the context.
+            NotSupported: the back end cannot place pages in that memory.
             OutOfMemory: the tier is full (`host_limit`, `peer_limit`, the cache's own limit, or the
-                machine's); nothing changed, except that pages of no request may have been
-                reclaimed.
-            TooManyMappings: the pages' new places need more than the context has left; as above.
-            NotRecoverable: undoing failed, and the text names the reqid that must be freed.
-            VMemError: the driver failed; nothing changed, except that where layers differ, those of
+                machine's); nothing changed, except that unowned pages may have been reclaimed.
+            TooManyMappings: the move needs more mappings than the context has left; as above.
+            NotRecoverable: rollback failed; the message names the reqid that must be freed.
+            VMemError: the driver failed; nothing changed, except that if layers differ, those of
                 some shapes may have moved and the others not. In the background: the next `step`
                 raises it.
         """
@@ -805,11 +805,11 @@ class KVCache(MustClose):
 
     @property
     def lockstep(self) -> bool:
-        """True if answers must be the same on several ranks (`ParallelKVCache`)."""
+        """True if return values must be the same on several ranks (`ParallelKVCache`)."""
         return self._groups[0].table.lockstep
 
     def seq_len(self, reqid: int) -> int:
-        """Tokens whose rows a slot holds; 0 for a free one.
+        """Return the rows that a slot holds, in tokens; 0 for a free slot.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -820,7 +820,7 @@ class KVCache(MustClose):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """K and V of every `group_size` layers, in turn; with `tensors_per_layer` 1, one of each.
+        """K and V of every `group_size` layers, alternating; one tensor with `tensors_per_layer` 1.
 
         Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
         may be touched. A live tensor keeps the cache from closing. A `LayeredCache` lists them
@@ -829,7 +829,7 @@ class KVCache(MustClose):
         return [tensor for view in self.caches for tensor in view.tensors]
 
     def k(self, layer: int) -> torch.Tensor:
-        """Keys of a layer, a view ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
+        """Return a layer's keys, a view ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
 
         Rows are ``group_size`` layers apart. Raises InvalidArgument for a layer that does not
         exist.
@@ -837,13 +837,13 @@ class KVCache(MustClose):
         return self.caches[0].k(layer)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Values of a layer; see `k`. InvalidArgument where `tensors_per_layer` is 1."""
+        """Return a layer's values; see `k`. InvalidArgument if `tensors_per_layer` is 1."""
         return self.caches[0].v(layer)
 
     def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
-        """For each layer the groups whose tensors hold its keys and values.
+        """Return, for each layer, the groups whose tensors hold its keys and values.
 
-        None: it has none; None in place of the values: it has a latent.
+        None for a layer with neither; None in place of the values for a layer with an MLA latent.
         """
         view = self.caches[0]
         values = view if view.config.tensors_per_layer == 2 else None
@@ -855,15 +855,15 @@ class KVCache(MustClose):
     def layout(self) -> Layout:
         """The sizes and offsets of the cache, for planning or drawing.
 
-        NotSupported where layers are of several groups: `caches` has one for each.
+        NotSupported if the layers form several groups: `caches` has one layout for each.
         """
         return self._manager.only("layout").layout
 
     @property
     def reservation(self) -> Reservation:
-        """The addresses of all tensors; `layout` tells what lies where. The cache's own.
+        """The addresses of all tensors; `layout` gives the offsets. Owned by the cache.
 
-        NotSupported where layers are of several groups: `caches` has one for each.
+        NotSupported if the layers form several groups: `caches` has one reservation for each.
         """
         return self._manager.only("reservation").parts.reservation
 
@@ -871,13 +871,13 @@ class KVCache(MustClose):
     def safe_overread(self) -> bool:
         """True if unmapped rows read as zeros, even while memory grows concurrently.
 
-        With `KVCacheConfig.sparse` and a back end on which a page replaces the zeros in one step
+        With `KVCacheConfig.sparse` and a back end that replaces the zeros by a page atomically
         (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``.
         """
         return all(view.safe_overread for view in self.caches)
 
     def stats(self) -> CacheStats:
-        """The present state and the counters, summed over groups of layers.
+        """Return the present state and the counters, summed over groups of layers.
 
         Slots, steps and prefix tokens, which are the same in all groups, are the first group's.
         Peaks are the sum of the groups' peaks.
@@ -888,16 +888,16 @@ class KVCache(MustClose):
             return together([integrity.stats(group) for group in groups], room)
 
     def snapshot(self) -> list[SlotInfo]:
-        """Every slot's pages as they are now, summed over groups of layers."""
+        """Return every slot's pages at present, summed over groups of layers."""
         with self._lock, self._journal:
-            each = [call_part(view.snapshot) for view in self.caches]  # perhaps wrapped
+            each = [call_part(view.snapshot) for view in self.caches]  # a subclass may wrap it
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 
     def check_integrity(self) -> None:
-        """Compares the cache's records with each other and, page by page, with the context's.
+        """Compare the cache's records with each other and, page by page, with the context's.
 
-        Cost: one query per run of pages. What a batch in flight is changing is left out; with none
-        in flight, the context's own check runs too.
+        Cost: one query per run of pages. Skips pages that a batch in flight is changing; with no
+        batch in flight, the context's own check runs too.
 
         Raises:
             IntegrityError: lists every contradiction found.
@@ -908,7 +908,7 @@ class KVCache(MustClose):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, stream: Any = None) -> None:
-        """Waits for what is in flight and for GPU work on freed slots, then frees everything.
+        """Wait for batches in flight and for GPU work on freed slots, then free everything.
 
         Pages that the GPU may touch cannot be unmapped, so if the work never ends, this waits until
         a signal (Ctrl-C) ends the wait; the call may then be repeated.
@@ -922,7 +922,7 @@ class KVCache(MustClose):
         Raises:
             Busy: tensors of the cache are alive, or requests of a `pyvmem.engine.RequestCache`;
                 nothing changed, and the cache can still be used.
-            BadHandle: the descriptor of an `FdEvent` is closed; likewise.
+            BadHandle: the descriptor of an `FdEvent` is closed; nothing changed.
         """
         check(stream)
         with self._lock, self._journal:
@@ -952,8 +952,9 @@ class LayeredCache(KVCache):
     in units that fill whole pages in every group (prefix_cache.py).
 
     Args:
-        layers: what every layer keeps, in the model's order; a `StateShape` for those with a state,
-            an `EmptyShape` for those that keep nothing.
+        layers: the shape of each layer's data, in the model's order; a `StateShape` for those with
+            a
+            state, an `EmptyShape` for those that store nothing.
         context: as for `KVCache`.
         backend: as for `KVCache`.
         device: as for `KVCache`.
@@ -984,7 +985,7 @@ class LayeredCache(KVCache):
         self.layers = tuple(layers)
         counts, self._places = classes_of(self.layers)
         if not counts:
-            raise invalid("a LayeredCache needs at least one layer that keeps something")
+            raise invalid("a LayeredCache needs at least one layer that stores data")
         whole = policy_of(policy)
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
         configs = [
@@ -994,18 +995,19 @@ class LayeredCache(KVCache):
         self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))
 
     def k(self, layer: int) -> torch.Tensor:
-        """Keys of a layer, or MLA's latent: ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
+        """Return a layer's keys, or MLA's latent.
 
-        Raises InvalidArgument for a layer that does not exist, has a state or keeps nothing.
+        Shape ``[max_batch, max_seq_len, num_kv_heads, head_dim]``. Raises InvalidArgument for a
+        layer that does not exist, has a state or stores nothing.
         """
         place = self._rows_of(layer)[0]
         return self.caches[place.part].k(place.member)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Values of a layer, with `v_head_dim` elements; InvalidArgument where it has none."""
+        """Return a layer's values, with `v_head_dim` elements; InvalidArgument if it has none."""
         place = self._rows_of(layer)[1]
         if place is None:
-            raise invalid(f"layer {layer} has no values")
+            raise invalid(f"layer {layer} stores no values")
         view = self.caches[place.part]
         return view.v(place.member) if place.which else view.k(place.member)
 
@@ -1022,10 +1024,10 @@ class LayeredCache(KVCache):
         return found
 
     def states(self, layer: int) -> dict[str, torch.Tensor]:
-        """The state of a layer for each request: "conv" and "recurrent", as in its `StateShape`.
+        """Return the state of a layer: "conv" and "recurrent", as in its `StateShape`.
 
         Each is ``[max_batch, *shape]``; slots without a request have no memory there. A request's
-        are zero at first, with `KVCacheConfig.zero_fill`.
+        state is zero at first, with `KVCacheConfig.zero_fill`.
 
         Raises InvalidArgument for a layer that does not exist, or has keys and values.
         """
@@ -1051,7 +1053,7 @@ class LayeredCache(KVCache):
         index = _index_of(layer, len(self._places))
         places = self._places[index]
         if places is None:
-            raise invalid(f"layer {index} keeps nothing")
+            raise invalid(f"layer {index} stores nothing")
         return places
 
 
@@ -1063,7 +1065,8 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """A `KVCache` where all layers are equal, else a `LayeredCache`, whose arguments it takes."""
+    """Make a `KVCache` if all layers are equal, else a `LayeredCache`; arguments as for the
+    latter."""
     layers = [*layers]
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))
@@ -1082,7 +1085,7 @@ def check_arguments(
     backend: str | None = None,
     budget: Budget | None = None,
 ) -> None:
-    """Refuses, before there is anything to make a cache for, what `cache_of` would refuse then.
+    """Validate arguments of a later `cache_of`, before there is anything to make a cache for.
 
     Args:
         policy, given: as for `policy_of`.
@@ -1092,7 +1095,7 @@ def check_arguments(
     Raises:
         InvalidArgument: no such option or back end, a value out of range, a `group_size` that does
             not divide the layers of each class, or memory that is limited twice.
-        TypeError: a context, back end or budget that is none.
+        TypeError: a context, back end or budget of another type.
     """
     counts = classes_of(layers)[0].values()
     whole = policy_of(policy, given)
@@ -1106,7 +1109,7 @@ def check_arguments(
     expect("backend", backend, str, optional=True)
     names = ("auto", *backend_names())
     if backend is not None and backend not in names:
-        raise invalid(f"backend {backend!r} is none of {', '.join(names)}")
+        raise invalid(f"backend {backend!r} is not one of {', '.join(names)}")
     expect("context", context, Context, optional=True)
     expect("budget", budget, Budget, optional=True)
     check_memory(whole, len(counts) > 1, context, budget)

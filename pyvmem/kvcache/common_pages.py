@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The first pages of every slot, shared by all of them (vAttention's artifact)."""
+"""Shared first pages of every slot (for vAttention's artifact)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _WRITER = 0
 
 
 class CommonPages:
-    """The first pages of all slots, which `CacheSlots.map_common_pages` has taken and returns.
+    """The first pages of all slots, shared; the result of `CacheSlots.map_common_pages`.
 
         reqid 0   | common, writable  | its own ...
         reqid 1   | common, read-only | its own ...
 
-    vAttention's artifact maps them writable everywhere, only to show that several requests can have
-    the same page. Here a write through a second reqid is a fault, never another's rows.
+    vAttention's artifact maps them writable in every slot, only to show that several requests can
+    have the same page. Here a write through another slot than 0 faults.
 
-    A slot is given back with `renew`, and has the common pages again.
+    `renew` ends a slot's request; the slot then has the common pages again.
 
     Attributes:
         pages: common pages per tensor.
-        rows: what they hold.
-        idle: slots that no request has.
+        rows: rows that they hold.
+        idle: slots without a request.
     """
 
     def __init__(self, owner: Manager, tokens: int) -> None:
@@ -80,10 +80,10 @@ class CommonPages:
                 self._span = slot.span
                 others = group.sharing.make_empty(config.max_batch - 1)
                 if others is None:
-                    raise invalid(f"map_common_pages({tokens}): a slot is broken or taken")
+                    raise invalid(f"map_common_pages({tokens}): a slot is retired or taken")
                 if others:
                     lend([Loan(group, one, self._span, 0) for one in others])
-            except VMemError:  # after anything else the journal takes all of it back
+            except VMemError:  # for other exceptions the journal undoes everything
                 free(groups, _WRITER, None, None, None)
                 raise
             self.idle = set(range(config.max_batch))
@@ -93,18 +93,18 @@ class CommonPages:
         return f"<CommonPages: the first {self.rows} rows of every slot, {idle} idle>"
 
     def renew(self, reqid: int) -> None:
-        """Ends a request; its slot has the common pages and nothing else. Waits for its GPU work.
+        """End a request; its slot keeps only the common pages. Waits for its GPU work.
 
-        Does the same for a slot that is free, as after a call that failed.
+        Also restores a slot that is free after a failed call.
 
         Raises:
-            VMemError: the slot could not be emptied or mapped again; it is free, and has none.
+            VMemError: the slot could not be emptied or mapped again; it is free, without pages.
         """
         owner = self._owner
         with owner.lock, owner.journal:
             groups = (group,) = owner.open()
             slot = group.slot(reqid, taken=False)
-            group.reclaimer.lend(self._span)  # where the slot's reference is the last one
+            group.reclaimer.lend(self._span)  # the slot may hold the last reference
             if slot.active:
                 free(groups, reqid, None, None, None)
             group.sharing.empty(slot)

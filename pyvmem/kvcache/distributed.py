@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""`ParallelKVCache`: one cache a rank, the same answers on every rank, no communication per step.
+"""`ParallelKVCache`: one cache per rank, equal results on every rank, no communication per step.
 
-The ranks agree once, when the caches are made, on how many pages each has: the minimum of what they
-could take from their devices; every rank holds that memory from then on. After that each rank
-decides alone, and all decide alike, because answers depend only on the calls:
+The ranks agree once, when the caches are made, on the number of pages of each: the minimum of what
+they could allocate on their devices; every rank holds that memory from then on. After that each
+rank decides alone, and all decide alike, because results depend only on the calls:
 
 - a slot is chosen by the order in which slots were freed (`LockstepTable`), not by its pages;
-- memory suffices exactly when the pages that requests own fit into the budget. Which unowned pages
-  are unmapped for that, and when, may differ between ranks and never changes an answer;
-- recorded prefixes are evicted only when free slots have no page left, in the order of their use,
+- memory suffices exactly if the pages that requests own fit into the budget. Which unowned pages
+  are
+  unmapped for that, and when, may differ between ranks and never changes a result;
+- recorded prefixes are evicted only when free slots have no pages left, in the order of their use,
   which only calls change;
 - calls that share, swap or admit wait for what a `step_async` began.
 
@@ -98,20 +99,20 @@ class RankFailed(VMemError):
 
 
 class RanksDiffer(VMemError):
-    """The ranks made different calls or got different answers; no rank's cache may be used.
+    """The ranks made different calls or got different results; no rank's cache may be used.
 
-    Told by the calls' names and answers, the rows that they asked for or left, and token ids.
+    Detected from the calls' names and results, the rows that they asked for or left, and token ids.
     """
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why no call can be made. Not an exception: its traceback would keep tensors alive.
+    """Reason why no call can be made. Not an exception: its traceback would keep tensors alive.
 
     Attributes:
         rank: the failed rank; -1: the ranks differ.
-        code: its errno, 0 where it had none.
-        detail: what is known on the failed rank.
+        code: its errno, 0 if it had none.
+        detail: description of the failure, on the failed rank only.
     """
 
     rank: int
@@ -120,23 +121,23 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException, where: str) -> Failure:
-        """A rank's own failure."""
+        """Return the record of a rank's own failure."""
         code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         text = f" in {where}: {type(error).__name__}: {error}"
         return cls(rank, code % _ERRNOS if isinstance(code, int) else 0, text)
 
     @property
     def status(self) -> int:
-        """A number whose maximum over the ranks names a failed one; 0: no failure."""
+        """Status number; the maximum over the ranks identifies a failed rank; 0: no failure."""
         return (self.rank + 1) * _ERRNOS + self.code
 
     @classmethod
     def from_status(cls, maximum: int) -> Failure | None:
-        """The meaning of a maximum of `status`."""
+        """Decode a maximum of `status`; None: no failure."""
         return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
 
     def error(self) -> VMemError:
-        """A new exception."""
+        """Return a new exception for this failure."""
         if self.rank < 0:
             return RanksDiffer(
                 "the ranks made different calls or got different answers since the last recovery; "
@@ -179,7 +180,7 @@ class Ranks:
         return f"<Ranks: rank {self.rank} of {self.size}>"
 
     def maxima(self, values: Sequence[int]) -> list[int]:
-        """The maximum over the ranks of each number: one all_reduce."""
+        """Return the maximum over the ranks of each number: one all_reduce."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return [int(value) for value in tensor.tolist()]
@@ -188,15 +189,15 @@ class Ranks:
 class LockstepTable(SlotTable):
     """Chooses slots by the order in which they were freed, which depends only on the calls.
 
-    `SlotTable` looks at mapped pages, at batches in flight and at GPU work, all of which depend on
-    when something ends. The slot freed last is also the one that loses its pages last, and the one
+    `SlotTable` considers mapped pages, batches in flight and GPU work, all of which depend on when
+    something ends. The slot freed last is also the slot that loses its pages last, and the slot
     freed first has most likely lost them.
     """
 
     lockstep: ClassVar[bool] = True
 
     def best_fit(self, pages: int) -> Slot | None:
-        """The free slot that was freed last; `pages` does not matter."""
+        """Return the free slot that was freed last; `pages` is ignored."""
         free = self.free
         if not free:
             return None
@@ -204,20 +205,20 @@ class LockstepTable(SlotTable):
         return free[-1] if free[-1].freed_order else free[0]
 
     def emptiest(self, count: int) -> list[Slot]:
-        """The free slots that were freed first; taking them waits until they are empty."""
+        """Return the free slots that were freed first; taking them waits until they are empty."""
         return self.free[:count]
 
     def reset_order(self) -> None:
-        """Forgets the order in which slots were freed; all usable slots are free."""
+        """Forget the order in which slots were freed; all usable slots are free."""
         zeros = [0] * len(self.slots)
         self._journal.change([[self.slots, name, zeros[:]] for name in ("freed_order", "freed_at")])
 
 
-_WARM_STEPS = 16  # memory is taken in so many parts; those before a refusal are kept
+_WARM_STEPS = 16  # memory is allocated in this many parts; those before a refusal are kept
 
 
 def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
-    """Key/value heads of one rank.
+    """Return the number of key/value heads of one rank.
 
     As in engines: the heads are divided evenly; with more ranks than heads, each rank has one head
     and every head is on ``world_size / num_kv_heads`` ranks.
@@ -255,10 +256,10 @@ def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
 
 
 def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
-    """Takes the memory that the cache may have from the device; returns its pages.
+    """Allocate the cache's memory from the device; return the number of pages.
 
     Raises:
-        InvalidArgument, OutOfMemory: not a page for every tensor.
+        InvalidArgument, OutOfMemory: less than a page for every tensor.
     """
     layout = Layout(config, page)
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
@@ -284,7 +285,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
 def agree_on_pages(
     ranks: Ranks, config: KVCacheConfig, page: int, pages: int, failure: Failure | None
 ) -> int:
-    """The minimum number of pages over the ranks. A collective.
+    """Return the minimum number of pages over the ranks. A collective.
 
     Raises:
         RankFailed: a rank had a failure.
@@ -311,7 +312,7 @@ def _not_supported(text: str, op: str = "ParallelKVCache") -> NotSupported:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """True if the cache itself refused an argument; a refusal by libvmem is a failure."""
+    """Return whether the cache itself rejected an argument; a rejection by libvmem is a failure."""
     if isinstance(error, NotGpuWork):
         return True
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
@@ -320,11 +321,12 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 class RankManager(Manager):
-    """One rank's groups of layers, which no call gets once the rank has failed.
+    """One rank's groups of layers; refuses all calls once the rank has failed.
 
     Attributes:
-        failure: why not; None: the rank knows of none.
-        out_of_mappings: what the last `step` lacked, which `check_step` undoes; "": nothing.
+        failure: the reason; None: the rank knows of no failure.
+        out_of_mappings: error of the last `step` that lacked mappings, which `check_step` undoes;
+            "": none.
     """
 
     failure: Failure | None = None
@@ -341,7 +343,7 @@ class RankManager(Manager):
 
 
 class _Broken(Exception):
-    """Stands for what has not come yet when a rank is failed in advance."""
+    """Placeholder failure while a rank is marked as failed in advance."""
 
 
 _OUT_OF_MAPPINGS = 1  # a status below those of `Failure`
@@ -352,7 +354,8 @@ _T = TypeVar("_T")
 def _compared(
     method: Callable[Concatenate[KVCache, _P], _T], *, settles: bool = True
 ) -> Callable[Concatenate[ParallelKVCache, _P], _T]:
-    """A cache call whose answer the ranks compare; `settles`: see `ParallelKVCache._compare`."""
+    """Wrap a cache call whose result the ranks compare; `settles`: see
+    `ParallelKVCache._compare`."""
 
     def compare(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         call = partial(method, self, *args, **kwargs)
@@ -366,22 +369,22 @@ class ParallelKVCache(KVCache):
     """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
 
     Construction, `check_step`, `together` and `recover` are collectives; nothing else communicates.
-    Every rank also makes the calls that share and swap, and what they return belongs to the rank: a
+    Every rank also makes the calls that share and swap, and their results belong to the rank: a
     `SwappedRequest` is swapped in on every rank, or closed on every rank. An `InvalidArgument`
     changes nothing and poisons nothing: every rank gets it for the same call.
 
-    The cache refuses arguments before anything changes and on every rank alike: refusals are
-    compared like answers. Every other exception *poisons* the rank: from then on every call raises
+    The cache rejects arguments before anything changes and on every rank alike: rejections are
+    compared like results. Every other exception *poisons* the rank: from then on every call raises
     it, until `recover`, and the other ranks learn of it in `check_step`.
 
-    One kind of shortage depends on where a rank's pages lie: that of mappings. A rank whose `step`
-    lacks only mappings raises TooManyMappings, is *out of mappings*, and goes on to `check_step`,
+    One kind of shortage depends on the placement of a rank's pages: mappings. A rank whose `step`
+    lacks only mappings raises TooManyMappings, is *out of mappings*, and proceeds to `check_step`,
     where every rank undoes the step.
 
     Args:
-        config: the same on every rank, but for `memory_limit`. `num_kv_heads` is per rank
+        config: the same on every rank, except for `memory_limit`. `num_kv_heads` is per rank
             (`rank_config`). A `memory_limit` of 0 means 0.9 of the device's free memory. The memory
-            is taken at once and kept until `close`.
+            is allocated at once and kept until `close`.
         group: the ranks' torch.distributed group; None: the default group.
         backend: of the context that the cache opens for itself.
         device: of this rank; None: torch's current CUDA device, 0 on ``host``.
@@ -447,19 +450,19 @@ class ParallelKVCache(KVCache):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Returns memory that other ranks could not match, and makes the cache with the rest."""
+        """Return memory that other ranks could not match, and make the cache with the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
         self._begin(RankManager("KVCache", config, None, self._own, "", 0, None, LockstepTable))
 
     def __repr__(self) -> str:
-        if not hasattr(self, "config"):  # it could not be made
+        if not hasattr(self, "config"):  # construction failed
             return super().__repr__()
         text = f"<KVCache {self._about()}>"
         return f"<ParallelKVCache of rank {self._ranks.rank} of {self._ranks.size}: {text}>"
 
-    # ---- answers that are compared, failures that all ranks learn of -----------------------------
+    # ---- results that are compared, failures that all ranks learn of -----------------------------
 
     def _compare(
         self,
@@ -469,10 +472,10 @@ class ParallelKVCache(KVCache):
         *,
         settles: bool = True,
     ) -> _T:
-        """Makes a call, and notes its answer or failure; `ids`: tokens that it gets.
+        """Make a call, and record its result or failure in the digest; `ids`: its tokens.
 
-        `settles`: once what a `step_async` began is done. Pages promised by a growth in flight have
-        no owner yet: whether memory is short would depend on how fast the background is.
+        `settles`: first complete what a `step_async` began. Pages promised by a growth in flight
+        have no owner yet: whether memory is short would depend on the background's progress.
         """
 
         def section() -> _T:
@@ -485,9 +488,9 @@ class ParallelKVCache(KVCache):
         return self._section(name, section)
 
     def _section(self, name: str, call: Callable[[], _T]) -> _T:
-        """Makes calls one section; what breaks it off, wherever, fails the rank.
+        """Run calls as one section; an exception that ends it fails the rank.
 
-        The journal may undo a call that has been noted, or keep one that has not.
+        The journal may undo a call that is in the digest already, or keep one that is not.
         """
         entered = False
         try:
@@ -505,13 +508,13 @@ class ParallelKVCache(KVCache):
             self._digest = zlib.crc32(ids.data, self._digest)
         try:
             reclaimer.drop_mapping_errors()
-            result = call_part(call)  # perhaps wrapped
+            result = call_part(call)  # a subclass may wrap it
             reclaimer.drop_mapping_errors()
-            reclaimer.raise_errors()  # from the background; they may explain the answer
+            reclaimer.raise_errors()  # of background batches; they may explain the result
         except BaseException as error:
             if isinstance(error, TooManyMappings) and name == "step":
                 self._manager.out_of_mappings = str(error)
-                self._note(name, 0)  # as on the ranks that could; what they call next differs
+                self._note(name, 0)  # same digest as on the ranks that succeeded
             elif _is_refusal(error):
                 self._note(name, type(error).__name__)
             else:
@@ -521,7 +524,7 @@ class ParallelKVCache(KVCache):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        """Takes a call into the digest: its answer, and the rows that it asked for or left."""
+        """Add a call to the digest: its result, and the rows that it asked for or left."""
         group = self._manager.groups[0]
         rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
@@ -536,12 +539,12 @@ class ParallelKVCache(KVCache):
 
     @property
     def failed(self) -> VMemError | None:
-        """Why no call can be made; None: this rank knows of no failure."""
+        """Error that every call raises; None: this rank knows of no failure."""
         failure = self._manager.failure
         return failure.error() if failure else None
 
     def status(self) -> list[int]:
-        """Three integers for the engine's own all_reduce (MAX); pass the result to `agree`.
+        """Return three integers for the engine's own all_reduce (MAX); pass the result to `agree`.
 
         Below 2**32 in magnitude, or 4096 times the number of ranks, so use int64 or float64.
         """
@@ -552,13 +555,13 @@ class ParallelKVCache(KVCache):
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
-        """Evaluates the result of the all_reduce over `status`.
+        """Evaluate the result of the all_reduce over `status`.
 
         Raises:
-            TooManyMappings: a rank had none left for the last `step`, which every rank has undone,
-                as if it had returned -1. Unowned pages were unmapped.
+            TooManyMappings: a rank was out of mappings in the last `step`, which every rank has
+                undone, as if it had returned -1. Unowned pages were unmapped.
             RankFailed: a rank failed; from now on every call raises this.
-            RanksDiffer: the ranks' calls or answers differ; likewise.
+            RanksDiffer: the ranks' calls or results differ; from now on every call raises this.
         """
         status, digest, negative = (int(value) for value in maxima)
         with self._learning("agree"):
@@ -566,7 +569,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Fails the rank if an exception ends this: it does not know what the others do."""
+        """Fail the rank if an exception ends the block, as it does not know what the others do."""
         try:
             yield
         except (VMemError, Reentered):
@@ -599,7 +602,7 @@ class ParallelKVCache(KVCache):
             raise manager.failure.error()
 
     def check_step(self) -> None:
-        """`status`, one all_reduce of three numbers, and `agree`. A collective.
+        """Reduce `status` over the ranks and `agree` on the result. A collective.
 
         Call it between an iteration's cache calls and the launch of the model, unless the engine
         reduces `status` itself.
@@ -612,15 +615,15 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Ends the block with `check_step` on every rank, even where the block raised.
+        """End the block with `check_step` on every rank, even if the block raised.
 
             with cache.together():
                 answer = cache.step(seq_lens)
 
         Any exception inside fails the rank, except the cache's own `InvalidArgument` and
         `PrefixEvicted`: all ranks get these alike, so they propagate unchanged, without
-        `check_step`. Ctrl-C and its like propagate, too, after `check_step`, for which the other
-        ranks must come to theirs, or end.
+        `check_step`. Ctrl-C and other non-`Exception`s propagate, too, after `check_step`, which
+        blocks until the other ranks reach theirs, or end.
 
         Raises:
             TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
@@ -671,14 +674,14 @@ class ParallelKVCache(KVCache):
         """Like `KVCache.step`; 0 or -1 on every rank alike.
 
         It completes all that a `step_async` began, even for requests that it does not need: it
-        waits for the map calls and makes `stream` (or the CPU, without one) wait for the
+        waits for the map calls and makes `stream` (or the CPU, without a stream) wait for the
         zero-fills, which follow the GPU work of the slots' earlier owners.
         `KVCacheConfig.ahead_tokens` has no effect.
 
         Raises:
-            TooManyMappings: this rank has none left: go on to `check_step`, where the others wait
-                and every rank undoes the step. With a sliding window this is a failure.
-            VMemError: this rank alone failed: go on to `check_step`, likewise.
+            TooManyMappings: this rank is out of mappings: proceed to `check_step`, where the others
+                wait and every rank undoes the step. With a sliding window this is a failure.
+            VMemError: only this rank failed: proceed to `check_step`, too.
         """
 
         def call() -> int:
@@ -690,9 +693,9 @@ class ParallelKVCache(KVCache):
         return self._section("step", call)
 
     def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """`step` and `check_step` in one: a collective; 0 or -1 on every rank alike.
+        """Run `step` and `check_step`: a collective; 0 or -1 on every rank alike.
 
-        Also -1 if only one rank has no mapping left. No call comes between the two.
+        Also -1 if only one rank is out of mappings. No call comes between the two.
 
         Raises:
             RankFailed, RanksDiffer: as `agree`, on every rank.
@@ -708,12 +711,12 @@ class ParallelKVCache(KVCache):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step_async`. A second call before `step` first completes the earlier one.
 
-        Unlike `KVCache.step_async` it waits, since every rank must answer alike: for all that an
-        earlier one began; for the GPU work of earlier owners of the slots that grow; and, when
+        Unlike `KVCache.step_async` it waits, since every rank must return the same: for all that an
+        earlier call began; for the GPU work of earlier owners of the slots that grow; and, when
         memory is short, for the GPU work of freed requests and for copies of promotions until
-        enough pages are back.
+        enough pages are free.
 
-        Where this rank has no mapping left, nothing is begun, and the `step` raises.
+        If this rank is out of mappings, nothing is begun, and the `step` raises.
         """
 
         def begin() -> int:
@@ -730,10 +733,10 @@ class ParallelKVCache(KVCache):
         return self._section("step_async", call)
 
     def _take_back(self) -> None:
-        """Undoes the last step: requests have their earlier rows and pages again.
+        """Undo the last step: requests get back their earlier rows and pages.
 
-        Everything unowned is unmapped, including recorded prefixes: a rank that completed the step
-        may have evicted some for it, while one that did not has not.
+        Unmaps everything unowned, including recorded prefixes: a rank that completed the step may
+        have evicted some for it, while the rank that failed has not.
         """
         assert self._before is not None
         rows, stream = self._before
@@ -746,7 +749,7 @@ class ParallelKVCache(KVCache):
                 )
             event = record(stream, group.device)
             for slot in group.table:
-                with suppress(TooManyMappings):  # what a `step_async` began; it is undone
+                with suppress(TooManyMappings):  # a growth of `step_async`; undone
                     group.pager.release(slot)
             for slot in group.table:
                 if slot.active:
@@ -770,8 +773,8 @@ class ParallelKVCache(KVCache):
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """See `KVCache.match`. It counts as a use of the prefix, so every rank makes this call.
 
-        The lease ends with `alloc_prefix`, `PrefixMatch.release`, or the next `step` that answers
-        0, whichever comes first, and not when the match is garbage-collected, which ranks do at
+        The lease ends with `alloc_prefix`, `PrefixMatch.release`, or the next `step` that returns
+        0, whichever is first, and not when the match is garbage-collected, which ranks do at
         different times. Every rank must release it alike.
         """
         ids = TokenIds.of(tokens, namespace)
@@ -808,10 +811,9 @@ class ParallelKVCache(KVCache):
         compact: bool | None = None,
         stream: Any = None,
     ) -> int:
-        """Unmaps all unowned pages, as `KVCache.trim`; returns 0.
+        """Unmap all unowned pages, as `KVCache.trim`; return 0.
 
-        The cache keeps the memory in its context, since the ranks have agreed on it. So `compact`
-        has nothing to do.
+        The context keeps the memory, since the ranks have agreed on it. So `compact` has no effect.
         """
         check(stream)
 
@@ -822,7 +824,7 @@ class ParallelKVCache(KVCache):
         return self._compare("trim", call)
 
     def move(self, *args: Any, **kwargs: Any) -> Moved:
-        """Raises NotSupported: a tier may be full on only one rank, so answers would differ."""
+        """Raise NotSupported: a tier may be full on only one rank, so results would differ."""
         raise _not_supported(
             "move: the ranks of a group have agreed only on the memory of their devices",
             op="KVCache.move",
@@ -837,11 +839,11 @@ class ParallelKVCache(KVCache):
     # ---- failures ------------------------------------------------------------------------------
 
     def recover(self, stream: Any = None) -> None:
-        """Frees everything and makes the ranks the same again. A collective.
+        """Free everything and make the ranks' caches equal again. A collective.
 
-        Every request is freed and must be recomputed, swapped ones are closed, and no prefix stays
-        recorded: others may have completed the call in which one rank failed. What one rank lost to
-        a failed undo (an unusable slot, lost pages), every rank stops using.
+        Every request is freed and must be recomputed, swapped requests are closed, and no prefix
+        stays recorded: other ranks may have completed the call in which one rank failed. What one
+        rank lost to a failed rollback (an unusable slot, lost pages), every rank stops using.
 
         Args:
             stream: the last work on the slots, as in `free_reqid`.
@@ -871,11 +873,11 @@ class ParallelKVCache(KVCache):
             manager.failure = None
 
     def _reset(self, stream: Any) -> list[int]:
-        """Frees everything; returns the pages that are left, and which slots can be used."""
+        """Free everything; return the remaining pages, and for each slot whether it is usable."""
         (group,) = groups = Manager.open(self._manager)
         event = record(stream, group.device)
         for slot in group.table:
-            with suppress(VMemError):  # undone: its pages are as before
+            with suppress(VMemError):  # rolled back: its pages are as before
                 group.pager.release(slot)
             if slot.active:
                 group.release(slot, event)

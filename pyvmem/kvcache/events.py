@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The caller's GPU work as events that stay put.
+"""The caller's GPU work as events that do not advance.
 
-A stream goes on after `free_reqid`, and reclaiming must not wait for that later work, so an event
-of our own is recorded at once. An event (or an `FdEvent`) that the caller gives is kept as it is.
+A stream continues after `free_reqid`, and reclaiming must not wait for that later work, so an event
+is recorded at once. An event (or an `FdEvent`) that the caller gives is used as it is.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class _HeldFd(FdEvent):
 
 
 def record(stream: Any, device: int | None) -> Any:
-    """An event for all work so far on `stream`; None where there is none to wait for.
+    """Return an event for all work so far on `stream`; None if there is none to wait for.
 
     Args:
-        stream: what names GPU work (streams.py); of None and of streams nothing on a host context.
+        stream: an object that names GPU work (streams.py); None and streams are ignored on host.
         device: CUDA ordinal of the cache, None on host.
 
     Raises:
@@ -71,15 +71,14 @@ def record(stream: Any, device: int | None) -> Any:
 
 
 class PriorWork:
-    """The caller's work before a call: classified when the call gets it, and recorded once.
+    """The caller's GPU work before a call: classified when the call begins, recorded once.
 
     Args:
-        stream: as the call got it: what names GPU work (streams.py); one of these is returned as
-            it is.
+        stream: an object that names GPU work (streams.py); a `PriorWork` is returned unchanged.
         device: CUDA ordinal of the cache, None on host.
 
     Attributes:
-        over: known to be; on host all is but an `FdEvent`'s.
+        over: known to be complete; on host always, except for an `FdEvent`.
 
     Raises:
         NotGpuWork: it names no GPU work.
@@ -93,7 +92,7 @@ class PriorWork:
     over: bool
 
     def __new__(cls, stream: Any, device: int | None) -> Self:
-        """`stream` as `PriorWork`, which it may be: callers in layers make one together."""
+        """Return `stream` if it is a `PriorWork`, so that nested calls share one; else make it."""
         if isinstance(stream, cls):
             return stream
         self = super().__new__(cls)
@@ -102,7 +101,7 @@ class PriorWork:
         return self
 
     def record(self) -> Any:
-        """The event for it, which stays the same; None where it is over.
+        """Return the event for it, always the same; None if the work is complete.
 
         Raises:
             InvalidArgument: the stream is being captured. BadHandle: the descriptor is closed.
@@ -113,7 +112,7 @@ class PriorWork:
         if work.kind is Kind.FD:
             self._event = _HeldFd(work.handle)
             return self._event
-        assert device is not None, "on host all other work is over"
+        assert device is not None, "host work is always complete"
         if work.kind is Kind.EVENT:
             self._event = work.source
         elif work.library == "cuda.core":
@@ -131,20 +130,20 @@ class PriorWork:
         return self._event
 
     def pending(self) -> list[Callable[[], None]]:
-        """The calls that wait for it; none where it is over."""
+        """Return the calls that wait for it; none if it is complete."""
         event = self.record()
         self.over = event is None or is_over(event)
         return [] if self.over else [self.wait]
 
     def wait(self) -> None:
-        """Returns when it is over."""
+        """Wait until it is complete."""
         if not self.over:
             wait_for(self.record() if self._event is None else self._event)
             self.over = True
 
 
 def is_over(event: Any) -> bool:
-    """True if the work of what `record` returned is over."""
+    """Return whether the work of an event returned by `record` is complete."""
     if isinstance(event, FdEvent):
         poll = select.poll()
         poll.register(work_of(event, "event").handle, select.POLLIN)
@@ -154,12 +153,12 @@ def is_over(event: Any) -> bool:
 
 
 def prune(events: list[Any]) -> list[Any]:
-    """The events that are not known to be over."""
+    """Return the events that are not known to be complete."""
     return [event for event in events if not is_over(event)] if events else events
 
 
 def wait_for(event: Any) -> None:
-    """Returns when the work of what `record` returned is over."""
+    """Wait until the work of an event returned by `record` is complete."""
     if event is None:
         return
     if isinstance(event, FdEvent):
@@ -170,10 +169,10 @@ def wait_for(event: Any) -> None:
 
 
 def order_after(event: Any, stream: Any, device: int | None) -> None:
-    """Makes `stream`, and no other, run what comes next after the event.
+    """Make `stream`, and no other, wait for the event before its next work.
 
-    Only a stream can be made to wait, and only for CUDA's events: given an event as `stream`, for
-    an `FdEvent`, and on host (`device` None), the CPU waits.
+    Only a stream can be made to wait, and only for CUDA events: given an event as `stream`, for an
+    `FdEvent`, and on host (`device` None), the CPU waits.
 
     Raises:
         NotGpuWork: `stream` names no GPU work. InvalidArgument: it is being captured.
@@ -193,7 +192,7 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
 
 
 def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
-    """Returns when a batch is mapped, and filled or ordered before `stream`; raises its failure.
+    """Wait until a batch is mapped, and filled or ordered before `stream`; raises its failure.
 
     Only a stream can be made to wait: given an event, and on host (`device` None), the CPU waits.
     """
@@ -204,7 +203,7 @@ def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
 
 
 def wait_for_device(stream: Any, device: int | None) -> None:
-    """Returns when the work on `stream` is over, and all other work of the device (None: host)."""
+    """Wait for the work on `stream`, and for all other work of the device (None: host)."""
     wait_for(record(stream, device))
     if device is not None:
         import torch

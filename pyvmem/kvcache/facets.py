@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The attributes `memory`, `slots` and `internals` of a `KVCache`.
 
-Everybody needs a cache's own methods; these are for engines that plan memory, for programs that
-choose slots themselves, and for layers on top of the cache.
+Most engines need only the cache's own methods; these attributes are for engines that plan memory,
+for programs that choose slots themselves, and for layers on top of the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["CacheMemory", "CacheSlots", "Facet", "Internals"]
 
 
 class Facet:
-    """A cache's manager, and what its calls take from it."""
+    """Base of the attributes: a cache's manager, lock and journal."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager, self._open, self._groups = manager, manager.open, manager.groups
@@ -38,29 +38,29 @@ class Facet:
 
 
 class CacheMemory(Facet):
-    """`KVCache.memory`: what calls need, what there is, and the limit.
+    """`KVCache.memory`: how much memory calls need and how much there is, and the limit.
 
-    `for_request`, `for_step`, `for_truncate` and `for_fork` return the bytes that the call lacks;
-    `obtainable` the bytes that requests could still get.
+    `for_request`, `for_step`, `for_truncate` and `for_fork` return the bytes that the call would
+    have to allocate; `obtainable` the bytes that requests could still get.
     """
 
     @property
     def num_free_pages(self) -> int:
-        """Physical pages that the cache could take without reclaiming any.
+        """Physical pages that the cache could allocate without reclaiming any.
 
         A request can also get `CacheStats.cached_pages`, which are reclaimed when needed. With a
-        budget: what the other caches leave now.
+        budget: the pages that the other caches leave now.
         """
         with self._lock, self._journal:
             return admission.free_pages(self._open())
 
     def for_request(self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None) -> int:
-        """Bytes, in all tensors together, that a request lacks to hold `seq_len` tokens.
+        """Return the bytes, in all tensors, that a request lacks to hold `seq_len` tokens.
 
         Args:
-            reqid: a taken slot; None: a request that has none yet.
+            reqid: a taken slot; None: a request without a slot yet.
             seq_len: tokens.
-            match: with None, a leased match that it begins with: pages that it shares are there.
+            match: with reqid None, a leased match that it begins with: its pages are not counted.
 
         Raises:
             InvalidArgument: no such reqid, not taken, or a length out of range.
@@ -70,15 +70,15 @@ class CacheMemory(Facet):
             return pages * self._groups[0].layout.page_size
 
     def for_step(self, seq_lens: Sequence[int]) -> int:
-        """`for_request` of all requests together, for a `step` with these numbers.
+        """Return `for_request` summed over all requests, for a `step` with these numbers.
 
-        Raises InvalidArgument for what `step` refuses.
+        Raises InvalidArgument for numbers that `step` rejects.
         """
         with self._lock, self._journal:
             return admission.lacking(self._open(), seq_lens)
 
     def for_truncate(self, reqid: int, length: int) -> int:
-        """Bytes that `truncate` to so many tokens, fewer than are held, needs for its copies.
+        """Return the bytes that `truncate` to `length` tokens, fewer than held, needs for copies.
 
         Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
         than it holds.
@@ -87,7 +87,7 @@ class CacheMemory(Facet):
             return truncation.copied(self._open(), reqid, operator.index(length))
 
     def for_fork(self, reqid: int, count: int, length: int) -> int:
-        """Bytes that `fork_many` of the first tokens of a request needs: what is not shared.
+        """Return the bytes that `fork_many` needs for the pages that cannot be shared.
 
         Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
         than it holds.
@@ -96,16 +96,16 @@ class CacheMemory(Facet):
             return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
 
     def obtainable(self) -> tuple[int, int]:
-        """Bytes that requests could still get, and all that the cache may have.
+        """Return the bytes that requests could still get, and the most that the cache may use.
 
-        The first number counts what is free and what could be reclaimed, recorded prefixes that no
-        request uses included.
+        The first number counts free and reclaimable memory, including recorded prefixes that no
+        request uses.
         """
         with self._lock, self._journal:
             return admission.obtainable(self._open())
 
     def set_limit(self, pages: int) -> None:
-        """Changes how many physical pages the cache may have; nothing is mapped or unmapped.
+        """Change how many physical pages the cache may use; maps and unmaps nothing.
 
         Raises:
             InvalidArgument: negative, less than the cache holds now or than its floor, or more than
@@ -126,14 +126,14 @@ class CacheMemory(Facet):
             self._journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmaps the pages of free slots in the background, each after its owners' last GPU work.
+        """Unmap the pages of free slots in the background, each after its owners' last GPU work.
 
         Args:
-            keep: reqids whose pages stay.
-            wait: return when it is done; otherwise slots with a batch in flight are left alone.
+            keep: reqids whose pages stay mapped.
+            wait: return when it is done; otherwise slots with a batch in flight are skipped.
 
         Raises:
-            VMemError: a background batch failed (`wait` alone); the cache is consistent.
+            VMemError: a background batch failed (only with `wait`); the cache is consistent.
         """
         with self._lock, self._journal:
             self._open()
@@ -146,16 +146,16 @@ class CacheSlots(Facet):
     """`KVCache.slots`: for programs that choose slots themselves, or keep records of them."""
 
     def claim(self, reqid: int) -> None:
-        """Takes one particular free slot, as `KVCache.alloc_reqid` takes the one that fits best.
+        """Take a particular free slot, as `KVCache.alloc_reqid` takes the best fit.
 
         Raises:
-            InvalidArgument: no such slot, it is taken, or its addresses are lost.
+            InvalidArgument: no such slot, it is taken, or it is retired.
         """
         with self._lock, self._journal:
             requests.claim(self._open(), reqid)
 
     def is_taken(self, reqid: int) -> bool:
-        """True if a request has the slot.
+        """Return whether a request has the slot.
 
         Raises:
             InvalidArgument: no such slot.
@@ -165,24 +165,24 @@ class CacheSlots(Facet):
 
     @property
     def num_free(self) -> int:
-        """Slots that a request could get."""
+        """Number of slots that a request could get."""
         with self._lock, self._journal:
             groups = self._open()
             requests.sync_free_slots(groups)
             return groups[0].table.free_count
 
     def owner(self, reqid: int) -> int | None:
-        """The number of a slot's present owner, never used before for this slot; None: it is free.
+        """Return the number of a slot's present owner, unique for this slot; None: it is free.
 
         `owner`, `owners` and `seq_len` serve callers that keep their own records of requests: they
-        only read numbers, even while the `journal` settles an interrupted call.
+        only read numbers, even while the `journal` recovers an interrupted call.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
         return self.owners([reqid])[0]
 
     def owners(self, reqids: Sequence[int]) -> list[int | None]:
-        """`owner` of several slots."""
+        """Return `owner` of several slots."""
         group = self._groups[0]
         slots, reqids = group.table.slots, list(map(operator.index, reqids))
         if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
@@ -191,9 +191,9 @@ class CacheSlots(Facet):
         return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def capacity(self, reqid: int) -> int:
-        """Tokens that a taken slot has pages for; a `KVCache.step` up to there maps nothing.
+        """Return the tokens for which a taken slot has pages; a `step` up to there maps nothing.
 
-        With several groups of layers, that of the group with the fewest.
+        With several groups of layers, the minimum over the groups.
 
         Raises:
             InvalidArgument: no such reqid, or it is not taken.
@@ -204,7 +204,7 @@ class CacheSlots(Facet):
             return min([group.pager.capacity[index] for group in groups])
 
     def is_ready(self, reqid: int, seq_len: int) -> bool:
-        """True if a `step` of a request to so many tokens would neither map nor wait for that.
+        """Return whether a `step` of a request to `seq_len` tokens would neither map nor wait.
 
         True once what `step_async` began has ended, even before a `step` grants it; also if it
         failed, which the next `step` raises.
@@ -220,7 +220,7 @@ class CacheSlots(Facet):
             return admission.is_ready(self._open(), reqid, seq_len)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
-        """For each reqid, how many rows, from the first on, have memory; 0 for free slots.
+        """Return, for each reqid, how many rows from the first on are mapped; 0 for free slots.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -229,9 +229,9 @@ class CacheSlots(Facet):
             return each[0] if len(each) == 1 else list(map(min, *each))
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
-        """For each reqid, the first row that has memory: those before it left the window.
+        """Return, for each reqid, the first mapped row; those before it left the window.
 
-        With several groups of layers, the last of their first rows.
+        With several groups of layers, the maximum over the groups.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -240,16 +240,17 @@ class CacheSlots(Facet):
             return each[0] if len(each) == 1 else list(map(max, *each))
 
     def map_common_pages(self, tokens: int) -> CommonPages:
-        """Maps the same first pages in all slots: reqid 0 may write them, the others read them.
+        """Map the same first pages in all slots: reqid 0 may write them, the others read them.
 
-        Takes every slot. `CommonPages.renew` gives one to its next request.
+        Takes every slot. `CommonPages.renew` gives a slot to its next request.
 
         Args:
-            tokens: rows that are common, rounded up to whole pages that end with a row.
+            tokens: number of common rows, rounded up to whole pages that end with a row.
 
         Raises:
             InvalidArgument: `tokens` out of range, or a slot is taken. NotSupported: pages cannot
-                be mapped twice or read-only here, or layers are of several groups. OutOfMemory: too
+                be mapped twice or read-only here, or the layers form several groups. OutOfMemory:
+                too
                 few pages. Nothing changed.
         """
         self._manager.only("map_common_pages", alone="slots")
@@ -261,13 +262,13 @@ class Internals(Facet):
 
     Attributes:
         lock: held by every call. Re-entrant: ``with internals.lock, internals.journal:`` makes
-            several calls one. No other thread's call comes in between, and an exception from
+            several calls atomic: no other thread's call comes in between, and an exception from
             outside (Ctrl-C) completes or undoes all of them together.
-        journal: undoes a call that was not completed. A caller that makes several calls one
+        journal: undoes a call that did not complete. A caller that makes several calls atomic
             registers here how to undo changes of its own records: `Journal.undo`, `Journal.keep`,
             `Journal.keep_dict`, `Journal.on_abort`.
-        users: objects with `requests` in the cache, such as a `pyvmem.engine.RequestCache`: while
-            one of them has any, the cache is not closed.
+        users: objects with `requests` in the cache, such as a `pyvmem.engine.RequestCache`: the
+            cache cannot be closed while one of them has requests.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -277,32 +278,32 @@ class Internals(Facet):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def wait_before(self, look: waits.Look) -> None:
-        """Waits, without the lock, for what a call would wait for; `look`: which call.
+        """Wait, without the lock, for the blockers of a call; `look` lists them.
 
-        A single call does this by itself. Inside `lock` it would wait while holding the lock, so a
-        caller that makes several calls one waits first:
-        ``cache.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
+        A single call does this itself. Inside `lock` it would wait while holding the lock, so a
+        caller that makes several calls atomic waits first:
+        ``cache.internals.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
         """
         waits.clear(self._manager, look)
 
     def withdraw_prompt(self) -> None:
-        """Takes the last `alloc_prefix` out of the counters of prompts.
+        """Remove the last `alloc_prefix` from the counters of prompts.
 
-        For a request that is freed because it could not go on: it will be asked for again.
+        For a request that is freed because it cannot run yet: it will be looked up again.
         """
         with self._lock, self._journal:
             prefix_alloc.withdraw(self._open())
 
     def prefix_changes(self, after: int | None = None) -> list[Change]:
-        """The prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
+        """Return the prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
 
-        The first call reports what is recorded and starts collecting changes: keep calling, or they
-        pile up.
+        The first call reports everything recorded and starts collecting changes: keep calling, or
+        they accumulate.
 
         Args:
-            after: `Change.number` of the last one that the caller has taken note of, -1 for none:
-                those after it are returned, also if an earlier call returned them to somebody whom
-                an exception kept from using them. None: the last one that any call returned.
+            after: `Change.number` of the last change that the caller has processed, -1 for none:
+                returns the later ones, even if an earlier call returned them to a caller that an
+                exception kept from using them. None: the last change that any call returned.
         """
         with self._lock, self._journal:
             tree = self._open()[0].prefixes.tree

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Requests that begin with the rows of a running one, in all groups of layers or in none."""
+"""Forks: requests that begin with the rows of a running one, in all groups of layers or in none."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _FEW_PARTS = 4
 
 @dataclass(slots=True)
 class _Fork:
-    """A group's part of a fork: free slots that begin with the rows of a request.
+    """One group's part of a fork: free slots that will begin with the rows of a request.
 
-    None of them has what left the parent's window.
+    Rows that left the parent's window are missing in the new slots, too.
 
     Attributes:
         group: the group.
-        parent: a request without a batch in flight over its slot.
-        low: the end of what it shares already.
-        new_pages: physical pages that the rows after the shared pages need.
-        rows: that each slot begins with.
-        nbytes: of these, per tensor.
-        full: the parent's pages up to here are shared from now on.
-        pages: where each slot's pages end.
-        slots: without a page.
-        goals: where the pages that are mapped end; see `Runs`.
+        parent: slot of the forked request, without a batch in flight.
+        low: end of the pages that the parent shares already.
+        new_pages: physical pages needed for the rows after the shared pages.
+        rows: tokens that each new slot begins with.
+        nbytes: bytes of these rows, per tensor.
+        full: the parent's pages below this are shared from now on.
+        pages: end of each new slot's pages.
+        slots: the new slots, without pages.
+        goals: end of each new slot's mapped pages; see `Runs`.
         job: counts the new pages.
     """
 
@@ -67,16 +67,16 @@ class _Fork:
     job: Growth | None = None
 
     def add(self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool) -> None:
-        """Adds to a batch, and what it changes in the records to the edits; changes nothing.
+        """Add this group's part to the batch and to the edits; changes nothing itself.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
         rows after them to new pages.
 
         Args:
             ops: the batch.
-            edits: see `Outcome`.
-            room: bytes that are free in the budget, if that is known.
-            ahead: map more pages than these rows need, where requests grow by runs.
+            edits: gets the edits; see `Outcome`.
+            room: free bytes of the budget, if known.
+            ahead: map more pages than these rows need, as growing requests do (runs.py).
         """
         group, parent, slots = self.group, self.parent, self.slots
         full, pages, head, count = self.full, self.pages, parent.head, len(slots)
@@ -148,7 +148,7 @@ class _Fork:
         group.table.changes += count
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
-        """Retires the slots whose undo failed; returns what to raise."""
+        """Retire the slots whose rollback failed; return the error to raise."""
         group, head, low = self.group, self.parent.head, self.low
         pieces = [(slot, head, goal) for slot, goal in zip(self.slots, self.goals, strict=True)]
         group.reclaimer.mark_broken([*pieces, (self.parent, low, self.full)])
@@ -165,7 +165,7 @@ def fork_all(
     work: PriorWork,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
-    """See `KVCache.fork_many`: in one batch for all groups.
+    """Implement `KVCache.fork_many`: one batch for all groups; None if short.
 
     The first group chooses the slots, unless `into` does.
     """
@@ -185,7 +185,7 @@ def fork_all(
         rows = held[parent.index] if length is None else operator.index(length)
         if not 1 <= count <= len(group.table.slots):
             raise invalid(
-                f"fork of {count} requests; it must lie between 1 and {len(group.table)}",
+                f"fork of {count} requests; it must be between 1 and {len(group.table)}",
                 limit=len(group.table),
             )
         if into is not None:
@@ -240,12 +240,12 @@ def fork_all(
 
 
 def _fork(parts: Sequence[_Fork]) -> bool:
-    """Takes the slots and runs the batch; False: memory is short, and nothing changed.
+    """Take the slots and run the batch; False if memory is short: nothing changed.
 
-    Maps less than would be best where it must.
+    Tries with surplus pages first, then without.
 
     Raises:
-        NotRecoverable: an undo failed; if the parent has lost rows, the text says so.
+        NotRecoverable: a rollback failed; the message says if the parent has lost rows.
     """
     first, journal = parts[0].group, parts[0].group.journal
     share, most = first.reclaimer.share, 0
@@ -277,7 +277,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
             found = [part.mark_broken(error) for part in parts]
             raise next((one for one in found if one is not error), error) from error
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
-            if not ahead and not _make_room(parts, error):  # perhaps it wanted more than it needs
+            if not ahead and not _make_room(parts, error):  # try again without surplus
                 return False
     for part in parts:
         if part.job is not None and part.group.pager.runs.limit:
@@ -286,7 +286,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
 
 
 def _make_room(parts: Sequence[_Fork], error: VMemError) -> bool:
-    """Brings pages or mappings back for the new pages of a fork that failed; whether some came."""
+    """Free pages or mappings for a fork that failed; return whether some were freed."""
     if parts[0].group.table.lockstep:
         raise error
     made = False

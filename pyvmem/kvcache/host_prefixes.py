@@ -7,7 +7,7 @@ prefix is found unit by unit, without a tree:
 
     tokens   | unit 0     | unit 1     | unit 2     | unit 3     |
     device   | recorded   | recorded   |
-    host     |            | cell 7     | cell 2     |            |   a match: 2 units, in_host: 1 unit
+    host     |            | cell 7     | cell 2     |            |   match: 2 units, in_host: 1
 
 A unit stays in its cell when its rows are loaded: if evicted again, it need not be copied again.
 """

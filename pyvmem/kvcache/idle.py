@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The thread that trims a cache while no call is made."""
+"""The thread that trims a cache while it is idle."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ __all__ = ["IDLE_SECONDS", "IdleThread"]
 
 _log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # `KVCacheConfig.idle_seconds` of None, where the context is the cache's own
-_LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
-_PAUSE_S = 0.001  # between two pieces of it, so that a waiting call gets the lock
+IDLE_SECONDS = 0.5  # default of `KVCacheConfig.idle_seconds` if the cache owns its context
+_LOOKS = 4  # checks per idle_seconds, so trimming is at most a quarter late
+_PAUSE_S = 0.001  # between two pieces of work, so that a waiting call gets the lock
 
 
 def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
-    """Differs after every call that takes, frees or steps a request."""
+    """Return a value that changes with every call that takes, frees or steps a request."""
     return [group.activity() for group in manager.groups]
 
 
 class IdleThread:
-    """Trims a cache once for every time that it is idle for so long; ends with the cache.
+    """Trims a cache once in every idle period of `seconds`; ends with the cache.
 
-    An idle engine makes no calls, so its calls cannot notice that it is. A thread looks a few times
-    within `idle_seconds` whether a request was taken, given back or stepped, which costs those
-    calls nothing. What lives moves together slab by slab (`Context.compact`), and the lock is free
-    between two: a call that comes in waits for one, half of whose pages at most are copied and
-    mapped again, and ends it.
+    An idle engine makes no calls, so its calls cannot detect that it is idle. The thread checks a
+    few times within `seconds` whether a request was taken, freed or stepped, which costs those
+    calls nothing. Live pages are compacted slab by slab (`Context.compact`), with the lock released
+    between slabs: an incoming call waits for one slab, at most half of whose pages are copied and
+    remapped, and stops the compaction.
 
-    What is no failure of the cache's own, such as an error of torch for an event, is logged the
-    first time; the next look tries again.
+    Errors outside the cache, such as an error of torch for an event, are logged the first time; the
+    next check tries again.
 
     Args:
-        manager: of the cache that is trimmed.
-        seconds: how long it is idle first.
+        manager: of the cache to trim.
+        seconds: idle time before trimming.
 
     Attributes:
-        running: it was started, and has not ended.
+        running: started and not ended.
     """
 
     def __init__(self, manager: Manager, seconds: float) -> None:
@@ -54,17 +54,17 @@ class IdleThread:
         self._period = seconds / _LOOKS
         self._ended = Flag()
         self._seen: list[tuple[int, int, int, int]] = []
-        self._quiet = 0  # looks in a row that saw the same
+        self._quiet = 0  # consecutive checks without activity
         self._trimmed = False
         self._failed = False
 
     def start(self) -> None:
-        """Starts it; the process does not wait for its end."""
+        """Start the thread; the process does not wait for its end."""
         self.running = True
         start_new_thread(self._watch, ())
 
     def end(self) -> None:
-        """Lets the thread end; does not wait for it."""
+        """Tell the thread to end; does not wait for it."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -78,7 +78,7 @@ class IdleThread:
         self.running = False
 
     def _look(self) -> None:
-        """Trims when nothing happened in the last looks. Keeps no reference to the cache."""
+        """Trim if nothing happened in the last checks. Keeps no reference to the cache."""
         manager = self._manager()
         if manager is None:
             self.end()
@@ -93,10 +93,10 @@ class IdleThread:
             self._trimmed = all(self._run(manager, piece) for piece in pieces)
 
     def _run(self, manager: Manager, piece: Callable[[Manager], bool | None]) -> bool:
-        """Repeats a piece of work, each time with the lock, until it has no more to do.
+        """Repeat a piece of work, each time under the lock, until it has no more to do.
 
         Returns:
-            Whether it is complete, or will not be; False: the next look goes on.
+            True if it is complete, or never will be; False: the next check continues.
         """
         more: bool | None = True
         while more:
@@ -115,7 +115,8 @@ class IdleThread:
 
     @staticmethod
     def _store(manager: Manager) -> bool | None:
-        """Evicts prefixes to host memory. True: there may be more. None: work goes on."""
+        """Evict prefixes to host memory. True: maybe more to do. False: done. None: GPU work
+        runs."""
         config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
         if not config.host_prefixes or not config.idle_prefixes:
             return False
@@ -125,7 +126,7 @@ class IdleThread:
 
     @staticmethod
     def _trim(manager: Manager) -> bool | None:
-        """Unmaps, and gives empty slabs back. False: done. None: some must wait."""
+        """Unmap idle pages and return empty slabs. False: done. None: unmaps are in flight."""
         groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
         how = "host" if prefixes else False
         done = [begin_trim(group, how, kept=prefixes) for group in groups]  # in each
@@ -137,7 +138,8 @@ class IdleThread:
 
     @staticmethod
     def _compact(manager: Manager) -> bool | None:
-        """Empties one slab, where that is safe. True: there may be more. None: work goes on."""
+        """Compact one slab if that is safe. True: maybe more to do. False: done. None: GPU work
+        runs."""
         wanted = manager.groups[0].config.idle_compact
         if wanted is False or not manager.owns_context:
             return False

@@ -2,20 +2,20 @@
 """An undo log of a cache's records: an exception at any point leaves them consistent.
 
 An exception may come from outside between any two of Python's instructions: Ctrl-C, another
-signal's handler, a test's timeout, no memory. A call of the cache is then half done, in its records
-and in the context. So while a call runs, the journal holds, oldest first:
+signal's handler, a test's timeout, MemoryError. A call of the cache is then half done, in its
+records and in the context. So while a call runs, the journal holds, oldest first:
 
-    undo    how to take edits of the records back; harmless when done twice
-    act     a call of the context, with its outcome; if it succeeded, C has made the edits that go
-            with it (`Mapper.commit`)
-    abort   how to take back a part of the call that is complete by itself, such as a slot taken
+    undo    how to undo edits of the records; harmless when done twice
+    act     a call into the context, with its outcome; if it succeeded, C has made the edits that
+            belong to it (`Mapper.commit`)
+    abort   how to undo a part of the call that is complete in itself, such as taking a slot
 
     | undo undo ACT undo ABORT undo undo ACT undo |
                                          ^ did not happen: all is undone back to the first ACT,
-                                           which did; then what the aborts before it say is done
+                                           which did; then the aborts before it are run
 
-What was interrupted is settled while the exception propagates, or else by the next call:
-`Journal.recover` may itself be interrupted at any point, and then goes on where it was.
+An interrupted call is recovered while the exception propagates, or else by the next call:
+`Journal.recover` may itself be interrupted at any point, and then continues where it stopped.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ __all__ = ["Journal", "Recoverable"]
 
 
 class Made(Protocol):
-    """Something of the context that a call has made: a handle, addresses."""
+    """A handle or a reservation that a call has made in the context."""
 
     def abandon(self) -> None:
-        """Gives it back, if it was made and not given back before."""
+        """Release it, if it was made and not released before."""
 
 
 class Recoverable(Protocol):
-    """The records of one cache, which recover with a journal."""
+    """The records of one group, recovered by the journal."""
 
     def rebuild(self) -> None:
-        """Computes again what follows from the records and is kept beside them."""
+        """Recompute the state that is derived from the records."""
 
     def owns(self, held: Made) -> bool:
-        """True if the records name what a call has made."""
+        """Return whether the records refer to `held`."""
 
     def failed(self, error: VMemError) -> None:
-        """Notes a failure that the next `step` raises."""
+        """Record a failure that the next `step` raises."""
 
 
 class _Abort(NamedTuple):
-    """A part of a call that is to be taken back if the call is not completed.
+    """A part of a call to be undone if the call does not complete.
 
-    `final`: it is to be done in any case, and what is before it stays.
+    `final`: `run` in any case, and undo nothing before it.
     """
 
     run: Callable[[], None]
@@ -65,16 +65,16 @@ class _Abort(NamedTuple):
 
 
 class Journal:
-    """The undo log of all caches behind one lock, whose holder alone may touch it.
+    """The undo log of all caches behind one lock; only the lock's holder may use it.
 
-    A context manager around a call of a cache. A `VMemError` that leaves the call has been dealt
-    with where it arose; after anything else the records are recovered.
+    A context manager around a call of a cache. A `VMemError` that leaves the call has been handled
+    where it was raised; after any other exception the records are recovered.
 
     Attributes:
         entries: see the module.
-        held: handles and reservations that the call makes, each put here before it is made. What
-            the records do not name when the call ends is given back.
-        recoverables: what recovers, one for each cache.
+        held: handles and reservations that the call makes, each added before it is made. Those that
+            the records do not refer to when the call ends are released.
+        recoverables: the groups whose records it recovers.
     """
 
     def __init__(self) -> None:
@@ -82,41 +82,41 @@ class Journal:
         self.recoverables: list[Recoverable] = []
         self.held: dict[Made, None] = {}
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
-        self._caller: FrameType | None = None  # all of a call lies in it
+        self._caller: FrameType | None = None  # the frame of the outermost call
 
     # ---- what a call writes ----------------------------------------------------------------------
 
     def change(self, edits: list[list[Any]]) -> None:
-        """Makes edits of the records (see `Outcome`), until an interruption takes them back."""
+        """Apply edits of the records (see `Outcome`); an interruption undoes them."""
         made: list[Any] = [False, edits]
         self.entries.append(made)
         _native.change(made)
 
     def on_abort(self, run: Callable[[], None]) -> None:
-        """Notes what takes back a part of the call; `run` must be safe to run again."""
+        """Register an undo for a part of the call; `run` must be safe to run again."""
         self.entries.append(_Abort(run, final=False))
 
     def must(self, run: Callable[[], None]) -> None:
-        """Notes what follows from the records by now, and runs it; it must be safe to run again."""
+        """Run a consequence of the records, also after an interruption; must be safe to repeat."""
         self.entries.append(_Abort(run, final=True))
         call_part(run)
 
     def checkpoint(self) -> None:
-        """Makes what the records say final: something outside them is about to follow from it."""
+        """Make the records' present state final, before an action outside them depends on it."""
         self.entries.append(_Abort(_nothing, final=True))
 
     # ---- around a call ---------------------------------------------------------------------------
 
     def __enter__(self) -> bool:
-        """Begins a section; False within another one, which this is a part of.
+        """Begin a section; returns False if nested in another, which it then belongs to.
 
         Raises:
-            Reentered: by a finalizer or a signal handler, in the midst of a call.
+            Reentered: called by a finalizer or a signal handler in the middle of a call.
         """
         if self._caller is not None:
             if within(self._caller):
                 return False
-            # Its end was interrupted, perhaps where counts were made again.
+            # Its `__exit__` was interrupted, perhaps during recovery.
             self._caller = sys._getframe(0)
             self.recover()
         self._caller = sys._getframe(1)
@@ -140,7 +140,7 @@ class Journal:
         self._caller = None
 
     def recover(self) -> None:
-        """Settles what an exception interrupted, by what the context has done."""
+        """Undo an interrupted call, up to the last context call that succeeded."""
         entries = self.entries
         while entries and not _stays(entries[-1]):
             entry = entries[-1]
@@ -169,14 +169,14 @@ class Journal:
         entries.clear()
 
     def _give_back(self) -> None:
-        """Drops what the call made and the records do not name."""
+        """Release handles and reservations that the call made and the records do not refer to."""
         while self.held:
             made = next(reversed(self.held))
             for owner in self.recoverables:
                 if owner.owns(made):
                     break
             else:
-                with suppress(VMemError):  # consumed or dropped before: as it should be
+                with suppress(VMemError):  # already consumed or dropped
                     made.abandon()
             self.held.pop(made, None)
 
@@ -186,7 +186,7 @@ def _nothing() -> None:
 
 
 def _stays(entry: Any) -> bool:
-    """True if what is before an entry is true, and stays."""
+    """Return whether recovery stops here: what precedes the entry took effect."""
     if type(entry) is Outcome:
         return entry.happened
     return type(entry) is _Abort and entry.final

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Where everything lies: pure arithmetic, no memory.
 
-One reservation holds all tensors, one after the other, each with all slots, one after the other:
+One reservation holds all tensors, one after the other; each tensor holds all slots in order:
 
     base                               base + tensor_bytes
     | K of the first group_size layers | V of these | K of the next ones | ...
@@ -9,11 +9,11 @@ One reservation holds all tensors, one after the other, each with all slots, one
     | row 0 | row 1 | ...                             row_bytes each
 
 So the same pages of one slot in every tensor are `num_tensors` pieces, `tensor_bytes` apart: one
-operation of a batch. A row need not divide a page (384 bytes in 64 KiB): rows cross page borders,
-and a slot of n pages holds ``n * page_size // row_bytes`` whole rows.
+operation of a batch. A row need not divide a page (384 bytes in 64 KiB): rows cross page
+boundaries, and a slot of n pages holds ``n * page_size // row_bytes`` whole rows.
 
-Where a request has a state (`KVCacheConfig.state`), a slot is one row, whole from the first token
-on: the request still counts its tokens, but more tokens never need more pages.
+If a request has a state (`KVCacheConfig.state`), a slot is one row, whole from the first token on:
+the request still counts its tokens, but more tokens never need more pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pyvmem.plumbing.units import counted, format_bytes
 __all__ = ["BLOCK_BYTES", "Layout"]
 
 BLOCK_BYTES = 2 << 20
-"""What a large entry of the GPU's page tables maps."""
+"""Bytes that a large entry of the GPU's page tables maps."""
 
 _MAX_ADDRESSES = 1 << 47  # user addresses of an x86-64 process
 
@@ -39,10 +39,10 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _spaced(used: int, page_size: int, entries: bool) -> int:
-    """The distance between slots of `used` bytes.
+    """Return the distance between slots of `used` bytes.
 
-    Slots aligned to 2 MiB let a run of small pages become one big mapping; done where it costs at
-    most an eighth more addresses, and where slots have whole blocks for entries of 2 MiB.
+    Slots aligned to 2 MiB let a run of small pages become one large mapping. They are aligned if
+    that costs at most an eighth more addresses, or if slots have whole blocks for 2 MiB entries.
     """
     if entries and used >= BLOCK_BYTES:
         return _round_up(used, BLOCK_BYTES)
@@ -55,23 +55,23 @@ class Layout:
 
     Attributes:
         page_size: bytes of a page.
-        block: pages that an entry of 2 MiB maps; 0: no slot has a block of them.
-        num_tensors: for every `group_size` layers two, K, then V; or one (`tensors_per_layer`).
-        row_bytes: one token, or the state, in one tensor.
+        block: pages that a 2 MiB entry maps; 0: no slot has a whole block.
+        num_tensors: two for every `group_size` layers, K, then V; or one (`tensors_per_layer`).
+        row_bytes: bytes of one token, or of the state, in one tensor.
         state: a slot is one row, however many tokens the request holds.
-        max_rows: tokens that a slot can hold.
+        max_rows: most tokens of a slot.
         slot_pages: pages per tensor of a full slot.
         slot_bytes: distance between slots of one tensor.
         tensor_bytes: distance between tensors.
-        total_bytes: of the reservation.
+        total_bytes: bytes of the reservation.
         overread: rows past every length that are also mapped.
         guard: further rows mapped past the length after a prefill.
-        capacity: the longest sequence that fits in so many pages per tensor.
+        capacity: maps a number of pages per tensor to the longest sequence that fits them.
 
     Args:
         config: the shapes.
         page_size: bytes of a page.
-        entries: the context has entries of 2 MiB for small pages (`Caps.LARGE_ENTRIES`).
+        entries: the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
 
     Raises:
         InvalidArgument: the addresses needed exceed what a process has; packed slots that are not
@@ -129,22 +129,22 @@ class Layout:
         )
 
     def bytes_for(self, seq_len: int) -> int:
-        """Bytes per tensor that `seq_len` tokens take, from the start of the slot."""
+        """Return the bytes per tensor of `seq_len` tokens, from the start of the slot."""
         return self.row_bytes * (min(1, seq_len) if self.state else seq_len)
 
     def pages_for(self, seq_len: int) -> int:
-        """Pages per tensor that hold `seq_len` tokens and the rows that decoding may over-read."""
+        """Return the pages per tensor for `seq_len` tokens and rows that decoding may over-read."""
         if seq_len <= 0:
             return 0
         rows = 1 if self.state else min(seq_len + self.overread, self.max_rows)
         return -(-rows * self.row_bytes // self.page_size)
 
     def guarded(self, seq_len: int) -> int:
-        """The argument for `pages_for` for a prefill up to `seq_len` tokens."""
+        """Return the argument of `pages_for` for a prefill up to `seq_len` tokens."""
         return max(seq_len, min(seq_len + self.guard, self.max_rows)) if seq_len > 0 else 0
 
     def pages_for_step(self, held: int, seq_len: int) -> int:
-        """Pages per tensor that a step of a request from `held` to `seq_len` tokens needs."""
+        """Return the pages per tensor that a step from `held` to `seq_len` tokens needs."""
         prefill = seq_len - held > PREFILL_TOKENS
         return self.pages_for(self.guarded(seq_len) if prefill else seq_len)
 
@@ -155,7 +155,8 @@ class Layout:
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 
     def window_page(self, seq_len: int) -> int:
-        """The first page that a request of so many tokens still needs; 0 without a window."""
+        """Return the first page that a request of `seq_len` tokens still needs; 0 without a
+        window."""
         config = self.config
         if not config.window:
             return 0
@@ -163,11 +164,11 @@ class Layout:
         return first * self.row_bytes // self.page_size
 
     def offset(self, slot: int, page: int = 0, tensor: int = 0) -> int:
-        """Offset of a slot's page in the reservation."""
+        """Return the offset of a slot's page in the reservation."""
         return tensor * self.tensor_bytes + slot * self.slot_bytes + page * self.page_size
 
     def describe(self, place: Any, base: int) -> None:
-        """Writes the layout into a struct pyvmem_place for `Columns`; `base`: the reservation's."""
+        """Write the layout into a struct pyvmem_place for `Columns`; `base`: slot 0's address."""
         place.base = base
         place.tensors = self.num_tensors
         place.prefill = PREFILL_TOKENS

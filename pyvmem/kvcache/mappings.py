@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The report of who holds driver mappings, for a step that finds none."""
+"""Report of the holders of driver mappings, for a step that runs out of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _log = logging.getLogger(__name__)
 
 
 def who_has_mappings(groups: Sequence[Group]) -> str:
-    """Who could give mappings back, as far as context, budget and ledger tell.
+    """Describe who holds mappings, as far as context, budget and ledger know.
 
-    Mappings of a cache are counted by its calls, so that the numbers are a little high. Where the
-    driver has no limit of its own on them, but the machine has, they are not counted.
+    A cache's mappings are estimated from its map calls, so the numbers are a little high. If the
+    driver has no limit on them, only the machine, they are not counted.
     """
     context, journal = groups[0].context, groups[0].journal
     total, known, texts = context.stats().mappings, 0, []
     if not context.info.max_mappings:
         return f"{total} are the context's"
-    caches: dict[PrefixCache, list[Group]] = {}  # the groups of a cache have one
+    caches: dict[PrefixCache, list[Group]] = {}  # all groups of a cache share one
     for one in journal.recoverables:
         if isinstance(one, Group) and one.context is context:
             caches.setdefault(one.prefixes, []).append(one)
@@ -46,7 +46,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
 
 
 def warn_out_of_mappings(groups: Sequence[Group]) -> None:
-    """Says why a step found no mapping, and who has some."""
+    """Log why a step ran out of mappings, and who holds them."""
     reasons = [group.pager.runs.refused for group in groups if group.pager.runs.refused]
     for group in groups:
         group.pager.runs.refused = ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The statistics of a cache."""
+"""Statistics of a cache."""
 
 from __future__ import annotations
 
@@ -20,62 +20,62 @@ __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 class CacheStats:
     """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
 
-    What a call or a batch in the background did is counted when it is done: a call that is refused,
-    fails or is interrupted counts nothing that it did not do.
+    Calls and background batches are counted when complete: a call that is rejected, fails or is
+    interrupted counts only what it did.
 
     Attributes:
-        total_pages: pages that the cache may have; always free + cached + active. With a `Budget`,
+        total_pages: pages that the cache may use; always free + cached + active. With a `Budget`,
             the present number: lower while other caches hold more than their floors.
-        free_pages: pages that it could take without reclaiming any.
-        cached_pages: unowned pages that are mapped: those of free slots, beyond what an active slot
-            was granted, promised by a growth in flight, being unmapped, or of recorded prefixes
+        free_pages: pages that it could allocate without reclaiming any.
+        cached_pages: unowned pages that are mapped: pages of free slots, surplus pages of running
+            requests, pages promised by a growth in flight or being unmapped, and recorded prefixes
             that no request uses.
         ahead_pages: of the cached ones, those mapped for running requests beyond what they need
             (`KVCacheConfig.growth_fraction`).
-        active_pages: pages that requests own; one that several share is counted once.
+        active_pages: pages that requests own; a shared page is counted once.
         shared_pages: pages, active or cached, that are mapped read-only or recorded.
-        moving_pages: cached pages that are the targets of copies under way.
-        host_pages, peer_pages: pages that lie in host memory and in peer devices; no other number
-            here counts them.
-        prefix_pages, prefix_tokens: of these, the recorded ones, and the tokens that they hold.
+        moving_pages: cached pages that are the targets of copies in progress.
+        host_pages, peer_pages: pages in host memory and on peer devices; no other number here
+            counts them.
+        prefix_pages, prefix_tokens: of the shared pages, the recorded ones, and their tokens.
         prefix_host_bytes: rows of evicted prefixes in host memory.
         mapped_bytes: cached and active pages.
         used_bytes: bytes of rows that requests hold; shared ones once.
         wasted_bytes: bytes of active pages that hold no token (internal fragmentation).
-        peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: the highest so far.
+        peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: maxima so far.
         active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached ones are free
             and have pages.
         segments: separate mappings in the cache's addresses as the back end sees them; fewer means
             longer runs.
         mappings: driver mappings of the whole context, which may have `ContextInfo.max_mappings`.
-        large_entries: entries of 2 MiB in the whole context; the rest of what is mapped has
-            entries of a page.
+        large_entries: entries of 2 MiB in the whole context; other mapped memory has entries of a
+            page.
         steps, steps_async: calls that returned 0.
         short: `step` and `step_async` calls that returned -1.
         grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
             Pages grown and not reclaimed are those mapped now, in all tiers.
         reused_pages: pages granted to a request that were already mapped.
         moved_pages: pages that replaced others at the same addresses.
-        promoted_pages: pages that `KVCache.promote` or a `step` joined, or replaced, to be mapped
+        promoted_pages: pages that `KVCache.promote` or a `step` joined or replaced, to be mapped
             by entries of 2 MiB.
         evicted_pages: pages of evicted prefixes.
         prefix_queries, prefix_query_tokens: prompts that were looked up for requests which then got
             a slot, and their tokens. A refused request counts when it is admitted.
-        prefix_hits, prefix_hit_tokens: those of them that began with a recorded prefix, and the
-            tokens they began with.
+        prefix_hits, prefix_hit_tokens: of these, prompts that began with a recorded prefix, and the
+            number of these tokens.
         prefix_resumed: hits whose whole prefix was still mapped in the slot.
         prefix_stored_bytes, prefix_loaded_bytes: rows of prefixes copied to host memory and back.
-        prefix_dropped_bytes: rows of evicted prefixes that gave way in host memory to others, or
-            that could not be stored there.
+        prefix_dropped_bytes: rows of evicted prefixes that were replaced in host memory by others,
+            or that could not be stored there.
         waits: times that a call waited for mapping, filling or reclaiming.
         wait_ns: time spent in them.
         wait_counts: the waits by length: item k counts those of more than ``2**(k-1)`` and at most
             ``2**k`` nanoseconds; the last item also counts all longer ones.
-        last_wait_ns: the last `step`'s part of it.
+        last_wait_ns: the last `step`'s part of `wait_ns`.
         driver_calls: map, unmap, fill and slab calls since the cache was made (of its whole
             context).
-        driver_ns: time in them.
-        critical_driver_ns: the part of it that a call of the cache had to wait for.
+        driver_ns: time in these calls.
+        critical_driver_ns: the part of it for which a call of the cache had to wait.
         background_driver_ns: the rest.
     """
 
@@ -139,14 +139,14 @@ class SlotInfo:
     Attributes:
         reqid: the slot.
         state: "active", "cached" (free, with pages), "empty" (free, without) or "broken".
-        seq_len: tokens whose rows it holds.
+        seq_len: rows that it holds, in tokens.
         granted_pages: pages that the owner may use, without those that left its window.
         mapped_pages: pages mapped, or promised by a growth in flight.
         shared_pages: of these, pages that are mapped read-only.
-        large_pages: of the mapped ones, those that entries of 2 MiB map in every tensor.
-        away_pages: of the mapped ones, those that do not lie in the device.
-        moving_pages: of the mapped ones, those that a later `step` replaces.
-        in_flight: a batch over the slot's addresses is not finished.
+        large_pages: of the mapped pages, those that 2 MiB entries map in every tensor.
+        away_pages: of the mapped pages, those outside the device.
+        moving_pages: of the mapped pages, those that a later `step` replaces.
+        in_flight: a batch over the slot's addresses is in flight.
     """
 
     reqid: int
@@ -161,7 +161,7 @@ class SlotInfo:
     in_flight: bool
 
     def and_others(self, others: Sequence[SlotInfo]) -> SlotInfo:
-        """The same slot in several groups of layers: the pages of all."""
+        """Return the sum over several groups of layers; `others`: the slot in the other groups."""
         if not others:
             return self
         each = (self, *others)
@@ -185,9 +185,9 @@ _SAME = (
 
 
 def together(each: Sequence[CacheStats], room: int) -> CacheStats:
-    """Sums over groups with the same requests and one budget; `_SAME` fields are the first's.
+    """Sum statistics over groups of one budget; `_SAME` fields are the first group's.
 
-    `room`: pages that the budget has for them.
+    `room`: pages that the budget has free for them.
     """
     first = each[0]
     if len(each) == 1:
@@ -218,10 +218,10 @@ def _driver_calls(context: Context) -> tuple[int, int]:
 
 
 class Counters:
-    """The running counts behind `CacheStats`.
+    """Running counts behind `CacheStats`.
 
     Attributes:
-        last_prompt: tokens that the last request asked for and found, and whether it resumed.
+        last_prompt: prompt tokens and recorded tokens of the last request, and whether it resumed.
         waiting: makes a context manager that counts the time inside as waited, and the driver's
             time meanwhile as critical.
     """
@@ -239,6 +239,6 @@ class Counters:
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
 
     def driver(self) -> tuple[int, int]:
-        """Driver calls and nanoseconds in them since the cache was made."""
+        """Return the driver calls, and nanoseconds in them, since the cache was made."""
         calls, ns = _driver_calls(self.context)
         return calls - self.base_calls, ns - self.base_ns

@@ -181,7 +181,7 @@ def _wrong(tokens: Sequence[Any]) -> Exception:
 
 
 def _out_of_range(value: int, what: str = "a token id") -> Exception:
-    return invalid(f"{what} is {value}; it must lie between 0 and {MAX_ID}", limit=MAX_ID)
+    return invalid(f"{what} is {value}; it must be between 0 and {MAX_ID}", limit=MAX_ID)
 
 
 def _brief(value: Any) -> str:
@@ -418,7 +418,7 @@ class PrefixTree(Generic[S]):
             raise invalid(f"unit must be a whole number, not {unit!r}") from None
         if not 1 <= self.unit <= _MAX_UNIT:
             raise invalid(
-                f"unit is {unit}; it must lie between 1 and {_MAX_UNIT} tokens", limit=_MAX_UNIT
+                f"unit is {unit}; it must be between 1 and {_MAX_UNIT} tokens", limit=_MAX_UNIT
             )
         self._width = self.unit * ID_BYTES
         self._change = change or _change

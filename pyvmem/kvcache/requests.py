@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Slots given to requests and taken back, in all groups of layers or in none."""
+"""Allocation and release of requests' slots, in all groups of layers or in none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["alloc", "claim", "free", "reclaim_free", "record", "release", "sync_
 
 
 def sync_free_slots(groups: Sequence[Group]) -> None:
-    """Polls what is in flight, and retires a slot in all groups once it is broken in one."""
+    """Poll batches in flight, and retire a slot in all groups once it is retired in one."""
     for group in groups:
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
@@ -28,7 +28,7 @@ def sync_free_slots(groups: Sequence[Group]) -> None:
 
 
 def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
-    """See `KVCache.alloc_reqid`: the slot that fits the first group best, in all of them."""
+    """Implement `KVCache.alloc_reqid`: takes the best fit of the first group, in all groups."""
     sync_free_slots(groups)
     found = groups[0].fit(seq_len)
     if found is None:
@@ -41,7 +41,7 @@ def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
 
 
 def claim(groups: Sequence[Group], reqid: int) -> None:
-    """See `CacheSlots.claim`."""
+    """Implement `CacheSlots.claim`."""
     sync_free_slots(groups)
     for group, slot in [(group, group.free_slot(reqid)) for group in groups]:
         group.take(slot)
@@ -52,7 +52,7 @@ def claim(groups: Sequence[Group], reqid: int) -> None:
 def free(
     groups: Sequence[Group], reqid: int, stream: Any, tokens: Any, namespace: Hashable
 ) -> None:
-    """See `KVCache.free_reqid`."""
+    """Implement `KVCache.free_reqid`."""
     slots, first = [], []
     for group in groups:
         slot = group.slot(reqid)
@@ -66,7 +66,7 @@ def free(
     if tokens is not None:
         owner = slots[0].owner
 
-        def finish() -> None:  # what is recorded may not be written to any more
+        def finish() -> None:  # recorded rows may not be written again
             if slots[0].active and slots[0].owner == owner:
                 release(groups, slots, event)
 
@@ -84,12 +84,12 @@ def free(
 def record(
     groups: Sequence[Group], reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
 ) -> int:
-    """See `KVCache.record`."""
+    """Implement `KVCache.record`."""
     return groups[0].prefixes.record(groups[0].slot(reqid), tokens, work, namespace)
 
 
 def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
-    """`Group.release` in all groups: what calls the context comes before the first."""
+    """Call `Group.release` in all groups, after all calls into the context."""
     for group, slot in zip(groups, slots, strict=True):
         if group.mover.moves:
             group.mover.abandon(slot)
@@ -98,7 +98,7 @@ def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
 
 
 def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:
-    """See `CacheMemory.reclaim_free`."""
+    """Implement `CacheMemory.reclaim_free`."""
     for group in groups:
         group.reclaimer.poll()
         for slot in group.table.free:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One page in several slots: making a slot's pages shared, mapping them elsewhere."""
+"""Shared pages: makes a slot's pages shared, and maps them in other slots."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Sharing:
         self.layout = pager.layout
         self.device = pager.device
         self.config = config
-        self._allowed: dict[Feature, ContextInfo] = {}  # for which info of the context each was
+        self._allowed: dict[Feature, ContextInfo] = {}  # context info when it was checked
 
     def require(self, feature: Feature, what: str) -> None:
-        """Raises NotSupported where the cache lacks the feature that the call `what` needs."""
+        """Raise NotSupported if the context lacks a feature; `what`: the call, for the error."""
         info = self.mapper.context.info
         if self._allowed.get(feature) is not info:
             feature.require(info, what)
@@ -57,10 +57,10 @@ class Sharing:
     # ---- a slot's own pages become shared --------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Makes a taken slot's pages up to `pages` shared: remaps them read-only in place.
+        """Make a taken slot's pages up to `pages` shared: remap them read-only in place.
 
-        No GPU work may touch the slot, and no batch may be in flight over it. `unit_pages` is the
-        unit that `Span.split` counts in.
+        No GPU work may touch the slot, and no batch may be in flight over it. `unit_pages`: see
+        `Span.split`.
 
         Raises:
             NotRecoverable: the pages could be mapped neither read-only nor as before; the request
@@ -78,22 +78,22 @@ class Sharing:
             raise self.table.lose(slot, error) from error
 
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
-        """Records that a request's pages, past those it already shares, are now shared.
+        """Record that a request's pages, past those it already shares, are now shared.
 
-        Where it is about to be freed, they need no new mapping; whoever maps them waits for
-        `events`, the GPU work that writes them.
+        Used when the request is about to be freed, so its own mapping need not become read-only;
+        other requests that map the pages wait for `events`, the GPU work that writes them.
         """
         self.mapper.journal.change(self._adopting(slot, pieces, events, unit_pages))
 
     def _adopting(
         self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
     ) -> list[list[Any]]:
-        """The edits of `adopt`."""
+        """Return the edits of `adopt`."""
         parts, new, whole = list(slot.span.parts), [], slot.whole
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))
             parts.append(Part(new[-1], 0, high - low))
-            whole = slot.whole_with(low, high, whole)  # mapped again by as few calls as can be
+            whole = slot.whole_with(low, high, whole)  # remapped with as few calls as possible
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],
             [slot, "whole", whole],
@@ -102,7 +102,7 @@ class Sharing:
         ]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
-        """Handles to a slot's pages, one for each stretch of a memory."""
+        """Return handles to pages [low, high) of a slot, one for each stretch of one memory."""
         layout, places, found = self.layout, slot.places, []
         stretches = places.stretches(low, high) if places.noted else ((low, high, DEVICE),)
         for first, last, tier in stretches if low < high else ():
@@ -118,7 +118,7 @@ class Sharing:
     def map_pieces(
         self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
     ) -> None:
-        """Maps pages that `handles` returned at the same places of a slot, read-only."""
+        """Add to `ops` the read-only mapping of `handles`' pages at the same pages of a slot."""
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(
@@ -136,16 +136,16 @@ class Sharing:
     # ---- shared pages in more slots --------------------------------------------------------------
 
     def make_empty(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
-        """Free slots without pages, emptied if necessary; None when too few are free.
+        """Return free slots without pages, emptied if necessary; None if too few are free.
 
         Waits for the GPU work on slots that it must empty.
 
         Args:
-            count: how many.
-            into: that many free slots; None: the best fit.
+            count: number of slots.
+            into: `count` free slots to use; None: choose the best fit.
 
         Raises:
-            VMemError: pages of an earlier owner could not be unmapped; `is_shortage` of some.
+            VMemError: pages of an earlier owner could not be unmapped; see `is_shortage`.
         """
         slots = self.table.emptiest(count) if into is None else into
         if len(slots) < count:
@@ -156,10 +156,10 @@ class Sharing:
         return slots
 
     def empty(self, slot: Slot) -> None:
-        """Unmaps all pages of a free slot; waits for that and for the GPU work on it.
+        """Unmap all pages of a free slot; wait for that and for the GPU work on it.
 
         Raises:
-            OutOfMemory: the unmapping could not begin; nothing changed. VMemError: it failed.
+            OutOfMemory: the unmap could not begin; nothing changed. VMemError: it failed.
         """
         self.pager.release(slot)
         if slot.mapped:
@@ -170,10 +170,10 @@ class Sharing:
             raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
-        """True if a failure of `make_empty` or `attach` counts as a shortage of memory.
+        """Return whether a failure of `make_empty` or `attach` counts as a shortage of memory.
 
-        They need none of the cache's memory, only some for records and page tables. So with several
-        ranks only one may be short of it, and there it is an error.
+        They need none of the cache's memory, only some for records and page tables. With several
+        ranks, only one rank may lack that, so there it is an error.
         """
         short = isinstance(error, (OutOfMemory, TooManyBatches, TooManyMappings))
         return short and not self.table.lockstep
@@ -181,9 +181,9 @@ class Sharing:
     def map_span(
         self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False
     ) -> None:
-        """Maps a span in a slot from `page` on: one operation for each of its parts.
+        """Add to `ops` the read-only mapping of a span in a slot, from `page` on.
 
-        `replace`: the same pages are there.
+        `replace`: the same pages are mapped there already.
         """
         size = self.layout.page_size
         self.map_at(ops, slot.addr + page * size, self.layout.tensor_bytes, span, replace=replace)
@@ -191,7 +191,7 @@ class Sharing:
     def map_at(
         self, ops: OpBatch, address: int, stride: int, span: Span, *, replace: bool = False
     ) -> None:
-        """The same at any address; `stride`: from one tensor to the next."""
+        """Like `map_span`, at any address; `stride`: bytes from one tensor to the next."""
         size, tensors = self.layout.page_size, self.layout.num_tensors
         for block, low, high in span.parts:
             ops.map(
@@ -202,7 +202,7 @@ class Sharing:
             address += (high - low) * size
 
     def begins(self, slot: Slot, span: Span, head: int) -> bool:
-        """True if a kept slot starts with some or all of a span's pages, with nothing in flight.
+        """Return whether a kept slot begins with pages of a span, with no batch in flight.
 
         `head`: the page at which the span must begin.
         """
@@ -218,9 +218,9 @@ class Sharing:
         )
 
     def order_after_writers(self, span: Span, reader: Work) -> None:
-        """Makes the work that reads the pages wait for the GPU work that wrote them."""
+        """Make the work that reads the pages wait for the GPU work that wrote them."""
         for block, *_ in span.parts:
             if block.events:
-                block.events = prune(block.events)  # correct even if the call fails: those are over
+                block.events = prune(block.events)  # valid even if the call fails
                 for event in block.events:
                     order_after(event, reader, self.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Preemption: the rows of a request in host memory, and back."""
+"""Preemption: copies a request's rows to host memory, and back."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ __all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
 
 
 class SwappedRequest(Closable):
-    """A swapped-out request; the cache's `swap_in` brings it back, once.
+    """A swapped-out request; the cache's `swap_in` restores it, once.
 
-    It holds no page: all rows that were there were copied, those in shared pages too, and when it
-    comes back all its pages are its own. Rows that had left a window are zero then, and go again.
+    Owns no device pages: all mapped rows were copied, those in shared pages too, and after
+    `swap_in` all its pages are unshared. Rows that had left a window are zero then, and are
+    unmapped again.
 
-    Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
-    cache is open or not. A context manager.
+    Holds host memory (pinned if torch has CUDA) until it is swapped in or closed, whether its cache
+    is open or not. A context manager.
 
     Attributes:
         seq_len: tokens of the request.
-        nbytes: host memory that was taken.
+        nbytes: bytes of host memory.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class SwappedRequest(Closable):
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still be swapped in."""
+        """True while it can be swapped in."""
         return self._rows is not None
 
     def close(self, journal: Journal | None = None) -> None:
-        """Drops the request and its host memory. Idempotent.
+        """Drop the request and its host memory. Idempotent.
 
-        `journal`: of the calls that this is one with, and undone with (`Internals.journal`).
+        `journal`: if given, the close is undone with the call in progress (`Internals.journal`).
         """
         if journal is not None:
             journal.change([[self, "_rows", None]])
@@ -70,7 +71,7 @@ class SwappedRequest(Closable):
 
 
 def _host_memory(size: int, device: int | None) -> memoryview:
-    """Host memory, pinned where there is a GPU."""
+    """Allocate host memory, pinned if there is a GPU."""
     if device is not None and size:
         import torch
 
@@ -81,7 +82,7 @@ def _host_memory(size: int, device: int | None) -> memoryview:
 
 
 def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
-    """Bytes of the first `length` rows from page `head` on, and where they begin in each tensor."""
+    """Return the bytes per tensor of the first rows from page `head` on, and their addresses."""
     layout = group.layout
     size = max(0, layout.bytes_for(length) - head * layout.page_size)
     tensors = range(layout.num_tensors if size else 0)
@@ -89,7 +90,7 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
 
 
 def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedRequest:
-    """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
+    """Implement `KVCache.swap_out`, in all groups or in none."""
     for group in groups:
         group.sharing.require(SWAP, "swap_out")
     slots = [group.slot(reqid) for group in groups]
@@ -111,7 +112,7 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
     for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
         group.mapper.copy(size, addresses, [held], out=True)
     swapped = SwappedRequest(groups, length, rows, heads)
-    release(groups, slots, None)  # the work is over
+    release(groups, slots, None)  # the work is complete
     groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
     for group in groups:
         group.reclaim_idle()
@@ -119,8 +120,8 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
 
 
 def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
-    """Raises OutOfMemory if a request could never come back: that takes all its pages at once."""
-    needed = held = 0  # what is held comes back, if no other request uses it
+    """Raise OutOfMemory if the request could never be swapped in, which takes all pages at once."""
+    needed = held = 0  # pages that no other request uses are freed
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
         own = slot.granted - slot.shared - sum(slot.places.away(slot.shared, slot.granted).values())
@@ -130,9 +131,9 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
         reclaimer = groups[0].reclaimer
         room = held + reclaimer.obtainable({})
         raise OutOfMemory(
-            f"reqid {slots[0].index}: {held} pages are its alone, but to be swapped in its "
-            f"{length} tokens need {needed} for a moment, and {room} can be had; free it and "
-            "compute it again",
+            f"reqid {slots[0].index}: {held} unshared pages, but to be swapped in its "
+            f"{length} tokens need {needed} for a moment, and only {room} are obtainable; free "
+            "it and compute it again",
             errno=errno.ENOMEM,
             op="KVCache.swap_out",
             limit=room,
@@ -140,7 +141,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
 
 
 def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
-    """Undoes a `swap_out` whose result its caller never got. Idempotent."""
+    """Undo a `swap_out` whose caller never got the result. Idempotent."""
     slot = groups[0].table[reqid]
     if swapped.is_open and not slot.active:
         swap_in(groups, swapped, None, into=reqid)
@@ -149,9 +150,9 @@ def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> 
 def swap_in(
     groups: Sequence[Group], swapped: SwappedRequest, stream: Any, into: int | None = None
 ) -> int | None:
-    """See `KVCache.swap_in`; into several caches with the same requests, all or none.
+    """Implement `KVCache.swap_in`, in all groups or in none.
 
-    `into`: the reqid that it shall have, which is free; None: any.
+    `into`: the free reqid to use; None: any.
     """
     if not isinstance(swapped, SwappedRequest):
         raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")
@@ -160,7 +161,7 @@ def swap_in(
             f"{swapped!r} was closed or swapped in before", errno=errno.EBADF, op="KVCache.swap_in"
         )
     if swapped._groups != tuple(groups):
-        raise invalid(f"{swapped!r} is another cache's")
+        raise invalid(f"{swapped!r} belongs to another cache")
     length = swapped.seq_len
     if into is None:
         sync_free_slots(groups)
@@ -189,9 +190,9 @@ def swap_in(
             return None
         for group in groups:
             group.pager.settle(stream)
-        # Zero-fills, and earlier owners' work where nothing is filled: ordered before it just now.
+        # Wait for zero-fills, or for earlier owners' work, which were ordered before `stream`.
         wait_for(record(stream, groups[0].device))
-        groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
+        groups[0].journal.checkpoint()  # keep the grant on failure, as its pages get written
         both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
         for group, slot, head, rows in both:
             size, addresses = _pieces(group, slot, head, length)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Pages of requests moved to another memory, or under entries of 2 MiB, on demand."""
+"""On-demand moves of requests' pages to another memory, and promotion to 2 MiB entries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Moved", "move", "promote", "tier_of"]
 
 
 class Moved(NamedTuple):
-    """What `KVCache.move` did; physical pages of `Layout.page_size`, of all tensors together.
+    """Result of `KVCache.move`: physical pages of `Layout.page_size`, of all tensors together.
 
     Attributes:
-        pages: pages that moved, or are on their way.
-        shared: pages that stay where they are, since others have them too.
+        pages: pages that moved, or are being moved.
+        shared: pages that stay where they are, since they are shared.
     """
 
     pages: int
@@ -35,7 +35,7 @@ class Moved(NamedTuple):
 
 
 def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
-    """The tier that a caller names."""
+    """Return the tier that a caller names."""
     names = {one.name.lower(): one for one in Location}
     place = names.get(location) if isinstance(location, str) else None
     if isinstance(location, int) and location in names.values():
@@ -43,23 +43,23 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
     if place is None:
         raise invalid(f"location {location!r} is not one of {', '.join(map(repr, names))}")
     if place is not Location.PEER and device is not None:
-        raise invalid(f"device {device!r}: a location of {place.name.lower()!r} takes none")
+        raise invalid(f"device {device!r}: a location of {place.name.lower()!r} takes no device")
     info = group.context.info
     if place is not Location.DEVICE:
         (HOST_PAGES if place is Location.HOST else PEER_PAGES).require(info, "move")
     if place is not Location.PEER:
         return Tier(place)
     if device is None:
-        raise invalid("location 'peer' needs a device, one of the context's")
+        raise invalid("location 'peer' needs one of the context's devices")
     ordinal, own = device_ordinal(device), info.devices[0]
     if ordinal == own or ordinal not in info.devices:
         peers = [one for one in info.devices if one != own]
-        raise invalid(f"device {ordinal} is none of the context's peers, {peers}")
+        raise invalid(f"device {ordinal} is not one of the context's peers, {peers}")
     return Tier(place, ordinal)
 
 
 def promote(groups: Sequence[Group], reqid: int, work: PriorWork, *, wait: bool) -> int:
-    """See `KVCache.promote`."""
+    """Implement `KVCache.promote`."""
     done = 0
     slots = [group.slot(reqid) for group in groups]
     if all(group.promoter is None for group in groups):
@@ -81,7 +81,7 @@ def move(
     *,
     wait: bool,
 ) -> Moved:
-    """See `KVCache.move`: new pages in all groups or in none, before any is put in place."""
+    """Implement `KVCache.move`: copies in all groups or in none, before any page is replaced."""
     both = [(group, group.slot(reqid)) for group in groups]
     for group, slot in both:
         group.mover.sweep()
@@ -102,7 +102,7 @@ def move(
     except VMemError:
         cancel()
         raise
-    begun.clear()  # from here on an interruption leaves the rest to the next step
+    begun.clear()  # after this, the next step completes an interrupted move
     if wait:
         try:
             for group, slot in both:
@@ -124,7 +124,7 @@ def _begin_move(
     *,
     wait: bool,
 ) -> Moved:
-    """The first phase of `move` in one group, of a slot over which nothing is in flight."""
+    """Run the first phase of `move` in one group; nothing may be in flight over the slot."""
     low, high = _pages_of(group, slot, tokens, wait)
     tensors = group.layout.num_tensors
     shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
@@ -145,7 +145,7 @@ def _begin_move(
 def _pages_of(
     group: Group, slot: Slot, tokens: Sequence[int] | None, wait: bool
 ) -> tuple[int, int]:
-    """The pages that hold only rows of these tokens."""
+    """Return the range of pages that hold only rows of these tokens."""
     layout, held = group.layout, group.rows[slot.index]
     first, last = 0, held
     if tokens is not None:
@@ -160,7 +160,7 @@ def _pages_of(
             raise invalid(
                 f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held
             )
-    if layout.state:  # as a whole, and not while it is written
+    if layout.state:  # moved as a whole, and not while it is written
         whole = wait and (first, last) == (0, held)
         return 0, slot.granted if whole else 0
     low = -(-first * layout.row_bytes // layout.page_size)
@@ -172,14 +172,14 @@ def _pages_of(
 
 
 def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: int) -> None:
-    """Makes room for pages of a group in a tier; raises OutOfMemory where there is too little."""
+    """Make room for pages of a group in a tier; raise OutOfMemory if there is too little."""
     size = group.layout.page_size
     if tier == DEVICE:
         if not have([(group.pager, pages)], {}):
             raise _tier_full(group, tier, pages, group.reclaimer.free * size)
         return
     host = tier.location is Location.HOST
-    limit = group.config.host_limit if host else group.config.peer_limit  # of all groups together
+    limit = group.config.host_limit if host else group.config.peer_limit  # for all groups together
     if not limit:
         return
     taken = sum(

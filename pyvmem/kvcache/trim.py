@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Memory given back: pages that no request owns, and slabs that are used in part."""
+"""Returning memory: unmaps pages that no request owns, and compacts partly used slabs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: bool = True) -> bool:
-    """Begins to unmap all pages that no request owns; True when no unmap is in flight.
+    """Begin to unmap all pages that no request owns; return True if no unmap is in flight.
 
-    `prefixes`: those of prefixes, which are evicted; "host": host memory keeps their rows, if any.
-    `kept`: of kept slots, too. That gives no memory back, since what they map is recorded.
+    `prefixes`: first evict prefixes; "host": copy their rows to host memory, if enabled.
+    `kept`: also unmap kept slots. That frees no memory, since their pages are recorded.
     """
     group.pager.poll()
     group.reclaimer.poll()
@@ -39,7 +39,7 @@ def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: b
 def trim(
     manager: Manager, prefixes: bool | str, compact: bool | None, stream: Any, before: int
 ) -> int:
-    """See `KVCache.trim`; `before`: what the context had taken from the device."""
+    """Implement `KVCache.trim`; `before`: slab bytes of the context when the call began."""
     groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
     context.trim(0)
@@ -58,15 +58,15 @@ def trim(
 
 
 def _compact(manager: Manager, stream: Any) -> None:
-    """Empties slabs that are used in part.
+    """Compact partly used slabs, after all work on the device.
 
     Raises:
-        NotSupported: the context is not the cache's own.
+        NotSupported: the cache does not own the context.
     """
     if not manager.owns_context:
         raise NotSupported(
-            "compact: the context is not the cache's own, and others may be using its pages; "
-            "Context.compact is for whoever knows them all",
+            "compact: the cache does not own the context, and others may be using its pages; "
+            "only a caller that knows all users may call Context.compact",
             errno=errno.EOPNOTSUPP,
             op="KVCache.trim",
         )
@@ -77,11 +77,11 @@ def _compact(manager: Manager, stream: Any) -> None:
 
 
 def can_compact(manager: Manager) -> bool:
-    """True if no GPU work can be using live pages, once the work in `last_work` is over.
+    """Return whether no GPU work can be using live pages, once the work in `last_work` is complete.
 
     Compaction replaces pages under their addresses, so no GPU work may touch them, and a cache does
     not see what an engine launches. It only knows which requests that work may use: those that the
-    last `step` named, and, in a context of others, any.
+    last `step` named, and, in a context that it does not own, any.
     """
     groups = manager.groups
     if not manager.owns_context:
@@ -94,7 +94,7 @@ def can_compact(manager: Manager) -> bool:
 
 
 def last_work(groups: Sequence[Group]) -> list[Any]:
-    """The GPU work that is not known to be over, where the last `step` named no request."""
+    """Return GPU work not known to be complete; for use when the last `step` named no request."""
     events: list[Any] = []
     for group in groups:
         group.rested = prune(group.rested)
@@ -109,7 +109,7 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
 
 
 def unmap_idle(groups: Sequence[Group], prefixes: bool | str) -> None:
-    """Unmaps all pages that no request owns, and waits; failures are in `Reclaimer.errors`."""
+    """Unmap all pages that no request owns, and wait; failures go to `Reclaimer.errors`."""
     for group in groups:
         group.pager.finish_idle()
         with group.counters.waiting():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Requests cut back to fewer tokens, in all groups of layers or in none."""
+"""Truncation of requests to fewer tokens, in all groups of layers or in none."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = ["Truncation", "check_kept", "copied", "truncate"]
 
 
 def check_kept(length: int, reqid: int, held: int) -> None:
-    """Raises InvalidArgument unless a request that holds so many tokens can keep `length`."""
+    """Raise InvalidArgument unless a request that holds `held` tokens can keep `length`."""
     if not 0 <= length <= held:
         raise invalid(f"length {length}: reqid {reqid} holds {held} tokens", limit=held)
 
 
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
-    """See `KVCache.truncate`; of several caches with the same requests, all or none."""
+    """Implement `KVCache.truncate`, in all groups or in none. Returns 0 or -1."""
     slots, rows, held = [], operator.index(length), 0
     for group in groups:
         slot = group.slot(reqid)
@@ -69,7 +69,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 
 
 def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
-    """See `CacheMemory.for_truncate`."""
+    """Implement `CacheMemory.for_truncate`: bytes of new pages that a truncation needs."""
     slots = [group.slot(reqid) for group in groups]
     check_kept(length, slots[0].index, max(group.rows[slots[0].index] for group in groups))
     each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
@@ -77,9 +77,9 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
-    """Takes back the pages that a prefill's kernel might read past the request's rows.
+    """Disown pages past the request's rows that were mapped for a prefill's kernel to read.
 
-    They were never written, so the request may get them again as they are.
+    They were never written, so the request may get them again without a fill.
     """
     each = []
     for group, slot in both:
@@ -97,29 +97,28 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
 
 @dataclass
 class Truncation:
-    """The plan for a slot's pages.
+    """Plan for the pages of one slot.
 
         0 ......... length ......... granted ......... mapped
         | rows kept | dropped        |                 |
         | pages kept   | no owner from here on         |
 
-    Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
-    again, zeroed, and whoever is short may take them. Pages that a request shares or that lie
-    outside the device cannot stay without an owner. They are unmapped at once, and of a
-    shared page that is kept in part the request gets a copy of its own, since it may write past
-    its last row.
+    The request's own dropped pages stay mapped, like those of a freed slot: the request may get
+    them again, zeroed, and other requests that are short may take them. Pages that are shared or
+    outside the device cannot stay without an owner. They are unmapped at once, and a shared page
+    that is kept in part is replaced by a copy, since the request may write past its last row.
 
     Attributes:
         rows: tokens that are kept.
-        first: the page that the first dropped row begins in.
+        first: the page in which the first dropped row begins.
         keep: pages that the request keeps.
-        shared: of these, shared ones.
-        copied: end of the pages, from `shared` on, that copies take the place of.
+        shared: of these, pages that stay shared.
+        copied: end of the pages, from `shared` on, that are replaced by copies.
         stride: bytes of the copies in each tensor.
-        new_pages: physical pages that the copies take.
-        end: pages from here on go where pages are unmapped at once.
-        unmaps: they are.
-        addresses: where the copies are until they take their place; None: there are none.
+        new_pages: physical pages of the copies.
+        end: pages from here on are unmapped if `unmaps`.
+        unmaps: pages must be unmapped at once.
+        addresses: scratch addresses of the copies until they are mapped in the slot; else None.
     """
 
     group: Group
@@ -137,7 +136,7 @@ class Truncation:
 
     @classmethod
     def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
-        """The slot is the request's, without a move under way past its rows."""
+        """Plan a truncation to `rows`; no move may be in flight past these rows."""
         layout, places = group.layout, slot.places
         first, rest = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(layout.pages_for(rows), slot.granted)
@@ -147,7 +146,7 @@ class Truncation:
             if rest:
                 copied = min(keep, last)
             else:
-                keep = shared  # what a kernel may over-read comes with the next step
+                keep = shared  # the next step maps rows that a kernel may over-read
         unmaps = shared < last or bool(places.noted and places.away_end > keep)
         pages = copied - shared
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
@@ -157,9 +156,9 @@ class Truncation:
         )
 
     def copy(self, ops: OpBatch) -> Reservation:
-        """Adds to a batch that what is kept of shared pages is copied to scratch addresses.
+        """Add to `ops` the copy of the kept part of shared pages to scratch addresses; return them.
 
-        The request's own work is over; that of others who wrote the shared pages is waited for.
+        The request's own work must be complete; waits for others' work that wrote the pages.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         for block, *_ in slot.shared_part(self.shared, self.copied).parts:
@@ -179,7 +178,7 @@ class Truncation:
         return addresses
 
     def drop_copy(self) -> None:
-        """Undoes `copy` once the batch has run; may be repeated."""
+        """Undo `copy` after the batch has run; may be repeated."""
         if self.addresses is not None:
             edits = self.group.reclaimer.freeing(self.copied - self.shared, {})
             nbytes = self.stride * self.group.layout.num_tensors
@@ -188,7 +187,7 @@ class Truncation:
             )
 
     def unmap(self, ops: OpBatch) -> None:
-        """Adds to a batch that the copies are mapped over shared pages, and what follows goes."""
+        """Add to `ops`: map the copies over shared pages, and unmap the pages after them."""
         group, slot, layout = self.group, self.slot, self.group.layout
         tensors = layout.num_tensors
         if self.addresses is not None:
@@ -215,7 +214,7 @@ class Truncation:
             )
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """The change of the records; `work`: the last on the rows."""
+        """Return the edits of the records; `work`: the last work on the rows."""
         group, slot = self.group, self.slot
         edits = group.entering(slot, self.rows)
         if slot.pins:
@@ -229,7 +228,7 @@ class Truncation:
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
     def _unmapping(self) -> list[list[Any]]:
-        """Does as `unmap`."""
+        """Return the edits that belong to `unmap`."""
         group, slot, places = self.group, self.slot, self.slot.places
         own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
         away: dict[Tier, int] = {}
@@ -254,13 +253,13 @@ class Truncation:
 
 
 def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
-    """Unmaps at once what cannot stay, of every group in one batch, after one that copies.
+    """Unmap all groups' pages that need it in one batch, after a first batch that makes the copies.
 
     Returns:
-        False, and nothing changed: memory is short.
+        False if memory is short; nothing changed.
 
     Raises:
-        NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
+        NotRecoverable: the request has lost rows; the message names it. VMemError: nothing changed.
     """
     begun = [one for one in each if one.unmaps]
     if not _copy_all([one for one in begun if one.new_pages]):
@@ -287,7 +286,7 @@ def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copies what is kept of shared pages; False, and nothing changed: memory is short."""
+    """Copy the kept parts of shared pages; False if memory is short: nothing changed."""
     if not copies:
         return True
     if not have([(one.group.pager, one.new_pages) for one in copies], {}):
@@ -312,13 +311,13 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
 
 
 def _drop_copies(copies: Sequence[Truncation]) -> None:
-    """Undoes `_copy_all`; may be repeated."""
+    """Undo `_copy_all`; may be repeated."""
     for one in copies:
         one.drop_copy()
 
 
 def _lost(begun: Sequence[Truncation], error: NotRecoverable) -> NotRecoverable:
-    """Retires the slots of the request whose pages could not be undone; returns what to raise."""
+    """Retire the slots of a request after a failed rollback; return the error to raise."""
     for one in begun:
         one.group.reclaimer.mark_broken([(one.slot, one.shared, one.slot.mapped)])
     broken = [one for one in begun if one.slot.broken] or begun

@@ -119,7 +119,9 @@ def counts(text: str, all_is: int | None = None) -> list[int]:
             found.append(int(one))
         else:
             example = "1,8" if all_is is None else "1,8,all"
-            raise argparse.ArgumentTypeError(f"{text!r}: {one!r} is no count; expected {example}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: {one!r} is not a count; expected {example}"
+            )
     return found
 
 

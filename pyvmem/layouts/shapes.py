@@ -195,7 +195,7 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
         elif isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
             why = f"{path} is not JSON"
         raise invalid(
-            f"{model!r} is none of {known}, nor a readable config.json: {why}", op="shape_of"
+            f"{model!r} is neither one of {known} nor a readable config.json: {why}", op="shape_of"
         ) from None
     try:
         config = config_of(values)

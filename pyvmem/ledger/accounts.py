@@ -357,7 +357,9 @@ class Ledger(Closable):
         head = os.pread(self._fd, _HEAD.size, 0)
         advice = "end the engines that use it, then remove the file"
         if state.st_size != _SIZE or len(head) < _HEAD.size or head[:8] != _MAGIC:
-            raise LedgerError(f"{self.path} is no ledger, or damaged: {advice}", errno=errno.EIO)
+            raise LedgerError(
+                f"{self.path} is not a ledger, or is damaged: {advice}", errno=errno.EIO
+            )
         _, version, slots, _ = _HEAD.unpack(head)
         if (version, slots) != (_VERSION, _SLOTS):
             raise LedgerError(

@@ -287,7 +287,7 @@ def _protocol_handle(given: Any, answer: Any, what: str) -> int:
 
 def _refusal(given: Any, what: str, more: str = "") -> NotGpuWork:
     return NotGpuWork(
-        f"{what}: {given!r:.120} is no GPU work: expected a torch.cuda.Stream or Event, a "
+        f"{what}: {given!r:.120} does not name GPU work: expected a torch.cuda.Stream or Event, a "
         f"cuda.core Stream or Event, anything with __cuda_stream__, CurrentStream, FdEvent{more}",
         errno=errno.EINVAL,
     )

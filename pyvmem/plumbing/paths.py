@@ -49,7 +49,7 @@ def existing_folder(text: str) -> Path:
     """Validates an existing folder."""
     path = existing(text)
     if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder")
+        raise argparse.ArgumentTypeError(f"{text} is not a directory")
     return path
 
 
@@ -66,7 +66,7 @@ def replaced(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder")
     if path.exists() and not path.is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no regular file")
+        raise argparse.ArgumentTypeError(f"{text} is not a regular file")
     try:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError

@@ -73,7 +73,7 @@ def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
         raise invalid(f"{name} must be a whole number, not {what}", op=op) from None
     if not low <= number <= high:
         raise invalid(
-            f"{name} is {shown(number)}; it must lie between {low} and {high}", limit=high, op=op
+            f"{name} is {shown(number)}; it must be between {low} and {high}", limit=high, op=op
         )
     return number
 
@@ -92,7 +92,7 @@ def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -
     except (TypeError, ValueError, RuntimeError):  # the last is torch's, for several in a tensor
         raise invalid(f"{name} must be a number, not {shown(value)}", op=op) from None
     if not 0.0 <= number <= high or (positive and not number):  # also refuses NaN
-        bounds = "be above 0 and at most" if positive else "lie between 0 and"
+        bounds = "be above 0 and at most" if positive else "be between 0 and"
         what = shown(value) if math.isinf(number) else number
         raise invalid(f"{name} is {what}; it must {bounds} {high}", limit=high, op=op)
     return number

@@ -139,7 +139,7 @@ def _cannot_write(folder: Path) -> str:
     while not os.path.lexists(there):
         there = there.parent
     if not there.is_dir():
-        return f"{there} is no folder"
+        return f"{there} is not a directory"
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         return f"{there} cannot be written"
     return ""

@@ -166,7 +166,7 @@ def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
     """The tests, with parameters (NAME=VALUE) of their programs overridden."""
     for word in given:
         if not re.fullmatch(r"[A-Z_]+=\d+", word):
-            sys.exit(f"suite.py: --set {word!r} is no parameter, as SEED=7 is")
+            sys.exit(f"suite.py: --set {word!r} is not a parameter such as SEED=7")
     names = [word.partition("=")[0] for word in given]
     for test in tests if given else []:
         if not test.program:

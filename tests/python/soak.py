@@ -398,7 +398,7 @@ def described(cache: KVCache) -> Iterator[str]:
     for part in cache.caches:
         yield str(part.stats())
     some, every = cache.memory.obtainable()
-    yield f"{some} of {every} bytes can be had"
+    yield f"{some} of {every} bytes are obtainable"
 
 
 class Soak:

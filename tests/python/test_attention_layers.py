@@ -101,9 +101,9 @@ def test_layers_with_a_state_and_those_that_keep_nothing_are_left_out(host: pyvm
                     attend(row, layer, batch)
             attend.close()
         for call in (cache.k, cache.v, cache.states):
-            with pytest.raises(InvalidArgument, match="layer 2 keeps nothing"):
+            with pytest.raises(InvalidArgument, match="layer 2 stores nothing"):
                 call(2)
-    nothing = "needs at least one layer that keeps something"
+    nothing = "needs at least one layer that stores data"
     with pytest.raises(InvalidArgument, match=nothing):
         LayeredCache([EmptyShape()], host, **policy)
     with (
@@ -440,7 +440,7 @@ def test_wrong_up_projections_are_refused(cache: LayeredCache) -> None:
     batch = attend.batch(CASES[0].reqids, CASES[0].q_lens, CASES[0].kv_lens)
     up = UpProjections(torch.randn(4, 8, LATENT), torch.randn(4, 12, LATENT))
     q = torch.randn(batch.tokens, 4, 8 + LAYERS[2].head_dim - LATENT)
-    with pytest.raises(InvalidArgument, match="layer 0 is no latent of one head"):
+    with pytest.raises(InvalidArgument, match="layer 0 does not store an MLA latent"):
         attend(q, 0, batch, up=up)
     for name, bad in (
         ("up.key is (4, 8, 5)", up._replace(key=up.key[..., :5])),

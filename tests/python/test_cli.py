@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     assert not gone.exists()
     gone.write_text("")
     said = refused([*words, str(gone / "out.svg")], capsys)
-    assert said.endswith(f"{argument}{gone} is no folder")
+    assert said.endswith(f"{argument}{gone} is not a directory")
     said = refused([*words, str(tmp_path)], capsys)
     assert said.endswith(f"{argument}{tmp_path} is a folder")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
@@ -176,7 +176,7 @@ def test_what_would_be_gone_is_not_replaced(
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
     os.mkfifo(pipe)
     said = refused([*words, str(pipe)], capsys)
-    assert said.endswith(f"argument {words[-1]}: {pipe} is no regular file")
+    assert said.endswith(f"argument {words[-1]}: {pipe} is not a regular file")
     assert pipe.is_fifo()
     link.symlink_to(pipe)
     refused([*words, str(link)], capsys)
@@ -283,7 +283,7 @@ def test_a_model_that_is_none(
 ) -> None:
     file = tmp_path / "gone"
     begins = (
-        f"vmem {words[0]}: error: argument --model: '{file}' is none of Yi-6B, Llama-3-8B, "
+        f"vmem {words[0]}: error: argument --model: '{file}' is neither one of Yi-6B, Llama-3-8B, "
         "Yi-34B, SmolLM2-135M, nor a readable config.json: "
     )
     assert cli.main([*words, str(file)]) == 2

@@ -411,11 +411,11 @@ def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
         ({"dtype": "float16"}, "'dtype' is not an option"),
         ({"window": 8}, "window is set by the layers"),
         ({"page_size": 3000}, "page_size 3000 is not a power of two"),
-        ({"group_size": 0}, "group_size is 0; it must lie between 1 and"),
+        ({"group_size": 0}, "group_size is 0; it must be between 1 and"),
         ({"memory_limit": "much"}, "memory_limit must be a whole number, not 'much'"),
         ({"low_watermark": float("nan")}, "low_watermark is nan"),
         ({"group_size": 2}, "group_size 2 does not divide 3 layers"),
-        ({"backend": "nonsense"}, "backend 'nonsense' is none of auto, .*host"),
+        ({"backend": "nonsense"}, "backend 'nonsense' is not one of auto, .*host"),
         ({"memory_floor": 1 << 20}, "memory_floor 1048576: the cache has no budget"),
     ],
     ids=str,
@@ -477,7 +477,9 @@ def test_keys_of_a_layer_that_keeps_nothing_are_refused(model: Any, host: pyvmem
     last, ids = config.num_hidden_layers - 1, torch.tensor([[1, 2, 3]])
     with (
         make(host, config) as cache,
-        pytest.raises(InvalidArgument, match=f"layer {last} keeps nothing, as the configuration"),
+        pytest.raises(
+            InvalidArgument, match=f"layer {last} stores nothing according to the configuration"
+        ),
     ):
         model(ids, past_key_values=cache)
 

@@ -338,7 +338,7 @@ def test_bad_options_change_nothing(model: Any, context: pyvmem.Context) -> None
         ({"max_batch": "many"}, "max_batch must be a whole number, not 'many'"),
         ({"pages": 3}, "'pages' is none"),
         ({"budget": 3}, "'budget' is none"),
-        ({"backend": "nonsense"}, "backend 'nonsense' is none of auto, "),
+        ({"backend": "nonsense"}, "backend 'nonsense' is not one of auto, "),
         ({"keep_windows": 5}, "keep_windows must be True or False, not 5"),
         ({"group_size": 1 << 13}, "group_size 8192 does not divide"),
     ):

@@ -142,9 +142,9 @@ def test_a_state_does_not_go_back(host: pyvmem.Context) -> None:
     with torch.no_grad(), VMemCache(model.config, 1, 128, context=host) as cache:
         model(ids, past_key_values=cache)
         assert not cache.is_croppable
-        with pytest.raises(InvalidArgument, match="layer 0 has a state, which cannot go back"):
+        with pytest.raises(InvalidArgument, match="the state of layer 0 cannot be rolled back"):
             cache.crop(-1)
-        with pytest.raises(InvalidArgument, match="layer 0 has a state, which cannot go back"):
+        with pytest.raises(InvalidArgument, match="the state of layer 0 cannot be rolled back"):
             cache.layers[1].crop(-1)  # attention's
         with pytest.raises(InvalidArgument, match="0 tokens: layer 0 has a state, which cannot"):
             cache.layers[1].crop(-20)

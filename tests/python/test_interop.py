@@ -44,7 +44,7 @@ def test_a_resource_of_pages_that_there_are_not(context: pyvmem.Context, size: i
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
 
-    with pytest.raises(pyvmem.InvalidArgument, match=f"page_size {size} is none of"):
+    with pytest.raises(pyvmem.InvalidArgument, match=f"page_size must be one of .*, not {size}"):
         VMemResource(context, page_size=size)
 
 

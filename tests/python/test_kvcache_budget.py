@@ -224,7 +224,7 @@ def test_bad_input(context: Context) -> None:
     page = context.info.granule
     with pytest.raises(InvalidArgument, match=f"a budget of {page - 1} bytes"):
         Budget(context, page - 1)
-    with pytest.raises(InvalidArgument, match="total_bytes is -1; it must lie between 0 and"):
+    with pytest.raises(InvalidArgument, match="total_bytes is -1; it must be between 0 and"):
         Budget(context, -1)
     budget = Budget(context, 16 * page)
     with pytest.raises(InvalidArgument, match="the cache has no budget"):

@@ -307,7 +307,7 @@ def test_requests_go_on_after_it(backend: str) -> None:
 def test_not_in_a_context_of_others(context: Context) -> None:
     page = context.info.granule
     with KVCache(config(page_size=page, max_batch=2), context) as cache:
-        with pytest.raises(NotSupported, match="not the cache's own"):
+        with pytest.raises(NotSupported, match="does not own the context"):
             cache.trim(compact=True)
         assert cache._idle is None, "nor does it give back memory that others are about to use"
         assert cache.trim() >= 0

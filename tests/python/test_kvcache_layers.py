@@ -115,7 +115,9 @@ def test_a_layer_may_have_one_tensor(context: Context) -> None:
         tags = [1 + row for row in range(rows)]
         write_rows(cache, reqid, 0, tags)
         assert read_rows(cache, reqid, 0, tags)
-        with pytest.raises(InvalidArgument, match="layer 2 has no values: tensors_per_layer is 1"):
+        with pytest.raises(
+            InvalidArgument, match="layer 2 stores no values: tensors_per_layer is 1"
+        ):
             cache.v(2)
         cache.check_integrity()
 
@@ -311,7 +313,7 @@ def test_bad_input(context: Context) -> None:
             cache.free_reqid(1)
         assert state(cache) == before
     latent = LayeredCache([LayerShape(1, 576, 0)], context, max_batch=1, page_size=page)
-    with latent, pytest.raises(InvalidArgument, match="layer 0 has no values"):
+    with latent, pytest.raises(InvalidArgument, match="layer 0 stores no values"):
         latent.v(0)
 
 

@@ -281,7 +281,9 @@ def test_bad_input(folder: Path, host: Context) -> None:
     total = 16 * COLUMN * PAGE
     with pytest.raises(InvalidArgument, match=r"a pyvmem\.ledger\.Ledger, not '/tmp'"):
         Budget(host, total, ledger="/tmp")  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="floor_bytes 1: 0 to 0, the total, in a ledger"):
+    with pytest.raises(
+        InvalidArgument, match="floor_bytes 1: must be 0 to 0, the total with a ledger"
+    ):
         Budget(host, total, floor_bytes=1)
     with ledger(folder) as book:
         with pytest.raises(InvalidArgument, match=f"floor_bytes {total + 1}: 0 to {total}"):

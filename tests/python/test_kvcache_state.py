@@ -265,7 +265,7 @@ def test_bad_shapes_are_refused() -> None:
     for make, text in (
         (lambda: StateShape(), "needs a conv or a recurrent state"),
         (lambda: StateShape(conv=(4,)), r"conv is \(4,\); it must have two sizes or more"),
-        (lambda: StateShape(recurrent=(4, 0)), "recurrent is 0; it must lie between 1 and 65536"),
+        (lambda: StateShape(recurrent=(4, 0)), "recurrent is 0; it must be between 1 and 65536"),
         (lambda: StateShape(conv=(4, 300, 300)), "elements of a conv channel is 90000"),
         (
             lambda: KVCacheConfig(1, 1, 8, state=True, tensors_per_layer=1, window=5),

@@ -198,7 +198,7 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
         before = state(cache)
         for arguments, text in (
             ({"location": "disk"}, "location 'disk' is not one of 'device', 'host', 'peer'"),
-            ({"location": "device", "device": 0}, "a location of 'device' takes none"),
+            ({"location": "device", "device": 0}, "a location of 'device' takes no device"),
             ({"location": "device", "tokens": (0, 9)}, f"tokens 0 to 9: reqid 0 holds {ROWS}"),
             ({"location": "device", "tokens": (3, 2)}, "tokens 3 to 2"),
             ({"location": "device", "tokens": (-1, 2)}, "tokens -1 to 2"),
@@ -224,7 +224,9 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InvalidArgument, match="'peer' needs a device"):
             cache.move(reqid, "peer")
         for device in (context.info.devices[0], 97):
-            with pytest.raises(InvalidArgument, match=f"device {device} is none of the context's"):
+            with pytest.raises(
+                InvalidArgument, match=f"device {device} is not one of the context's"
+            ):
                 cache.move(reqid, "peer", device)
         assert state(cache) == before
 

@@ -227,8 +227,8 @@ def test_a_slide_that_fails_is_undone_and_told(context: Context, place: str) -> 
 
 def test_what_a_window_does_not_allow(context: Context) -> None:
     for change, text in (
-        ({"window": -1}, "window is -1; it must lie between 0"),
-        ({"window_tile": 70000}, "window_tile is 70000; it must lie between 0 and 65536"),
+        ({"window": -1}, "window is -1; it must be between 0"),
+        ({"window_tile": 70000}, "window_tile is 70000; it must be between 0 and 65536"),
     ):
         with pytest.raises(InvalidArgument, match=text):
             KVCacheConfig(1, 1, 64, **change)
@@ -481,7 +481,9 @@ def test_a_fork_that_could_not_come_back_is_not_swapped_out(context: Context, pa
         assert mapped(cache, child) == 3
         assert cache.stats().active_pages == 4 * TENSORS
         if pages == 8:
-            with pytest.raises(OutOfMemory, match="tokens need 24 for a moment, and 20 can be had"):
+            with pytest.raises(
+                OutOfMemory, match="tokens need 24 for a moment, and only 20 are obtainable"
+            ):
                 cache.swap_out(child)
         else:
             again = cache.swap_in(cache.swap_out(child))

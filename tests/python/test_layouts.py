@@ -448,7 +448,7 @@ def test_bad_layouts_and_workloads() -> None:
 
 
 def test_bad_shapes(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="'Llama-9' is none of Yi-6B"):
+    with pytest.raises(InvalidArgument, match="'Llama-9' is neither one of Yi-6B"):
         shape_of("Llama-9")
     with pytest.raises(InvalidArgument, match="8 KV heads cannot be shared evenly by 3 ranks"):
         LLAMA.on_ranks(3)
@@ -576,7 +576,7 @@ def test_calls_of_several_ranks_take_turns(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "GPT-9"], "'GPT-9' is none of"),
+        (["--model", "GPT-9"], "'GPT-9' is neither one of"),
         (["--model", "Yi-34B", "--memory", "40G"], "use more ranks"),
         (["--ranks", "3"], "cannot be shared evenly"),
         (["--runs", "3"], "run is 3"),

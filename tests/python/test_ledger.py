@@ -741,7 +741,7 @@ def test_a_folder_that_cannot_be_used_is_not_an_empty_one(
     with pytest.raises(SystemExit, match="2"):
         vmem(folder, *words)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith(f"argument --ledger: {folder} is no folder")
+    assert last.endswith(f"argument --ledger: {folder} is not a directory")
 
 
 @pytest.mark.parametrize("words", [["limit", "a", "1G"], ["top", "--once"], ["top", "--json"]])

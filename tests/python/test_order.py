@@ -284,14 +284,14 @@ def test_what_names_no_work_is_refused(wrong: Any, device: int | None, gpu: Gpu)
         lambda: streams.after_items([wrong], device),
     )
     for call in calls:
-        with pytest.raises(NotGpuWork, match="is no GPU work: expected a torch") as caught:
+        with pytest.raises(NotGpuWork, match="does not name GPU work: expected a torch") as caught:
             call()
         assert isinstance(caught.value, (TypeError, InvalidArgument))
     assert gpu.log == []
 
 
 def test_the_text_names_what_was_wrong() -> None:
-    with pytest.raises(NotGpuWork, match=r"stream: 'nonsense' is no GPU work"):
+    with pytest.raises(NotGpuWork, match=r"stream: 'nonsense' does not name GPU work"):
         work_of("nonsense")
     with pytest.raises(NotGpuWork, match=r"__cuda_stream__\(\) is \(1, 80\), not \(0, handle\)"):
         work_of(Version1())

@@ -502,7 +502,7 @@ def test_ranges_and_nothing_are_ids_too() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([5, -1], "token id 1 is -1; it must lie between 0 and 4294967295"),
+        ([5, -1], "token id 1 is -1; it must be between 0 and 4294967295"),
         ([1 << 32], "token id 0 is 4294967296"),
         ([1 << 70], "token id 0 is 1180591620717411303424"),
         ([1, 2.0], "token id 1 is 2.0 of type float"),

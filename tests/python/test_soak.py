@@ -48,7 +48,7 @@ def test_a_failure_tells_the_state_of_the_caches(
         Soak("host", 1).run(steps=1)
     said = capsys.readouterr().out
     for text in ("round 0, <Context host", "MemoryInfo(free_bytes=", "KVCacheConfig(",
-                 "slot 5: 0 rows", "leased: []", "CacheStats(", "bytes can be had"):  # fmt: skip
+                 "slot 5: 0 rows", "leased: []", "CacheStats(", "are obtainable"):  # fmt: skip
         assert text in said
 
 

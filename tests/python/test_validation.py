@@ -37,7 +37,7 @@ def test_the_operation_is_the_callers(call: Callable[[], object], op: str) -> No
 
 
 def test_the_value_and_the_limit_are_named() -> None:
-    with pytest.raises(InvalidArgument, match="rows is 9; it must lie between 1 and 8") as caught:
+    with pytest.raises(InvalidArgument, match="rows is 9; it must be between 1 and 8") as caught:
         bounded("rows", 9, 1, 8, op="test")
     assert caught.value.limit == 8
 

@@ -131,7 +131,11 @@ def disk(root: Any) -> dict[str, Any]:
         ("OffloadingConnector", {"extra": TIERS | {"secondary_tiers": ["fs"]}}, "=.'fs'. .expect"),
         ("OffloadingConnector", {"extra": TIERS | disk(None)}, "root_dir=None of a tier fs .exp"),
         ("OffloadingConnector", {"extra": TIERS | disk("")}, "root_dir='' of a tier fs .expected"),
-        ("OffloadingConnector", {"extra": TIERS | disk("/dev/null/kv")}, "/dev/null is no folder"),
+        (
+            "OffloadingConnector",
+            {"extra": TIERS | disk("/dev/null/kv")},
+            "/dev/null is not a directory",
+        ),
         ("OffloadingConnector", {"extra": {"canonical_layout": True}}, "canonical_layout"),
         ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": None}}, "cpu_bytes_to_use=None"),
         ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": "4G"}}, "cpu_bytes_to_use='4G'"),

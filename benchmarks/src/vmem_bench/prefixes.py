@@ -77,7 +77,7 @@ def add_parser(which: Any) -> None:
 def _parts(text: str) -> tuple[str, ...]:
     found = tuple(text.split(","))
     if strange := [one for one in found if one not in PARTS]:
-        raise argparse.ArgumentTypeError(f"{strange[0]!r} is none of {', '.join(PARTS)}")
+        raise argparse.ArgumentTypeError(f"{strange[0]!r} is not one of {', '.join(PARTS)}")
     return found
 
 

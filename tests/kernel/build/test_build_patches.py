@@ -335,7 +335,7 @@ def test_two_series_for_one_version_are_found(
 
 
 def test_a_folder_that_is_no_clone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KernelBuildError, match="is no clone of NVIDIA's repository"):
+    with pytest.raises(KernelBuildError, match="is not a clone of NVIDIA's repository"):
         check_clone(Clone(tmp_path))
 
 

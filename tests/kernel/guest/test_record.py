@@ -138,8 +138,8 @@ def test_parameters_replace_those_of_the_manifest() -> None:
 @pytest.mark.parametrize(
     ("program", "word", "message"),
     [
-        ("fuzz", "seed=7", "'seed=7' is no parameter, as SEED=7 is"),
-        ("fuzz", "SEED", "'SEED' is no parameter, as SEED=7 is"),
+        ("fuzz", "seed=7", "'seed=7' is not a parameter such as SEED=7"),
+        ("fuzz", "SEED", "'SEED' is not a parameter such as SEED=7"),
         ("", "SEED=7", "some has no program that would take --set SEED=7"),
     ],
 )

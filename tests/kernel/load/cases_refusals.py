@@ -51,8 +51,12 @@ def not_root(machine: Machine) -> None:
 
 
 def modules_missing(machine: Machine) -> None:
-    machine.load(module=Path("/nowhere.ko")).expect(1, "there is no /nowhere.ko: make module")
-    machine.swap("load").expect(1, r"there is no .*/535.*-6\.1\..*/nvidia-uvm\.ko: make module")
+    machine.load(module=Path("/nowhere.ko")).expect(
+        1, "/nowhere.ko does not exist: run make module"
+    )
+    machine.swap("load").expect(
+        1, r".*/535.*-6\.1\..*/nvidia-uvm\.ko does not exist: run make module"
+    )
 
 
 def no_module(machine: Machine) -> None:

@@ -150,7 +150,7 @@ def add_parser(which: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0, 1 if something is out of date, 2 without results."""
     if not args.results.is_dir():
-        print(f"vmem bench: {args.results} is no folder of results", file=sys.stderr)
+        print(f"vmem bench: {args.results} is not a directory of results", file=sys.stderr)
         return 2
     results = Results(args.results)
     if args.write:

@@ -36,7 +36,7 @@ static const struct {
     MEANING(EADDRINUSE, EIO, "a part of a large page would change, and the rest be invalid for a moment"),
     MEANING(EADDRNOTAVAIL, EIO, "an entry of 2 MiB was asked for where the pages do not make one"),
     MEANING(ERANGE, EIO, "a range leaves the reservation, the object or the GPU's address space"),
-    MEANING(ENOENT, EIO, "there is no such reservation or object"),
+    MEANING(ENOENT, EIO, "no such reservation or object"),
     MEANING(ESTALE, EIO, "the object was released"),
     MEANING(E2BIG, EIO, "the driver is too old for a field that is in use"),
     MEANING(EFAULT, EIO, "memory of this process cannot be read or written"),
