@@ -26,7 +26,7 @@ static uint64_t ceil_div(uint64_t number, uint64_t by) { return (number + by - 1
 
 /* ---- the slots ---- */
 
-struct row { /* what a Slot of slots.py is made of, but for what C does not look at */
+struct row { /* the fields of a Slot of slots.py, except those that C does not read */
   PyObject ob_base;
   uint64_t index, addr;
   uint64_t mapped, granted, whole, block, head, dirty;
@@ -69,7 +69,8 @@ static uint64_t number(PyObject *owner, const char *name) {
   return value;
 }
 
-/* Looks at slots, one after the other, with the GIL: many have the same objects. */
+/* Reads slots one after the other, with the GIL; caches the objects of the previous slot, as many
+ * share them. */
 struct look {
   PyObject *span, *places;          /* of the slot before */
   uint64_t shared, away_end, noted; /* what these say: pages, and the intervals in `noted` */
@@ -119,7 +120,8 @@ static PyObject *row_stale(PyObject *self, void *closure) {
   return PyBool_FromLong(kinds(&look, (struct row *)self) & PYVMEM_STALE);
 }
 
-/* A new reference to the base class of Slot. Called with the GIL, as `pyvmem_dlpack_capsule` is. */
+/* Returns a new reference to the base class of Slot. Called with the GIL, as
+ * `pyvmem_dlpack_capsule` is. */
 void *pyvmem_row_type(void) {
 #define MEMBER(type, name)                                                                                             \
   {                                                                                                                    \
@@ -170,10 +172,10 @@ static int by_age(const void *a, const void *b) {
 }
 
 /*
- * Finds the slots of which `all` holds and nothing of `none`, least recently used first. With `found` NULL
- * it only counts them.
+ * Finds the slots with all flags of `all` and none of `none`, least recently used first. With
+ * `found` NULL * it only counts them.
  *
- * Returns how many there are.
+ * Returns their number.
  */
 uint32_t pyvmem_pick(const struct pyvmem_columns *columns, uint32_t all, uint32_t none, uint32_t *found) {
   struct look look = {0};
@@ -192,8 +194,9 @@ uint32_t pyvmem_pick(const struct pyvmem_columns *columns, uint32_t all, uint32_
 }
 
 /*
- * Chooses among the slots that `pyvmem_pick` finds the one with the fewest mapped pages that are enough, else the one
- * with the most; of equal ones the least recently used. Returns how many slots there are where it finds none.
+ * Chooses, among the slots that `pyvmem_pick` finds, the slot with the fewest mapped pages of at
+ * least `pages`, else * the one with the most; ties go to the least recently used. Returns the
+ * number of slots if none is found.
  */
 uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t none, uint64_t pages) {
   struct look look = {0};
@@ -211,8 +214,8 @@ uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t
 }
 
 /*
- * Pages of the device that slots have beyond those of their owners, without the rest of a large entry that is begun.
- * Slots with a batch in flight that maps, and lost ones, are left out.
+ * Counts the device pages of slots beyond those of their owners, without the rest of a partly used
+ * large entry. * Leaves out slots with a growth in flight, and lost ones.
  */
 uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
   struct look look = {0};
@@ -241,13 +244,13 @@ uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
 /* ---- a step ---- */
 
 /*
- * Reads a length for each slot from a list of exactly as many. `rows` gets the rows that each slot holds
- * afterwards, max(length, held), `total` their sum; `needs` the rows that it must have pages for, which
- * are more for a prefill; and `beyond` the places where these exceed the capacity, in order. `beyond` has
- * room for one more than there are slots.
+ * Reads a list with a length for each slot. `rows` gets the rows that each slot holds afterwards,
+ * max(length, * held), `total` their sum; `needs` the rows for which it must have pages, more for a
+ * prefill; and `beyond` * the indices of slots where these exceed the capacity, in order. `beyond`
+ * has room for one more than there * are slots.
  *
- * Returns how many places are in `beyond`; -1 - i where entry i is not an int from 0 to 2^64 - 1; or
- * -1 - slots - i where no slot can hold so many rows, or this one is free.
+ * Returns the number of indices in `beyond`; -1 - i if entry i is not an int from 0 to 2^64 - 1; or
+ * -1 - slots - i if no slot can hold so many rows as entry i says, or slot i is free.
  */
 int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                     const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total) {
@@ -284,8 +287,8 @@ int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct p
 }
 
 /*
- * Chooses for each slot how many pages are mapped, at least `pages`. Slots that lack none
- * stay as they are. Returns the pages beyond what is asked for, of all slots together.
+ * Chooses for each slot how many pages to map, at least `pages`. Slots that lack none are
+ * unchanged. * Returns the surplus pages of all slots.
  */
 uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_columns *columns, uint64_t count,
                       const uint64_t *pages, const uint64_t *mapped, const uint64_t *head, uint64_t *goals) {
@@ -314,11 +317,11 @@ uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_column
 }
 
 /*
- * Finds the slots that the last scan named, and whose pages end within `ahead` rows after those that are held.
- * `found` gets them and `needs` the rows that each is to have pages for, as long as they lack no more than `room`
- * pages together. Slots that are not plain are left out.
+ * Finds slots that the last scan named, whose pages end within `ahead` rows after the rows held.
+ * `found` gets * them and `needs` the rows for which each is to have pages, as long as they lack no
+ * more than `room` pages * together. Leaves out slots that are not plain.
  *
- * Returns how many there are.
+ * Returns their number.
  */
 uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, const uint64_t *held,
                      uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found) {
@@ -342,10 +345,10 @@ uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_colum
 }
 
 /*
- * Plans the growth of the slots in `growth->slot` to what they need, one POPULATE each. Changes nothing but
- * `growth` and `ops`.
+ * Plans the growth of the slots in `growth->slot` to their needs, one POPULATE each. Changes only
+ * `growth` and * `ops`.
  *
- * Returns 0; or -1 where a slot is not plain, or more pages are lacking than `runs` says are free.
+ * Returns 0; or -1 if a slot is not plain, or more pages are lacking than `runs` says are free.
  */
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops) {
@@ -396,7 +399,7 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
   return 0;
 }
 
-/* Notes that a planned growth is mapped and granted. */
+/* Records a planned growth as mapped and granted. */
 static void commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
                    const struct pyvmem_growth *growth) {
   for (uint64_t i = 0; i < growth->count; i++) {
@@ -414,7 +417,8 @@ static void commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
   }
 }
 
-/* The worker, and perhaps others, use the context too: never counts more driver time than the wait took. */
+/* The worker and other users share the context: never counts more driver time than the wait took.
+ * */
 void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns) {
   unsigned power = ns > 1 ? 64 - (unsigned)__builtin_clzll(ns - 1) : 0;
   waits->count++;
@@ -460,11 +464,11 @@ void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint6
 }
 
 /*
- * Runs the `n` map calls of growths that were planned together, as one batch, and notes that they are mapped and
- * granted; `outcome` has the edits of the other records.
+ * Runs the `n` map operations of growths that were planned together, as one batch, and records them
+ * as mapped and * granted; `outcome` has the edits of the other records.
  *
- * Returns what vmem_batch did. Where that is not 0 nothing changed, and `wait` is to be ended by the caller, who asks
- * for the error first.
+ * Returns the result of vmem_batch. If it is not 0 nothing changed, and the caller must end `wait`,
+ * after it has * read the error.
  */
 int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_grown *groups, uint64_t count,
                   const struct vmem_op *ops, uint64_t n, struct pyvmem_waits *waits, struct pyvmem_wait *wait) {

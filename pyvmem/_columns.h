@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: MIT */
-/* What a step of the KV cache does for every slot, in C: see _native/columns.py. cffi reads the part after the
- * includes (see _build.py). All arrays have one item a slot unless it says otherwise. */
+/* Per-slot work of a step of the KV cache, in C: see _native/columns.py. cffi reads the part after
+ * the
+ * includes (see _build.py). Arrays have one item per slot unless stated otherwise. */
 #include <vmem.h>
 
 #define PYVMEM_WAIT_COUNTS 40 /* up to nine minutes */
 
-/* How far ahead of its request a growth may map; growth.py says why. Pages are per tensor. */
+/* How far beyond a request's need a growth may map; runs.py explains it. Pages are per tensor. */
 struct pyvmem_runs {
   double fraction;  /* of a request's pages: the length of its next run */
-  uint64_t longest; /* pages of a run at most; 1: growth maps what is asked for and no more */
+  uint64_t longest; /* most pages of a run; 1: growth maps only what is needed */
   uint64_t last;    /* pages of a full slot */
   uint64_t tensors;
   uint64_t free; /* pages that can be mapped now */
-  uint64_t left; /* mappings that growth may still use; 0: it need not save them */
+  uint64_t left; /* mappings that growth may still use; 0: unlimited */
 };
 
-/* Where pages lie. */
+/* Layout of slots, pages and rows. */
 struct pyvmem_place {
   uint64_t base;
   uint64_t slot_bytes;
@@ -33,27 +34,29 @@ struct pyvmem_place {
   uint32_t reserved;
 };
 
-/* What holds of a slot; see slots.py. */
+/* Flags of a slot; see slots.py. */
 #define PYVMEM_FREE 1    /* a request may get it */
-#define PYVMEM_STALE 2   /* an earlier owner's shared or moved pages are there, or its first ones missing */
+#define PYVMEM_STALE 2   /* has an earlier owner's shared or moved pages, or lacks its first ones */
 #define PYVMEM_LOSING 4  /* growing it means waiting for a batch that unmaps */
 #define PYVMEM_BUSY 8    /* a batch is in flight over its addresses */
 #define PYVMEM_CACHED 16 /* without an owner, with pages */
-#define PYVMEM_LEFT 32   /* active, with pages that its owner was not granted, and no batch in flight */
-#define PYVMEM_PLAIN 64  /* active, and growing it takes a map call and nothing else */
-#define PYVMEM_LOST 128  /* its pages stay until the cache is closed */
+#define PYVMEM_LEFT                                                                                                    \
+  32                    /* active, with mapped pages that its owner was not granted, and no batch                      \
+#in flight */
+#define PYVMEM_PLAIN 64 /* active, and growing it takes only a map call */
+#define PYVMEM_LOST 128 /* its pages stay mapped until the cache is closed */
 
 struct pyvmem_columns {
-  uint64_t *capacity; /* rows that the granted pages are enough for */
-  uint64_t *calls;    /* map calls since the slot's pages were last one piece for each run */
-  uint64_t *joined;   /* pages that are */
+  uint64_t *capacity; /* rows that fit the granted pages */
+  uint64_t *calls;    /* map calls since the slot's pages were last joined */
+  uint64_t *joined;   /* end of the joined pages */
   uint8_t *named;     /* 1: the last scan asked for rows of it */
   void **row;         /* objects of `pyvmem_row_type`: the slots themselves */
   void **found;       /* scratch */
   uint32_t count;     /* slots */
 };
 
-struct pyvmem_wait { /* when it began */
+struct pyvmem_wait { /* the beginning of a wait */
   uint64_t start_ns, driver_ns;
 };
 
@@ -68,7 +71,7 @@ struct pyvmem_growth {
   uint64_t count;
   uint64_t ops;     /* written */
   uint64_t lacking; /* pages that are not mapped */
-  uint64_t added;   /* pages that the growth maps: these, and what runs ahead */
+  uint64_t added;   /* pages that the growth maps: the lacking ones, and surplus */
   uint64_t reused;  /* pages granted that are mapped */
 };
 
@@ -79,10 +82,10 @@ struct pyvmem_grown {
   const struct pyvmem_growth *growth;
 };
 
-/* Times that calls of the cache waited for the driver, or for GPU work. */
+/* Waits of the cache's calls for the driver, or for GPU work. */
 struct pyvmem_waits {
   uint64_t count, ns;
-  uint64_t last_ns;   /* of the last step alone */
+  uint64_t last_ns;   /* of the last step only */
   uint64_t driver_ns; /* the driver's part */
   /* item k: more than 2^(k-1) ns and at most 2^k; the last: all that were longer */
   uint64_t lengths[PYVMEM_WAIT_COUNTS];

@@ -45,7 +45,8 @@ _Static_assert(sizeof(struct dl_managed_versioned) == 80, "DLManagedTensorVersio
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
                             uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned);
 
-/* The consumer may let go in any thread, holding the GIL or not, and after the interpreter's end. */
+/* The consumer may release the tensor in any thread, holding the GIL or not, and after the
+ * interpreter's end. */
 static void drop_owner(void *owner) {
   if (!Py_IsInitialized()) return;
   PyGILState_STATE state = PyGILState_Ensure();
@@ -65,7 +66,7 @@ static void delete_versioned(struct dl_managed_versioned *managed) {
   free(managed);
 }
 
-/* A capsule that nobody consumed still has its first name, and its tensor is ours to delete. */
+/* A capsule that was never consumed still has its first name; its tensor must be deleted here. */
 static void destroy_plain(PyObject *capsule) {
   if (PyCapsule_IsValid(capsule, "dltensor")) delete_plain(PyCapsule_GetPointer(capsule, "dltensor"));
 }
@@ -76,9 +77,10 @@ static void destroy_versioned(PyObject *capsule) {
 }
 
 /*
- * A new capsule with a new tensor, as a new reference; called with the GIL, unlike the rest of what cffi
- * declares. NULL, with MemoryError set, when the heap is exhausted. Tensor and capsule are made in one call,
- * since a signal's exception between two would leave a tensor that nobody owns, or that two do.
+ * Returns a new capsule with a new tensor, as a new reference; called with the GIL, unlike the rest
+ * of what cffi * declares. NULL, with MemoryError set, when the heap is exhausted. Tensor and
+ * capsule are made in one call, * since a signal's exception between two calls would leave a tensor
+ * with no owner, or with two.
  */
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
                             uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned) {

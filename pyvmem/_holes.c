@@ -1,18 +1,20 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Reads of rows without pages, on the back end "host": an exception instead of the end of the process.
+ * Reads of rows without pages, on the back end "host": raise an exception instead of killing the
+ * process.
  *
- * The read may be anywhere: in a kernel of torch on one of OpenMP's threads, in numpy, in memcpy. Nothing may jump out
- * of these, so the handler of SIGSEGV lets the read end, with zeros (vmem_reveal), writes it down, and has the
- * interpreter call holes.py in the main thread, which makes holes fault again and raises.
+ * The read may be anywhere: in a kernel of torch on one of OpenMP's threads, in numpy, in memcpy.
+ * Nothing may jump out * of these, so the handler of SIGSEGV lets the read complete, with zeros
+ * (vmem_reveal), records it, and has the * interpreter call holes.py in the main thread, which
+ * makes holes fault again and raises.
  *
- * What the handler relies on: a fault in a reservation comes from an instruction of the thread itself that reads a
- * tensor, and nothing does that while it holds a lock of libvmem, or the one below. So the handler may take them. It
- * touches nothing before it knows that the kernel names an address that is watched. What is not ours goes to
- * the handler before, and what was sent by kill or raise, too.
+ * The handler assumes that a fault in a reservation comes from an instruction of the thread itself
+ * that reads a * tensor, and that no thread does that while it holds a lock of libvmem, or the lock
+ * below. So it may take them. It * touches nothing before it knows that the faulting address is
+ * watched. Other faults, and signals sent by kill or * raise, go to the previous handler.
  *
- * A write to a hole, or to a page that requests share, cannot be let through: its bytes have no place. It is named on
- * stderr before it ends the process.
+ * A write to a hole, or to a page that requests share, cannot complete: its bytes have no memory.
+ * It is reported on * stderr before it kills the process.
  */
 #if !defined(Py_LIMITED_API) && !defined(_CFFI_NO_LIMITED_API)
 #define Py_LIMITED_API 0x030a0000
@@ -30,9 +32,9 @@
 
 #include "_holes.h"
 
-#define KEPT 32u     /* reads that are written down; of more of them the first are enough */
-#define DISPLACED 8u /* handlers that took our place and were put behind us */
-#define TRIES 4u     /* faults in a row at an address that reads as zeros: it is a write */
+#define KEPT 32u     /* reads that are recorded; further ones are dropped */
+#define DISPLACED 8u /* handlers that replaced ours and were chained behind it */
+#define TRIES 4u     /* consecutive faults at an address that reads as zeros: it is a write */
 #define WAITS 10000u /* of 0.1 ms, for a call that changes the page */
 #define WAIT_NS 100000l
 
@@ -61,7 +63,7 @@ static _Thread_local struct {
   unsigned depth; /* of handlers that call one another */
 } last;
 
-/* The child has no reservation of the parent's. */
+/* The child has no reservations of the parent. */
 static void in_child(void) {
   pthread_mutex_init(&guard.lock, NULL);
   guard.n = guard.num_kept = 0;
@@ -83,7 +85,7 @@ static int call_python(void *unused) {
   return done ? 0 : -1;
 }
 
-/* Without a place in the interpreter's list the next read tries again. */
+/* If the interpreter's list of pending calls is full, the next read tries again. */
 static void call_soon(void) {
   if (!Py_IsInitialized() || __atomic_exchange_n(&guard.told, true, __ATOMIC_RELAXED)) return;
   if (Py_AddPendingCall(call_python, NULL)) __atomic_store_n(&guard.told, false, __ATOMIC_RELAXED);
@@ -127,7 +129,7 @@ static void say(const struct range *r, uint64_t addr, const char *what) {
   if (n > 0 && write(STDERR_FILENO, text, (size_t)n) < 0) return;
 }
 
-/* Whether the instruction may be run again. */
+/* Returns whether the instruction may be run again. */
 static bool resolve(uint64_t addr) {
   struct timespec pause = {.tv_nsec = WAIT_NS};
   uint64_t start, bytes;
@@ -169,7 +171,7 @@ static void pass_on(int sig, siginfo_t *info, void *context, size_t which) {
     return;
   }
   if (before.sa_handler == SIG_IGN && info->si_code <= 0) return;
-  /* A fault comes again when this returns, and what was sent must be sent again. */
+  /* A fault recurs when this returns; a sent signal must be sent again. */
   sigaction(sig, &before, NULL);
   if (info->si_code <= 0) raise(sig);
 }
@@ -177,7 +179,8 @@ static void pass_on(int sig, siginfo_t *info, void *context, size_t which) {
 static void on_fault(int sig, siginfo_t *info, void *context) {
   int err = errno;
   size_t handlers = __atomic_load_n(&guard.handlers, __ATOMIC_ACQUIRE);
-  /* What a handler behind us sends on is for those behind it: faulthandler raises the signal anew. */
+  /* A signal that a chained handler passes on goes to the handlers after it: faulthandler raises it
+   * again. */
   if (info->si_code <= 0)
     pass_on(sig, info, context, 0);
   else if (last.depth || !resolve((uint64_t)(uintptr_t)info->si_addr)) {

@@ -8,7 +8,7 @@
 #include "_outcome.h"
 /* clang-format on */
 
-/* Sets what `key` names of `owner`; to Ellipsis: removes it. */
+/* Sets the attribute or item `key` of `owner`; with Ellipsis: removes it. */
 static int assign(PyObject *owner, PyObject *key, PyObject *value) {
   int gone = value == Py_Ellipsis;
   if (PyUnicode_Check(key)) return PyObject_GenericSetAttr(owner, key, gone ? NULL : value);
@@ -16,7 +16,7 @@ static int assign(PyObject *owner, PyObject *key, PyObject *value) {
   return gone ? PyObject_DelItem(owner, key) : PyObject_SetItem(owner, key, value);
 }
 
-/* What `key` names of `owner`; Ellipsis: there is nothing. */
+/* Returns the attribute or item `key` of `owner`; Ellipsis: none. */
 static PyObject *find(PyObject *owner, PyObject *key) {
   PyObject *found = NULL;
   if (PySet_Check(owner)) {
@@ -33,18 +33,18 @@ static PyObject *find(PyObject *owner, PyObject *key) {
   return found;
 }
 
-/* Puts `values[at]` where it belongs, and what was there into `values[at]`. */
+/* Swaps `values[at]` with the value that it replaces. */
 static void exchange(PyObject *owner, PyObject *key, PyObject *values, Py_ssize_t at) {
   PyObject *old = find(owner, key), *value = PyList_GetItem(values, at);
   Py_XINCREF(value);
-  /* Removing what is not there changes nothing. */
+  /* Removing a missing key changes nothing. */
   int failed = !value || (!(value == Py_Ellipsis && old == Py_Ellipsis) && assign(owner, key, value) < 0);
-  if (failed) PyErr_WriteUnraisable(owner); /* the records are wrong from here on */
+  if (failed) PyErr_WriteUnraisable(owner); /* the records are inconsistent after this */
   PyList_SetItem(values, at, old);
   Py_XDECREF(value);
 }
 
-/* Makes the edits, or takes them `back`: the last first. */
+/* Applies the edits, or undoes them (`back`), the last first. */
 static void apply(PyObject *edits, int back) {
   Py_ssize_t count = PyList_Size(edits);
   for (Py_ssize_t i = 0; i < count; i++) {

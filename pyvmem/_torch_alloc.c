@@ -7,7 +7,7 @@
  * torch's caching allocator, which asks for segments (2 MiB, 20 MiB, or more) and keeps them.
  *
  * A block is one segment: a reservation of its own, mapped or paused. A paused block keeps its addresses
- * and has no memory; `save` is where its contents lie, NULL when they were given up.
+ * and has no memory; `save` points to its contents, NULL if they were discarded.
  *
  * A pool's lock is held across driver calls, so that another thread that frees through torch meanwhile
  * finds a block either mapped or paused. pyvmem/torch_pool/pool.py is the only caller of the other functions.
@@ -31,7 +31,7 @@ struct block {
   uint64_t addr, bytes; /* of the reservation, which is whole pages */
   uint32_t tag;
   int paused;
-  int freed; /* by torch, which does so once; that failed here */
+  int freed; /* torch has freed the block, which it does once, but ending it failed */
   const unsigned char *save;
 };
 
@@ -40,7 +40,7 @@ static struct pool {
   vmem_t vm; /* 0: no context is registered */
   uint64_t page;
   uint32_t reserve_flags;
-  struct pyvmem_torch_gpu gpu; /* all 0: there is no GPU work */
+  struct pyvmem_torch_gpu gpu; /* all 0: no GPU */
   struct block *blocks;
   uint64_t mallocs, frees, failures;
   char error[640];
@@ -55,7 +55,7 @@ EXPORT void vmem_free(void *ptr, size_t size, int device, void *stream);
 
 static int is_of(const struct block *b, uint32_t tag) { return tag == PYVMEM_TORCH_ALL || b->tag == tag; }
 
-/* Keeps an error for last_error, since torch's interface cannot return it. */
+/* Copies an error to last_error, since torch's interface cannot return it. */
 static void note(struct pool *p, const char *what, uint64_t addr, uint64_t bytes) {
   p->failures++;
   snprintf(p->error, sizeof(p->error), "%s(%#" PRIx64 ", %" PRIu64 " bytes): %s", what, addr, bytes, vmem_last_error());
@@ -92,7 +92,8 @@ static int make_block(struct pool *p, uint64_t size, struct block **out) {
   return 0;
 }
 
-/* Waits for the device's work. The thread may have no context current, as one that only drops a tensor. */
+/* Waits for the device's work. The calling thread may have no current context, if it only drops a
+ * tensor. */
 static int synchronize(const struct pyvmem_torch_gpu *gpu) {
   const char *function = "cuCtxPushCurrent";
   int status = ((int (*)(void *))(uintptr_t)gpu->push)((void *)(uintptr_t)gpu->context);
@@ -116,7 +117,8 @@ static int end_block(struct pool *p, struct block *b) {
   return vMemFree(p->vm, b->addr, VMEM_FREE_UNMAP);
 }
 
-/* Ends the blocks that torch has freed. Returns the last failure; the others are gone. */
+/* Ends the blocks that torch has freed. Returns the last failure; blocks without failure are ended.
+ * */
 static int end_freed(struct pool *p) {
   struct block **at = &p->blocks, *b;
   int err, failed = 0;
@@ -330,7 +332,7 @@ int pyvmem_torch_resume(int device, uint32_t tag) {
   return err;
 }
 
-/* The block that a range lies in, or NULL. The pool's lock is held. */
+/* The block that contains a range, or NULL. The pool's lock is held. */
 static const struct block *find(const struct pool *p, uint64_t addr, uint64_t bytes) {
   const struct block *b;
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* What torch_pool.py calls of _torch_alloc.c; cffi reads the part after the includes (see _build.py).
+/* Functions of _torch_alloc.c for torch_pool.py; cffi reads the part after the includes (see
+ * _build.py).
  * Functions return 0 or a negative errno as in vmem.h, with the thread's error set. Thread-safe. */
 #include <vmem.h>
 
@@ -16,24 +17,26 @@ struct pyvmem_torch_gpu {
   uint64_t context, push, synchronize, pop;
 };
 
-/* Makes `vm` the context of a device. `gpu`: what a free waits for, in any thread, until the pool is closed; NULL
- * = nothing. -EBUSY: the device has one. */
+/* Makes `vm` the context of a device. `gpu`: lets a free wait for GPU work, in any thread, until
+ * the pool is closed;
+ * NULL = no GPU work. -EBUSY: the device already has a context. */
 int pyvmem_torch_open(struct pyvmem_outcome *outcome, int device, vmem_t vm, uint64_t page, uint32_t reserve_flags,
                       const struct pyvmem_torch_gpu *gpu);
 /* -EBUSY: blocks live. */
 int pyvmem_torch_close(struct pyvmem_outcome *outcome, int device);
-/* Sets the tag of what the calling thread allocates from now on; returns the one before. */
+/* Sets the tag of the calling thread's next allocations; returns the previous tag. */
 uint32_t pyvmem_torch_tag(uint32_t tag);
 /* The tag of the calling thread. */
 uint32_t pyvmem_torch_tag_now(void);
-/* Unmaps the mapped blocks of a tag, all or none. No GPU work may be unfinished. `save`: memory for their
- * contents, kept by the caller until they are resumed or freed; NULL = contents are given up. -EAGAIN: `room`
- * bytes are too few. */
+/* Unmaps the mapped blocks of a tag, all or none. No GPU work may be unfinished. `save`: memory for
+ * their
+ * contents, kept by the caller until they are resumed or freed; NULL = contents are discarded.
+ * -EAGAIN: `room` * bytes are too few. */
 int pyvmem_torch_pause(struct pyvmem_outcome *outcome, int device, uint32_t tag, void *save, uint64_t room);
 /* Maps the paused blocks of a tag again, all or none, with what was saved or with zeros. */
 int pyvmem_torch_resume(int device, uint32_t tag);
-/* Whether a range lies in one block. */
+/* 1 if a range is within one block, else 0. */
 int pyvmem_torch_owns(int device, uint64_t addr, uint64_t bytes);
-/* Where the contents of a range of a paused block are saved; 0 = they are not. */
+/* The address of the saved contents of a paused block's range; 0 = not saved. */
 uint64_t pyvmem_torch_saved(int device, uint64_t addr, uint64_t bytes);
 int pyvmem_torch_stats(int device, uint32_t tag, struct pyvmem_torch_stats *stats);

@@ -118,13 +118,13 @@ class Grown(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The slots of a planned growth: each list has an item for each slot that grows.
+    """Slots of the last planned growth: each list has an item for each slot that grows.
 
     Attributes:
-        slots: their numbers.
+        slots: indices of the slots.
         mapped: pages per tensor before the growth.
         goals, pages: mapped and granted pages per tensor after it.
-        whole: as in `kvcache.slots`, after it.
+        whole: `Slot.whole` after it.
     """
 
     slots: list[int]
@@ -135,17 +135,17 @@ class Planned(NamedTuple):
 
 
 class Columns:
-    """The slots, and arrays indexed by slot: type code "Q", all items 0 at first.
+    """A group's slot records and per-slot arrays, as C reads them. Arrays have type code "Q".
 
     Args:
-        rows: the slots, which live as long as this.
+        rows: the slots, which this object keeps alive.
 
     Attributes:
-        held: rows that each slot holds. `scan` never writes into the array that is here.
-        needs: rows that the last `scan` wanted pages for, a prefill's over-read rows included.
-        capacity: rows that each slot has pages for.
-        calls, joined: as in `kvcache.runs.Runs`.
-        named: 1 where the last `scan` got a length above 0.
+        held: rows that each slot holds. `scan` never writes into the array assigned here.
+        needs: rows for which the last `scan` wanted pages, including a prefill's over-read rows.
+        capacity: rows for which each slot has pages.
+        calls, joined: see `kvcache.runs.Runs`.
+        named: 1 if the last `scan` got a length above 0 for the slot.
         place: struct pyvmem_place.
         runs: struct pyvmem_runs, for `plan` and `goals`.
     """
@@ -187,14 +187,16 @@ class Columns:
         setattr(struct, name, at)
 
     def scan(self, lengths: list[int]) -> tuple[array[int], int, list[int]] | int:
-        """The rows of every slot once each has its length; a shorter length takes no row away.
+        """Compute the rows of every slot after a step, and the slots that lack pages.
+
+        A length below the rows held leaves them.
 
         Returns:
-            The rows of each slot, in an array that the next `scan` overwrites unless it was put in
-            `held`; their sum; and the slots that lack pages for what they need, in order. For bad
-            lengths an int instead: the index of an entry that is no int from 0 to 2**64 - 1 or, if
-            there is none, the number of slots plus the index of an entry that is more than any slot
-            can hold or that is of a free slot.
+            The rows of each slot, in an array that the next `scan` overwrites unless it is assigned
+            to `held`; their sum; and the indices of slots that lack pages, in order. For bad
+            lengths an int instead: the index of an entry that is not an int from 0 to 2**64 - 1;
+            or the number of slots plus the index of an entry that is above a slot's limit, or above
+            0 for a free slot.
         """
         count = len(self.capacity)
         if len(lengths) != count:
@@ -219,11 +221,11 @@ class Columns:
         return first if swap else second, self._total[0], places
 
     def near(self, ahead: int, room: int) -> list[int]:
-        """The slots whose pages end within `ahead` rows after those that they hold, for `plan`.
+        """Return slots whose pages end within `ahead` rows after their rows, for the next `plan`.
 
         Args:
             ahead: rows.
-            room: pages per tensor that they may lack together.
+            room: most pages per tensor that these slots may lack together.
         """
         (first, at_first), (_, at_second) = self._rows
         held = at_first if self.held is first else at_second
@@ -232,13 +234,13 @@ class Columns:
         return ffi.unpack(self._beyond, found) if found else []
 
     def plan(self, ops: Any) -> Grown | None:
-        """Writes the map calls for the slots that the last `scan`, or `near`, found.
+        """Write the map operations for the slots returned by the last `scan` or `near`.
 
         Args:
-            ops: struct vmem_op[], with room for one operation a slot.
+            ops: struct vmem_op[], with room for one operation per slot.
 
         Returns:
-            None if one of the slots is not plain, or if they lack more pages than are free.
+            None if a slot needs more than a map call, or more pages are lacking than are free.
         """
         growth = self._growth
         if lib.pyvmem_plan(self.runs, self.place, self._at, self._needs, growth, ops):
@@ -248,7 +250,7 @@ class Columns:
 
     @property
     def planned(self) -> Planned:
-        """The slots of the last `plan`."""
+        """Slots of the last `plan`."""
         one, count, unpack = self._growth, self._growth.count, ffi.unpack
         return Planned(
             unpack(one.slot, count),
@@ -259,13 +261,13 @@ class Columns:
         )
 
     def unmaps(self, slots: list[int], low: list[int], high: list[int], ops: Any) -> None:
-        """Writes the unmap calls for pages [low, high) of slots into ``struct vmem_op[]``."""
+        """Write the unmap operations for pages [low, high) of slots into ``struct vmem_op[]``."""
         new = ffi.new
         at_slots, at_low = new("uint64_t[]", slots), new("uint64_t[]", low)
         lib.pyvmem_unmaps(self.place, len(slots), at_slots, at_low, new("uint64_t[]", high), ops)
 
     def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
-        """Pages to map for requests that are to have `pages`; `plan` chooses the same."""
+        """Return the pages to map for requests that need `pages`; `plan` chooses the same."""
         goals = ffi.new("uint64_t[]", len(pages))
         new = ffi.new
         at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
@@ -275,28 +277,29 @@ class Columns:
         return found
 
     def pick(self, every: int, none: int = 0) -> list[int]:
-        """The slots of which every `Kind` holds, and none of others; least recently used first."""
+        """Return slots with all flags of `every` and none of `none`, least recently used first."""
         found = ffi.new("uint32_t[]", len(self.capacity))
         slots: list[int] = ffi.unpack(found, lib.pyvmem_pick(self._at, every, none, found))
         return slots
 
     def count(self, every: int, none: int = 0) -> int:
-        """How many `pick` would find."""
+        """Return the number of slots that `pick` would return."""
         return int(lib.pyvmem_pick(self._at, every, none, ffi.NULL))
 
     def fit(self, pages: int, every: int, none: int = 0) -> int | None:
-        """The slot that `pick` finds with the fewest pages that are enough, else with the most.
+        """Return the slot of `pick` with the fewest mapped pages of at least `pages`, else the
+        most.
 
-        Of equal ones the least recently used; None: it finds none.
+        Ties go to the least recently used; None: no slot.
         """
         found: int = lib.pyvmem_fit(self._at, every, none, pages)
         return found if found < len(self.capacity) else None
 
     @property
     def spare(self) -> int:
-        """Pages per tensor of the device that slots can lose, whatever unmaps are in flight.
+        """Device pages per tensor that slots can lose, including those with an unmap in flight.
 
-        Of slots whose batch in flight maps something none are counted.
+        Excludes slots with a growth in flight.
         """
         return int(lib.pyvmem_spare(self._at))
 
@@ -304,15 +307,15 @@ class Columns:
 def extend(
     vm: int, columns: Sequence[Columns], ops: Any, count: int, outcome: Outcome, waits: Waits
 ) -> None:
-    """Makes the map calls that each has planned, one batch, and records what is mapped and granted.
+    """Run the map operations planned for several groups as one batch, and record the result.
 
     Args:
         vm: the context.
         columns: of groups of layers.
-        ops: ``struct vmem_op[]``, which all have written their calls into.
-        count: how many these are.
+        ops: ``struct vmem_op[]`` with the operations of all groups.
+        count: number of operations.
         outcome: with the edits of the other records.
-        waits: the call is counted there.
+        waits: counts the time of the call.
 
     Raises:
         VMemError: the batch failed; nothing changed.
@@ -330,5 +333,5 @@ def extend(
 
 
 def _pointer(column: array[int] | bytearray) -> Any:
-    """A pointer to an array's items; the array cannot be resized while the pointer lives."""
+    """Return a pointer to an array's items; the array cannot be resized while it lives."""
     return ffi.from_buffer("uint8_t[]" if isinstance(column, bytearray) else "uint64_t[]", column)

@@ -156,7 +156,7 @@ def trim(vm: int, keep: int) -> int:
 
 
 def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
-    """Empties slabs that are hardly used; returns the bytes given back to the driver."""
+    """Compact hardly used slabs; return the bytes returned to the driver."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_compact, vm, want, after[0], after[1], 0, out)
     freed: int = out[0]

@@ -11,17 +11,17 @@ __all__ = ["Outcome", "cell_of", "change", "change_back"]
 
 
 class Outcome:
-    """Memory that a call writes its result to before it returns, so that the result is never lost.
+    """Memory to which a call writes its result before it returns, so the result is never lost.
 
-    Python runs a signal's handler between two bytecode instructions, never inside C: either the
-    call was not made, or everything that it reported is here, and what it was to change is changed.
+    Python runs a signal's handler between two bytecode instructions, never inside C. So either the
+    call was not made, or its complete result is here and its edits are applied.
 
     Args:
         edits: see `of`.
 
     Attributes:
         cell: a ``struct pyvmem_outcome *``.
-        edits: to be set to None after the call: they hold what was there before. C forgets them.
+        edits: set to None after the call: they then hold the replaced values. C forgets them.
     """
 
     __slots__ = ("cell", "edits")
@@ -36,13 +36,13 @@ class Outcome:
             self.cell.edits = id(edits)
 
     def of(self, edits: list[list[Any]]) -> Outcome:
-        """Has the call, which is still to be made, make edits before it returns, if it succeeds.
+        """Have a later call apply edits before it returns, if it succeeds. Returns self.
 
         Args:
-            edits: ``[owner, name, value]`` sets an attribute past its owner's `__setattr__`,
-                ``[owners, name, values]`` those of a list, and ``[items, key, value]`` an item,
-                whose key is no str; to a set it adds the key. The value `...` removes. C replaces
-                each value by the one that was there; `...`: there was none.
+            edits: ``[owner, name, value]`` sets an attribute, bypassing the owner's `__setattr__`;
+                ``[owners, name, values]`` sets it for each owner in a list; ``[items, key, value]``
+                sets an item, whose key is not a str; for a set it adds the key. The value `...`
+                removes. C replaces each value by the previous one (`...`: none).
         """
         self.edits = edits
         self.cell.edits = id(edits)
@@ -50,12 +50,12 @@ class Outcome:
 
     @property
     def happened(self) -> bool:
-        """The call was made and succeeded."""
+        """True if the call was made and succeeded."""
         return bool(self.cell.called) and self.cell.code == 0
 
     @property
     def value(self) -> int:
-        """The ticket, handle or address that the call made; 0: none, or it was not made."""
+        """Ticket, handle or address that the call made; 0: none, or not called yet."""
         value: int = self.cell.value
         return value
 
@@ -66,19 +66,19 @@ class Outcome:
 
 
 def cell_of(outcome: Outcome | None) -> Any:
-    """Where a call writes its outcome; for None, a cell that nobody reads."""
+    """Return the cell for a call's outcome; a throwaway cell for None."""
     return (outcome or Outcome()).cell
 
 
 def change(made: list[Any]) -> None:
-    """Makes edits (see `Outcome.of`), which no call goes with.
+    """Apply edits (see `Outcome.of`) without a call.
 
     Args:
-        made: ``[False, edits]``, where False becomes True.
+        made: ``[False, edits]``; False becomes True.
     """
     lib.pyvmem_change(id(made), 0)
 
 
 def change_back(made: list[Any]) -> None:
-    """Takes back what `change` did, unless that is done or it did nothing."""
+    """Undo `change`, unless already undone or never applied."""
     lib.pyvmem_change(id(made), 1)

@@ -16,7 +16,7 @@ ALL = constant("PYVMEM_TORCH_ALL")
 
 
 class Primary(Protocol):
-    """What `open` needs of a device's primary context."""
+    """Properties of a device's primary context, for `open`."""
 
     @property
     def handle(self) -> int:
@@ -34,9 +34,9 @@ def open(
     primary: Primary | None,
     outcome: Outcome | None = None,
 ) -> None:
-    """Makes `vm` the context that torch's allocations on a device come from.
+    """Make `vm` the context of torch's allocations on a device.
 
-    `primary`: what a free waits for; it lives until `close`. None: there is nothing to wait for.
+    `primary`: a free waits for its work; must live until `close`. None: nothing to wait for.
     """
     gpu = ffi.NULL
     if primary is not None:
@@ -57,7 +57,7 @@ tag: Callable[[], int] = lib.pyvmem_torch_tag_now
 """The tag of the calling thread's allocations."""
 
 set_tag: Callable[[int], int] = lib.pyvmem_torch_tag
-"""Sets it from now on; returns the one before. C itself: no exception from outside comes before."""
+"""Sets the calling thread's tag; returns the previous one. A C function, so it is atomic."""
 
 
 def pause(device: int, tag: int, save: Any, outcome: Outcome | None = None) -> None:
@@ -75,12 +75,12 @@ def resume(device: int, tag: int) -> None:
 
 
 def owns(device: int, addr: int, size: int) -> bool:
-    """Whether a range lies in one block."""
+    """Return whether a range is within one block."""
     return bool(lib.pyvmem_torch_owns(device, addr, size))
 
 
 def saved(device: int, addr: int, size: int) -> int:
-    """Where the contents of a range of a paused block are saved; 0: they are not."""
+    """Return the address of the saved contents of a paused block's range; 0: not saved."""
     return int(lib.pyvmem_torch_saved(device, addr, size))
 
 

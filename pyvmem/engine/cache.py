@@ -33,11 +33,11 @@ __all__ = ["RequestCache"]
 
 _T = TypeVar("_T")
 
-_FEW = 16  # namespaces, before the closed ones are looked for
+_FEW = 16  # namespaces, before closed ones are removed
 
 
 class RequestCache(Closable):
-    """The requests of one cache.
+    """Admits, grows, shares and preempts the requests of one cache.
 
     Calls that find memory, slots or mappings short return a `Shortage`; bad input raises an
     error that names value and limit, and changes nothing. Thread-safe, as the cache is; calls,
@@ -49,7 +49,7 @@ class RequestCache(Closable):
     were, or both as the call makes them; at the latest the next call settles which.
 
     Args:
-        cache: holds the requests, which are changed through this object alone. The caller closes
+        cache: holds the requests, which may be changed only through this object. The caller closes
             it after this object. (`open` makes a cache that is closed with it.)
 
     Attributes:
@@ -144,26 +144,26 @@ class RequestCache(Closable):
         """Takes a slot and memory for a prompt and maps its recorded prefix read-only.
 
         The request holds the prefix's rows, `Request.length`; the engine computes those after it.
-        Pages for the rest and for `room` more tokens are mapped in the background. If an `extend`
-        up to there comes next, it finds no shortage; calls in between, and other users of the
-        device, may take pages that are still on their way (`KVCache.step_async`). Growth of running
-        requests is not taken into account.
+        Pages for the rest and for `room` more tokens are mapped in the background. If the next call
+        is an `extend` up to there, it finds no shortage; calls in between, and other users of the
+        device, may take pages not yet mapped (`KVCache.step_async`). Growth of running requests is
+        not taken into account.
 
         Args:
             prompt: token ids, or a `Prefix` of them, whose lease ends when the request is admitted.
             namespace: as in `match`; not used with a `Prefix`.
             room: tokens beyond the prompt, up to the end of a slot.
-            stream: that will read the prefix; it waits for the work that wrote it.
-            reserve: False: the call still checks that everything fits now, but takes only the slot
-                and the prefix; each `extend` then maps what it needs and may be short. For prompts
-                that are computed in chunks beside requests that end meanwhile.
+            stream: the stream that will read the prefix; it waits for the work that wrote it.
+            reserve: False: still check that everything fits now, but take only the slot and the
+                prefix; each `extend` then maps what it needs and may be short. For prompts that are
+                computed in chunks while other requests end.
 
         Returns:
-            The request, or what is short: then nothing is taken, and a `Prefix` keeps its lease.
+            The request, or a `Shortage`: then nothing is taken, and a `Prefix` keeps its lease.
 
         Raises:
             InvalidArgument: bad tokens, more than a slot holds, a negative `room`, or an object
-                that is no stream (`NotGpuWork`). VMemError: the driver failed; nothing is taken.
+                that is not a stream (`NotGpuWork`). VMemError: the driver failed; nothing is taken.
         """
         check(stream)
         room = operator.index(room)
@@ -234,7 +234,7 @@ class RequestCache(Closable):
                 cache.free_reqid(slot, stream)
                 cache.internals.withdraw_prompt()
                 raise
-            if short is not None:  # with its tokens, so that the prefix stays mapped there
+            if short is not None:  # record its tokens, so that the prefix stays mapped in the slot
                 cache.free_reqid(slot, stream, prefix.tokens if held else None)
                 cache.internals.withdraw_prompt()
                 prefix.renew()
@@ -249,18 +249,18 @@ class RequestCache(Closable):
         Maps only a recorded prefix and reserves no memory: each `extend` may be short.
 
         Args:
-            prompt: a `Prefix`, as `admit` takes it; or a number of tokens, for a prompt that is not
-                looked up: the slot that fits them best is taken.
+            prompt: a `Prefix`, as for `admit`; or a number of tokens, for a prompt that is not
+                looked up: the best-fitting slot is taken.
             namespace: of a prompt that is not looked up.
-            stream: that will read the prefix, as in `admit`.
+            stream: the stream that will read the prefix, as in `admit`.
 
         Returns:
-            The request, which holds the prefix's rows; or what is short, as from `admit`.
+            The request, which holds the prefix's rows; or a `Shortage`, as from `admit`.
 
         Raises:
-            InvalidArgument: fewer than 0 tokens, more than a slot holds, or a stream that is none
-                (`NotGpuWork`). BadHandle: the namespace is closed. VMemError: the driver failed;
-                nothing is taken.
+            InvalidArgument: fewer than 0 tokens, more than a slot holds, or an object that is not a
+                stream (`NotGpuWork`). BadHandle: the namespace is closed. VMemError: the driver
+                failed; nothing is taken.
         """
         check(stream)
         if isinstance(prompt, Prefix):
@@ -279,7 +279,7 @@ class RequestCache(Closable):
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """Takes a slot with a prompt's recorded prefix: slot and rows; None renews the lease."""
+        """Take a slot with a prompt's prefix; return slot and rows. None: short, lease renewed."""
         begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:
             prefix.renew()
@@ -290,18 +290,18 @@ class RequestCache(Closable):
     def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
         """Grows requests to these lengths, for the work that is launched next.
 
-        Requests not in `lengths` keep what they have. Cheap if nothing has to be mapped.
+        Requests not in `lengths` are unchanged. Cheap if nothing has to be mapped.
 
         Args:
-            lengths: the tokens that each request is to hold in all, at least what it holds now.
-            stream: that will use the pages.
+            lengths: the total tokens that each request is to hold, at least its present number.
+            stream: the stream that will use the pages.
 
         Returns:
-            None: every row is there. Or what is short: then no request has changed.
+            None: every row is mapped. A `Shortage`: no request has changed.
 
         Raises:
             InvalidArgument: another cache's request, one without a slot, fewer tokens than it holds
-                (`truncate` takes rows back), or more than a slot holds. BadHandle, Busy: as
+                (`truncate` removes rows), or more than a slot holds. BadHandle, Busy: as
                 `Request.slot`. VMemError: as `KVCache.step`; no request has changed.
         """
         self._refuse_lengths(lengths)
@@ -314,7 +314,7 @@ class RequestCache(Closable):
             return None
 
     def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
-        """Begins to map, in the background, what a later `extend` to these lengths needs.
+        """Begin to map, in the background, pages for a later `extend` to these lengths.
 
         Requests get pages, not rows. Call it for the next iteration's tokens while the model
         computes this iteration's. Arguments, result and errors as `extend`; a failure of the driver
@@ -328,8 +328,7 @@ class RequestCache(Closable):
             return None
 
     def capacity(self, request: Request) -> int:
-        """The number of tokens that fit in the request's pages; an `extend` up to there maps
-        nothing.
+        """Return the tokens that fit the request's pages; an `extend` up to there maps nothing.
 
         Pages that `prepare` and `admit` asked for count once they are mapped. Raises as
         `Request.slot`.
@@ -361,16 +360,16 @@ class RequestCache(Closable):
     def fork(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> list[Request] | Shortage:
-        """New requests that begin with a request's rows, for sampling or beam search.
+        """Make new requests that begin with a request's rows, for sampling or beam search.
 
         All of them or none, as `KVCache.fork_many`, whose errors it raises. Full pages are shared,
         read-only. They are of the same namespace.
 
         Args:
             request: the parent, which continues unchanged.
-            count: how many.
-            length: tokens the children begin with; None: all.
-            stream: of the request's last work.
+            count: number of new requests.
+            length: tokens that the new requests begin with; None: all.
+            stream: the stream of the request's last work.
         """
         self._refuse_busy(request)
         work = self._work(stream)
@@ -425,10 +424,10 @@ class RequestCache(Closable):
 
         Args:
             request: running or swapped out.
-            tokens: record its rows under these ids, in its namespace, for a request that goes on
-                where this one ended; they may be more than its rows. None, a swapped request's, and
-                those of a closed namespace: nothing is recorded.
-            stream: of its last work.
+            tokens: record its rows under these ids, in its namespace, for a request that continues
+                where this one ended; they may be more than its rows. Ignored for a swapped request
+                or a closed namespace. None: record nothing.
+            stream: the stream of its last work.
 
         Raises:
             InvalidArgument: another cache's request, or bad tokens. BadHandle: it has ended. Busy:
@@ -453,8 +452,8 @@ class RequestCache(Closable):
         computing again, `release` it with its tokens and `admit` them later.)
 
         Raises:
-            MemoryError: no host memory. OutOfMemory, VMemError: as `KVCache.swap_out`. Nothing
-                changed then.
+            MemoryError: host memory is short. OutOfMemory, VMemError: as `KVCache.swap_out`.
+                Nothing changed.
         """
         self._refuse_busy(request)
         work = self._work(stream)
@@ -478,11 +477,11 @@ class RequestCache(Closable):
         self._change(request, _slot=None, rows=rows, held=State.SWAPPED)
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
-        """Brings a swapped request back, into any slot.
+        """Restore a swapped request, into any slot.
 
         Args:
             request: runs again afterwards, with the rows it had.
-            stream: that will use the rows. Waits for it, and for the copy.
+            stream: the stream that will use the rows. Waits for it, and for the copy.
 
         Returns:
             None, or a `Shortage`: the request stays swapped out.
@@ -529,8 +528,8 @@ class RequestCache(Closable):
     def close(self, stream: Any = None) -> None:
         """Waits for background calls, then releases every request; `stream`: their last work.
 
-        Closes the cache, too, where `open` made it: raises Busy while tensors of it live. May be
-        called again after an exception; what could be given back was.
+        Also closes the cache if `open` made it: raises Busy while tensors of it live. May be called
+        again after an exception, to release the rest.
         """
         self._background.close()
         failure: VMemError | None = None
@@ -539,10 +538,10 @@ class RequestCache(Closable):
                 if request not in self._requests:
                     continue
                 try:
-                    call_part(partial(self.release, request, stream=stream))  # perhaps overridden
+                    call_part(partial(self.release, request, stream=stream))  # may be overridden
                 except VMemError as error:
                     if isinstance(error, BadHandle) or getattr(self.cache, "failed", None):
-                        self._end(request)  # its own close, or `recover`, gives the slots back
+                        self._end(request)  # the cache's close, or `recover`, frees the slots
                     else:
                         failure = failure or error
         if self._owns and not self.cache.is_closed:
@@ -551,7 +550,7 @@ class RequestCache(Closable):
             raise failure
 
     # ---- requests and slots ----------------------------------------------------------------------
-    # All but `_own`, `_require` and `_refuse_busy` are called in a section of the cache's journal.
+    # All except `_own`, `_require` and `_refuse_busy` are called in a section of the journal.
 
     def _has(self, request: Request) -> bool:
         """True if the request still owns its slot."""
@@ -591,7 +590,7 @@ class RequestCache(Closable):
         if request not in self._requests:
             if request.state is State.ENDED:
                 request.require(State.RUNNING)
-            raise invalid(f"{request!r} is another cache's", op="RequestCache")
+            raise invalid(f"{request!r} belongs to another cache", op="RequestCache")
 
     def _require(self, request: Request, state: State) -> None:
         """Raises unless `request` belongs to this cache and is in `state`."""
@@ -599,13 +598,13 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_lengths(self, lengths: Mapping[Request, int]) -> None:
-        """Raises TypeError for what has no requests, and Busy as `_refuse_busy`."""
+        """Raise TypeError for an object that is not a mapping, and Busy as `_refuse_busy`."""
         if not hasattr(lengths, "values"):
             raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         self._refuse_busy(*lengths)
 
     def _refuse_busy(self, *requests: Request) -> None:
-        """Raises Busy without taking the lock, which the call that works on a request may hold."""
+        """Raise Busy without taking the lock, which a call on the request may hold."""
         for request in requests:
             if not isinstance(request, Request):
                 raise _no_request(request)
@@ -664,7 +663,7 @@ class RequestCache(Closable):
             for request, length in zip(lengths, numbers, strict=True):
                 why = f"a slot holds at most {longest}" if length > longest else ""
                 if length < request.length:
-                    why = "truncate takes rows back"
+                    why = "use truncate to remove rows"
                 if why:
                     raise invalid(
                         f"{length} tokens: {request!r}; {why}", limit=longest, op="RequestCache"
@@ -687,10 +686,10 @@ class RequestCache(Closable):
         match: PrefixMatch | None = None,
         needed: int | None = None,
     ) -> Shortage:
-        """Describes what is short for slots that are to hold these tokens.
+        """Return the `Shortage` of a call that must hold `wanted` tokens per slot.
 
-        Or `count` new requests of `new` tokens, which begin with a match. `needed`: bytes, None
-        where the tokens say it.
+        Or that makes `count` new requests of `new` tokens, which begin with `match`. `needed`:
+        bytes; None: computed from the tokens.
         """
         size = self.cache.memory.for_request
         if needed is None:
@@ -704,10 +703,10 @@ class RequestCache(Closable):
     # ---- the background --------------------------------------------------------------------------
 
     def _alone(self, what: str) -> None:
-        """Refuses a call whose result depends on timing if ranks must agree."""
+        """Raise NotSupported for a call whose result depends on timing if ranks must agree."""
         if self.cache.lockstep:
             raise NotSupported(
-                f"{what}: the cache's answers must be those of other ranks",
+                f"{what}: the cache's results must be equal on all ranks",
                 errno=errno.EOPNOTSUPP,
                 op="RequestCache",
             )
@@ -717,12 +716,12 @@ class RequestCache(Closable):
         return PriorWork(stream, self._device)
 
     def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
-        """Does, without the lock, the waits that a call on a request's slot would do."""
+        """Wait, without the lock, for the blockers of a call on a request's slot."""
         if request._slot is not None:
             self.cache.internals.wait_before(partial(look, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
-        """Does, without the lock, the waits of admitting a request with this prefix."""
+        """Wait, without the lock, for the blockers of admitting a request with this prefix."""
         look = partial(
             waits.before_prefix,
             tokens=prefix.match,
@@ -740,15 +739,15 @@ class RequestCache(Closable):
         call: Callable[[int], _T],
         look: waits.Look,
     ) -> Future[_T]:
-        """Queues a call on a request, which is busy until the call is over.
+        """Queue a call on a request, which is busy until the call is complete.
 
         Args:
-            what: its name.
-            request: what it works on.
-            state: in which the request must be when the call is made: one that another thread makes
-                may come first.
+            what: name of the call.
+            request: the request.
+            state: required state of the request when the call runs, as another thread's call may
+                run first.
             call: gets the slot; -1: it is swapped out.
-            look: what the call waits for.
+            look: lists the call's blockers.
         """
         self._alone(what)
         future: CallFuture[_T] = CallFuture()

@@ -3,9 +3,9 @@
 
     cache = RequestCache.open(Model.of(model.config), Policy(max_batch=64))
 
-`Model` says what each layer keeps and follows from the model alone. `Policy` says how many requests
-at a time, how long, in how much memory. The layout (layers that share a tensor, and the page) then
-follows from both and the back end: `pyvmem.layouts.advise` picks the cheapest.
+`Model` describes what each layer stores and follows from the model alone. `Policy` sets the number
+of concurrent requests, their length and the memory. The layout (layers that share a tensor, and the
+page size) follows from both and the back end: `pyvmem.layouts.advise` picks the cheapest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Model:
     """The shape of a model's keys and values on one device.
 
     Attributes:
-        layers: what each layer keeps, in the model's order; at least one has keys and values.
+        layers: the shape of each layer, in the model's order; at least one has keys and values.
         dtype: of its elements, as in `KVCacheConfig`.
         max_seq_len: the longest sequence the model supports.
     """
@@ -77,7 +77,7 @@ class Model:
 
         Args:
             config: a ``PreTrainedConfig``, as `layer_shapes` takes it.
-            dtype: of keys and values, which 8-bit ones are alone; None: the configuration's.
+            dtype: of keys and values; an 8-bit type is only for these; None: the configuration's.
 
         Raises:
             InvalidArgument: an attribute is missing, or a layer is of an unknown kind.
@@ -105,16 +105,16 @@ class Policy:
     """The operator's settings. 0 always means: chosen from the model and the machine.
 
     Attributes:
-        max_batch: requests at a time; slots cost addresses, not memory.
-        max_seq_len: tokens of one; 0: the model's.
-        memory: bytes of keys and values; 0: `memory_share` of what is free.
-        memory_share: the part of the device's free memory that is taken (on host: of what this
-            process may still have: `Context.memory`); the rest is for activations and others.
+        max_batch: concurrent requests; slots cost addresses, not memory.
+        max_seq_len: tokens per request; 0: the model's.
+        memory: bytes of keys and values; 0: `memory_share` of the free memory.
+        memory_share: fraction of the device's free memory to use (on host: of the memory that this
+            process may still allocate: `Context.memory`); the rest is for activations and others.
             Above 0, at most 1.
         page_size: bytes; 0: as advised.
         layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
         ahead_tokens: `KVCacheConfig.ahead_tokens`.
-        options: further fields of `KVCacheConfig`, which win over all of the above.
+        options: further fields of `KVCacheConfig`, which override all of the above.
     """
 
     max_batch: int = 256
@@ -144,14 +144,14 @@ class Policy:
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
-    """The cheapest layout for a model that policy and back end allow.
+    """Return the cheapest layout for a model that policy and back end allow.
 
-    For requests of a usual mix of lengths (`pyvmem.layouts.generate`), as far as they fit a slot.
+    Assumes requests of a usual mix of lengths (`pyvmem.layouts.generate`) that fit a slot.
 
     Args:
         model: its windows, latents and kinds of layers count.
-        policy: its `page_size` and `layers_per_tensor`, where given, are kept.
-        info: of the back end: its page sizes, and what a map call costs.
+        policy: its `page_size` and `layers_per_tensor`, if given, are kept.
+        info: of the back end: its page sizes, and the cost of a map call.
         memory: bytes for keys and values.
 
     Raises:
@@ -192,7 +192,7 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
 
 
 def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any = 0) -> KVCache:
-    """The cache for a model under a policy; the caller closes it.
+    """Make the cache for a model under a policy; the caller closes it.
 
     A model whose layers differ gets a `LayeredCache`.
 

@@ -22,7 +22,7 @@ class Generation(NamedTuple):
 
     Attributes:
         name: the caller's.
-        number: no other namespace of the cache has it.
+        number: unique among the namespaces of the cache.
     """
 
     name: Hashable
@@ -33,13 +33,13 @@ class Generation(NamedTuple):
 class Namespace:
     """Identifies what rows depend on besides their tokens: an adapter, an image or a tenant.
 
-    Made by `RequestCache.namespace`. Requests of one never begin with rows of another. Once it is
-    closed its rows are not found again: a later namespace of the same name is a new one, so that a
-    reloaded adapter does not find what its predecessor computed.
+    Made by `RequestCache.namespace`. Requests of one namespace never begin with rows of another.
+    Once it is closed its rows are not matched again: a later namespace of the same name is a new
+    one, so that a reloaded adapter does not get rows that its predecessor computed.
 
     Attributes:
         name: the caller's.
-        generation: no other namespace of the cache has it.
+        generation: unique among the namespaces of the cache.
         is_open: not closed.
     """
 
@@ -51,7 +51,7 @@ class Namespace:
     def key(self) -> Hashable:
         """The cache's key for the prefixes of this namespace.
 
-        Raises BadHandle where it is closed.
+        Raises BadHandle if it is closed.
         """
         if not self.is_open:
             raise BadHandle(f"{self!r} is closed", errno=errno.EBADF, op="Namespace")
@@ -121,7 +121,7 @@ class Prefix(Scoped):
         before.release()
 
     def release(self) -> None:
-        """Ends the lease; a later `admit` looks the prompt up again. Idempotent."""
+        """End the lease; a later `admit` looks the prompt up again. Idempotent."""
         self._match.release()
 
     _leave = release

@@ -26,18 +26,18 @@ class State(enum.Enum):
     RUNNING = "running"  # it has a slot
     SWAPPED = "swapped"  # its rows are in host memory; `RequestCache.swap_in`
     BUSY = "busy"  # a background call works on it; wait for that first
-    ENDED = "ended"  # released; no call takes it any more
+    ENDED = "ended"  # released; no call accepts it any more
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """A request of a `RequestCache`, created and changed only by it.
 
-    Equal to itself alone, so it can be a key. It outlives its slot: swapped out and in, it is the
-    same request in another slot; released, it never comes back.
+    Equal only to itself, so it can be a key. It outlives its slot: swapped out and in, it is the
+    same request in another slot; once released, it has ended for good.
 
     Attributes:
-        number: counts up with every request of the process's cache; never used again.
+        number: increases with every request of the cache; never reused.
         namespace: whose prefixes it begins with and records; None: the common one.
         length: rows that it holds: tokens whose keys and values are in its slot, or will be by the
             work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.

@@ -13,16 +13,16 @@ class Shortage:
     """Memory, slots or mappings are short; nothing changed, but idle memory may have been
     reclaimed.
 
-    Every call of `RequestCache` that can be short returns one of these, and raises nothing:
+    Every call of `RequestCache` that can be short returns a `Shortage` instead of raising:
     ``isinstance(result, Shortage)`` is the same test for all. It is true, so
     ``while short := cache.extend(...):`` preempts until there is enough.
 
     Attributes:
-        needed: bytes that the call needs beyond what the requests it names have.
+        needed: bytes that the call needs beyond the present pages of its requests.
         available: bytes that were available to it, reclaimable memory included.
-        limit: bytes that the cache may have in all.
-        largest: bytes that the largest request of the call needs in all, were it alone.
-        slots: slots that were missing.
+        limit: most bytes that the cache may use.
+        largest: bytes that the largest request of the call needs in total.
+        slots: number of slots missing.
     """
 
     needed: int
@@ -45,9 +45,9 @@ class Shortage:
     def what(self) -> str:
         """The resource that is short: ``"slots"``, ``"memory"`` or ``"mappings"``.
 
-        Mappings: by the cache's count memory is not short. The driver has no room for more of them;
-        or others have taken the device's memory; or an earlier `admit` or `prepare` was promised
-        it; or (rarely) pages came back while the call was on its way, and it may be made again.
+        Mappings: by the cache's count memory is not short. The driver has no more mappings; or
+        others have taken the device's memory; or an earlier `admit` or `prepare` has reserved it;
+        or (rarely) pages were freed during the call, and it may be repeated.
         """
         if self.slots:
             return "slots"

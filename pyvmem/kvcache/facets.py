@@ -119,7 +119,7 @@ class CacheMemory(Facet):
             most = MOST_BYTES // group.layout.page_size
             count, held = bounded("pages", pages, 0, most), group.reclaimer.held
             if count < held:
-                raise invalid(f"a limit of {count} pages: {held} are behind the cache", limit=held)
+                raise invalid(f"a limit of {count} pages: the cache has {held}", limit=held)
             floor = -(-group.config.memory_floor // group.layout.page_size)
             if count < floor:
                 raise invalid(f"a limit of {count} pages: the floor is {floor}", limit=floor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where everything lies: pure arithmetic, no memory.
+"""Offsets of tensors, slots, pages and rows in the reservation: pure arithmetic.
 
 One reservation holds all tensors, one after the other; each tensor holds all slots in order:
 

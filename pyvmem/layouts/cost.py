@@ -196,7 +196,7 @@ def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Reques
 
 
 def _whole(pages: int, block: int) -> int:
-    """Those of so many pages that are in whole blocks; 0: there are no blocks."""
+    """Return how many of `pages` pages are in whole blocks; 0: no blocks."""
     return pages // block * block if block else 0
 
 

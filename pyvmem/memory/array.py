@@ -46,7 +46,7 @@ class VirtualArray:
     __slots__ = ("__weakref__", "dtype", "offset", "reservation", "shape", "strides")
 
     reservation: Reservation
-    """What it lies in."""
+    """The reservation that contains it."""
     shape: tuple[int, ...]
     """Elements along each dimension."""
     strides: tuple[int, ...]
@@ -151,7 +151,7 @@ class VirtualArray:
     ) -> Any:
         """A DLPack capsule; versioned (1.x) where the consumer takes that.
 
-        `stream` is ignored: an array has no pending work of its own.
+        `stream` is ignored: the array itself has no pending work.
 
         Raises:
             BufferError: a copy, or another device, is asked for.
@@ -219,7 +219,7 @@ class VirtualArray:
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Copies `values` (ints, or what has ``__index__``), none of which may be negative."""
+    """Copy `values` (ints, or objects with ``__index__``), none of which may be negative."""
     try:
         numbers = tuple(map(operator.index, values))
     except TypeError:

@@ -98,24 +98,24 @@ class Context(AddressSpace, Closable):
     Args:
         backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of
             uvm, stock, cuda, host.
-        device: where pages lie: CUDA ordinal in this process, torch.device, cuda.core Device.
+        device: holds the pages: CUDA ordinal in this process, torch.device, cuda.core Device.
         devices: all devices that mappings are made on, the first one holding the pages; replaces
             `device`.
         granule: smallest page in bytes, a power of two; 0 = 64 KiB.
         slab_size: bytes taken from the driver at once, a power of two; 0 = the back end's choice.
-        mem_limit: most bytes taken from the driver; 0 = no limit.
+        mem_limit: most bytes allocated from the driver; 0 = no limit.
         pool_low: free bytes that the worker keeps ready.
-        pool_high: free bytes above this go back to the driver at once. 0 = the back end's default:
-            0 on ``host``, elsewhere 1 GiB, and above it what was not needed in half a second.
-            `pyvmem.KEEP_ALL` = only `trim` gives back.
-        max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of
-            what the driver has for all processes of the machine, 237,568 (divided by the number of
-            `devices`); elsewhere no limit. ``stock`` takes up to twice that.
+        pool_high: free bytes above this return to the driver at once. 0 = the back end's default:
+            0 on ``host``; elsewhere 1 GiB, plus memory that was needed in the last half second.
+            `pyvmem.KEEP_ALL` = only `trim` returns memory.
+        max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of the
+            driver's limit for all processes of the machine, 237,568 (divided by the number of
+            `devices`); elsewhere no limit. ``stock`` accepts up to twice that.
         large_entries: page-table entries of 2 MiB for small pages, wherever a block of 2 MiB is
-            whole (`Caps.LARGE_ENTRIES`). No part of one can be unmapped or replaced:
-            `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
-            `OpBatch.join` make it anew. It changes nothing where the granule is 2 MiB (cuda),
-            nor in sparse reservations of ``uvm``.
+            fully mapped (`Caps.LARGE_ENTRIES`). No part of such an entry can be unmapped or
+            replaced: `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
+            `OpBatch.join` restore it. No effect if the granule is 2 MiB (cuda), nor in sparse
+            reservations of ``uvm``.
 
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.
@@ -183,24 +183,24 @@ class Context(AddressSpace, Closable):
     """CUDA ordinal that holds the pages; None on ``host``."""
 
     info: ContextInfo
-    """What the context is; stays readable after `close`."""
+    """Properties of the context; readable after `close`."""
 
     mem_limit: int
     """Most bytes taken from the driver; 0: no limit."""
 
     remains: ContextRemains
-    """What becomes of it if nobody has it any more."""
+    """Cleanup of the context if its owner was lost."""
 
     def stats(self) -> Stats:
         """Counters and present state."""
         return Stats._from_c(_native.get_stats(self.handle))
 
     def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
-        """Physical memory that the context could still take, and how much there is.
+        """Return the physical memory that the context could still allocate, and the total.
 
-        Of host memory, as of back end "host", this is what the machine has available, but at most
+        For host memory, as for back end "host", this is the machine's available memory, limited by
         what is left to this process's control group and to each group above it (cgroup version 1
-        or 2; `vmem_memory_query` in the manual says how it is counted). Read anew in each call.
+        or 2; see `vmem_memory_query` in the manual). Queried in each call.
 
         Args:
             location: as for `create`.
@@ -275,7 +275,7 @@ class Context(AddressSpace, Closable):
             page_size: one of ``info.page_sizes``; 0 = the granule.
             location: where the pages lie.
             device: for `Location.PEER`, one of the context's devices.
-            dirty: do not zero the pages; they may show what an earlier user in this context wrote.
+            dirty: do not zero the pages; they may hold data of an earlier user of this context.
 
         Raises:
             OutOfMemory: the device's memory or the context's limit is exhausted.
@@ -361,8 +361,8 @@ class Context(AddressSpace, Closable):
     ) -> Ticket:
         """Runs a batch on the worker thread, which waits for `after`; this call does not block.
 
-        Everything is checked and the pages are taken before it returns. Until the batch is finished
-        its ranges are Busy for other calls.
+        Everything is checked and the pages are allocated before it returns. Until the batch is
+        finished its ranges are Busy for other calls.
 
         Args:
             ops: may be changed at once.
@@ -374,10 +374,10 @@ class Context(AddressSpace, Closable):
                 shortages that the worker meets fail the ticket.
 
         Raises:
-            OutOfMemory: now or, but for `late`, never.
+            OutOfMemory: with `late`, the ticket fails instead.
             TooManyBatches: too many unfinished batches.
-            TooManyTickets: too many `Ticket` objects that live and were never waited for.
-            NotGpuWork: something in `after` is none.
+            TooManyTickets: too many live `Ticket` objects that were never waited for.
+            NotGpuWork: an item of `after` does not name GPU work.
             InvalidArgument: a ticket already used, or of another context.
             VMemError: a bad operation; nothing changed.
         """
@@ -409,7 +409,7 @@ class Context(AddressSpace, Closable):
     # ---- pool ----------------------------------------------------------------------------------
 
     def compact(self, nbytes: int | None = None, after: Iterable[Any] = ()) -> int:
-        """Gives memory back to the driver: empty slabs, then those at most half used.
+        """Return memory to the driver: empty slabs, then those at most half used.
 
         Their pages are copied to free pages of fuller slabs, which replace them at every address
         and in every `Pages`. A safe point only: from the end of the work in `after` until this
@@ -417,14 +417,14 @@ class Context(AddressSpace, Closable):
         uses are skipped.
 
         Args:
-            nbytes: least bytes to give back, as far as possible; None: all that can be.
+            nbytes: least bytes to return, as far as possible; None: all that can be.
             after: GPU work to wait for first, in this thread (see `after_items`).
 
         Returns:
-            The bytes given back.
+            The bytes returned to the driver.
 
         Raises:
-            VMemError: what failed; every slab is either given back or unchanged.
+            VMemError: the failure; every slab is either returned or unchanged.
         """
         items, _keep = self._ready(after)
         want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else whole("nbytes", nbytes)
@@ -459,8 +459,8 @@ class Context(AddressSpace, Closable):
                 live = sum(one.live_arrays for one in self._known())
                 if not live:
                     before = self.is_open
-                    self._closed, self.is_open = True, False  # from here on no new tensor
-                    live = sum(one.live_arrays for one in self._known())  # perhaps in between
+                    self._closed, self.is_open = True, False  # no tensor can be made after this
+                    live = sum(one.live_arrays for one in self._known())  # one made meanwhile
                 if live:
                     _native.fail(
                         errno.EBUSY,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Reads of rows without pages on the back end ``host``: `NotMapped`, not the end of the process.
 
-The handler of SIGSEGV (`_holes.c`) lets such a read end, with zeros; then the interpreter calls
-`tell` in the main thread. A thread of Python that has read a hole gets the exception itself, at its
-next bytecode; what a thread without Python has read, such as a worker of torch, is raised in the
-thread of Python that read the same at that time, or else in the main thread.
+The handler of SIGSEGV (`_holes.c`) lets such a read complete, with zeros; then the interpreter
+calls `tell` in the main thread. A Python thread that has read a hole gets the exception itself, at
+its next bytecode. For a thread without Python, such as a worker of torch, the exception is raised
+in the Python thread that read a hole at the same time, or else in the main thread.
 
 The variable ``VMEM_HOLES=fault`` leaves SIGSEGV alone.
 """
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def tell() -> None:
-    """Raises for the hole that the main thread has read; has other threads raise for theirs.
+    """Raise for the hole that the main thread has read; have other threads raise for theirs.
 
     Raises:
         NotMapped: a hole was read.
@@ -69,7 +69,7 @@ def _leave(thread: int, read: Any) -> None:
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
-        """Turns into `NotMapped` in the other thread, where Python instantiates it without
+        """Becomes `NotMapped` in the other thread, where Python instantiates it without
         arguments."""
 
         def __new__(cls) -> NotMapped:  # type: ignore[misc]  # as said

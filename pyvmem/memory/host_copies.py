@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Copies of scattered pieces between a context's memory and host memory, beside an engine's steps.
+"""Copies of scattered pieces between a context's memory and host memory, during an engine's steps.
 
-vLLM's KV offloading on the pool and `KVCache.swap_out` copy by these.
+Used by vLLM's KV offloading on the pool and by `KVCache.swap_out`.
 
-    StreamCopies   a GPU: our kernel, on a stream of its own, over plain addresses
-    ThreadCopies   the CPU: memcpy, in a thread of its own
+    StreamCopies   a GPU: a Triton kernel on its own stream, over plain addresses
+    ThreadCopies   the CPU: memcpy in its own thread
 
-Copies of one object run in the order in which they are started, after the steps launched before.
-Where the kernel or the memcpy cannot be started, libvmem's own staged copies take its place: slow,
-but they need no memory of the device.
+Copies of one object run in the order in which they are started, after the steps launched before. If
+the kernel or the memcpy cannot be started, libvmem's staged copies are used: slow, but they need no
+device memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "split",
 ]
 
-THREAD_BLOCKS = 8  # as fast as 64 on an H100, and the other 124 multiprocessors go on
+THREAD_BLOCKS = 8  # as fast as 64 on an H100, and leaves 124 multiprocessors to the model
 _PART = 64 << 10  # bytes that a thread block copies at a time
 _REGISTERED = 64 << 30  # bytes page-locked by one call; drivers have limits
 _PORTABLE_AND_MAPPED = 3
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Pieces:
-    """What one transfer copies.
+    """The pieces that one transfer copies.
 
     Args:
         device: addresses in KV tensors.
@@ -65,12 +65,12 @@ class Pieces:
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces."""
+        """Bytes of all pieces."""
         return int(self.sizes.sum())
 
 
 def split(pieces: Pieces, part: int = _PART) -> Pieces:
-    """The same bytes in pieces of at most `part`, so that all thread blocks have work."""
+    """Return the same bytes in pieces of at most `part`, so that all thread blocks have work."""
     if not len(pieces.sizes) or pieces.sizes.max() <= part:
         return pieces
     counts = -(-pieces.sizes // part)
@@ -81,15 +81,15 @@ def split(pieces: Pieces, part: int = _PART) -> Pieces:
 
 
 class HostMemory:
-    """Host memory of this process alone: it goes with the process, however that ends.
+    """Anonymous host memory of this process; freed with the process, however that ends.
 
     Args:
         nbytes: more than 0.
         locked: page-locked, so that kernels of all CUDA devices reach it.
-        memory: what to use instead of new memory, so many bytes.
+        memory: existing memory of `nbytes` to use; None: allocate.
 
     Raises:
-        MemoryError: it cannot be had, or not be locked.
+        MemoryError: it cannot be allocated, or not be locked.
     """
 
     def __init__(self, nbytes: int, locked: bool, memory: mmap.mmap | None = None) -> None:
@@ -98,7 +98,7 @@ class HostMemory:
                 memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{nbytes} bytes of host memory for KV offloading: {error}") from None
-        memory.madvise(mmap.MADV_DONTFORK)  # or a fork could part the pages from the GPU's view
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork could copy pages that the GPU maps
         view = ctypes.c_char.from_buffer(memory)
         self.addr, self.nbytes, self.memory = ctypes.addressof(view), nbytes, memory
         registered: list[int] = []
@@ -114,12 +114,12 @@ class HostMemory:
             registered.append(self.addr + at)
 
     def close(self) -> None:
-        """Gives it back. Idempotent."""
+        """Free the memory. Idempotent."""
         self._end()
 
 
 def _register(addr: int, size: int) -> str:
-    """Page-locks memory; returns what failed."""
+    """Page-lock memory; return an error text, "" on success."""
     import torch
 
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -135,7 +135,7 @@ def _give_back(view: list[Any], memory: mmap.mmap, registered: list[int]) -> Non
         for addr in registered:
             runtime.cudaHostUnregister(addr)
     view.clear()
-    with contextlib.suppress(BufferError):  # somebody still has a view
+    with contextlib.suppress(BufferError):  # a view is still in use
         memory.close()
 
 
@@ -147,15 +147,15 @@ class Copy:
         self.error: BaseException | None = None
 
     def ready(self) -> bool:
-        """True once it has ended."""
+        """Return True once it has ended."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Returns when it has ended."""
+        """Wait until it has ended."""
         raise NotImplementedError
 
     def seconds(self) -> float:
-        """How long it took."""
+        """Return its duration."""
         raise NotImplementedError
 
 
@@ -163,31 +163,31 @@ class Copies(Protocol):
     """Starts copies in one direction."""
 
     def now(self) -> Any:
-        """The work launched so far, for `start`; None: there is nothing to wait for."""
+        """Return the work launched so far, for `start`; None: nothing to wait for."""
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Starts a copy, after the copies started before and other work.
+        """Start a copy, after the copies started before and after other work.
 
         Args:
             pieces: what to copy.
-            after: the work to wait for, from `now`; None: that launched so far.
+            after: the work to wait for, from `now`; None: the work launched so far.
         """
 
     def events(self) -> tuple[Any, ...]:
-        """What work has to wait for that needs what is copied; on the CPU waits itself."""
+        """Return events for work that needs the copied data; on the CPU waits and returns none."""
 
     def fence(self, stream: Any) -> None:
-        """Makes a stream wait for the copies started so far."""
+        """Make a stream wait for the copies started so far."""
 
     def close(self) -> None:
-        """Waits for all of them. Idempotent."""
+        """Wait for all copies. Idempotent."""
 
 
 def by_library(context: Context, pieces: Pieces, to_host: bool) -> None:
-    """Copies by libvmem's staged copies; returns when it is done.
+    """Copy with libvmem's staged copies, synchronously.
 
     Raises:
-        VMemError: they failed as well.
+        VMemError: these failed as well.
     """
     for device, host, size in zip(
         pieces.device.tolist(), pieces.host.tolist(), pieces.sizes.tolist(), strict=True
@@ -216,7 +216,7 @@ class _Threaded(Copy):
 
 
 class ThreadCopies:
-    """Copies by memcpy. A step of vLLM's CPU back end is over when it returns.
+    """Copies by memcpy. A step of vLLM's CPU back end is complete when it returns.
 
     Args:
         context: of the KV tensors.
@@ -231,10 +231,10 @@ class ThreadCopies:
         self._thread.start()
 
     def now(self) -> None:
-        """Nothing: a step is over when it returns."""
+        """Return None: a step is complete when it returns."""
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Hands a copy to the thread."""
+        """Queue a copy for the thread."""
         self._last = copy = _Threaded(pieces)
         self._queue.put(copy)
         return copy
@@ -246,7 +246,7 @@ class ThreadCopies:
                 try:
                     self._move(copy.pieces)
                 except OSError as error:
-                    log.warning("vmem: a copy is done again by the library: %s", str(error))
+                    log.warning("vmem: a copy failed, the library repeats it: %s", str(error))
                     by_library(self._context, copy.pieces, self._to_host)
             except BaseException as error:
                 copy.error = error
@@ -263,17 +263,17 @@ class ThreadCopies:
             ctypes.memmove(target, source, size)
 
     def events(self) -> tuple[Any, ...]:
-        """Waits for the copies; there is nothing else to wait for."""
+        """Wait for the copies; return no events."""
         self.fence(None)
         return ()
 
     def fence(self, stream: Any) -> None:
-        """Waits for the copies."""
+        """Wait for the copies."""
         if self._last is not None:
             self._last.wait()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Wait for the copies, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -295,18 +295,18 @@ class _Streamed(Copy):
 
 
 class StreamCopies:
-    """Copies by our kernel.
+    """Copies by a Triton kernel.
 
     Args:
         context: of the KV tensors.
         to_host: the direction.
-        device: of torch.
+        device: a torch device.
         thread_blocks: of the kernel.
-        after_current: copies wait for the work on torch's current stream; False: for none, which
-            is over.
+        after_current: copies wait for the work on torch's current stream; False: for no work, as
+            the caller has waited already.
 
     Raises:
-        ImportError: Triton is not there.
+        ImportError: Triton is not installed.
     """
 
     def __init__(
@@ -327,14 +327,15 @@ class StreamCopies:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
-        """Compiles and loads the kernel, which may wait for the device; else a copy does."""
+        """Compile and load the kernel, which may wait for the device; otherwise the first copy
+        does."""
         nothing = np.empty(0, dtype=np.int64)
         for align in (16, 1):
             self._launch(Pieces(nothing, nothing, nothing), align)
         self.stream.synchronize()
 
     def now(self) -> Any:
-        """An event on torch's current stream; None: copies wait for none."""
+        """Return an event on torch's current stream; None if copies wait for no work."""
         import torch
 
         if not self._after_current:
@@ -342,11 +343,11 @@ class StreamCopies:
         return torch.cuda.current_stream(self._device).record_event()
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Launches a copy."""
+        """Launch a copy."""
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # Loads wait for the steps, too: such a step may still read what was in these blocks.
+        # Loads wait for the steps, too: such a step may still read the blocks' old contents.
         if (after := after or self.now()) is not None:
             self.stream.wait_event(after)
         begin.record(self.stream)
@@ -354,7 +355,7 @@ class StreamCopies:
         try:
             kept = self._launch(split(pieces), 16)
         except RuntimeError as error:  # torch's out of memory is one
-            log.warning("vmem: a copy is done by the library: %s", str(error))
+            log.warning("vmem: a copy is made by the library: %s", str(error))
             self.stream.synchronize()
             by_library(self._context, pieces, self._to_host)
         end.record(self.stream)
@@ -380,7 +381,7 @@ class StreamCopies:
         return kept
 
     def events(self) -> tuple[Any, ...]:
-        """An event of the copies started so far."""
+        """Return an event after the copies started so far."""
         import torch
 
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -388,16 +389,16 @@ class StreamCopies:
         return (event,)
 
     def fence(self, stream: Any) -> None:
-        """Makes a stream wait for them."""
+        """Make a stream wait for the copies started so far."""
         stream.wait_stream(self.stream)
 
     def close(self) -> None:
-        """Waits for them."""
+        """Wait for the copies."""
         self.stream.synchronize()
 
 
 def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
-    """Makes the copies of a rank, by direction."""
+    """Return a function that makes the copies of a rank, given the direction."""
 
     def streamed(to_host: bool) -> Copies:
         copies = StreamCopies(context, to_host, device)
@@ -410,7 +411,7 @@ def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
 
 
 def has_kernel(context: Context) -> bool:
-    """True if `copy_now` has its kernel, which needs page-locked memory, where Triton is there."""
+    """Return whether `copy_now` can use the kernel if Triton is installed; needs locked memory."""
     if context.cuda_device is None or find_spec("torch") is None:
         return False
     import torch
@@ -419,10 +420,10 @@ def has_kernel(context: Context) -> bool:
 
 
 def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
-    """Copies by the kernel, from or to page-locked memory; returns when it is done.
+    """Copy from or to page-locked memory with the kernel, synchronously.
 
-    False, and nothing is copied, where the kernel cannot run: a context of the CPU, no torch for
-    CUDA, no Triton.
+    False, with nothing copied, if the kernel cannot run: a CPU context, torch without CUDA, no
+    Triton.
     """
     number = context.cuda_device
     if number is None or not has_kernel(context):
@@ -436,6 +437,6 @@ def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
         return False
     try:
         relaxed(lambda: copies.start(pieces))
-    finally:  # interrupted, too: what the kernel reads and writes is the caller's again
+    finally:  # also if interrupted: the caller may free the memory afterwards
         relaxed(copies.close)
     return True

@@ -262,7 +262,7 @@ class PagesInfo:
         page_size: of each page.
         runs: physical runs.
         mappings: live mappings made with this handle.
-        location: where the pages lie.
+        location: the memory that holds the pages.
         device: CUDA ordinal for `Location.PEER`.
     """
 

@@ -137,7 +137,7 @@ class OpBatch:
         Args:
             addr: first address, a multiple of the pages' page size, like `size` and `offset`.
             size: bytes of one piece.
-            pages: what to map.
+            pages: pages to map.
             offset: first byte within `pages`.
             count: pieces.
             stride: bytes between the starts of pieces.
@@ -192,7 +192,7 @@ class OpBatch:
         copy_stride: int = 0,
         copy_bytes: int = 0,
     ) -> None:
-        """New pages for every piece, owned by the mapping alone.
+        """Map new pages for every piece, owned only by the mapping.
 
         Args:
             addr: first address, a multiple of the page size, like `size`.
@@ -201,7 +201,7 @@ class OpBatch:
             stride: bytes between the starts of pieces.
             page_size: bytes, 0 = the context's granule.
             dirty: do not zero the pages; they may show an earlier user's bytes.
-            spread: let each stretch grow in a 2 MiB chunk of its own while there are empty ones.
+            spread: place each run in a separate 2 MiB chunk while there are empty chunks.
             location: a `Location`.
             device: CUDA ordinal for `Location.PEER`.
             copy_from: initialise the new pages from this mapped address, which need not be aligned,

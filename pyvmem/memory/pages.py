@@ -115,7 +115,7 @@ class Pages(Scoped):
             outcome: records the result, whatever interrupts this call.
 
         Raises:
-            OutOfRange: beyond the end, or given back before; nothing changed.
+            OutOfRange: beyond the end, or dropped before; nothing changed.
             BadHandle: released, dropped or consumed before.
         """
         _native.drop_range(
@@ -145,11 +145,11 @@ class Ticket:
     not cancel its batch.
 
     Attributes:
-        outcome: how far the submitting call came, valid even if an exception interrupted it.
+        outcome: progress of the submitting call, valid even if an exception interrupted it.
     """
 
-    # _result: None: not known; True: success; else what the batch failed with. It is set before
-    # libvmem's ticket is dropped: a thread that finds the ticket gone finds the result here.
+    # _result: None: not known; True: success; else the batch's error. It is set before libvmem's
+    # ticket is dropped: a thread that finds the ticket dropped finds the result here.
     __slots__ = (
         "__weakref__", "_consumed", "_context", "_dropped", "_held", "_result", "outcome",
     )  # fmt: skip
@@ -182,7 +182,7 @@ class Ticket:
         Raises:
             Timeout: not finished in time.
             BadHandle: the context is closed, or `close` was called, before the result was known.
-            VMemError: what the batch failed with; all of it was undone.
+            VMemError: the batch's error; all of it was undone.
         """
         left = _SLICE_NS if timeout is None else max(0, int(timeout * 1e9))
         while not self._ask(min(left, _SLICE_NS)):
@@ -242,7 +242,7 @@ class Ticket:
 
         Raises:
             NotGpuWork: it is neither. InvalidArgument: the stream is being captured.
-            VMemError: what the batch failed with.
+            VMemError: the batch's error.
         """
         device = self._context.cuda_device
         stream_like = work_of(stream).is_stream

@@ -93,12 +93,12 @@ class Reservation(Closable):
 
     @property
     def visible(self) -> bool:
-        """Whether CUDA's own copies accept the addresses (on host: as CPU memory, False)."""
+        """True if CUDA's own copies accept the addresses; False on host."""
         return RangeFlags.VISIBLE in self._info.flags
 
     @property
     def sparse(self) -> bool:
-        """Whether unmapped parts read as zeros."""
+        """True if unmapped parts read as zeros."""
         return RangeFlags.SPARSE in self._info.flags
 
     @property
@@ -224,8 +224,8 @@ class Reservation(Closable):
 
         Arguments and errors as for `array`. Needs torch.
         """
-        # Before there is an array: without numpy, torch keeps the stack that first imports it, and
-        # an array among the locals of those frames would live as long as the process.
+        # Import torch before making the array: without numpy, torch keeps the stack that first
+        # imports it, and an array in the locals of those frames would live until the process ends.
         import torch  # noqa: F401
 
         return torch_tensor(self.array(shape, dtype, strides, offset))

@@ -109,7 +109,7 @@ class AddressSpace:
         _native.warm(self.handle, whole("nbytes", nbytes))
 
     def trim(self, keep: int = 0) -> int:
-        """Gives empty slabs back while `keep` free bytes remain; returns the bytes given back."""
+        """Return empty slabs to the driver while `keep` free bytes remain; return their bytes."""
         return _native.trim(self.handle, whole("keep", keep))
 
     def join(self, addr: int, size: int) -> int:

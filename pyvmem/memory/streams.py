@@ -8,13 +8,13 @@ Objects that name GPU work, wherever a call takes a ``stream`` or an ``after``:
     torch.cuda.Event, cuda.core Event                    the work before the event was recorded
     FdEvent                                              until its descriptor polls readable
 
-`work_of` alone classifies them; it refuses everything else. A caller's event stays the caller's and
-must not be recorded again before that work is over: it would then stand for other work.
+`work_of` alone classifies them, and rejects everything else. The caller must not record an event
+again before its work is complete: it would then stand for other work.
 
 CUDA graphs: a stream that is being captured has no work to wait for and cannot be made to wait for
-work outside of the capture; calls that would have to are refused (InvalidArgument), and the capture
-goes on. So call a cache before or after a capture, not within one. Asking whether work is over is
-allowed beside a capture in any thread and mode (`relaxed`).
+work outside of the capture; calls that would have to are rejected (InvalidArgument), and the
+capture continues. So call a cache before or after a capture, not within it. Querying whether work
+is complete is allowed during a capture in any thread and mode (`relaxed`).
 
 Nothing here imports torch or cuda.core: an object can only be theirs if they are loaded already.
 """
@@ -74,8 +74,8 @@ _FD: Final = _native.constant("VMEM_AFTER_FD")
 class FdEvent(Closable):
     """Work that is finished when a descriptor polls readable: an eventfd, a sync_file, a pipe.
 
-    Works on every back end; on ``host`` it stands for GPU work. A descriptor given by the caller
-    stays the caller's; libvmem duplicates what it waits for, so it may be closed at once.
+    Works on every back end; on ``host`` it stands for GPU work. The caller keeps ownership of the
+    descriptor; libvmem duplicates it before waiting, so it may be closed at once.
     """
 
     __slots__ = ("_own", "fd")
@@ -130,8 +130,8 @@ class KeptEvents:
     def keep(self, ticket: Ticket, events: list[Any]) -> None:
         """Keeps what `after_items` returned for a batch that will be submitted with `ticket`.
 
-        Forgets what is no longer needed. The ticket is kept too: once libvmem's is
-        dropped, it is unknown whether the batch is finished.
+        Drops entries of finished batches. The ticket is kept too: once libvmem's ticket is dropped,
+        it is unknown whether the batch is finished.
         """
         with self._lock:
             kept = self._kept
@@ -301,7 +301,7 @@ def stream_handle(stream: Any, device: int | None) -> int:
         device: CUDA ordinal whose current stream is meant; None: ``host``, every stream is 0.
 
     Raises:
-        NotGpuWork: it is no stream; events are refused too.
+        NotGpuWork: not a stream; events are rejected too.
     """
     work = work_of(stream)
     if not work.is_stream:
@@ -360,7 +360,7 @@ def core_stream(work: Work, device: int) -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """libcuda, or None where there is none."""
+    """Return libcuda, or None if it is not installed."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -42,7 +42,7 @@ class Scoped:
             self._leave()
         except Busy:
             if error is None:
-                raise  # else the other error matters more, and its traceback keeps tensors alive
+                raise  # otherwise keep the first error, whose traceback keeps tensors alive
 
 
 class Closable(Scoped):
@@ -51,7 +51,7 @@ class Closable(Scoped):
     __slots__ = ()
 
     def close(self) -> None:
-        """Releases what the object holds. Idempotent."""
+        """Release the object's resources. Idempotent."""
         raise NotImplementedError
 
     def _leave(self) -> None:
@@ -74,7 +74,7 @@ class MustClose(Closable):
         return self._closed
 
     def _gone(self) -> bool:
-        """True if there is nothing left to close."""
+        """True if nothing is left to close."""
         return getattr(self, "_closed", True)
 
     def __del__(self) -> None:

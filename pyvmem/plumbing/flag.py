@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A thread event that an asynchronous exception cannot leave half set.
 
-`threading.Event` takes its lock in Python code: a signal handler's exception at that point leaves
-it locked for ever. Starting a `threading.Thread` waits on such an event too.
+`threading.Event` takes its lock in Python code: an exception of a signal handler at that point
+leaves it locked for ever. Starting a `threading.Thread` waits on such an event, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A lock of a folder among processes and threads; it leaves no file, and ends with its process."""
+"""A lock of a directory among processes and threads; leaves no file, and ends with its process."""
 
 from __future__ import annotations
 

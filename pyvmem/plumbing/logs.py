@@ -2,9 +2,9 @@
 """Logging, under the logger ``pyvmem``.
 
 Each module logs under its own name below it. At *info*: the back end that was opened, and why the
-others were not. At *debug*: what a cache does where memory is short or pages change (shortage,
-reclaiming, eviction, promotion, joins, trims). At *warning*: problems an operator must know of,
-once a minute per cause. A call that finds enough memory logs nothing.
+others were not. At *debug*: how a cache handles short memory and changing pages (shortage,
+reclaiming, eviction, promotion, joins, trims). At *warning*: problems that an operator should know
+about, at most once a minute per cause. A call that finds enough memory logs nothing.
 """
 
 from __future__ import annotations

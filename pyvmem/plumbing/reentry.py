@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Re-entrant calls from finalizers and signal handlers.
 
-Python runs both between any two of its instructions. So a lock that is taken may be this thread's
-own, and what it guards may be half changed: a lock here is re-entrant, what it guards is made for
-that, and the records of a cache, which cannot be, refuse such a call (`within`).
+Python runs both between any two of its instructions. So this thread may itself hold a lock that
+such code needs, and the data that it guards may be half changed. Locks made here are re-entrant,
+and data that they guard tolerates that; the records of a cache do not, and refuse such a call
+(`within`).
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def within(section: FrameType) -> bool:
     """True if the caller's caller runs, directly or not, within a frame.
 
     Raises:
-        Reentered: in the midst of a call that changes a cache's records, or those of the package
-            that the caller is of, which something else has interrupted.
+        Reentered: called in the middle of a call that changes a cache's records, or records of the
+            caller's own package.
     """
     called = sys._getframe(2)
     records = (_RECORDS, ".".join(_module(called).split(".")[:2]) + ".")

@@ -2,9 +2,10 @@
 """Cleans up libvmem objects whose Python owners were lost.
 
 An exception from outside (Ctrl-C) can come just after an object was made, before its caller has it,
-or in what gives it back; then nobody can close it. A finalizer cannot either: it may run between a
-failed call of C and the question why it failed, and a second exception would end it unseen. So what
-an object has made is noted beside it, and the next one of its kind ends what the lost ones left.
+or while it is being closed; then nobody can close it. A finalizer cannot either: it may run between
+a failed C call and the query of its error, and an exception in it would be ignored. So a record of
+what the object made is kept separately, and the next object of its kind frees what lost objects
+left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _all: dict[int, Remains] = {}
 
 
 class Remains:
-    """Records what an object has created in libvmem.
+    """Records what an object has created in libvmem, independently of the object's life.
 
     A subclass notes here what `end` needs, and refers to nothing that refers to the object.
     """
@@ -30,12 +31,12 @@ class Remains:
         _all[id(self)] = self
 
     def end(self) -> None:
-        """Frees what the object left, as far as possible. Idempotent."""
+        """Free what the object left, as far as possible. Idempotent."""
         raise NotImplementedError
 
 
 def end_lost() -> None:
-    """Frees what lost objects left, newest first: it may lie inside an older object's."""
+    """Free what lost objects left, newest first: it may be inside an older object's range."""
     for key, one in reversed(list(_all.items())):
         if one.owner() is None:
             with suppress(VMemError):  # closed, or cannot be freed now

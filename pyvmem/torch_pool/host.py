@@ -32,7 +32,7 @@ class HostBlock:
         device: the CUDA device whose copies it is locked for, if it can be; None: it is not.
 
     Raises:
-        OutOfMemory: there is no such range.
+        OutOfMemory: the range does not exist.
     """
 
     def __init__(self, size: int, device: int | None) -> None:
@@ -78,7 +78,8 @@ class HostBlock:
         return memoryview(window).cast("B")[offset : offset + nbytes]
 
     def unlock(self) -> None:
-        """Unregisters the range before it goes: CUDA would treat later memory there as locked."""
+        """Unregister the range before it is freed: CUDA would treat later memory there as
+        locked."""
         # A child of a fork has a copy of this object, and no CUDA.
         if self._device is not None and self._locked_by == os.getpid():
             with contextlib.suppress(VMemError):  # CUDA is gone, with its registrations
@@ -95,7 +96,7 @@ class HostBlock:
 
 
 class HostMemory:
-    """The host blocks of one pool, in use and spare. Not thread-safe by itself.
+    """The host blocks of one pool, used and spare. Not thread-safe by itself.
 
     Args:
         device: as for `HostBlock`.

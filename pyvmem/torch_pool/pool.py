@@ -3,7 +3,7 @@
 
     pool = VMemPool(context)
     with pool.use("weights"):
-        model = make_model()            # every tensor made here lies in the pool
+            model = make_model()            # every tensor made here is allocated in the pool
     pool.pause("weights")               # contents to host memory, pages to the device
     ...                                 # another program, or another phase, has the memory
     pool.resume("weights")              # same addresses, same contents
@@ -46,7 +46,7 @@ _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 
 
 class PoolRemains(Remains):
-    """Cleans up a pool whose owner was lost, unless it was used: tensors may lie in it.
+    """Cleans up a pool whose owner was lost, unless it was used: it may hold tensors.
 
     Attributes:
         used: a `use` block was entered.
@@ -183,19 +183,19 @@ class VMemPool:
                 users.discard(user)
 
     def owns(self, tensor: Any) -> bool:
-        """True if a tensor's storage lies in the pool, paused or not."""
+        """Return whether a tensor's storage is in the pool, paused or not."""
         storage = tensor.untyped_storage()
         return torch_alloc.owns(self._device, storage.data_ptr(), max(1, storage.nbytes()))
 
     def saved(self, address: int, nbytes: int) -> memoryview | None:
         """The saved contents of a paused range in host memory; None if it has none.
 
-        A view, not a copy; what is written there is what `resume` brings back. The memory lives as
-        long as the view, but is ignored after `resume`.
+        A view, not a copy; `resume` restores what is written to it. The memory lives as long as
+        the view, but is ignored after `resume`.
 
         Args:
             address: of a tensor in the pool.
-            nbytes: from there, within one segment.
+            nbytes: bytes from `address` on, within one segment.
         """
         with self._lock:
             self._check_open("saved")

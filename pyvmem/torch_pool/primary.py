@@ -25,7 +25,7 @@ class PrimaryContext(Closable):
         device: CUDA ordinal.
 
     Raises:
-        VMemError: there is no such device, or it has no memory for a context.
+        VMemError: the device does not exist, or has no memory for a context.
     """
 
     def __init__(self, device: int) -> None:

@@ -20,11 +20,11 @@ class TorchPoolStats:
 
     Attributes:
         blocks: segments that torch holds.
-        mapped_bytes: of segments with memory.
-        paused_bytes: of segments without.
-        saved_bytes: the part of `paused_bytes` whose contents lie in host memory.
-        mallocs, frees: segments that torch took and gave back so far.
-        failures: calls of torch that could not be served.
+        mapped_bytes: bytes of segments with memory.
+        paused_bytes: bytes of segments without.
+        saved_bytes: the part of `paused_bytes` whose contents are in host memory.
+        mallocs, frees: segments that torch allocated and freed so far.
+        failures: calls of torch that failed.
         last_error: the error of the latest failure; torch itself only reports "out of memory".
         host_bytes: host memory of the whole pool, for contents and kept for the next pause.
         locked_bytes: the part of `host_bytes` that is page-locked.
@@ -70,7 +70,7 @@ class Tag:
         host: of the pool.
         users: active `VMemPool.use` blocks.
         paused: since the last resume.
-        pool: its torch.cuda.MemPool, once there is one.
+        pool: its torch.cuda.MemPool, once made.
         saved: contents of paused segments. C holds addresses in them, so they live until the
             segments are resumed.
     """
