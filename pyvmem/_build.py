@@ -2,8 +2,8 @@
 """Builds the extension module ``pyvmem._vmem`` from libvmem's sources (cffi, API mode).
 
 The declarations are libvmem/include/vmem.h itself, stripped of comments and preprocessor lines, so
-there is no second copy to go stale; in API mode the C compiler checks every structure, enumeration
-and prototype against the header. Run by setup.py, never imported by the package.
+so no second copy can become outdated; in API mode the C compiler checks every structure,
+enumeration and prototype against the header. Run by setup.py, never imported by the package.
 """
 
 import re

@@ -12,8 +12,8 @@ writer's ticket and finds the tensor when it runs:
     def forward(...):
         keys.write(new, slots, positions)   # new: [tokens, num_kv_heads, head_dim]
 
-`pyvmem.attention.Attention` does the same for its `write` and its call. Not compiled, each costs
-what the plain call costs. Needs torch.
+`pyvmem.attention.Attention` does the same for its `write` and its call. Outside compiled code, each
+costs as much as the plain call. Needs torch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ with torch.inference_mode(False):
     ORDER = torch.zeros((), dtype=torch.int64)
     """Every operator that writes or reads rows takes it and declares that it changes it.
 
-    Compilers keep such operators in the order of the program. One of your own that reads or writes
-    rows takes it, too: ``@torch.library.custom_op(..., mutates_args=("order",))``. Nothing is ever
-    stored there.
+    Compilers keep such operators in program order. An operator of your own that reads or writes
+    rows takes it, too: ``@torch.library.custom_op(..., mutates_args=("order",))``. Nothing is
+    stored in it.
     """
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Exceptions: one class for each kind of error of libvmem (the list at the top of vmem.h).
 
-All but `Reentered` derive from `VMemError`; where Python has a class of its own for such an error
+All except `Reentered` derive from `VMemError`; if Python has a class for such an error
 (`ValueError`, `MemoryError`, `TimeoutError`, ...), the class derives from that too. A call that
-raised has changed nothing, except where `NotRecoverable` says what was lost.
+raises has changed nothing, except where `NotRecoverable` says what was lost.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class VMemError(Exception):
         status: the driver's own status (CUresult or RM status), 0 if it had none.
         status_name: the symbol of `status`, for example ``"NV_ERR_NO_MEMORY"``, or ``""``.
         op: the function that failed, for example ``"vMemMap"``.
-        addr: first address of the range in question, 0 if there is none.
+        addr: first address of the range in question, or 0.
         bytes: length of that range, or the size in question.
-        limit: the limit that was met, 0 if there is none.
+        limit: the limit that was exceeded, or 0.
     """
 
     errno: int

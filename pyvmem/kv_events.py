@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a cache records and evicts, as the KV events of vLLM, for routers that know prefixes.
+"""KV events of vLLM for the prefixes that a cache records and evicts, for prefix-aware routers.
 
     events = KVEvents(cache)
     ...
@@ -8,16 +8,16 @@
     publisher.publish(events.batch())       # with vLLM installed: for its publishers
 
 A block is a sharing unit of the cache (`KVCache.sharing_unit`). Its hash covers its tokens, all
-before them and the namespace, so equal prefixes have equal hashes in every process. Of a namespace
-that is no string, `repr` is hashed, which must be equal there, too, and that of equal ones. Those
-of `pyvmem.engine` are known by their names: a block that a closed one and its successor both have
-is there until neither has it. The fields are those of ``vllm.distributed.kv_events``;
-`KVEvents.batch` makes these classes themselves.
+tokens before them and the namespace, so equal prefixes have equal hashes in every process. For a
+namespace that is not a string, `repr` is hashed, which must be equal for equal namespaces, in every
+process. Namespaces of `pyvmem.engine` are identified by their names: a block that a closed
+namespace and its successor both have is reported as removed when neither has it. The fields are
+those of ``vllm.distributed.kv_events``; `KVEvents.batch` makes these classes themselves.
 
-The consecutive blocks that a router finds are the most that a prompt can begin with. The cache
+A router's longest run of consecutive blocks is the most that a prompt can begin with. The cache
 finds the same, except in two cases. With sliding-window layers, a request can begin only where the
 last window is still recorded, which may not be so where a prompt diverges in the middle of a
-recorded one. And what a closed namespace has left is not found by its successor.
+recorded one. And blocks of a closed namespace are not found by its successor.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ class BlockStored:
 
     Attributes:
         block_hashes: of each block.
-        parent_block_hash: of the block before the first one; None: there is none.
+        parent_block_hash: hash of the block before the first one; None: no such block.
         token_ids: of all the blocks.
         block_size: tokens of a block.
         lora_id: not used.
-        medium: where the rows lie.
-        lora_name: the namespace's name, or what `repr` makes of one that is no string; None: there
-            is none.
+        medium: memory that holds the rows.
+        lora_name: the namespace's name, or its `repr` if it is not a string; None: no namespace.
     """
 
     block_hashes: list[int]
@@ -62,7 +61,7 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks that are no longer there."""
+    """Blocks that were removed."""
 
     block_hashes: list[int]
     medium: str | None = MEDIUM
@@ -104,7 +103,7 @@ def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int
 
 
 def _named(namespace: Hashable) -> Hashable:
-    """What other processes know a namespace by; None: there is none."""
+    """Return the name by which other processes know a namespace; None: default namespace."""
     if isinstance(namespace, Generation):
         namespace = (None,) if namespace.name is None else namespace.name
     # A member of an Enum that is a string equals the plain one, and the cache takes it for that.
@@ -112,7 +111,7 @@ def _named(namespace: Hashable) -> Hashable:
 
 
 class _Told(NamedTuple):
-    """What a reader knows.
+    """State of a reader: the blocks it has been told of.
 
     Attributes:
         number: of the last change that was reported.
@@ -124,10 +123,10 @@ class _Told(NamedTuple):
 
 
 class KVEvents:
-    """The events of one cache, from when this is made on.
+    """The events of one cache, beginning when this object is made.
 
-    The first `poll` begins with `AllBlocksCleared` and reports what was recorded before. One reader
-    for each cache: an event is reported once.
+    The first `poll` begins with `AllBlocksCleared` and reports everything recorded before. One
+    reader per cache: an event is reported once.
 
     Args:
         cache: a `KVCache` or one of its relatives.
@@ -144,7 +143,7 @@ class KVEvents:
         return f"<KVEvents of {self._cache!r}>"
 
     def poll(self) -> list[KVEvent]:
-        """What happened since the last call, in order. BadHandle: the cache is closed.
+        """Return the events since the last call, in order. BadHandle: the cache is closed.
 
         A call that an exception ended has reported nothing: the next one does.
         """
@@ -153,7 +152,7 @@ class KVEvents:
         return events
 
     def _untold(self) -> tuple[list[KVEvent], _Told]:
-        """What is to be reported, and what the reader knows then."""
+        """Return the events to report, and the reader's state after them."""
         told = _Told(-1, {}) if self._told is None else self._told
         changes = self._cache.internals.prefix_changes(told.number)
         unit = self._cache.sharing_unit

@@ -89,7 +89,7 @@ def _succeeded(ticket: Ticket) -> bool:
 class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any without cuda-core
     """Allocates cuda.core Buffers out of a context's pages.
 
-    A buffer lies in a reservation of its own, rounded up to the granule. Its pages are mapped
+    Each buffer has its own reservation, rounded up to the granule. Its pages are mapped
     before `allocate` returns and zeroed before later work of the stream; they are unmapped after
     the work submitted to the stream before `deallocate`. A context manager; the context is the
     caller's and must outlive the resource. Thread-safe.
@@ -130,17 +130,17 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
 
     @property
     def is_device_accessible(self) -> bool:
-        """Whether kernels may use the buffers."""
+        """True if kernels may use the buffers."""
         return self._context.cuda_device is not None
 
     @property
     def is_host_accessible(self) -> bool:
-        """Whether the CPU may use the buffers."""
+        """True if the CPU may use the buffers."""
         return Caps.CPU_ACCESS in self._context.info.caps
 
     @property
     def is_managed(self) -> bool:
-        """Whether the buffers are CUDA managed memory (never)."""
+        """True if the buffers are CUDA managed memory (never)."""
         return False
 
     @property
@@ -164,7 +164,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             stream: cuda.core Stream that may use it at once, and that orders its deallocation.
 
         Raises:
-            NotGpuWork: `stream` is no stream; nothing changed.
+            NotGpuWork: `stream` is not a stream; nothing changed.
             OutOfMemory: not enough pages; nothing changed.
             BadHandle: the resource or the context is closed.
         """
@@ -224,10 +224,10 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             stream: None: no work uses the buffer any more.
 
         Raises:
-            InvalidArgument, BadHandle: no buffer of this resource lies there, or `stream` names no
+            InvalidArgument, BadHandle: `ptr` is not a buffer of this resource, or `stream` names no
                 GPU work or is closed; nothing changed.
-            TypeError: `ptr` or `size` is no number; nothing changed.
-            VMemError: not now; the next call takes them back.
+            TypeError: `ptr` or `size` is not a number; nothing changed.
+            VMemError: raised later: the next call retries the unmap.
         """
         try:
             ptr, size = _address(ptr), operator.index(size)
@@ -244,7 +244,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             self._end_later(ptr, size, stream)
             raise
         except BaseException:
-            with suppress(TypeError):  # it is no buffer
+            with suppress(TypeError):  # not a buffer
                 self._left.append((_address(ptr), operator.index(size), _UNKNOWN))
             raise
 

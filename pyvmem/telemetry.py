@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SHORTEST, _LONGEST = 10, 34  # waits from 1 us to 17 s have buckets of their own
-_SAME_S = 0.05  # all instruments of one collection share numbers this recent
+_SAME_S = 0.05  # all instruments of one collection share numbers at most this old
 _PREFIX = "pyvmem_"
 
 
@@ -280,9 +280,9 @@ class Telemetry:
         """Reports a cache from now on, under the label ``cache="name"``.
 
         Raises:
-            InvalidArgument: another cache that is not closed has the name, or it is no text (a lone
+            InvalidArgument: the name is in use by another open cache, or cannot be encoded (a lone
                 surrogate).
-            TypeError: what is given is no cache, or its name no string.
+            TypeError: `cache` is not a cache, or its name not a string.
         """
         expect("name", name, str)
         try:
@@ -431,10 +431,10 @@ class Telemetry:
 
         Args:
             port: 0: any free port; see `Server.port`.
-            address: to listen on; the default is this machine alone. There is no password.
+            address: to listen on; the default accepts only local connections. No password.
 
         Raises:
-            InvalidArgument: `port` is no port number. OSError: the port is unavailable.
+            InvalidArgument: `port` is not a port number. OSError: the port is unavailable.
         """
         port = bounded("port", port, 0, 65535, op="Telemetry")
         return Server(self, address, port)

@@ -4,7 +4,8 @@ table.
 
 Written for flashinfer-python 0.6.14, whose wheel includes its headers; a kernel is compiled on its
 first call, which needs nvcc, a C++ compiler and ninja. Its batched call for contiguous rows
-(ragged) expects the requests without gaps, which slots have: it serves a step of one long prompt.
+(ragged) expects requests without gaps between them, but slots have gaps: it serves a step of one
+long prompt.
 
 Both calls for contiguous rows get a view that ends with the request, so nothing past it is read.
 The paged call loads row by row below the length (``fa2`` kernels).

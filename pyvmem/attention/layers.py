@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Layer descriptions for kernels: where the rows lie and which of them a token attends to."""
+"""Layer descriptions for kernels: where the rows are and which of them a token attends to."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Form:
         values: the group that holds the values; the same, unless they have another size.
         head_dim: elements of a key's head.
         v_head_dim: elements of a value's head.
-        window: tokens that a token sees, itself included; 0: all before it.
-        latent: there is one tensor, and the first `v_head_dim` elements of a row are its values
-            (MLA).
+        window: tokens that a token attends to, including itself; 0: all before it.
+        latent: the layer has one tensor, and the first `v_head_dim` elements of a row are its
+            values (MLA).
     """
 
     keys: GroupView = field(repr=False)
@@ -54,8 +54,8 @@ def forms_of(
 
     Args:
         cache: its layers, in order.
-        windows: tokens that the layers' tokens see, where that is fewer than the cache keeps; None:
-            what it keeps. Ignored for a layer without keys.
+        windows: tokens that each layer's tokens attend to, if fewer than the cache keeps; None: all
+            that it keeps. Ignored for a layer without keys.
         v_head_dim: elements of the values in a latent.
 
     Raises:

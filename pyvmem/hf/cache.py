@@ -2,7 +2,7 @@
 """`VMemCache`: a transformers cache whose rows are contiguous in virtual memory.
 
 transformers' `DynamicCache` copies the whole past with every token (`torch.cat`); its `StaticCache`
-allocates all memory at once and attends over all of it. Here a row lies in a slot of a
+allocates all memory at once and attends over all of it. Here a row of the batch is a slot of a
 `pyvmem.KVCache` and grows in place; the past is never copied, and attention gets a view of exactly
 the valid tokens. Checked with transformers 5.17.0 and 5.23.0.
 """
@@ -48,7 +48,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
     Generates the same tokens as `DynamicCache`. A batch of n rows (batch times beams) takes n
     slots. Heads, type and device are taken from the first keys; memory is allocated only then.
     Layers with a sliding window keep the window, and ``window_tile`` tokens before it, which
-    assisted generation may take back. For MLA the latent is stored, one tensor per layer, where
+    assisted generation may truncate. For MLA the latent is stored, one tensor per layer, where
     the model passes it to the cache. Layers of linear attention, state spaces and short
     convolutions keep their state in the same slots, a row for each request; such a cache cannot be
     cropped, and so not be used in assisted generation. Rows are written in place, which autograd
@@ -66,7 +66,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         budget: memory of that context to share with other caches, such as a draft model's
             (`drafting`); it must outlive the cache.
         contiguous: models get copies of the past, which cost what `DynamicCache` costs, for code
-            that calls `view` on it: heads of one token lie side by side here, so no view joins
+            that calls `view` on it: heads of one token are adjacent here, so no view joins
             batch and heads. None: for types of transformers that do so, and for a configuration
             whose code is from the Hub (``trust_remote_code``), which cannot be checked. Pass False
             for such code that needs no copies, and True for code of your own that needs them.
@@ -175,8 +175,8 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
             model.generate(**inputs, assistant_model=draft, past_key_values=cache)
 
     ``generate`` creates the draft's cache itself and accepts none, so the draft model is patched to
-    use this one. The target's is passed as usual; with one `Budget` for both, each can use what the
-    other leaves. The cache is emptied first.
+    use this one. The target's is passed as usual; with one `Budget` for both, each can use memory
+    that the other leaves. The cache is emptied first.
     """
     original = assistant._prepare_cache_for_generation
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The cache for continuous batching in transformers 5.18 to 5.23.
 
-It implements what scheduler, inputs, offloading and runner use of ``PagedAttentionCache`` and its
-allocators (``generation/continuous_batching/cache.py``), which have no abstract base. Their blocks
-become pages of physical memory here; there are no block tables, no read and write indices and no
-trash blocks, since attention takes slots and lengths.
+It implements the methods of ``PagedAttentionCache`` and its allocators
+(``generation/continuous_batching/cache.py``) that scheduler, inputs, offloading and runner use;
+they have no abstract base. Their blocks become pages of physical memory here; block tables, read
+and write indices and trash blocks are not needed, since attention takes slots and lengths.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SlotCache(SlotCacheBase):
         return False
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees a request's slot; `no_cache`: do not record what it computed."""
+        """Free a request's slot; `no_cache`: do not record its rows."""
         self.requests.drop(request_id, record=not no_cache)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
@@ -117,7 +117,7 @@ class SlotCache(SlotCacheBase):
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
     ) -> list[str]:
-        """Forks as many children as there is room for; nothing is left to copy."""
+        """Fork as many children as fit; returns nothing to copy."""
         forked: list[str] = []
         for child in dst_req_ids:
             if not self.requests.fork(src_state.request_id, child, src_state.current_len()):

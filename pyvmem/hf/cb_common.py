@@ -41,7 +41,7 @@ class SlotCacheBase:
         tokens: the cache's capacity in tokens.
         max_batch_tokens: most tokens of a forward pass.
         use_prefix_sharing, allow_block_sharing: whether prompts are recorded for others.
-        max_blocks_per_request: 0: there is no paged kernel for decoding.
+        max_blocks_per_request: 0: no paged kernel for decoding.
     """
 
     block_option = "page_size"

@@ -3,7 +3,7 @@
 
 transformers has a registry for attention functions, used here, but none for caches: a manager looks
 up the name ``PagedAttentionCache`` in the module ``continuous_api`` when it makes its cache. That
-name and ``ContinuousBatchingManager`` are replaced there while the plug is installed. Managers of
+name and ``ContinuousBatchingManager`` are replaced there while the plugin is installed. Managers of
 other models work as before.
 """
 
@@ -62,7 +62,7 @@ def _attention(
     """transformers' attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
 
     Raises:
-        NotSupported: called without a cache of this plug, or for attention other than causal.
+        NotSupported: called without a cache of this plugin, or for attention other than causal.
     """
     cache = kwargs.get("cache")
     if not isinstance(cache, _slot_cache):
@@ -124,7 +124,7 @@ def _adapters(model: Any) -> tuple[str, ...] | None:
 
 
 class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
-    """transformers' manager, with slots for models that the plug is installed for."""
+    """transformers' manager, with slots for models that the plugin is installed for."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None
     """Patches transformers.
 
     Args:
-        options_for: a model's options; None: the plug is not installed for it.
+        options_for: a model's options; None: the plugin is not installed for it.
         slot_cache: the cache class of this version.
     """
     global _options_for, _slot_cache

@@ -5,7 +5,7 @@
         model.generate_batch(inputs, generation_config)
 
 transformers' own cache is paged: attention gathers every request's whole past into one tensor, or
-calls a paged kernel. Here a request lies in a slot of a `pyvmem.KVCache`, and the kernels of
+calls a paged kernel. Here a request is a slot of a `pyvmem.KVCache`, and the kernels of
 `pyvmem.attention` read it in place. transformers' scheduler, sampling and server stay as they are:
 chunked prefill, prefix sharing, parallel sampling, and preemption by recomputation work as before.
 CUDA graphs, asynchronous batching and offloading to the host are switched off, with a warning if

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A layer of a transformers cache that keeps nothing."""
+"""A layer of a transformers cache that stores nothing."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
         return -1
 
     def _nothing(self, *args: Any) -> None:
-        """Does nothing: there are no rows."""
+        """Do nothing: the layer has no rows."""
 
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _nothing

@@ -25,8 +25,9 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     """One layer of a `VMemCache`; made by it.
 
     `keys` and `values` are views ``[batch, num_kv_heads, length, head_dim]`` of the virtual
-    tensors, for reading only: `reorder_cache` may not carry over what other code writes there. With
-    a sliding window they hold what the next token sees, as in transformers' own sliding layer.
+    tensors, for reading only: `reorder_cache` may lose data that other code writes there. With a
+    sliding window they hold the rows that the next token attends to, as in transformers' own
+    sliding layer.
     """
 
     is_compileable = False  # the views change size

@@ -68,7 +68,7 @@ class _Request:
 
 
 class NamedRequests:
-    """Requests by name on a cache, which this object takes over.
+    """Requests by name on a cache, which this object owns from then on.
 
     Without `close`, memory is freed when the object is garbage-collected.
 
@@ -83,8 +83,8 @@ class NamedRequests:
         kvcache: the cache, for its reports.
         parts: its groups of equal layers.
         choice: the first layer's attention kernel, and why the others were not chosen.
-        sharing: prompts are shared: it was requested, and the back end can map a page twice. Where
-            layers have a window, a prefix is found where its window's rows were recorded.
+        sharing: prompts are shared: requested, and the back end can map a page twice. If layers
+            have a window, a prefix is matched only where its window's rows were recorded.
         stream: CUDA stream of the model's work; None: torch's current one.
         namespace: called when a request gets its slot; returns what its keys and values depend on
             besides its tokens, such as the model's adapters. Prefixes are shared only within one
@@ -131,7 +131,7 @@ class NamedRequests:
         none.
 
         Returns:
-            False, with nothing changed: every slot is taken, or memory is short even after
+            False, with nothing changed, if every slot is taken, or memory is short even after
             everything unowned was reclaimed.
 
         Raises:
@@ -202,7 +202,7 @@ class NamedRequests:
         return free // self._page, total // self._page
 
     def missing(self, name: str, tokens: int) -> int:
-        """Physical pages that the request lacks to hold so many tokens."""
+        """Return the physical pages that the request lacks to hold `tokens` tokens."""
         one = self._requests.get(name)
         reqid = None if one is None else one.request.slot
         return self.kvcache.memory.for_request(reqid, tokens) // self._page
@@ -269,7 +269,7 @@ class NamedRequests:
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
-        """Makes a request that begins with another's first rows; False if there is no room.
+        """Make a request that begins with another's first rows; False if memory or slots are short.
 
         Raises:
             InvalidArgument: a parent without a slot, a child that has one, or more tokens than the
@@ -345,7 +345,7 @@ class NamedRequests:
             up: see `Attention`.
 
         Returns:
-            As `Attention`; zeros where there is padding.
+            As `Attention`; zeros for padding.
 
         Raises:
             InvalidArgument: fewer tokens than were queued, or no batch.

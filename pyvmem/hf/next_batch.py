@@ -110,7 +110,7 @@ class NextBatch:
         return self._attention.window(layer)
 
     def end(self) -> None:
-        """Drops the batch and what is queued."""
+        """Drop the batch and the queued requests."""
         self._batch = None
         self.queued = []
 
@@ -118,7 +118,7 @@ class NextBatch:
 def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
     """Closes both; if tensors are still alive elsewhere, the cache stays open and this logs it.
 
-    Requests of the plug that calls it end with the cache.
+    Requests of the plugin that calls it end with the cache.
     """
     attention.close()
     cache.internals.users.clear()

@@ -29,7 +29,7 @@ from pyvmem.plumbing.validation import invalid
 __all__ = ["GIVEN", "Rows", "Settings", "TakesRows", "move_rows", "uncompiled"]
 
 GIVEN = ("dtype", "max_batch", "max_seq_len")
-"""Fields of `KVCacheConfig` that are no option of a plug: they come from its own arguments."""
+"""Fields of `KVCacheConfig` that the plugin sets from its own arguments, so not options."""
 
 
 uncompiled = apart(
@@ -71,7 +71,7 @@ class TakesRows:
     _rows: Rows
 
     def _check_rows(self, source: Sequence[int]) -> None:
-        """Raises InvalidArgument if there are no rows, or a row outside the batch."""
+        """Raise InvalidArgument if there are no rows, or a row outside the batch."""
         wrong = [row for row in source if not 0 <= row < self.batch_size]
         if wrong or not source:
             raise invalid(
@@ -119,9 +119,9 @@ class Rows:
 
     Attributes:
         cache: None before `open`.
-        shapes, handed: what each layer keeps, and what it is passed; empty before `open`.
-        count: slots taken, from 0 on.
-        length: tokens that each of them has pages for.
+        shapes, handed: data that each layer stores, and that it is passed; empty before `open`.
+        count: number of slots taken, from slot 0 on.
+        length: tokens for which each of them has pages.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -227,7 +227,7 @@ class Rows:
         return str(self.parts[0].config.dtype)
 
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a layer's keys and values lie, ``[slots, max_length, num_kv_heads, head_dim]``.
+        """Return a layer's keys and values, ``[slots, max_length, num_kv_heads, head_dim]``.
 
         Made outside inference and no_grad mode: tensors made inside could not be written outside.
         """
@@ -243,7 +243,7 @@ class Rows:
             return rows[..., :wide], rows[..., wide:]
 
     def state(self, layer: int, name: str) -> torch.Tensor:
-        """Where a layer's "conv" or "recurrent" state lies, ``[slots, ...]``; see `tensors`."""
+        """Return a layer's "conv" or "recurrent" state, ``[slots, ...]``; see `tensors`."""
         assert isinstance(self.cache, LayeredCache)
         with torch.inference_mode(False), torch.enable_grad():
             return self.cache.states(layer)[name]

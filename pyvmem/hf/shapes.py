@@ -68,7 +68,7 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
     """The `layer_shapes` of a model that keeps keys and values in every layer.
 
     Raises:
-        NotSupported: a layer has a state or keeps nothing; the text says that `what` cannot run it.
+        NotSupported: a layer has a state or stores nothing; the message names `what`.
     """
     found: list[LayerShape] = []
     for layer, shape in enumerate(layer_shapes(config)):
@@ -85,17 +85,17 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
 def stored_shapes(
     text: Any, layer: int, given: Handed | None
 ) -> tuple[list[Shape], list[Handed | None]]:
-    """What each layer keeps and is passed, derived from the first layer that receives keys.
+    """Return each layer's stored and passed data, derived from the first layer that receives keys.
 
     Args:
         text: the language model's configuration.
         layer: that layer.
-        given: what it is passed; None: it has a state, and the other layers follow the
+        given: the data that it is passed; None: it has a state, and the other layers follow the
             configuration.
 
     Raises:
         InvalidArgument: the configuration's layers differ, and this one matches none of them.
-        NotSupported: a latent beside states.
+        NotSupported: a latent together with states.
     """
     told = layer_shapes(text)
     rows = [one for one in told if isinstance(one, LayerShape)]
@@ -125,11 +125,11 @@ def stored_shapes(
 def _stored_rows(
     rows: list[LayerShape], layer: int, mine: LayerShape, given: Handed
 ) -> Callable[[LayerShape], tuple[LayerShape, Handed]]:
-    """Maps each layer's configuration to what it keeps and is passed.
+    """Map each layer's configuration to its stored and passed data.
 
     Args:
         rows: of all layers with keys and values.
-        layer, mine, given: one layer, its description in the configuration, and what it is passed.
+        layer, mine, given: one layer, its entry in the configuration, and the data it is passed.
     """
     heads, wide, values = given
     latent = mine.v_head_dim == 0

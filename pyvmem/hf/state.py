@@ -24,7 +24,7 @@ _Layer: Any = cache_utils.LinearAttentionLayer
 class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     """One layer of a `VMemCache`; made by it.
 
-    transformers' own layer writes its states in place; here they lie in the slots of the rows:
+    transformers' own layer writes its states in place; here they are in the slots of the rows:
     `conv_states` and `recurrent_states` are views ``[batch, ...]``.
     """
 
@@ -85,8 +85,8 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     def _show(self, name: str, batch: int) -> None:
         self._rows.hold(batch, max(self.tokens, self._rows.length))
-        # A storage of these slots alone, all of which have pages: models write states themselves,
-        # and of what it writes torch's compiler may copy the whole storage.
+        # A storage of only these slots, all of which have pages: models write states themselves,
+        # and torch's compiler may copy the whole storage of a tensor that it writes.
         with torch.inference_mode(False):  # code outside inference mode may write it, too
             view = from_dlpack(self._rows.state(self._index, name)[:batch].detach())
         if name == "conv":

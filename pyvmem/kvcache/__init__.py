@@ -3,31 +3,31 @@
 
 The modules, each of which imports only from those before it:
 
-    config, layout          the model's shape and the policy; where everything lies
+    config, layout          the model's shape and the policy; offsets in the reservation
     events                  the caller's GPU work
-    journal, mapper         the undo log; every call of the context for pages
-    pages, slots, metrics   the records: kinds and references of pages, slots and batches, counts
-    reclaim                 pages taken back: victims, unmapping in the background
+    journal, mapper         the undo log; every mapping call of the context
+    pages, slots, metrics   the records: refcounts of pages, slots and batches, counters
+    reclaim                 victims, and unmapping in the background
     migration, window       pages replaced under their addresses; sliding windows
-    runs, growth            how far ahead growth maps; pages given to requests
-    sharing                 one page in several slots
+    runs, growth            lengths of runs; pages for requests
+    sharing                 pages mapped in several slots
     prefix_tree             a radix tree over token ids
     prefix_cache            recorded prefixes and the leases on them
-    budget                  memory that several caches share, of one process or of several
-    group                   one group of equal layers, of all the above
+    budget                  memory shared by several caches, of one process or of several
+    group                   one group of equal layers, made of all the above
     integrity               statistics and the check of the records
     manager                 a cache's groups and their lock
-    requests, mappings      slots given and taken back; a report of who holds driver mappings
-    steps, admission        pages for the next tokens; whether requests fit
-    truncation, forks       fewer rows; rows that several requests begin with
+    requests, mappings      allocation and release of slots; a report of holders of driver mappings
+    steps, admission        pages for the next tokens; queries whether requests fit
+    truncation, forks       dropping rows; requests that begin with another's rows
     tiers, swap             pages in other memory; rows in host memory
     prefix_alloc            requests that begin with a recorded prefix
-    trim, idle              memory given back, by a call or by a thread
+    trim, idle              returning memory, by a call or by a thread
     common_pages            pages that every slot has
-    waits                   what a call waits for before it takes the lock
-    facets                  what KVCache keeps behind memory, slots and internals
+    waits                   blockers that a call waits for before it takes the lock
+    facets                  the attributes memory, slots and internals of KVCache
     cache                   KVCache and LayeredCache: the lock and the documentation
-    distributed             several ranks that agree
+    distributed             several ranks with equal results
 """
 
 from pyvmem.kvcache import waits

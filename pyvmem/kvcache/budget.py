@@ -605,16 +605,16 @@ class OnLedger(Participant):
 
     @property
     def granted(self) -> int:
-        """The bytes that the budget may use."""
+        """Bytes that the budget may use."""
         return self.account.used
 
     def beyond(self) -> int:
-        """The bytes that the ledger would grant now."""
+        """Return the bytes that the ledger would grant now; also updates `hint`."""
         self.hint = min(self._limit - self.granted, self.account.room(free_bytes(self._context)))
         return self.hint
 
     def take(self, nbytes: int) -> None:
-        """Asks for so many more bytes and some headroom; gets that or what is left."""
+        """Ask for `nbytes` more and some headroom; gets that, or what is left."""
         if nbytes <= 0:
             return
         free = free_bytes(self._context)
@@ -625,7 +625,7 @@ class OnLedger(Participant):
             self.ask(0)
 
     def ask(self, nbytes: int) -> None:
-        """Tells the other engines how much a request is short; 0: no longer short."""
+        """Post how many bytes a request is short; 0: no longer short."""
         account = self.account
         nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
         if nbytes > 0 or self._asked:
@@ -633,7 +633,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Other engines that have driver mappings, described, and how many."""
+        """Return the other engines that have driver mappings, as text, and the number of each."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [
@@ -643,18 +643,18 @@ class OnLedger(Participant):
         ]
 
     def settle(self, used: int) -> int:
-        """Reports what is mapped; returns what must be given back."""
+        """Report the mapped bytes; return how many must be given back."""
         self.account.settle(used)
         self.beyond()
         return self.account.excess(free_bytes(self._context))
 
     def give(self, nbytes: int) -> None:
-        """Gives back what no cache uses and no floor reserves."""
+        """Return memory that no cache uses and no floor reserves to the ledger."""
         if nbytes > 0:
             self.account.give(nbytes)
 
     def balance(self, spare: int) -> None:
-        """Keeps the headroom between half and twice its target; `spare`: the present headroom."""
+        """Keep the headroom between half and twice its target; `spare`: the present headroom."""
         if spare < self.headroom // 2:
             self.take(self.headroom // 2 - spare)
         elif spare > 2 * self.headroom:
@@ -662,7 +662,8 @@ class OnLedger(Participant):
 
 
 def available_bytes(context: Context) -> int:
-    """Memory that a cache may take by default: part of a GPU's free memory; on host, all."""
+    """Return the bytes that a cache may use by default: part of a GPU's free memory; all on
+    host."""
     free = context.memory().free_bytes
     if context.cuda_device is not None:
         free = int(free * _PART_OF_CARD)
@@ -670,5 +671,5 @@ def available_bytes(context: Context) -> int:
 
 
 def free_bytes(context: Context) -> int:
-    """Memory that the context has for caches now: what the device would give, and its own pool."""
+    """Return the bytes free for caches now: the device's free memory and the context's pool."""
     return context.memory().free_bytes + context.stats().free_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The validators of arguments, for those of the cache."""
+"""Argument validators whose errors name `KVCache` as the operation."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _state(slot: Slot) -> str:
 
 
 def snapshot(group: Group) -> list[SlotInfo]:
-    """Every slot as it is now: what has ended is in the records, or else in flight."""
+    """Return every slot's state; records the batches that have finished first."""
     jobs = [slot.job for slot in group.table]
     in_flight = [job is not None and not job.done() for job in jobs]
     group.reclaimer.poll()
@@ -68,7 +68,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
 
 
 def stats(group: Group) -> CacheStats:
-    """The present state and the counters."""
+    """Return the present state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     group.note_peaks()  # an interrupted call may have left that out
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
@@ -137,7 +137,7 @@ def stats(group: Group) -> CacheStats:
 
 
 def _large(group: Group, slot: Slot) -> int:
-    """Pages per tensor of a slot that entries of 2 MiB map in every tensor."""
+    """Return the pages per tensor of a slot that 2 MiB entries map in every tensor."""
     layout, block = group.layout, group.layout.block
     return block * sum(
         all(
@@ -155,7 +155,7 @@ def _away(group: Group, location: Location) -> int:
 
 
 def verify(groups: Sequence[Group]) -> None:
-    """See `KVCache.check_integrity`."""
+    """Implement `KVCache.check_integrity`."""
     for group in groups:
         group.reclaimer.poll()
     found = [text for group in groups for text in check(group)]
@@ -166,7 +166,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Every contradiction found; empty when the records agree with themselves and with libvmem."""
+    """Return contradictions of a group's records with each other and with libvmem, as text."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0
@@ -243,7 +243,7 @@ def check(group: Group) -> list[str]:
 
 
 def _check_together(groups: Sequence[Group]) -> list[str]:
-    """Contradictions between groups that have the same requests."""
+    """Return contradictions between groups that have the same requests."""
     found = []
     for slots in zip(*(group.table for group in groups), strict=True):
         place = slots[0].index
@@ -255,7 +255,7 @@ def _check_together(groups: Sequence[Group]) -> list[str]:
 
 
 def _check_pages(group: Group, slot: Slot) -> list[str]:
-    """Compares a slot's pages with the context's own view, in every tensor.
+    """Compare a slot's pages with the context's own view, in every tensor.
 
     Skips what a batch in flight is changing: [low, high) of its pieces may be mapped or not.
     """
@@ -269,7 +269,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
         end = job.high
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
-    # A stale slot's pages may still be its earlier owner's.
+    # A stale slot's pages may still have its earlier owner's access.
     shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
     ranges = [
         (0, gone, "not mapped"),
@@ -300,7 +300,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Entries of 2 MiB in the part of a tensor that begins there, where there should be none."""
+    """Return 2 MiB entries past `slot.whole` in the tensor at `start`, as text."""
     layout, found = group.layout, []
     quiet = layout.block and slot.job is None
     for page in range(slot.whole, slot.mapped, layout.block) if quiet else ():
@@ -310,7 +310,7 @@ def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """Contradictions between a slot's pages and where they lie, in words."""
+    """Return contradictions between a slot's pages and their recorded locations, as text."""
     found, places, name = [], slot.places, f"slot {slot.index}"
     for low, high, tier in places.noted:
         if low < slot.head or high > slot.mapped:
@@ -318,14 +318,14 @@ def check_places(group: Group, slot: Slot) -> list[str]:
         elif slot.job is None:
             found += [f"{name}: {text}" for text in _check_memory(group, slot, low, high, tier)]
     if _elsewhere(slot):
-        found.append(f"{name}: its shared pages lie elsewhere than noted")
+        found.append(f"{name}: its shared pages are in other memory than noted")
     if slot.active and places.away_end > slot.granted and not slot.stale:
         found.append(f"{name}: pages up to {places.away_end} are away, {slot.granted} granted")
     return found
 
 
 def _elsewhere(slot: Slot) -> bool:
-    """True if a slot's shared pages differ from its notes, page by page."""
+    """Return whether the memory of a slot's shared pages differs from its notes."""
     head, end = slot.head, slot.shared
     tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
     noted = slot.places.stretches(head, end)
@@ -333,7 +333,7 @@ def _elsewhere(slot: Slot) -> bool:
 
 
 def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
-    """Asks the context where pages lie, in every tensor."""
+    """Compare the recorded memory of pages with the context's, in every tensor."""
     found, layout = [], group.layout
     for tensor in range(layout.num_tensors):
         at = slot.addr + layout.offset(0, low, tensor)
@@ -347,7 +347,7 @@ def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> 
 
 
 def check_away(group: Group) -> list[str]:
-    """Contradictions in the counts of pages outside the device, in words."""
+    """Return contradictions in the counts of pages outside the device, as text."""
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:

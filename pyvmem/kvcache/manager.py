@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The groups of layers of a cache, and the lock and the journal of its calls.
 
-A cache of equal layers has one group. Each call takes the `Manager`'s lock and journal, asks it for
-the groups and hands them to a function that does it in all of them or in none: `requests`, `steps`,
-`admission`, `forks`, `prefix_alloc`, `truncation`, `tiers`, `swap`, `trim`.
+A cache of equal layers has one group. Each call takes the `Manager`'s lock and journal, gets the
+groups from it and passes them to a function that acts on all of them or on none: `requests`,
+`steps`, `admission`, `forks`, `prefix_alloc`, `truncation`, `tiers`, `swap`, `trim`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ class Manager:
     """The groups of layers of one cache, which have the same requests, and their lock.
 
     Args:
-        name: of the cache's class, for errors.
+        name: name of the cache's class, for errors.
         whole: the policy, and the memory of all groups together.
-        configs: one for each group, without memory of its own: they share a budget. None: there is
-            one group, of `whole`.
-        context: to be used; None: the budget's, or one is opened and owned.
+        configs: one for each group, without memory limits: they share a budget. None: there is one
+            group, with configuration `whole`.
+        context: the context to use; None: the budget's, or a new one, which it owns.
         backend: of an owned context.
         device: of an owned context.
-        budget: to be shared with other caches; None: what several groups share is made here.
-        table: how slots are chosen.
+        budget: memory to share with other caches; None: several groups share a new budget.
+        table: chooses slots.
 
     Attributes:
         context: of all groups, from `make` on.
         groups: empty before `make`.
-        lock: to be held by a call, and
-        journal: entered, in this order.
-        owns_context: it is closed with the cache.
-        closed: for good.
+        lock, journal: entered by every call, in this order.
+        owns_context: the context is closed with the cache.
+        closed: the cache is closed.
     """
 
     context: Context
@@ -88,15 +87,15 @@ class Manager:
         self.groups: tuple[Group, ...] = ()
 
     def _use(self, budget: Budget | None) -> None:
-        """Takes the lock and the journal of a budget, or its own."""
+        """Take the lock and the journal of a budget, or new ones."""
         self.budget = budget
         self.lock = reentrant_lock() if budget is None else budget.lock
         self.journal = Journal() if budget is None else budget.journal
 
     def make(self) -> None:
-        """Opens the context where none was given, and makes the groups.
+        """Open the context if none was given, and make the groups.
 
-        After an exception call `abandon`.
+        If it raises, call `abandon`.
         """
         if self.owns_context:
             self.context = self._opens(
@@ -111,7 +110,7 @@ class Manager:
             self._make(self._configs, self._table)
 
     def abandon(self) -> None:
-        """Gives back what `make` has made, after an exception."""
+        """Release what `make` has made, after an exception."""
         if hasattr(self, "context"):
             with self.lock, self.journal:
                 self.journal.must(self._give_back)
@@ -140,15 +139,15 @@ class Manager:
             group.prepare()
 
     def open(self) -> tuple[Group, ...]:
-        """The groups, for a call that holds the lock.
+        """Return the groups, for a call that holds the lock.
 
         Raises:
-            BadHandle: the cache or its context is closed. ForkedProcess: it is the parent's.
+            BadHandle: the cache or its context is closed. ForkedProcess: the cache is the parent's.
         """
         if self.closed or self._closing:
             state = "closed"
             if not self.closed:
-                state = "half closed: an exception ended its close, call that again"
+                state = "half closed: an exception interrupted close, call it again"
             raise BadHandle(f"the {self._name} is {state}", errno=errno.EBADF, op=self._name)
         if not self.context.is_open:
             self.context.stats()  # raises what is wrong: closed, or of the parent of a fork
@@ -156,11 +155,11 @@ class Manager:
         return self.groups
 
     def only(self, what: str, alone: str = "") -> Group:
-        """The group of equal layers, where there is one.
+        """Return the only group of a cache of equal layers.
 
         Raises:
-            NotSupported: there are more; or the cache is one of several ranks, which have agreed
-                on what `alone` names.
+            NotSupported: there are several groups; or the cache is one of several ranks and `alone`
+                names what they have agreed on.
         """
         reason = ""
         if len(self.groups) > 1:
@@ -172,10 +171,11 @@ class Manager:
         return self.groups[0]
 
     def close(self, stream: Any = None) -> None:
-        """Gives everything back, for a call that holds the lock. Idempotent.
+        """Release everything, for a call that holds the lock. Idempotent.
 
         Raises:
-            Busy: tensors live. BadHandle: the descriptor of `stream` is closed. Nothing changed.
+            Busy: tensors are alive. BadHandle: the descriptor of `stream` is closed. Nothing
+                changed.
         """
         if self.closed:
             return
@@ -199,8 +199,8 @@ class Manager:
         self.closed = True
 
     def _give_back(self, work: PriorWork | None = None) -> None:
-        """May be repeated."""
-        if self.context.is_open:  # else everything went with it, or is the parent's
+        """Close the groups and the owned context; may be repeated."""
+        if self.context.is_open:  # otherwise it was freed with the context, or is the parent's
             for group in self.groups:
                 group.close(work)
         for group in self.groups[:1]:
@@ -215,14 +215,14 @@ class Manager:
 def check_memory(
     whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
 ) -> None:
-    """Raises InvalidArgument for memory limits that conflict or have no effect."""
+    """Raise InvalidArgument for memory limits that conflict or have no effect."""
     if whole.max_mappings and (context is not None or budget is not None):
-        raise invalid(f"max_mappings {whole.max_mappings}: the context is given, and has its own")
+        raise invalid(f"max_mappings {whole.max_mappings}: the given context has its own limit")
     if budget is None:
         if whole.memory_floor:
             raise invalid(f"memory_floor {whole.memory_floor}: the cache has no budget")
         return
     if several and (whole.memory_limit or whole.memory_floor):
-        raise invalid("memory_limit and memory_floor are of the whole; the budget is given")
+        raise invalid("memory_limit and memory_floor have no effect with a given budget")
     if context is not None and context is not budget.context:
         raise invalid(f"{context!r} is not the budget's context, {budget.context!r}")

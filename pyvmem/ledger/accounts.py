@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The ledger: each engine's share of a device, across one user's processes and containers.
 
-A file of fixed size in a private folder of the user, mapped by every engine; no daemon. An engine
-has a slot and a lock on the slot's byte, which the kernel drops when the process ends for any
-reason: a process that can take that lock knows that the owner is dead and clears the slot. Process
-ids mean nothing across containers, so they are not used for that.
+A file of fixed size in a private directory of the user, mapped by every engine; no daemon. An
+engine has a slot and a lock on the slot's byte, which the kernel drops when the process ends for
+any reason: a process that can take that lock knows that the owner is dead and clears the slot.
+Process ids are not comparable across containers, so they are not used for that.
 
     header   magic, version, capacity
     slot     an engine: limit, floor, used, pending, ...; 8-byte words written by the engine itself,
@@ -16,8 +16,8 @@ All bytes are of one device. An engine may take, under the lock of the file's fi
                capacity - the sum over others of max(used, floor) - used,
                free memory of the device - the sum over others of max(pending, floor - used))
 
-`pending` is memory granted but not mapped yet, so it still shows as free. A process
-killed between two words leaves an unowned slot; there is no other state to repair.
+`pending` is memory granted but not mapped yet, so it still shows as free. A process killed between
+two words leaves an unowned slot; no other state needs repair.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _HEADER = 4096
 _SLOT = 512
 _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
-_LOCKS = 1 << 40  # lock bytes lie far past the contents
-_STALE_NS = 2_000_000_000  # seconds after which a shortage that was not posted again is over
+_LOCKS = 1 << 40  # lock bytes are far past the contents
+_STALE_NS = 2_000_000_000  # ns after which a shortage that was not posted again expires
 _TICK_S = 0.05  # of a participant's thread
 _REPORT_S = 0.25
 _PATIENCE_S = 2.0  # for a lock that is held for microseconds
@@ -129,25 +129,26 @@ class LedgerHeld(LedgerError):
 
 
 def is_off(environment: Mapping[str, str] = os.environ) -> bool:
-    """True if ``VMEM_LEDGER`` says that vLLM's engines are in no ledger."""
+    """Return whether ``VMEM_LEDGER`` turns the ledger off for vLLM's engines."""
     return environment.get("VMEM_LEDGER", "").lower() == "off"
 
 
 def named_folder() -> Path | None:
-    """The folder that ``VMEM_LEDGER`` names. InvalidArgument for an unknown user's home."""
+    """Return the directory that ``VMEM_LEDGER`` names. InvalidArgument for an unknown user's
+    home."""
     return None if is_off() else folder_in("VMEM_LEDGER")
 
 
 def default_folder() -> Path:
-    """`named_folder`, else a folder of this user in shared memory."""
+    """Return `named_folder`, else a directory of this user in shared memory."""
     return named_folder() or Path(_FOLDER.format(os.getuid()))
 
 
 def private(folder: Path) -> Path:
-    """Creates a folder if needed, and checks that it is private to this user.
+    """Create a directory if needed, and check that it is private to this user.
 
     Raises:
-        AccessDenied: another user owns it or may write there.
+        AccessDenied: another user owns it or may write to it.
         LedgerError: it cannot be made.
     """
     try:
@@ -165,11 +166,11 @@ def private(folder: Path) -> Path:
 
 
 def device_of(name: str, uuid: str) -> str:
-    """The name of the ledger for a device with this name and UUID; ``"host"`` without one.
+    """Return the name of the ledger for a device with this name and UUID; ``"host"`` without UUID.
 
     Raises:
-        NotSupported: an instance of a GPU in MIG mode. Instances have the UUID of their GPU, and
-            memory of their own: a ledger would take them for one device.
+        NotSupported: an instance of a GPU in MIG mode. Instances have the UUID of their GPU but
+            separate memory: a ledger would take them for one device.
     """
     if " MIG " in f" {name} ":
         raise NotSupported(
@@ -181,7 +182,7 @@ def device_of(name: str, uuid: str) -> str:
 
 
 def devices(folder: Path) -> list[str]:
-    """Devices that have a ledger in a folder; none if the folder does not exist.
+    """Return the devices that have a ledger in a directory; none if it does not exist.
 
     Raises:
         VMemError: as `private`.
@@ -197,7 +198,7 @@ def devices(folder: Path) -> list[str]:
 
 
 def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
-    """The engines of every device that has a ledger.
+    """Return the engines of every device that has a ledger in a directory.
 
     Raises:
         VMemError: as `Ledger`.
@@ -210,7 +211,7 @@ def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
 
 
 def engine_name(text: str, end: str = "") -> str:
-    """A valid ledger name from any text: its printable characters, as many as fit."""
+    """Make a valid ledger name from any text: its printable characters, as many as fit."""
     shown = "".join(char for char in text if char.isprintable()).encode()
     return shown[: _NAME_SIZE - 1 - len(end)].decode(errors="ignore") + end
 
@@ -221,23 +222,23 @@ class EngineInfo:
 
     Attributes:
         name: chosen by its user; unique.
-        identity: a number below 2**63 that no other engine has.
-        pid: in its own namespace.
-        here: its namespace is this process's.
-        limit, floor: the most it may have, and the amount that others leave to it.
+        identity: a number below 2**63, unique among engines.
+        pid: in the engine's own namespace.
+        here: true if that is this process's namespace.
+        limit, floor: the most it may use, and the amount that others must leave to it.
         least: the memory it needs to run: for vLLM, one request of the greatest length; for a cache
             of pyvmem, a page in every tensor. A lower limit is refused.
-        used: mapped, or granted.
+        used: bytes mapped, or granted.
         pending: the part of `used` not mapped yet.
         in_use: the part of `used` held by requests.
         cached: the part of `used` in prefixes that no request holds.
-        virtual: the most it could map.
+        virtual: the most bytes it could map.
         handles: driver mappings.
         want: bytes that a request lacks.
-        maps: calls that mapped, since the start; `waits`: steps that waited for one.
+        maps: map calls since the start; `waits`: steps that waited for one.
         hits, queries: tokens found in the prefix cache, and looked up.
         sleeps: 1: it accepts an order to sleep; `asleep`: 1: it was ordered to.
-        host: its host memory for KV offloading, or for prefixes; `host_cached`: those in it.
+        host: its host memory for KV offloading, or for prefixes; `host_cached`: the part in use.
         age: seconds since its last report.
     """
 
@@ -266,7 +267,7 @@ class EngineInfo:
     age: float
 
     def record(self) -> dict[str, Any]:
-        """JSON-compatible numbers, under the column names of `vmem top`.
+        """Return JSON-compatible numbers, under the column names of `vmem top`.
 
         `hits` is the hit rate, None without queries; `hit_tokens` the number of tokens hit.
         """
@@ -276,19 +277,19 @@ class EngineInfo:
 
 
 class Ledger(Closable):
-    """The ledger of one device. Thread-safe. In a forked child it is closed, and its account gone.
+    """The ledger of one device. Thread-safe. In a forked child it is closed, without an account.
 
     Args:
-        device: its name, as `ContextInfo.uuid` says it, or ``"host"``.
+        device: its name, as in `ContextInfo.uuid`, or ``"host"``.
         capacity: bytes for all engines together; 0: the ledger's value, or, if this call creates
             the ledger, all of the device's memory. Fixed while engines run.
-        folder: None: `default_folder`.
+        folder: directory of the ledgers; None: `default_folder`.
         create: if false, a missing ledger is an error.
 
     Raises:
-        AccessDenied: the folder or the file is another user's.
+        AccessDenied: the directory or the file is another user's.
         InvalidArgument: a capacity other than that of the running engines.
-        LedgerError: damaged, of another version, or no room to make it.
+        LedgerError: damaged, of another version, or the file system is full.
     """
 
     def __init__(
@@ -484,7 +485,7 @@ class Ledger(Closable):
         )
 
     def total_beside(self, word: str, but: str = "") -> int:
-        """The same over the engines of other devices, which have ledgers in the same folder.
+        """Sum a word over the engines of other devices with ledgers in the same directory.
 
         Engines of two devices may both read the sum before either adds to it. `but`: a device to
         leave out.
@@ -582,16 +583,17 @@ class Ledger(Closable):
         host: int = 0,
         host_limit: int = 0,
     ) -> Account:
-        """A slot for an engine of this process; one for each `Ledger` object.
+        """Take a slot for an engine of this process; one for each `Ledger` object.
 
         Args:
-            name: shown to people; unique among living engines. Up to 63 bytes, printable.
+            name: shown to users; unique among living engines. Up to 63 bytes, printable.
             floor, limit, least, virtual, host, identity: as in `EngineInfo`; identity 0: random.
-            host_limit: the most of `host` for the engines of all devices together; 0: any.
+            host_limit: most `host` bytes for the engines of all devices together; 0: unlimited.
 
         Raises:
             InvalidArgument: the name is in use or not printable; the limit is below the floor; the
-                floors, or `least` beside them, exceed the capacity; the engines' host memory
+                floors, or `least` plus the others' floors, exceed the capacity; the engines' host
+                memory
                 exceeds its limit.
             LedgerError: all slots are taken.
         """
@@ -689,14 +691,14 @@ class Ledger(Closable):
             self._mine = -1
 
     def find(self, who: str) -> EngineInfo | None:
-        """The engine with a name or process id; None unless there is exactly one."""
+        """Return the engine with a name or process id; None unless there is exactly one."""
         engines = self.engines()
         found = [e for e in engines if e.name == who]
         found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
         return found[0] if len(found) == 1 else None
 
     def put_order(self, one: EngineInfo, words: Mapping[str, int]) -> None:
-        """Writes words into an engine's slot, unless the engine has ended."""
+        """Write words into an engine's slot, unless the engine has ended."""
         with self.locked():
             for slot in self.live(self._mine):
                 if self.word(slot, "identity") == one.identity:
@@ -838,11 +840,11 @@ class Account:
         self._change(change)
 
     def want(self, nbytes: int) -> None:
-        """Posts the bytes that a request lacks; 0: none."""
+        """Post the bytes that a request lacks; 0: none."""
         self.report(want=nbytes, want_ns=time.monotonic_ns())
 
     def excess(self, free: int | None = None) -> int:
-        """Bytes to give back: above the limit, or because another engine lacks memory.
+        """Return the bytes to give back: above the limit, or because another engine lacks memory.
 
         Never more than the engine has above its floor. An engine with room for its wants does not
         count as short.
@@ -855,10 +857,10 @@ class Account:
         return max(0, used - self._limit(), asked)
 
     def has_more(self, free: int | None = None) -> bool:
-        """True if another engine is short while this engine exceeds its fair share.
+        """Return whether another engine is short while this engine exceeds its fair share.
 
-        An engine is short if it wants more than there is room for, and more than its own idle
-        prefixes hold. The fair share: free memory plus the memory of this engine, of the short
+        An engine is short if it wants more than is free for it, and more than its own idle prefixes
+        hold. The fair share: free memory plus the memory of this engine, of the short
         engines and of those that hold more than this engine, divided equally among them, within
         each engine's floor and limit.
         """

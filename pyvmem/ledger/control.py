@@ -33,7 +33,7 @@ from pyvmem.telemetry import CONTENT_TYPE, Family, Sample, prometheus_text
 __all__ = ["COUNTERS", "GAUGES", "REVISION", "Control", "answer", "unit_of"]
 
 REVISION = "v1"
-"""The first part of each path. What a revision has stays; fields may be added."""
+"""First part of each path. Fields of a revision stay; new ones may be added."""
 
 GAUGES = {
     "used": "Memory behind the KV cache, in bytes of one device.",
@@ -62,7 +62,7 @@ def unit_of(name: str) -> str:
 
 
 def answer(folder: Path, request: Request) -> Reply:
-    """Answers a request about the engines with ledgers in a folder."""
+    """Answer a request about the engines with ledgers in a directory."""
     try:
         return _route(folder, request)
     except _Refused as error:
@@ -203,7 +203,7 @@ class Control(HTTPServer):
     """Serves `answer` until closed; a context manager.
 
     Args:
-        folder: of the ledgers.
+        folder: directory of the ledgers.
         where, token: as in `HTTPServer`.
 
     Raises:

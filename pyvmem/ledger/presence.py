@@ -151,12 +151,12 @@ def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None)
     Args:
         what: a `KVCache` of one device, a rank's, or a `Budget`, such as a `LayeredCache`'s.
         name: unique among the device's living engines; "": the program's name and process id.
-        folder: of the ledgers; None: ``VMEM_LEDGER``, else ``/dev/shm/vmem-UID``.
+        folder: directory of the ledgers; None: ``VMEM_LEDGER``, else ``/dev/shm/vmem-UID``.
 
     Raises:
         InvalidArgument: the name is in use; the cache shares a budget, or the budget has a ledger
             already.
-        AccessDenied: the folder is another user's.
+        AccessDenied: the directory is another user's.
         LedgerError: the ledger cannot be made or used.
         BadHandle: the cache is closed.
         NotSupported: the GPU is in MIG mode.

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""Shapes of what a model's layers keep, read from configurations."""
+"""Shapes of the data that a model's layers store, read from configurations."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reads layer shapes, dtype and limits from Hugging Face configurations.
 
-No other module knows the attributes of these configurations; the cache, the layouts and the
-transformers plugs use this one.
+This is the only module that knows the attributes of these configurations; the cache, the layouts
+and the transformers plugin use it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
 def text_config(config: Any) -> Any:
     """The language model's part of a transformers configuration.
 
-    Raises InvalidArgument where there are several.
+    Raises InvalidArgument if there are several.
     """
     get_text_config = getattr(config, "get_text_config", None)
     try:
@@ -333,7 +333,7 @@ class _Own:
 
 
 def _layer_config(text: Any, layer: int) -> Any:
-    """The configuration of one layer: ``per_layer_config`` holds its overrides (Gemma 4)."""
+    """Return the configuration of one layer: ``per_layer_config`` holds its overrides (Gemma 4)."""
     every = getattr(text, "per_layer_config", None)
     if not every:
         return text
@@ -398,7 +398,7 @@ def _number(values: dict[str, Any]) -> Any:
 
 
 def dtype_name(config: Any, given: str) -> str:
-    """The configuration's dtype, else the given one; InvalidArgument if there is neither."""
+    """Return the configuration's dtype, else the given one; InvalidArgument if there is neither."""
     try:
         found = str(dtype_of(config)).removeprefix("torch.")
     except InvalidArgument:
@@ -424,7 +424,7 @@ _TELLING = (
     "multi_query",
     "num_kv_shared_layers",
 )
-"""What a file says of layers that are not all alike, in words of its model's own."""
+"""Model-specific attributes by which a file describes layers that are not all alike."""
 
 
 def config_of(values: dict[str, Any]) -> Any:

@@ -35,7 +35,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer keeps per token. Checked on construction.
+    """Data that a layer stores per token. Checked on construction.
 
     Attributes:
         num_kv_heads: key/value heads of the layer (on this device).
@@ -66,7 +66,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """What a layer keeps per request instead of rows per token. Checked on construction.
+    """Data that a layer stores per request instead of rows per token. Checked on construction.
 
     Linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions (LFM2), on
     this device.
@@ -113,7 +113,7 @@ class StateShape:
 
 @dataclass(frozen=True)
 class EmptyShape:
-    """The shape of a layer that keeps nothing.
+    """The shape of a layer that stores nothing.
 
     The layer has no attention (Nemotron-H), or attends to another layer's keys and values (the last
     layers of Gemma 3n).
@@ -121,7 +121,7 @@ class EmptyShape:
 
 
 Shape = LayerShape | StateShape | EmptyShape
-"""What one layer keeps."""
+"""Shape of one layer's data."""
 
 
 class LayerClass(NamedTuple):
@@ -161,8 +161,9 @@ def classes_of(
     state come after all others.
 
     Returns:
-        Every class with the number of its layers, and for every layer where its keys and its values
-        lie (None: it has none), or its first and its second state; None: it keeps nothing.
+        Every class with the number of its layers; and for every layer the place of its keys and of
+        its values (None: it has none), or of its first and its second state; None: it stores
+        nothing.
     """
     counts: dict[LayerClass, int] = {}
     order: dict[LayerClass, int] = {}

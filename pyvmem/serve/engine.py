@@ -2,7 +2,7 @@
 """Continuous batching of an unmodified transformers model over a `pyvmem.engine.RequestCache`.
 
 Every step runs all running requests at once: their new tokens (a prompt, a chunk of one, or one
-token) lie one after the other in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention`
+token) are consecutive in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention`
 separates the requests. Requests join and leave between steps; decoding is greedy.
 """
 

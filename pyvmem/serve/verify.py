@@ -97,7 +97,7 @@ def _generate(loaded: LoadedModel, job: Job) -> Reference:
 
 
 def _key(loaded: LoadedModel, job: Job) -> str | None:
-    """A key of all that a reference depends on; None if the folder does not identify the model."""
+    """Return a key of everything a reference depends on; None if the model cannot be identified."""
     import torch
     import transformers
 
