@@ -140,8 +140,7 @@ class Budget(Closable):
     in the ledger and returns -1 or False as usual: a later call gets the memory that others
     returned. When another engine is short, the caches return unowned pages, down to their floors; a
     thread does so, under the lock, while no cache is called. `vmem top` shows the budget, `vmem
-    limit` lowers
-    its ceiling. `pyvmem.announce` registers an engine that allocates on its own.
+    limit` lowers its ceiling. `pyvmem.announce` registers an engine that allocates on its own.
 
     Thread-safe. Calls of its caches take turns, even those that wait for GPU work.
 

@@ -181,8 +181,7 @@ class KVCache(MustClose):
 
     Every request has a slot (its reqid) in every tensor. `step` takes the number of tokens that
     each slot must hold and maps the missing pages; a request that is not in this step has 0 there.
-    A
-    request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
+    A request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
         if cache.step(seq_lens) == -1: ...     # preempt a request and try again
@@ -953,8 +952,7 @@ class LayeredCache(KVCache):
 
     Args:
         layers: the shape of each layer's data, in the model's order; a `StateShape` for those with
-            a
-            state, an `EmptyShape` for those that store nothing.
+            a state, an `EmptyShape` for those that store nothing.
         context: as for `KVCache`.
         backend: as for `KVCache`.
         device: as for `KVCache`.

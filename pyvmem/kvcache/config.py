@@ -103,9 +103,8 @@ class KVCacheConfig:
             latent and the rotary part together), which `KVCache.k` returns.
         window: tokens that every layer attends to, including the current one; 0: all. Pages of
             rows before it are unmapped while a request runs, and no kernel may read them. By
-            growing a
-            request, a `step` states that the work on its rows so far was launched on the step's
-            stream. The window before the end of a request's last whole sharing unit
+            growing a request, a `step` states that the work on its rows so far was launched on the
+            step's stream. The window before the end of a request's last whole sharing unit
             (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as a
             prefix.
         window_tile: rows before the window that stay mapped: the most that a kernel reads there,
@@ -182,11 +181,10 @@ class KVCacheConfig:
             device, slab by slab: an incoming call waits for one slab at most. None: only while no
             request is active, or when the last `step` named none (all zeros), so that nothing can
             be reading the pages that move. A request that was named may have work queued on the
-            GPU, or
-            about to be launched, for as long as its prefill takes. True: whatever the last `step`
-            named; the engine promises to launch no work on the cache from `idle_seconds` after its
-            last call until its next `step`. False: never. Only in a context that the cache owns,
-            where nothing else has reservations.
+            GPU, or about to be launched, for as long as its prefill takes. True: whatever the last
+            `step` named; the engine promises to launch no work on the cache from `idle_seconds`
+            after its last call until its next `step`. False: never. Only in a context that the
+            cache owns, where nothing else has reservations.
     """
 
     num_layers: int

@@ -7,8 +7,7 @@ rank decides alone, and all decide alike, because results depend only on the cal
 
 - a slot is chosen by the order in which slots were freed (`LockstepTable`), not by its pages;
 - memory suffices exactly if the pages that requests own fit into the budget. Which unowned pages
-  are
-  unmapped for that, and when, may differ between ranks and never changes a result;
+  are unmapped for that, and when, may differ between ranks and never changes a result;
 - recorded prefixes are evicted only when free slots have no pages left, in the order of their use,
   which only calls change;
 - calls that share, swap or admit wait for what a `step_async` began.

@@ -250,8 +250,7 @@ class CacheSlots(Facet):
         Raises:
             InvalidArgument: `tokens` out of range, or a slot is taken. NotSupported: pages cannot
                 be mapped twice or read-only here, or the layers form several groups. OutOfMemory:
-                too
-                few pages. Nothing changed.
+                too few pages. Nothing changed.
         """
         self._manager.only("map_common_pages", alone="slots")
         return CommonPages(self._manager, tokens)

@@ -400,8 +400,7 @@ class PrefixTree(Generic[S]):
     Attributes:
         root: the empty prefix without a namespace.
         roots: by a 1-tuple of the namespace (an edit cannot have a str key). Roots other than
-            `root`
-            exist only while they have a prefix.
+            `root` exist only while they have a prefix.
         tokens, pages: totals in the tree.
         changes: units recorded and evicted since the last `changes_after`; None: not collected.
         dropped: number of changes before these.

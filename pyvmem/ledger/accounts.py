@@ -593,8 +593,7 @@ class Ledger(Closable):
         Raises:
             InvalidArgument: the name is in use or not printable; the limit is below the floor; the
                 floors, or `least` plus the others' floors, exceed the capacity; the engines' host
-                memory
-                exceeds its limit.
+                memory exceeds its limit.
             LedgerError: all slots are taken.
         """
         if not name.isprintable() or not 0 < len(name.encode()) < _NAME_SIZE:

@@ -8,10 +8,9 @@ of R bytes, a step whose requests hold n_1, n_2, ... tokens has mapped
 
 and used ``sum of n_i * R * T``, which is the same for all layouts. A static reservation gives each
 of these requests ``max_seq_len * R * T``, regardless of its length. A layout's peak is its own
-largest step. The replay counts requests that run; what the cache keeps mapped beyond that for the
 largest step. The replay counts running requests; pages that the cache keeps mapped beyond that for
 the next request are only in the measured numbers, so the replay of the run's own layout is printed
-with
+with them. Different layers are summed; rows that leave a window are counted as kept, in every
 layout.
 """
 
