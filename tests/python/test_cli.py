@@ -284,7 +284,7 @@ def test_a_model_that_is_none(
     file = tmp_path / "gone"
     begins = (
         f"vmem {words[0]}: error: argument --model: '{file}' is neither one of Yi-6B, Llama-3-8B, "
-        "Yi-34B, SmolLM2-135M, nor a readable config.json: "
+        "Yi-34B, SmolLM2-135M nor a readable config.json: "
     )
     assert cli.main([*words, str(file)]) == 2
     assert capsys.readouterr().err == f"{begins}{file}: No such file or directory\n"

@@ -209,7 +209,7 @@ def test_a_request_is_never_another(host: Context) -> None:
 def test_requests_of_another_cache_are_refused(host: Context) -> None:
     with requests(host) as cache, requests(host) as other:
         request = computed(cache, PROMPT)
-        with pytest.raises(InvalidArgument, match="another cache's"):
+        with pytest.raises(InvalidArgument, match="belongs to another cache"):
             other.extend({request: 40})
         with pytest.raises(TypeError, match="expected a Request"):
             cache.extend({request.slot: 40})  # type: ignore[dict-item]
@@ -547,7 +547,7 @@ def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
                     lambda given=wrong, match=prefix: cache.begin(match, stream=given),
                     lambda given=wrong, match=prefix: cache.admit(match, stream=given),
                 ):
-                    with pytest.raises(NotGpuWork, match="no GPU work"):
+                    with pytest.raises(NotGpuWork, match="does not name GPU work"):
                         call()
         assert cache.requests == []
         assert state(kv(cache)) == before
@@ -621,7 +621,7 @@ def test_a_shrink_names_the_call_that_does_it(host: Context) -> None:
     with requests(host) as cache:
         one = computed(cache, PROMPT)
         for call in (cache.extend, cache.prepare):
-            with pytest.raises(InvalidArgument, match=r"5 tokens: .*truncate takes rows back"):
+            with pytest.raises(InvalidArgument, match=r"5 tokens: .*use truncate to remove rows"):
                 call({one: 5})
         with pytest.raises(InvalidArgument, match="a slot holds at most"):
             cache.extend({one: 1 << 40})

@@ -50,7 +50,7 @@ GOOD: dict[str, Any] = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 64}
         ({"low_watermark": "0.5"}, "low_watermark must be a number, not '0.5'"),
         ({"growth_fraction": b"0.5"}, "growth_fraction must be a number, not b'0.5'"),
         ({"join_at": 10**400}, "join_at is an int of 1329 bits; it must be between 0 and 1"),
-        ({"idle_seconds": -(10**5000)}, "idle_seconds is an int of 16610 bits; it must lie"),
+        ({"idle_seconds": -(10**5000)}, "idle_seconds is an int of 16610 bits; it must be"),
         ({"idle_seconds": torch.zeros(2)}, "idle_seconds must be a number, not tensor([0., 0.])"),
         ({"max_batch": 10**5000}, "max_batch is an int of 16610 bits; it must be between 1 and"),
         ({"head_dim": [10**5000]}, "head_dim must be a whole number, not a list that is too long"),

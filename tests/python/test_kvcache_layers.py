@@ -140,7 +140,7 @@ def test_the_tensor_of_a_layer_with_one(context: Context) -> None:
 
 def test_tensors_per_layer_is_one_or_two() -> None:
     for value in (0, 3):
-        with pytest.raises(InvalidArgument, match=f"tensors_per_layer is {value}; it must lie"):
+        with pytest.raises(InvalidArgument, match=f"tensors_per_layer is {value}; it must be"):
             KVCacheConfig(1, 1, 64, tensors_per_layer=value)
 
 
@@ -295,7 +295,7 @@ def test_bad_input(context: Context) -> None:
         layered(context, 7)
     with pytest.raises(InvalidArgument, match="group_size 2 does not divide num_layers 1"):
         layered(context, group_size=2)
-    with pytest.raises(InvalidArgument, match="the budget is given"):
+    with pytest.raises(InvalidArgument, match="with a given budget"):
         LayeredCache(uneven(page), budget=Budget(context, 64 * page), memory_limit=64 * page)
     with layered(context) as cache:
         for call in (cache.k, cache.v):

@@ -290,7 +290,10 @@ def test_a_lost_lease_whose_prefix_is_still_there_can_be_used(context: Context) 
         assert first is not None
         assert second is not None
         assert first[1] == second[1] == 2 * ROWS
-        with small_cache(context) as other, pytest.raises(InvalidArgument, match="another cache's"):
+        with (
+            small_cache(context) as other,
+            pytest.raises(InvalidArgument, match="belongs to another cache"),
+        ):
             other.alloc_prefix(found)
 
 

@@ -147,7 +147,7 @@ def test_what_cannot_go_back_is_refused_and_changes_nothing(host: pyvmem.Context
         put(cache, 0, 1.0)
         before = cache.stats()
         for call in (cache.truncate, cache.fork):
-            with pytest.raises(InvalidArgument, match="a state of its 70 tokens, which cannot go"):
+            with pytest.raises(InvalidArgument, match="a state of its 70 tokens, which cannot be"):
                 call(0, 69)
         assert cache.stats() == before
         assert cache.truncate(0, 70) == 0

@@ -221,7 +221,7 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
         caps = context.info.caps | Caps.PEER
         info = dataclasses.replace(context.info, caps=caps, devices=devices)
         monkeypatch.setattr(context, "info", info)
-        with pytest.raises(InvalidArgument, match="'peer' needs a device"):
+        with pytest.raises(InvalidArgument, match="'peer' needs one of the context's devices"):
             cache.move(reqid, "peer")
         for device in (context.info.devices[0], 97):
             with pytest.raises(

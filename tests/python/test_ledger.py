@@ -583,7 +583,7 @@ def test_a_damaged_ledger_is_refused(folder: Path, contents: bytes) -> None:
     path = folder / "host.ledger"
     path.write_bytes(contents)
     path.chmod(0o600)
-    with pytest.raises(LedgerError, match="no ledger, or damaged"):
+    with pytest.raises(LedgerError, match="not a ledger, or is damaged"):
         join(folder, "a")
     assert path.read_bytes() == contents
 
