@@ -661,8 +661,7 @@ class OnLedger(Participant):
 
 
 def available_bytes(context: Context) -> int:
-    """Return the bytes that a cache may use by default: part of a GPU's free memory; all on
-    host."""
+    """Return the default bytes of a cache: part of a GPU's free memory; all on host."""
     free = context.memory().free_bytes
     if context.cuda_device is not None:
         free = int(free * _PART_OF_CARD)

@@ -1063,8 +1063,7 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """Make a `KVCache` if all layers are equal, else a `LayeredCache`; arguments as for the
-    latter."""
+    """Make a `KVCache` if all layers are equal, else a `LayeredCache`, with its arguments."""
     layers = [*layers]
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))

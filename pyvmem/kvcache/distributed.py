@@ -353,8 +353,7 @@ _T = TypeVar("_T")
 def _compared(
     method: Callable[Concatenate[KVCache, _P], _T], *, settles: bool = True
 ) -> Callable[Concatenate[ParallelKVCache, _P], _T]:
-    """Wrap a cache call whose result the ranks compare; `settles`: see
-    `ParallelKVCache._compare`."""
+    """Wrap a call whose result the ranks compare; `settles`: see `ParallelKVCache._compare`."""
 
     def compare(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         call = partial(method, self, *args, **kwargs)

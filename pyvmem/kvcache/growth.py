@@ -171,8 +171,7 @@ class Pager:
         return found
 
     def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
-        """Return the slots reported by the last `scan`, and the pages per tensor that each
-        needs."""
+        """Return the slots of the last `scan`, and the pages per tensor that each needs."""
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
         return [(slots[index], pages_for(needs[index])) for index in short]
@@ -426,8 +425,7 @@ class Pager:
         return pages + (self.loose(keep) if promoting and self.layout.block else 0)
 
     def loose(self, keep: Mapping[Slot, int]) -> int:
-        """Return the physical pages that a step can unmap by splitting 2 MiB entries of
-        requests."""
+        """Return the physical pages that a step can unmap by splitting 2 MiB entries."""
         if not self.layout.block:
             return 0
         pages = sum(slot.loose_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
@@ -821,8 +819,7 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 
 
 def _others(needs: Needs) -> Share | None:
-    """Return the groups' share of their budget, with all other caches as givers; None: no
-    budget."""
+    """Return the groups' share of their budget, all other caches as givers; or None."""
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
         return share

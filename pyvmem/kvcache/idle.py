@@ -115,8 +115,7 @@ class IdleThread:
 
     @staticmethod
     def _store(manager: Manager) -> bool | None:
-        """Evict prefixes to host memory. True: maybe more to do. False: done. None: GPU work
-        runs."""
+        """Evict prefixes to host memory. True: maybe more. False: done. None: GPU work runs."""
         config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
         if not config.host_prefixes or not config.idle_prefixes:
             return False
@@ -138,8 +137,7 @@ class IdleThread:
 
     @staticmethod
     def _compact(manager: Manager) -> bool | None:
-        """Compact one slab if that is safe. True: maybe more to do. False: done. None: GPU work
-        runs."""
+        """Compact a slab if that is safe. True: maybe more. False: done. None: GPU work runs."""
         wanted = manager.groups[0].config.idle_compact
         if wanted is False or not manager.owns_context:
             return False

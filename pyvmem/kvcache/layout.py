@@ -155,8 +155,7 @@ class Layout:
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 
     def window_page(self, seq_len: int) -> int:
-        """Return the first page that a request of `seq_len` tokens still needs; 0 without a
-        window."""
+        """Return the first page that `seq_len` tokens still need; 0 without a window."""
         config = self.config
         if not config.window:
             return 0

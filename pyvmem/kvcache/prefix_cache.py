@@ -332,16 +332,14 @@ class PrefixCache:
         return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
-        """Return whether `record` would share pages, which must wait for the work that writes
-        them."""
+        """Return whether `record` would share pages, after the work that writes them."""
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores or not self._lacks(slot, self.tree.match(ids), units):
             return False
         return any(units * unit > one.shared for _, one, unit in self._each(slot))
 
     def _lacks(self, slot: Slot, found: Match[_Spans], units: int) -> bool:
-        """Return whether fewer than `units` units are recorded and the slot holds the missing
-        rows."""
+        """Return whether fewer than `units` units are recorded and the slot has the rest."""
         known = self._ends(found) if self._sliding else found.length
         return known < units * self.unit and (
             not self._sliding
@@ -352,8 +350,7 @@ class PrefixCache:
         )
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
-        """Return, for each group with a window, the first page whose rows the request still
-        holds."""
+        """Return, by group with a window, the first page whose rows the request holds."""
         found = []
         for place in self._sliding:
             group, window = self._groups[place], self._windows[place]

@@ -42,8 +42,7 @@ _SLICE_S = 0.0005  # how long to wait for one of several unfinished unmaps befor
 
 
 class Evictable(Protocol):
-    """Pages that no request uses and that may be evicted when memory is short: recorded
-    prefixes."""
+    """Pages that no request uses, evicted when memory is short: recorded prefixes."""
 
     def evict(self, pages: int) -> int:
         """Evict until `pages` pages per tensor are freed, or all; return how many are freed."""
@@ -671,8 +670,7 @@ class Reclaimer:
         return own + self.idle(keep)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
-        """Return the physical pages of the cache that no request owns, including those in
-        flight."""
+        """Return the physical pages that no request owns, including those in flight."""
         return self.returning + self.spare(keep) * self.layout.num_tensors
 
     def release_below(self, free_pages: int) -> None:

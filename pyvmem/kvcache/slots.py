@@ -76,8 +76,8 @@ class Slot(Row):
         active: owned by a request.
         broken: retired after a failed rollback in its addresses; never allocated again.
         writer: its owner may write the shared pages, which are read-only in other slots.
-        lost: pages in its middle could not be mapped again; the rest stays mapped until the request
-            is freed or the cache closed.
+        lost: pages in its middle could not be mapped again; the others stay mapped until the cache
+            is closed (or `ParallelKVCache.recover`).
         kept: free, with a recorded prefix mapped read-only for a request that begins with it.
         mapped: end of the pages that are mapped, or will be by a growth in flight.
         granted: end of the pages that the owner may use.
@@ -130,8 +130,7 @@ class Slot(Row):
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
     def loose_beyond(self, keep: int) -> int:
-        """Return the further pages that could be unmapped if no GPU work were running in the
-        slot."""
+        """Return the further pages that could be unmapped without GPU work in the slot."""
         if not self.active or self.granted >= self.whole or self.lost:
             return 0
         if isinstance(self.job, Growth):

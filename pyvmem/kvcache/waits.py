@@ -185,8 +185,7 @@ def before_record(
 def before_prefix(
     groups: Groups, tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> Waits:
-    """List the blockers of `KVCache.alloc_prefix`: work that wrote the rows, if the CPU must
-    wait."""
+    """List the blockers of `KVCache.alloc_prefix`: writers that the CPU must wait for."""
     prefixes, ordered = groups[0].prefixes, groups[0].device is not None and reader.is_stream
     if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
         ordered = True

@@ -209,8 +209,7 @@ class Window:
         )
 
     def beginning(self, slot: Slot, head: int) -> list[list[Any]]:
-        """Return the edits for a request that begins with a prefix's window, from page `head`
-        on."""
+        """Return the edits for a request that begins with a prefix's window at page `head`."""
         return self._setting(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def follow(self, slots: Sequence[Slot], parent: Slot) -> None:

@@ -134,8 +134,7 @@ def is_off(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def named_folder() -> Path | None:
-    """Return the directory that ``VMEM_LEDGER`` names. InvalidArgument for an unknown user's
-    home."""
+    """Return the directory in ``VMEM_LEDGER``; InvalidArgument: an unknown user's home."""
     return None if is_off() else folder_in("VMEM_LEDGER")
 
 

@@ -69,8 +69,7 @@ def _leave(thread: int, read: Any) -> None:
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
-        """Becomes `NotMapped` in the other thread, where Python instantiates it without
-        arguments."""
+        """Becomes `NotMapped` in the other thread; Python instantiates it without arguments."""
 
         def __new__(cls) -> NotMapped:  # type: ignore[misc]  # as said
             _holes.conceal()

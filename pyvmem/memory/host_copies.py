@@ -327,8 +327,7 @@ class StreamCopies:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
-        """Compile and load the kernel, which may wait for the device; otherwise the first copy
-        does."""
+        """Compile and load the kernel, which may wait for the device; else `start` does."""
         nothing = np.empty(0, dtype=np.int64)
         for align in (16, 1):
             self._launch(Pieces(nothing, nothing, nothing), align)
