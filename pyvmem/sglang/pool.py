@@ -31,7 +31,7 @@ from typing import Protocol
 
 from pyvmem.elastic.backing import Backing, Growth
 from pyvmem.elastic.geometry import Run
-from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.elastic.memory import KVMemory
 from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LedgerQuota, LocalQuota, join_device

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pyvmem.elastic.versions import Versions
-from pyvmem.sglang.hooks import HOOKS
+from pyvmem.sglang.internals import INTERNALS
 
 __all__ = ["KNOWN", "VERSIONS"]
 
@@ -14,4 +14,4 @@ KNOWN = {
 }
 """Versions, ascending, and where each was run."""
 
-VERSIONS = Versions("sglang", KNOWN, HOOKS)
+VERSIONS = Versions("sglang", KNOWN, INTERNALS)

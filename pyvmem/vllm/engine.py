@@ -29,7 +29,7 @@ from typing import Any
 
 from pyvmem.elastic.backing import Backing, Growth, Release
 from pyvmem.elastic.geometry import Geometry
-from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.elastic.metrics import identity_of
 from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LedgerQuota, LocalQuota

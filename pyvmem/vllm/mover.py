@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyvmem.elastic.backing import Backing
-from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.vllm.offload_holds import Holds
 
 __all__ = ["MOST", "Mover"]

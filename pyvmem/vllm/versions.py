@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pyvmem.elastic.versions import Versions
-from pyvmem.vllm.hooks import HOOKS
+from pyvmem.vllm.internals import INTERNALS
 
 __all__ = ["KNOWN", "VERSIONS"]
 
@@ -20,4 +20,4 @@ KNOWN = {
 }
 """Minor versions, ascending, and where each was run."""
 
-VERSIONS = Versions("vllm", KNOWN, HOOKS)
+VERSIONS = Versions("vllm", KNOWN, INTERNALS)

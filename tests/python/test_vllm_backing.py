@@ -9,7 +9,7 @@ import pytest
 
 from pyvmem.elastic.backing import Backing, Release
 from pyvmem.elastic.geometry import Geometry, Run, blocks_are_outermost, runs_of
-from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LocalQuota
 

@@ -16,15 +16,15 @@ import pytest
 from conftest import Start
 from served import make_model, options, outcome
 
-from pyvmem.elastic.hooks import Source, missing
-from pyvmem.sglang.hooks import HOOKS
+from pyvmem.elastic.engine_source import Source, missing
+from pyvmem.sglang.internals import INTERNALS
 
 
 def test_all_hooks_are_in_this_version() -> None:
     found = importlib.util.find_spec("sglang")
     assert found is not None
     assert found.submodule_search_locations
-    assert missing(Source(Path(found.submodule_search_locations[0]), "sglang"), HOOKS) == []
+    assert missing(Source(Path(found.submodule_search_locations[0]), "sglang"), INTERNALS) == []
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ print("it went on")
     assert (done.returncode, more) == (1, []), done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("VMEM_SGLANG=1: sglang 0.5.12 is too old (known: 0.5.22 to 0.5.23)")
-    lacks = missing(Source(Path(folder), "sglang"), HOOKS)
+    lacks = missing(Source(Path(folder), "sglang"), INTERNALS)
     assert len(lacks) > 30
     for name in ("PrefillBudget.check_prefill", "UnifiedRadixCache.evict_for_alloc"):
         assert any(one.startswith(name) for one in lacks)

@@ -12,27 +12,27 @@ from typing import Any
 
 import pytest
 
-from pyvmem.elastic.hooks import Hook, Source, missing
-from pyvmem.vllm.hooks import HOOKS
+from pyvmem.elastic.engine_source import Source, Symbol, missing
+from pyvmem.vllm.internals import INTERNALS
 
 
-def write(root: Path, hooks: list[Hook]) -> None:
+def write(root: Path, symbols: list[Symbol]) -> None:
     """A package in which these names stand, and no others."""
-    modules: dict[str, dict[str, list[Hook]]] = defaultdict(lambda: defaultdict(list))
-    for hook in hooks:
-        owner, _, member = hook.name.partition(".")
-        modules[hook.module][owner] += [hook] if member else []
+    modules: dict[str, dict[str, list[Symbol]]] = defaultdict(lambda: defaultdict(list))
+    for symbol in symbols:
+        owner, _, member = symbol.name.partition(".")
+        modules[symbol.module][owner] += [symbol] if member else []
     for module, owners in modules.items():
         lines = []
         for owner, members in owners.items():
             lines.append(f"class {owner}:\n    pass")
-            for hook in members:
-                member = hook.name.partition(".")[2]
-                if hook.use == "read":
+            for symbol in members:
+                member = symbol.name.partition(".")[2]
+                if symbol.use == "read":
                     lines.append(f"    {member}: int = 0")
                 else:
-                    takes = ", ".join(("self", *hook.takes))
-                    calls = "; ".join(f"{one}()" for one in hook.calls) or "pass"
+                    takes = ", ".join(("self", *symbol.takes))
+                    calls = "; ".join(f"{one}()" for one in symbol.calls) or "pass"
                     lines.append(f"    def {member}({takes}, **other):\n        {calls}")
         path = root / f"{module.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,35 +40,39 @@ def write(root: Path, hooks: list[Hook]) -> None:
 
 
 def test_nothing_is_missing_where_everything_is(tmp_path: Path) -> None:
-    write(tmp_path, list(HOOKS))
-    assert missing(Source(tmp_path, "vllm"), HOOKS) == []
+    write(tmp_path, list(INTERNALS))
+    assert missing(Source(tmp_path, "vllm"), INTERNALS) == []
 
 
-@pytest.mark.parametrize("gone", HOOKS, ids=lambda one: one.name)
-def test_each_name_is_missed(tmp_path: Path, gone: Hook) -> None:
-    write(tmp_path, [one for one in HOOKS if one is not gone])
+@pytest.mark.parametrize("gone", INTERNALS, ids=lambda one: one.name)
+def test_each_name_is_missed(tmp_path: Path, gone: Symbol) -> None:
+    write(tmp_path, [one for one in INTERNALS if one is not gone])
     owner = gone.name.partition(".")[0]
-    class_alone = gone.name == owner and any(one.name.startswith(owner + ".") for one in HOOKS)
-    assert class_alone or missing(Source(tmp_path, "vllm"), HOOKS) == [
+    class_alone = gone.name == owner and any(one.name.startswith(owner + ".") for one in INTERNALS)
+    assert class_alone or missing(Source(tmp_path, "vllm"), INTERNALS) == [
         f"{gone.name} (vllm.{gone.module})"
     ]
 
 
-@pytest.mark.parametrize("hook", [one for one in HOOKS if one.takes], ids=lambda one: one.name)
-def test_each_parameter_is_missed(tmp_path: Path, hook: Hook) -> None:
-    for takes in {hook.takes[1:], hook.takes[::-1]} - {hook.takes}:
-        other = Hook(hook.module, hook.name, hook.use, hook.why, takes, hook.calls)
-        write(tmp_path, [other if one is hook else one for one in HOOKS])
-        text = f"{hook.name}({', '.join(hook.takes)}) (vllm.{hook.module})"
-        assert missing(Source(tmp_path, "vllm"), HOOKS) == [text]
+@pytest.mark.parametrize(
+    "symbol", [one for one in INTERNALS if one.takes], ids=lambda one: one.name
+)
+def test_each_parameter_is_missed(tmp_path: Path, symbol: Symbol) -> None:
+    for takes in {symbol.takes[1:], symbol.takes[::-1]} - {symbol.takes}:
+        other = Symbol(symbol.module, symbol.name, symbol.use, symbol.why, takes, symbol.calls)
+        write(tmp_path, [other if one is symbol else one for one in INTERNALS])
+        text = f"{symbol.name}({', '.join(symbol.takes)}) (vllm.{symbol.module})"
+        assert missing(Source(tmp_path, "vllm"), INTERNALS) == [text]
 
 
-@pytest.mark.parametrize("hook", [one for one in HOOKS if one.calls], ids=lambda one: one.name)
-def test_a_call_is_missed(tmp_path: Path, hook: Hook) -> None:
-    other = Hook(hook.module, hook.name, hook.use, hook.why, hook.takes)
-    write(tmp_path, [other if one is hook else one for one in HOOKS])
-    assert missing(Source(tmp_path, "vllm"), HOOKS) == [
-        f"the call of {hook.calls[0]} in {hook.name}"
+@pytest.mark.parametrize(
+    "symbol", [one for one in INTERNALS if one.calls], ids=lambda one: one.name
+)
+def test_a_call_is_missed(tmp_path: Path, symbol: Symbol) -> None:
+    other = Symbol(symbol.module, symbol.name, symbol.use, symbol.why, symbol.takes)
+    write(tmp_path, [other if one is symbol else one for one in INTERNALS])
+    assert missing(Source(tmp_path, "vllm"), INTERNALS) == [
+        f"the call of {symbol.calls[0]} in {symbol.name}"
     ]
 
 
