@@ -220,7 +220,7 @@ def far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server,
     one.close()
 
 
-def test_a_rank_is_reached_over_tcp_by_who_knows_the_word(far: tuple[Server, KVMemory]) -> None:
+def test_a_tcp_client_needs_the_secret(far: tuple[Server, KVMemory]) -> None:
     server, one = far
     host, port, word = server.listen("127.0.0.1")
     rank = SocketRank((host, port, word), "far")
@@ -233,11 +233,20 @@ def test_a_rank_is_reached_over_tcp_by_who_knows_the_word(far: tuple[Server, KVM
         with pytest.raises(RankLost):
             stranger.geometry()
         stranger.close()
-    with channel.socket.create_connection((host, port)) as peer:
-        peer.sendall(b"\xff\xff\xff\xff" + b"x" * 100)  # a word of 4 GB
-        peer.settimeout(20)
-        with contextlib.suppress(ConnectionResetError):
-            assert peer.recv(1) == b""
+    for sent in (
+        b"\xff\xff\xff\xff" + b"x" * 100,  # claims 4 GB
+        b"\x00\x00\x00\x08" + b'"\\ud800"',  # a string that has no UTF-8
+        b"\x00\x00\x04\x00" + b"[" * 1024,  # nested too deeply for the parser
+    ):
+        with channel.socket.create_connection((host, port)) as peer:
+            peer.sendall(sent)
+            peer.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert peer.recv(1) == b""
+    end = time.monotonic() + 20
+    while len(server._peers) > 1:
+        assert time.monotonic() < end, "a rejected client leaves nothing behind"
+        time.sleep(0.001)
     assert rank.geometry() == one.geometry
     rank.close()
     server.close()
