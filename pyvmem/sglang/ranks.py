@@ -218,7 +218,7 @@ class AgreedQuota:
         return bool(every)
 
     def mapped(self, nbytes: int) -> None:
-        """Notes that what `take` granted is mapped now, or is about to be given back."""
+        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
         self._quota.mapped(nbytes)
 
     def give(self, nbytes: int) -> None:

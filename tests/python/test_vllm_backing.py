@@ -154,10 +154,10 @@ def test_books_agree_with_memory_under_random_use(shape: str, seed: int) -> None
             rng.shuffle(mine)
             count = rng.randrange(1, len(mine) + 1)
             expected = freed_by(backing, mine[:count])
-            before = backing.leaving_bytes
+            before = backing.unmapping_bytes
             if growth is None:
                 assert backing.retire(mine[:count]) == expected
-                assert backing.leaving_bytes - before == expected
+                assert backing.unmapping_bytes - before == expected
             else:
                 backing.retire(mine[:count])
             del mine[:count]
