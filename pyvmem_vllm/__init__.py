@@ -30,7 +30,7 @@ def register() -> None:
     if _asked():
         _register()
     else:
-        _look_again()
+        _register_late()
 
 
 def _register() -> None:
@@ -39,7 +39,7 @@ def _register() -> None:
     register()
 
 
-def _look_again() -> None:
+def _register_late() -> None:
     """Registers when an engine is configured, if the variable is set by then.
 
     vLLM calls its entry points once in a process, before the first configuration.

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from pyvmem.elastic.memory import KVMemory
 
-__all__ = ["Answers", "OpenMemory", "place", "wary_backends"]
+__all__ = ["KVTensorMode", "OpenMemory", "place_tensors", "backends_refusing_plain"]
 
 OpenMemory = Callable[[int, Sequence[int]], "KVMemory"]
 """Creates the memory for tensors of these sizes in bytes, given the number of blocks in each."""
@@ -31,7 +31,7 @@ _PLAIN = frozenset({"FLASH_ATTN", "FLASH_ATTN_MLA", "FLASHINFER"})
 """Attention back ends whose kernels were tested with plain addresses on a GPU."""
 
 
-def wary_backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+def backends_refusing_plain(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     """Lists the attention back ends of the KV tensors whose kernels may refuse plain addresses.
 
     Triton's launcher refuses them, since it queries CUDA about each pointer. The kernels of layers
@@ -43,7 +43,7 @@ def wary_backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     return sorted(found - _PLAIN)
 
 
-class Answers(TorchFunctionMode):
+class KVTensorMode(TorchFunctionMode):
     """A torch mode in which `torch.zeros` of int8 returns the next of `tensors`.
 
     Calls with another size or type go to torch.
@@ -76,7 +76,7 @@ class Answers(TorchFunctionMode):
             )
 
 
-def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
+def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, KVTensorMode]:
     """Creates the KV tensors of a `KVCacheConfig`; called in each worker.
 
     Returns:
@@ -88,7 +88,7 @@ def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
     """
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     if not tensors:
-        return kv_cache_config, Answers([])
+        return kv_cache_config, KVTensorMode([])
     if not hasattr(tensors[0], "layer_stride"):
         packed = [one.size for one in tensors if one.block_stride > 0][:1]
         sizes, left = [], packed
@@ -98,7 +98,7 @@ def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
             elif left:
                 sizes.append(left.pop())
         memory = open_memory(blocks, sizes)
-        return kv_cache_config, Answers([memory.tensor(size) for size in sizes])
+        return kv_cache_config, KVTensorMode([memory.tensor(size) for size in sizes])
     if any(getattr(one, "host_resident", False) for one in tensors):
         raise NotImplementedError("VMEM_VLLM=1 does not work with KV tensors in host memory")
     if all(one.block_stride * blocks == one.size for one in tensors):  # a block of all layers
@@ -107,7 +107,7 @@ def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
         memory, tensors = _regions(tensors, blocks, open_memory)
     buffer = memory.buffer()
     tensors = [dataclasses.replace(one, size=buffer.nbytes) for one in tensors]
-    return dataclasses.replace(kv_cache_config, kv_cache_tensors=tensors), Answers([buffer])
+    return dataclasses.replace(kv_cache_config, kv_cache_tensors=tensors), KVTensorMode([buffer])
 
 
 def _regions(

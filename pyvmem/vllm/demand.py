@@ -35,7 +35,7 @@ from pyvmem.vllm.engine import ElasticEngine
 __all__ = ["Demand"]
 
 
-def _lead(call: partial[Any], to: Callable[..., Any]) -> None:
+def _redirect(call: partial[Any], to: Callable[..., Any]) -> None:
     """Makes the partial `call` call `to`."""
     call.__setstate__((to, (), {}, None))  # type: ignore[attr-defined]
 
@@ -117,16 +117,16 @@ class Demand:
             self._watch()
         elif free < self.most * len(self.scheduler.running):
             self._checking = True
-            _lead(self._frees, self._check)
+            _redirect(self._frees, self._check)
 
     def end(self) -> None:
         """Ends a step's mode; called after vLLM scheduled it, or failed to."""
         self._checking = False
-        _lead(self._frees, self._get_num_free_blocks)
+        _redirect(self._frees, self._get_num_free_blocks)
         if self._watching:
             self._watching = False
-            _lead(self._counts, self._count_blocks)
-            _lead(self._allocates, self._allocate_slots)
+            _redirect(self._counts, self._count_blocks)
+            _redirect(self._allocates, self._allocate_slots)
         if self._computing:
             self._computing = {
                 name: one
@@ -148,11 +148,11 @@ class Demand:
     def _watch(self) -> None:
         if self._checking:
             self._checking = False
-            _lead(self._frees, self._get_num_free_blocks)
+            _redirect(self._frees, self._get_num_free_blocks)
         if not self._watching:
             self._watching = True
-            _lead(self._counts, self._count)
-            _lead(self._allocates, self._allocate)
+            _redirect(self._counts, self._count)
+            _redirect(self._allocates, self._allocate)
 
     # ---- replacements of vLLM's methods ----------------------------------------------------------
 
@@ -204,10 +204,10 @@ class Demand:
             return False
 
         def once() -> int:
-            _lead(self._frees, self._get_num_free_blocks)
+            _redirect(self._frees, self._get_num_free_blocks)
             return count
 
-        _lead(self._frees, once)
+        _redirect(self._frees, once)
         return True
 
     def _allocate(self, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ from pyvmem.vllm.channel import RankLost, Ranks
 from pyvmem.vllm.mover import Mover
 from pyvmem.vllm.offload import host_bytes
 from pyvmem.vllm.offload_holds import WORTH, Holds
-from pyvmem.vllm.reach import connect
+from pyvmem.vllm.rank_discovery import connect
 from pyvmem.vllm.remote import join_ledgers
 
 __all__ = ["ElasticEngine"]
@@ -139,7 +139,10 @@ class ElasticEngine:
         self._reported = self._dense_at = 0.0
         self._seen: tuple[int, ...] | None = None  # at the last idle check
         self._thread = threading.Thread(
-            target=_keep, args=(weakref.ref(self), self._wake), name="vmem-keeper", daemon=True
+            target=_run_keeper,
+            args=(weakref.ref(self), self._wake),
+            name="vmem-keeper",
+            daemon=True,
         )
         self._take_over()
 
@@ -480,7 +483,7 @@ class ElasticEngine:
 
     # ---- the keeper ------------------------------------------------------------------------------
 
-    def _kept(self) -> bool:
+    def _keeper_round(self) -> bool:
         """Runs a round of the keeper; returns false if the keeper must end."""
         if self._stopped:
             return False
@@ -733,12 +736,12 @@ class ElasticEngine:
             time.sleep(0.005)
 
 
-def _keep(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
+def _run_keeper(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
     """Runs the keeper's thread until the engine stops or is collected."""
     while True:
         wake.wait(_TICK)
         wake.clear()
         found = engine()
-        if found is None or not found._kept():
+        if found is None or not found._keeper_round():
             return
         del found

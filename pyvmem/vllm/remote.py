@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Ledger accounts of an engine's devices. On another machine the rank holds the account."""
+"""Opens the ledger accounts of an engine's devices; a rank on another machine holds its own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NUMBERS = frozenset(("limit", "used", "asleep"))
 
 
 def on_account(account: Account | None, name: str, args: list[Any], named: dict[str, int]) -> Any:
-    """On the rank's side: reads an attribute of its account, or calls a method.
+    """Reads an attribute of a rank's account, or calls a method; runs in the rank's process.
 
     Raises:
-        InvalidArgument: it has no account, or no such operation exists.
+        InvalidArgument: the rank has no account, or `name` is not allowed.
     """
     if account is None or name not in _CALLS | _NUMBERS:
         raise InvalidArgument(f"account: {name}")
@@ -36,7 +36,10 @@ def on_account(account: Account | None, name: str, args: list[Any], named: dict[
 
 
 class RemoteAccount:
-    """A proxy of the `Account` that a rank holds."""
+    """A proxy of the `Account` in a rank's process; each member is a call to the rank.
+
+    Members raise `RankLost` if the rank does not answer.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -92,7 +95,7 @@ class RemoteAccount:
         self._ask("report", **values)
 
     def close(self) -> None:
-        """`Account.close`; a rank that has ended has closed it."""
+        """`Account.close`; does nothing if the rank has ended, since that closes the account."""
         with contextlib.suppress(RuntimeError):
             self._ask("close")
 
@@ -109,17 +112,17 @@ def join_ledgers(
     free: Callable[[], int | None],
     **terms: int,
 ) -> LedgerQuota:
-    """Joins the ledgers of all devices of an engine, each on its own machine.
+    """Opens accounts in the ledgers of all devices of an engine, each on its own machine.
 
     Args:
-        ranks: of the engine.
+        ranks: all ranks of the engine.
         folder, name, unique, capacity, identity, host_limit: as in `join_device`.
-        free: as for `LedgerQuota`.
+        free: as in `LedgerQuota`.
         terms: floor, limit, least, virtual and host, in bytes of one rank.
 
     Raises:
-        VMemError: as `join_device`.
-        RankLost: a rank on another machine has ended.
+        VMemError: from `join_device`, on this machine.
+        RankLost: `join_device` failed on another machine, or its rank has ended.
     """
     on_device: dict[tuple[str, str], list[Rank]] = {}
     for rank in ranks:

@@ -165,21 +165,21 @@ BLOCKS = 4
     ],
 )
 def test_arrangements_that_are_refused(opened: Any, tensors: list[Any], text: str) -> None:
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     with pytest.raises(NotImplementedError, match=text):
-        place(Config(BLOCKS, tensors), opened.open)
+        place_tensors(Config(BLOCKS, tensors), opened.open)
     assert opened.made == []
 
 
 def test_tensors_are_given_for_zeros_of_their_sizes(opened: Any) -> None:
     """Layers have tensors of their own, or share one; what else vLLM asks for is torch's."""
     torch = pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     packed, own = Before(BLOCKS * 8192, 8192), Before(BLOCKS * 4096)
     config = Config(BLOCKS, [own, packed, packed, Before(BLOCKS * 4096)])
-    same, answers = place(config, opened.open)
+    same, answers = place_tensors(config, opened.open)
     assert same is config
     (memory,) = opened.made
     assert [one.tensors for one in memory.geometry.classes] == [2, 1]
@@ -204,12 +204,12 @@ def test_tensors_are_given_for_zeros_of_their_sizes(opened: Any) -> None:
 
 def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
     torch = pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     layer = BLOCKS * 4096
     first = Tensor(3 * layer, layer, 4096, layers=("a", "b", "c"))
     config = Config(BLOCKS, [first, Tensor(3 * layer, layer, 4096, layer)])
-    moved, answers = place(config, opened.open)
+    moved, answers = place_tensors(config, opened.open)
     (memory,) = opened.made
     span = memory.span(0)
     assert span > layer
@@ -228,7 +228,7 @@ def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
 def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
     """A draft's layers beside the model's, say: each begins at a page boundary."""
     pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     large, small = BLOCKS * 8192, BLOCKS * 4096
     size = 2 * large + small
@@ -237,7 +237,7 @@ def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
         Tensor(size, small, 4096, large, layers=("b",)),
         Tensor(size, large, 8192, large + small, layers=("c",)),
     ]
-    moved, answers = place(Config(BLOCKS, tensors), opened.open)
+    moved, answers = place_tensors(Config(BLOCKS, tensors), opened.open)
     (memory,) = opened.made
     assert [(one.block_bytes, one.tensors) for one in memory.geometry.classes] == [
         (4096, 1),
@@ -253,12 +253,12 @@ def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
 def test_layers_of_two_groups_share_a_region(opened: Any) -> None:
     """A state's and attention's, which are equally large: three regions, two of them shared."""
     pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     layer = BLOCKS * 4096
     states = Tensor(3 * layer, layer, 4096, layers=("a", "b", "c"))
     attention = Tensor(3 * layer, layer, 4096, layers=("d", "e"))
-    moved, answers = place(Config(BLOCKS, [states, attention]), opened.open)
+    moved, answers = place_tensors(Config(BLOCKS, [states, attention]), opened.open)
     (memory,) = opened.made
     assert [(one.block_bytes, one.tensors) for one in memory.geometry.classes] == [(4096, 3)]
     assert {(one.offset, one.layer_stride) for one in moved.kv_cache_tensors} == {
@@ -289,10 +289,10 @@ def test_a_copy_is_of_the_whole_block(opened: Any) -> None:
 
 def test_one_buffer_of_whole_blocks_stays(opened: Any) -> None:
     pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     config = Config(BLOCKS, [Tensor(2 * BLOCKS * 4096, 4096, 8192)])
-    placed, answers = place(config, opened.open)
+    placed, answers = place_tensors(config, opened.open)
     (kind,) = opened.made[0].geometry.classes
     assert (kind.tensors, kind.block_bytes) == (1, 8192)
     assert placed.kv_cache_tensors[0].layer_stride == 4096
@@ -300,10 +300,10 @@ def test_one_buffer_of_whole_blocks_stays(opened: Any) -> None:
 
 
 def test_a_model_without_kv_tensors(opened: Any) -> None:
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     config = Config(1, [])
-    placed, answers = place(config, opened.open)
+    placed, answers = place_tensors(config, opened.open)
     answers.check()
     assert placed is config
     assert opened.made == []

@@ -24,7 +24,7 @@ from pyvmem.elastic.memory import KVMemory, open_context
 from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import Ledger
 from pyvmem.ledger.orders import order
-from pyvmem.vllm import channel, reach
+from pyvmem.vllm import channel, rank_discovery
 from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, new_address
 from pyvmem.vllm.remote import join_ledgers
 from pyvmem.vllm.worker import ElasticWorker
@@ -341,36 +341,36 @@ def test_ranks_are_asked_where_they_are(
     server, one = far
     tmp_path.chmod(0o700)
     settings = Settings(ledger=str(tmp_path))
-    there = reach.machine(Settings.read())
-    assert there != reach.machine(settings)
+    there = rank_discovery.machine(Settings.read())
+    assert there != rank_discovery.machine(settings)
     asked: list[str] = []
 
     class Executor:
         def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
             asked.append(name)
-            if name == "vmem_place":
-                return [None, reach.Place(there, server.address)]
-            assert args == (reach.machine(settings),)
+            if name == "vmem_address":
+                return [None, rank_discovery.RankAddress(there, server.address)]
+            assert args == (rank_discovery.machine(settings),)
             return [None, server.listen("127.0.0.1")]
 
     executor = Executor()
     parallel = SimpleNamespace(pipeline_parallel_size=2)
     config: Any = SimpleNamespace(instance_id="i", parallel_config=parallel)
     with pytest.raises(RuntimeError, match="the engine's executor"):
-        reach.connect(config, settings)
-    monkeypatch.setitem(reach.EXECUTORS, "i", executor)
-    (rank,) = reach.connect(config, settings)
-    assert (rank.machine, asked) == (there, ["vmem_place", "vmem_listen"])
+        rank_discovery.connect(config, settings)
+    monkeypatch.setitem(rank_discovery.EXECUTORS, "i", executor)
+    (rank,) = rank_discovery.connect(config, settings)
+    assert (rank.machine, asked) == (there, ["vmem_address", "vmem_listen"])
     assert rank.geometry() == one.geometry
     rank.close()
     asked.clear()
-    (rank,) = reach.connect(config, Settings.read())
-    assert (rank.machine, asked) == ("", ["vmem_place"])
+    (rank,) = rank_discovery.connect(config, Settings.read())
+    assert (rank.machine, asked) == ("", ["vmem_address"])
     assert rank.geometry() == one.geometry
     rank.close()
     parallel.tensor_parallel_size = 2
     with pytest.raises(RuntimeError, match=r"calls 2 ranks of 4 \(each has a scheduler"):
-        reach.connect(config, settings)
+        rank_discovery.connect(config, settings)
     monkeypatch.setattr(Executor, "collective_rpc", lambda *_: 1 // 0)
     with pytest.raises(RuntimeError, match="on every machine of the engine"):
-        reach.connect(config, settings)
+        rank_discovery.connect(config, settings)

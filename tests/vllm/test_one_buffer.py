@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from pyvmem.elastic.geometry import runs_of
 from pyvmem.elastic.memory import KVMemory, open_context
-from pyvmem.vllm.allocation import place
+from pyvmem.vllm.allocation import place_tensors
 
 pytestmark = pytest.mark.skipif(
     Version(vllm.__version__) < Version("0.29"),
@@ -51,7 +51,7 @@ def test_a_block_is_where_the_books_say(layout: str) -> None:
         made.append(KVMemory(open_context("host", 0, 4096, 1 << 20), blocks, sizes))
         return made[0]
 
-    config, answers = place(config, open_memory)
+    config, answers = place_tensors(config, open_memory)
     with answers:
         views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout])
     answers.check()

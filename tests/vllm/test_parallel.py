@@ -28,7 +28,7 @@ from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import EngineInfo, Ledger
 from pyvmem.ledger.orders import order
 from pyvmem.vllm import plugin
-from pyvmem.vllm.reach import machine
+from pyvmem.vllm.rank_discovery import machine
 
 __all__ = ["expected", "stock"]
 

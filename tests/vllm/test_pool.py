@@ -256,7 +256,7 @@ def test_an_engine_that_is_ordered_to_sleep(
         pool.add([7] * 40, 4)
         while running in scheduler.requests:
             pool.step()
-        assert elastic._kept()
+        assert elastic._keeper_round()
         assert (pool.mapped(), len(scheduler.waiting)) == (36 * PAGE, 1)
         for _ in range(20):
             pool.step()

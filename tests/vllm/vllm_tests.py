@@ -104,10 +104,10 @@ class _Pools:
 
     def _engine(self, kv_cache_config: Any, pool: Any) -> Any:
         from pyvmem.vllm.engine import ElasticEngine
-        from pyvmem.vllm.scheduler import _let_blocks_be_bare
+        from pyvmem.vllm.scheduler import _exclude_unbacked_blocks
 
         elastic = ElasticEngine(None, kv_cache_config, pool)
-        _let_blocks_be_bare(pool, elastic)
+        _exclude_unbacked_blocks(pool, elastic)
         return self._begin(elastic)
 
     def _pool(self, pool: Any) -> None:
