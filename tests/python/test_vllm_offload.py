@@ -113,8 +113,8 @@ def disk(root: Any) -> dict[str, Any]:
         ),
         ("LMCacheMPConnector", {}, "CUDA IPC handle"),
         ("MooncakeConnector", {}, "kv_connector=MooncakeConnector .it registers"),
-        ("MultiConnector", {}, "is not looked at"),
-        ("Mine", {"kv_connector_module_path": "mine"}, "kv_connector=Mine .nothing says how"),
+        ("MultiConnector", {}, "are not checked"),
+        ("Mine", {"kv_connector_module_path": "mine"}, "kv_connector=Mine .how it copies"),
         (
             "Mine",
             {"extra": {"vmem_copies_in_step": True}},
@@ -168,7 +168,7 @@ def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     select(vouched)
     assert "spec_name" not in vouched.kv_transfer_config.kv_connector_extra_config
     own = config("LMCacheConnectorV1", kv_connector_module_path="mine")
-    assert "nothing says how" in next(reasons_against(own))
+    assert "how it copies is unknown" in next(reasons_against(own))
     lmcache = config("LMCacheConnectorV1")
     for version, wanted in (("0.5.6", []), ("0.6.0", ["lmcache 0.6.0 is not known, 0.5.6 is"])):
         monkeypatch.setattr(offload.metadata, "version", lambda _, v=version: v)
