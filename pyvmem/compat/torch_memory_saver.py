@@ -66,8 +66,8 @@ class TorchMemorySaver:
     def __init__(self) -> None:
         self._lock = reentrant_lock()
         self._context: Context | None = None
-        self._own: list[Context] = []  # one at most
-        self._pools: list[VMemPool] = []  # one at most
+        self._own: list[Context] = []  # empty, or a single item
+        self._pools: list[VMemPool] = []  # empty, or a single item
         self._tags: dict[str, set[bool]] = {}  # per tag: whether its regions have a backup
         self._active = threading.local()
 
@@ -266,8 +266,7 @@ class TorchMemorySaver:
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
-        """Raises NotSupported: no CUDA calls are intercepted, so there is nothing to keep a margin
-        for."""
+        """Raises NotSupported: a margin requires the interception of CUDA calls."""
         _refuse(f"memory_margin_bytes={value}")
 
     @contextmanager

@@ -32,9 +32,7 @@ def add_parser(sub: Any) -> None:
     add = parser.add_argument
     text = "CUDA ordinals, separated by commas (default: 0)"
     add("--devices", type=_ordinals, default=(0,), metavar="N,...", help=text)
-    add(
-        "--json", action="store_true", help="print table and back ends as JSON"
-    )
+    add("--json", action="store_true", help="print table and back ends as JSON")
     add("--out", type=written, metavar="FILE", help="write that JSON there")
     parser.set_defaults(run=run)
 

@@ -115,7 +115,7 @@ class _Allocator:
         if self.num_pages != memory.geometry.num_blocks - 1:
             raise RuntimeError(
                 f"VMEM_SGLANG=1: the allocator has {self.num_pages} pages, the KV tensors have "
-                f"{memory.geometry.num_blocks - 1} beside page 0"
+                f"{memory.geometry.num_blocks - 1} without page 0"
             )
 
     # ---- pages -----------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ _POOLS = {
     "DSA": "latent attention with an index: buffers of its own",
     "SWA": "sliding windows: two pools and an allocator that couples them; start it with "
     "--disable-hybrid-swa-memory, which keeps all layers' tokens in one",
-    "Hybrid": "a hybrid model: attention's pool inside another, beside states",
+    "Hybrid": "a hybrid model: attention's pool and states inside another pool",
     "Mamba": "states, which have no pages",
-    "FP4": "a quantized cache: scales and workspaces beside the data",
-    "MXFP8": "a quantized cache: scales beside the data",
+    "FP4": "a quantized cache: scales and workspaces in other buffers",
+    "MXFP8": "a quantized cache: scales in other buffers",
     "PageMajor": "all layers of a page together, in a buffer of its own",
     "PageInterleave": "a cache sharded over ranks",
     "Unified": "one buffer for several pools, which moves pages itself",

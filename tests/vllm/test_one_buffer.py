@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: one buffer for all layers, in which they may lie block by block (from 0.29 on).
+"""Description: a buffer for all layers, with all layers of a block contiguous (since 0.29).
 
-Its attention on the CPU takes layers one after the other alone, so the views are looked at here.
+Attention on a CPU supports only layers one after the other, so the test checks the views.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCKS, PAGE = 64, 8192  # of vLLM: bytes of a block in a layer
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
 def test_a_block_is_where_the_books_say(layout: str) -> None:
-    """In the pages that the geometry names for block 5, and nowhere else."""
+    """Block 5 is in the pages that the geometry names, and in no others."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
