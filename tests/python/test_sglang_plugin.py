@@ -113,7 +113,7 @@ def test_options_that_exclude_it(given: dict[str, object], named: list[str]) -> 
         ("DSATokenToKVPool", "latent attention with an index"),
         ("PageInterleaveMLATokenToKVPool", "a cache sharded over ranks"),
         ("MHATokenToKVPoolFP4", "a quantized cache"),
-        ("MHATokenToKVPoolMXFP8", "a quantized cache: scales beside"),
+        ("MHATokenToKVPoolMXFP8", "a quantized cache: scales in other"),
         ("SWAKVPool", "sliding windows"),
         ("HybridLinearKVPool", "a hybrid model"),
         ("PageMajorMHATokenToKVPool", "all layers of a page together"),
