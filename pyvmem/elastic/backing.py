@@ -58,7 +58,7 @@ class Quota(Protocol):
 
 
 class Workers(Protocol):
-    """All ranks of the engine."""
+    """Maps pages on all ranks of the engine; see `Growth.run`."""
 
     def grow(self, runs: list[Run]) -> str | None:
         """Maps runs on every rank or on none; returns the error message, or None."""

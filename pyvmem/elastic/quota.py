@@ -18,42 +18,42 @@ class DeviceAccount(Protocol):
 
     @property
     def limit(self) -> int:
-        """`Account.limit`."""
+        """See `Account.limit`."""
 
     @property
     def used(self) -> int:
-        """`Account.used`."""
+        """See `Account.used`."""
 
     @property
     def asleep(self) -> bool:
-        """`Account.asleep`."""
+        """See `Account.asleep`."""
 
     def room(self, free: int | None = None) -> int:
-        """`Account.room`."""
+        """See `Account.room`."""
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
-        """`Account.take`."""
+        """See `Account.take`."""
 
     def mapped(self, nbytes: int) -> None:
-        """`Account.mapped`."""
+        """See `Account.mapped`."""
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """`Account.give`."""
+        """See `Account.give`."""
 
     def want(self, nbytes: int) -> None:
-        """`Account.want`."""
+        """See `Account.want`."""
 
     def excess(self, free: int | None = None) -> int:
-        """`Account.excess`."""
+        """See `Account.excess`."""
 
     def has_more(self, free: int | None = None) -> bool:
-        """`Account.has_more`."""
+        """See `Account.has_more`."""
 
     def report(self, **values: int) -> None:
-        """`Account.report`."""
+        """See `Account.report`."""
 
     def close(self) -> None:
-        """`Account.close`."""
+        """See `Account.close`."""
 
 
 class LocalQuota:

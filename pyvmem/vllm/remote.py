@@ -49,53 +49,53 @@ class RemoteAccount:
 
     @property
     def limit(self) -> int:
-        """`Account.limit`."""
+        """Reads `Account.limit` in the rank's process."""
         return int(self._ask("limit"))
 
     @property
     def used(self) -> int:
-        """`Account.used`."""
+        """Reads `Account.used` in the rank's process."""
         return int(self._ask("used"))
 
     @property
     def asleep(self) -> bool:
-        """`Account.asleep`."""
+        """Reads `Account.asleep` in the rank's process."""
         return bool(self._ask("asleep"))
 
     def room(self, free: int | None = None) -> int:
-        """`Account.room`."""
+        """Calls `Account.room` in the rank's process."""
         return int(self._ask("room", free))
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
-        """`Account.take`."""
+        """Calls `Account.take` in the rank's process."""
         return bool(self._ask("take", nbytes, handles, free))
 
     def mapped(self, nbytes: int) -> None:
-        """`Account.mapped`."""
+        """Calls `Account.mapped` in the rank's process."""
         self._ask("mapped", nbytes)
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """`Account.give`."""
+        """Calls `Account.give` in the rank's process."""
         self._ask("give", nbytes, handles)
 
     def want(self, nbytes: int) -> None:
-        """`Account.want`."""
+        """Calls `Account.want` in the rank's process."""
         self._ask("want", nbytes)
 
     def excess(self, free: int | None = None) -> int:
-        """`Account.excess`."""
+        """Calls `Account.excess` in the rank's process."""
         return int(self._ask("excess", free))
 
     def has_more(self, free: int | None = None) -> bool:
-        """`Account.has_more`."""
+        """Calls `Account.has_more` in the rank's process."""
         return bool(self._ask("has_more", free))
 
     def report(self, **values: int) -> None:
-        """`Account.report`."""
+        """Calls `Account.report` in the rank's process."""
         self._ask("report", **values)
 
     def close(self) -> None:
-        """`Account.close`; does nothing if the rank has ended, since that closes the account."""
+        """Calls `Account.close`; does nothing if the rank has ended, which closes the account."""
         with contextlib.suppress(RuntimeError):
             self._ask("close")
 
