@@ -77,7 +77,7 @@ def reasons_against(config: Any) -> Iterator[str]:
     if transfer.kv_role != "kv_both":
         yield f"kv_role={transfer.kv_role} (offloading stores and loads: kv_both)"
     spec = extra.get("spec_name")
-    if spec not in _SPECS:
+    if not isinstance(spec, str | None) or spec not in _SPECS:
         yield (
             f"spec_name={spec} (its copies are not the pool's; those of CPUOffloadingSpec and "
             "TieringOffloadingSpec are replaced)"

@@ -127,6 +127,7 @@ def disk(root: Any) -> dict[str, Any]:
         ("OffloadingConnector", {"kv_connector_module_path": "mine"}, "kv_connector=Offloading"),
         ("OffloadingConnector", {"kv_role": "kv_producer"}, "kv_role=kv_producer"),
         ("OffloadingConnector", {"extra": {"spec_name": "Mine"}}, "spec_name=Mine .its copies"),
+        ("OffloadingConnector", {"extra": {"spec_name": ["Mine"]}}, "spec_name=..Mine.. .its cop"),
         ("OffloadingConnector", {"extra": TIERS | {"secondary_tiers": "fs"}}, "tiers='fs' .expec"),
         ("OffloadingConnector", {"extra": TIERS | {"secondary_tiers": ["fs"]}}, "=.'fs'. .expect"),
         ("OffloadingConnector", {"extra": TIERS | disk(None)}, "root_dir=None of a tier fs .exp"),
