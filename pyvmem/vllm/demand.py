@@ -82,9 +82,9 @@ class Demand:
         self._look_up = manager.get_computed_blocks
         self._get_new_blocks = self.pool.get_new_blocks
         self._margin = 0  # blocks that vLLM wants to stay free when it admits a request
-        self._checking = self._watching = self._looked = self._overlooked = False
+        self._checking = self._watching = self._looked_up = self._queue_unreached = False
         self._computing: dict[str, Any] = {}  # running requests in prefill
-        manager.get_computed_blocks = self._look
+        manager.get_computed_blocks = self._watched_lookup
         self.pool.get_new_blocks = self._hand_out if elastic.holds.on else self._take
         self._counts, self._allocates, self._frees = (
             partial(self._count_blocks),
@@ -111,9 +111,9 @@ class Demand:
 
     def begin(self) -> None:
         """Chooses the mode of a step; called before vLLM schedules it."""
-        self._looked = False
+        self._looked_up = False
         free = self.pool.free_block_queue.num_free_blocks
-        if free < self.most or self._computing or self._overlooked:
+        if free < self.most or self._computing or self._queue_unreached:
             self._watch()
         elif free < self.most * len(self.scheduler.running):
             self._checking = True
@@ -139,8 +139,8 @@ class Demand:
             self.elastic.may_gather = True
         elif request := next(iter(scheduler.waiting), None):
             self.elastic.gather(self._blocks(request.num_tokens + 1))
-        self._overlooked = (
-            not self._looked
+        self._queue_unreached = (
+            not self._looked_up
             and running < scheduler.max_num_running_reqs
             and scheduler.get_num_unfinished_requests() > running
         )
@@ -173,8 +173,8 @@ class Demand:
             free = self.pool.free_block_queue.num_free_blocks
         return free
 
-    def _look(self, *args: Any, **kwargs: Any) -> Any:
-        self._looked = True
+    def _watched_lookup(self, *args: Any, **kwargs: Any) -> Any:
+        self._looked_up = True
         self._watch()
         return self._look_up(*args, **kwargs)
 
