@@ -43,7 +43,7 @@ def memory() -> KVMemory:
     return KVMemory(open_context("host", 0, 4096, 1 << 20), BLOCKS, [SIZE])
 
 
-def test_a_socket_that_does_not_listen_yet_is_no_dead_one(
+def test_a_socket_that_does_not_listen_yet_is_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank removes dead sockets as it starts, between any two steps of this one's start."""
@@ -254,9 +254,7 @@ def test_a_tcp_client_needs_the_secret(far: tuple[Server, KVMemory]) -> None:
         SocketRank((host, port, word))
 
 
-def test_the_account_of_another_machine_is_there(
-    far: tuple[Server, KVMemory], tmp_path: Path
-) -> None:
+def test_the_account_of_another_machine(far: tuple[Server, KVMemory], tmp_path: Path) -> None:
     """Its ledger counts what the scheduler takes, and both must grant it."""
     server, one = far
     ranks = [LocalRank(one), SocketRank(server.listen("127.0.0.1"), "far")]

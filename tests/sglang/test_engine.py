@@ -86,7 +86,7 @@ def test_a_limit_of_few_pages(start: Start, stock: list[list[int]], tmp_path: Pa
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_requests_are_retracted_where_memory_lacks(
+def test_requests_are_retracted_when_memory_is_short(
     start: Start, tmp_path: Path, overlap: bool
 ) -> None:
     """Two are admitted that do not fit together, since SGLang expects one to end earlier.

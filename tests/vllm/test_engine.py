@@ -276,7 +276,7 @@ def test_aborts_and_trims_at_random(start: Open) -> None:
         at_rest(llm)
 
 
-def test_an_engine_rests_whose_last_output_nobody_took(start: Open) -> None:
+def test_an_idle_engine_with_a_pending_last_output(start: Open) -> None:
     """With async scheduling, the last step's output is pending until the next request."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="0.2") as llm:
         answer(llm, prompts())
@@ -363,7 +363,7 @@ def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
     assert len({repr(one) for one in found[0]}) == 4
 
 
-def test_a_step_of_another_scheduler_and_events_while_none_comes(
+def test_outputs_of_another_scheduler_and_events_between_steps(
     start: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own outputs have no orders; the keeper's evictions are published as events."""
@@ -637,7 +637,7 @@ def test_nobody_is_preempted_while_there_is_memory(start: Open) -> None:
         at_rest(llm)
 
 
-def test_a_request_that_waits_without_a_look_among_the_prefixes(start: Open) -> None:
+def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
     """Its blocks are counted in the following step, as for the next input of a session."""
     from vllm.v1.request import RequestStatus
 
@@ -691,7 +691,7 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
 
 
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_a_request_alone_has_memory_enough_if_it_lies_together(
+def test_scattered_blocks_are_gathered_for_a_single_request(
     start: Open, ledger: Any, monkeypatch: Any, prefixes: bool
 ) -> None:
     """Its blocks of 24 KiB are scattered, two in each page; another engine has the other pages."""
@@ -758,9 +758,7 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
         other.close()
 
 
-def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
-    start: Open, ledger: Any
-) -> None:
+def test_an_engine_with_a_queue_gives_memory_above_its_share_back(start: Open, ledger: Any) -> None:
     """It admits no request while another engine is short of memory, and answers all."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine

@@ -162,7 +162,7 @@ def test_aborts_and_trims_while_blocks_are_copied(
         assert counters(llm).stored > 0
 
 
-def test_a_store_that_no_step_carries_on_is_dropped(start: Open) -> None:
+def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
     """The engine stops stepping with its last request; memory does not wait for the store."""
     asked = prompts(seed=7, count=4)
     with start("llama", **POOL) as llm:
@@ -257,7 +257,7 @@ def spec(blocks: list[int], sizes: list[int], first: list[int]) -> Any:
 
 
 @pytest.mark.parametrize(("library", "second"), [(False, False), (True, False), (False, True)])
-def test_blocks_go_to_their_places_and_come_back(
+def test_blocks_are_stored_and_loaded(
     monkeypatch: pytest.MonkeyPatch, library: bool, second: bool
 ) -> None:
     """Two groups of layers, two blocks in a chunk; a group begins in the middle of a chunk.
@@ -315,7 +315,7 @@ def test_blocks_go_to_their_places_and_come_back(
         memory.close()
 
 
-def test_a_transfer_that_does_not_add_up_is_refused() -> None:
+def test_a_transfer_with_mismatched_chunks_is_refused() -> None:
     memory = KVMemory(Context("host"), 64, [64 * 4096])
     try:
         caches = described(memory, [64 * 4096], [[0]])
@@ -334,7 +334,7 @@ def test_a_transfer_that_does_not_add_up_is_refused() -> None:
         memory.close()
 
 
-def test_host_memory_that_cannot_be_had() -> None:
+def test_host_memory_that_cannot_be_allocated() -> None:
     with pytest.raises(MemoryError, match=f"{1 << 60} bytes of host memory"):
         HostMemory(1 << 60, locked=False)
 
