@@ -170,7 +170,7 @@ class Backing:
         if not self.quota.take(self._null.nbytes, self._handles(self._null)):
             raise MemoryError(
                 f"the null block needs {self._null.nbytes} bytes, "
-                f"{self.quota.room()} can be had (VMEM_LIMIT, or the memory of the GPU)"
+                f"{self.quota.room()} are available (VMEM_LIMIT, or the memory of the GPU)"
             )
         self._reserve(self._null)
         self._null.failure = None
@@ -457,7 +457,7 @@ class Backing:
             wrong.append("a block is bare twice")
         for block in lists:
             if self._backed[block]:
-                wrong.append(f"block {block} is backed and among the bare")
+                wrong.append(f"block {block} is backed and listed as bare")
         for kind in range(len(self.geometry.classes)):
             users = array("I", bytes(4 * self.geometry.num_pages(kind)))
             for block, backed in enumerate(self._backed):

@@ -9,8 +9,8 @@ from typing import Any
 __all__ = ["CannotWork", "reasons_against", "reason_against_allocator", "reason_against_pool"]
 
 _PREFIX = "VMEM_SGLANG=1 does not work with "
-_APART = "the schedulers of its ranks are in different rounds, and all have to decide alike"
-_COPIES = "registers or copies whole KV tensors, of which most has no memory"
+_APART = "the schedulers of its ranks are in different rounds, but must make the same decisions"
+_COPIES = "registers or copies whole KV tensors, most of which has no memory"
 
 _POOLS = {
     "DSA": "latent attention with an index: buffers of its own",
@@ -99,4 +99,4 @@ def reason_against_allocator(allocator: Any, known: type) -> str | None:
     """Returns the reason why an allocator is not supported; None if it is a `known`."""
     if isinstance(allocator, known):
         return None
-    return f"the allocator {type(allocator).__name__} (pages are given out in a way of its own)"
+    return f"the allocator {type(allocator).__name__} (it allocates pages in another way)"

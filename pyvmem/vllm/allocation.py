@@ -72,7 +72,7 @@ class KVTensorMode(TorchFunctionMode):
         if self._left:
             raise RuntimeError(
                 f"VMEM_VLLM=1: this vllm did not allocate {len(self._left)} of its KV tensors by "
-                "torch.zeros in the context that its worker asks for"
+                "torch.zeros in the context of Worker._maybe_get_memory_pool_context"
             )
 
 

@@ -44,8 +44,8 @@ _NETWORK = (
     "GPU-direct); OffloadingConnector works"
 )
 _WHY = {
-    "SimpleCPUOffloadConnector": "its copies, by cudaMemcpyBatchAsync, go on between steps, and "
-    "pages of the pool would not wait for them; without VLLM_USE_SIMPLE_KV_OFFLOAD vLLM takes "
+    "SimpleCPUOffloadConnector": "its copies, by cudaMemcpyBatchAsync, run between steps, and "
+    "the pool would not wait for them; without VLLM_USE_SIMPLE_KV_OFFLOAD vLLM uses "
     "OffloadingConnector, which works",
     "LMCacheMPConnector": "another process opens the KV cache by a CUDA IPC handle, and the pool's "
     "addresses have none; LMCacheConnectorV1 works",
@@ -103,7 +103,7 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
     elif not Settings.asks_visible():
         yield (
             f"kv_connector={name} (it copies by cudaMemcpy, which refuses plain addresses; "
-            "VMEM_VISIBLE=1 or VMEM_BACKEND=cuda has others)"
+            "set VMEM_VISIBLE=1 or VMEM_BACKEND=cuda)"
         )
     elif known:
         yield from _lmcache()
@@ -113,10 +113,10 @@ def _lmcache() -> Iterator[str]:
     try:
         found = metadata.version("lmcache")
     except metadata.PackageNotFoundError:
-        yield f"kv_connector=LMCacheConnectorV1 (lmcache is not installed; known is {_LMCACHE})"
+        yield f"kv_connector=LMCacheConnectorV1 (lmcache is not installed; {_LMCACHE} is supported)"
         return
     if found != _LMCACHE:
-        yield f"kv_connector=LMCacheConnectorV1 (lmcache {found} is not known, {_LMCACHE} is)"
+        yield f"kv_connector=LMCacheConnectorV1 (lmcache {found} is not supported, {_LMCACHE} is)"
 
 
 def _tiers(tiers: Any) -> Iterator[str]:

@@ -154,8 +154,8 @@ def reasons_against(config: Any) -> Iterator[str]:
     parts = getattr(parallel, "prefill_context_parallel_size", 1)
     if parts > 1:
         yield (
-            f"prefill_context_parallel_size={parts} (vLLM computes it on several GPUs alone, of "
-            "MLA models, with tables of blocks that the pool's tests do not see)"
+            f"prefill_context_parallel_size={parts} (vLLM supports it only on several GPUs, "
+            "with MLA models; the pool was not tested with it)"
         )
     ranks = ranks_of(parallel)
     if parallel.distributed_executor_backend == "external_launcher" and ranks > 1:

@@ -30,8 +30,8 @@ EXECUTORS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """vLLM's executors in this process, by the `instance_id` of their `VllmConfig`."""
 
 ALONE = (
-    "each has a scheduler of its own, and all must decide alike; with the pool, what a scheduler "
-    "decides follows from what its device has free"
+    "each has its own scheduler, and all must make the same decisions; with the pool, a decision "
+    "depends on the free memory of the scheduler's device"
 )
 """The reason to refuse an engine of several ranks whose executor calls only its own."""
 

@@ -171,7 +171,7 @@ def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     own = config("LMCacheConnectorV1", kv_connector_module_path="mine")
     assert "how it copies is unknown" in next(reasons_against(own))
     lmcache = config("LMCacheConnectorV1")
-    for version, wanted in (("0.5.6", []), ("0.6.0", ["lmcache 0.6.0 is not known, 0.5.6 is"])):
+    for version, wanted in (("0.5.6", []), ("0.6.0", ["lmcache 0.6.0 is not supported, 0.5.6 is"])):
         monkeypatch.setattr(offload.metadata, "version", lambda _, v=version: v)
         found = list(reasons_against(lmcache))
         assert len(found) == len(wanted)

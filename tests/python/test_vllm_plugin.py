@@ -376,7 +376,7 @@ MOONCAKE = {
         ({"parallel_config__enable_dbo": True}, "enable_dbo"),
         (
             {**LAUNCHED, "parallel_config__tensor_parallel_size": 2},
-            "backend=external_launcher with 2 ranks .each has a scheduler of its own",
+            "backend=external_launcher with 2 ranks .each has its own scheduler",
         ),
         (
             {
