@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The entry points that SGLang and torch load. Needs the standard library alone.
+"""The entry points that SGLang and torch load; imports only the standard library.
 
-SGLang logs an entry point that cannot be imported, and an `Exception` of its function, and goes on
-as if there were none. So the function imports what may fail, and ends the process.
+SGLang logs an entry point that cannot be imported or whose function raises an `Exception`, and
+continues without it. So the function imports modules that may fail, and raises `SystemExit`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ def _asked() -> bool:
 
 
 def register() -> None:
-    """``sglang.srt.plugins``: called in every process of SGLang.
+    """Enables the pool if ``VMEM_SGLANG=1``; the entry point ``sglang.srt.plugins``.
+
+    SGLang calls it in each of its processes.
 
     Raises:
-        SystemExit: pyvmem cannot be imported, or as `pyvmem.sglang.plugin.register`.
+        SystemExit: pyvmem cannot be imported, or `pyvmem.sglang.plugin.register` failed.
     """
     if not _asked():
         return
@@ -35,12 +37,13 @@ def register() -> None:
 
 
 def check_plugins() -> None:
-    """``torch.backends``: called at the end of ``import torch``, which SGLang begins with.
+    """Checks that ``SGLANG_PLUGINS`` does not exclude `register`; entry point ``torch.backends``.
 
-    Where ``SGLANG_PLUGINS`` leaves `register` out, SGLang runs nothing else that could say so.
+    torch calls it at the end of ``import torch``, which SGLang imports first. SGLang would call
+    nothing else of ours in that case. Warns if SGLang is not being imported.
 
     Raises:
-        RuntimeError: it does, and SGLang is being imported; elsewhere it is a warning.
+        RuntimeError: `register` is excluded, and SGLang is being imported.
     """
     names = os.environ.get("SGLANG_PLUGINS")
     if not _asked() or not names or "vmem" in (name.strip() for name in names.split(",")):

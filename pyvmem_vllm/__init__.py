@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The entry points that vLLM and torch load. Needs the standard library alone.
+"""The entry points that vLLM and torch load; imports only the standard library.
 
-vLLM logs an entry point that cannot be imported and goes on as if there were none; what its
-function raises, it does not catch. So the function imports what may fail.
+vLLM logs an entry point that cannot be imported, and continues without it. It does not catch
+exceptions of the entry point's function, so modules that may fail are imported there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ def _asked() -> bool:
 
 
 def register() -> None:
-    """``vllm.general_plugins``: called in every process of vLLM.
+    """Enables the pool if ``VMEM_VLLM=1``; the entry point ``vllm.general_plugins``.
+
+    vLLM calls it in each of its processes.
 
     Raises:
         ImportError: pyvmem cannot be imported.
-        Exception: as `pyvmem.vllm.plugin.register`.
+        Exception: from `pyvmem.vllm.plugin.register`.
     """
     if _asked():
         _register()
     else:
-        _look_again()
+        _register_late()
 
 
 def _register() -> None:
@@ -39,10 +41,10 @@ def _register() -> None:
     register()
 
 
-def _look_again() -> None:
-    """Registers when an engine is configured, if the variable is set by then.
+def _register_late() -> None:
+    """Wraps vLLM's creation of a configuration, to enable the pool if the variable is set by then.
 
-    vLLM calls its entry points once in a process, before the first configuration.
+    vLLM calls its entry points only once in a process, before the first configuration.
     """
     arguments: Any = sys.modules.get("vllm.engine.arg_utils")
     if arguments is None:  # a process that configures nothing
@@ -62,12 +64,13 @@ def _look_again() -> None:
 
 
 def check_plugins() -> None:
-    """``torch.backends``: called at the end of ``import torch``, which vLLM begins with.
+    """Checks that ``VLLM_PLUGINS`` does not exclude `register`; the entry point ``torch.backends``.
 
-    Where ``VLLM_PLUGINS`` leaves `register` out, vLLM runs nothing else that could say so.
+    torch calls it at the end of ``import torch``, which vLLM imports first. vLLM would call
+    nothing else of ours in that case. Warns if vLLM is not being imported.
 
     Raises:
-        RuntimeError: it does, and vLLM is being imported; elsewhere it is a warning.
+        RuntimeError: `register` is excluded, and vLLM is being imported.
     """
     names = os.environ.get("VLLM_PLUGINS")
     if not _asked() or names is None or "vmem" in names.split(","):

@@ -341,7 +341,7 @@ def vllm(session: Session) -> None:
             session.skip(f"{requirement}: its environment is not available here (see above)")
             continue
         newest = requirement.startswith("vllm==")
-        # The benchmark's engines and the example are the same; of older versions, what is a hook.
+        # Benchmarks and the example do not depend on internals of vLLM: the newest runs them.
         tests = [f"tests/vllm/test_{one}.py" for one in ("engine", "sleep", "one_buffer")]
         tests += ["-k", "" if newest else "tokens_and_memory or sleep or one_buffer or another"]
         environment = vllm_setup.environment_of(requirement)

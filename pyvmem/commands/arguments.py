@@ -14,7 +14,7 @@ _MOST = 1 << 16  # far above the devices of any machine
 
 
 def ordinal(text: str) -> int:
-    """A CUDA ordinal."""
+    """Parses a CUDA ordinal."""
     if not (text.isascii() and text.isdecimal() and int(text) < _MOST):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a CUDA ordinal, 0 or more")
     return int(text)

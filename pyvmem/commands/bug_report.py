@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""``vmem probe --report``: the facts about a machine that a bug report needs.
+"""``vmem probe --report``: describes a machine for a bug report.
 
-Versions, hardware, what each back end said, and the limits that matter. Paths, names of users and
-hosts, and serial numbers and UUIDs of GPUs are left out.
+Contains versions, hardware, the result of each back end, and relevant limits. Paths, names of users
+and hosts, and serial numbers and UUIDs of GPUs are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def scrub(text: str) -> str:
 
 
 def modules_of(lines: str) -> list[str]:
-    """NVIDIA's modules in /proc/modules, with their taint flags."""
+    """Lists NVIDIA's modules in /proc/modules, with their taint flags."""
     found = []
     for module in lines.splitlines():
         name, *rest = module.split()
@@ -47,7 +47,7 @@ def modules_of(lines: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    """The contents of a kernel file; "" if missing or unreadable."""
+    """Returns the contents of a file in /proc or /sys; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -55,7 +55,7 @@ def _read(path: str) -> str:
 
 
 def _limits() -> dict[str, str]:
-    """System limits that a cache can hit."""
+    """Returns the system limits that a cache can exceed."""
     limits = {"vm.max_map_count": _read("/proc/sys/vm/max_map_count")}
     for path in sorted(Path(_PARAMETERS).glob("uvm_vmem_*")):
         limits[path.name] = _read(str(path))
@@ -63,13 +63,13 @@ def _limits() -> dict[str, str]:
 
 
 def _nodes() -> str:
-    """The device nodes present, and their permissions."""
+    """Lists the device nodes and their permissions."""
     found = [path for path in sorted(Path("/dev").glob("nvidia*")) if path.is_char_device()]
     return ", ".join(f"{path} {path.stat().st_mode & 0o777:o}" for path in found) or "none"
 
 
 def bug_report(results: Sequence[ProbeResult]) -> str:
-    """The report in Markdown, ready to be pasted into an issue."""
+    """Returns the report in Markdown, for an issue."""
     machine: dict[str, Any] = describe()
     memory = machine["memory_bytes"] / 2**30
     commit = machine["commit"] or "unknown"
@@ -100,7 +100,7 @@ def bug_report(results: Sequence[ProbeResult]) -> str:
 
 
 def write(path: Path, results: Sequence[ProbeResult], device: int) -> int:
-    """Writes the report, with a self-test of the back end in use; returns the exit status."""
+    """Writes the report and a self-test of the back end in use; returns the exit status."""
     lines, status = [bug_report(results)], 1
     for one in results:
         if one.used:

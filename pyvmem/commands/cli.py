@@ -44,12 +44,12 @@ _EXTRAS = {"torch": "torch", "numpy": "bench", "matplotlib": "plot", "rich": "se
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """The parser with every command's options."""
+    """Returns the parser with every command's options."""
     return _parser(*_COMMANDS)
 
 
 def _parser(*commands: str | None) -> argparse.ArgumentParser:
-    """The parser; only the modules of `commands` are imported, the others show a help line."""
+    """Returns a parser that has the options of `commands`, and a help line for the others."""
     parser = argparse.ArgumentParser(
         prog="vmem", description="Fine-grained GPU virtual memory for KV caches."
     )
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
     Returns:
-        The command's own; 1 for an error, 2 for bad usage, and what a shell reports for a program
-        ended by a signal: 130 after Ctrl-C, 141 after its output pipe was closed.
+        The command's own; 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 after its output
+        pipe was closed (as a shell reports a program ended by SIGINT or SIGPIPE).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
@@ -118,7 +118,7 @@ def _failed(command: str | None, text: str, status: int = 1) -> int:
 
 
 def _unread() -> bool:
-    """True if standard output is a pipe without a reader."""
+    """Returns true if standard output is a pipe without a reader."""
     with contextlib.suppress(OSError, ValueError):  # not a file, or closed
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
@@ -127,7 +127,7 @@ def _unread() -> bool:
 
 
 def _drop_output() -> None:
-    """Drops unwritable output: the interpreter would try again at exit, and complain."""
+    """Discards buffered output, which the interpreter would try to write again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

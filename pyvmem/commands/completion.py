@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem completion``: generates a shell's completion of the command line from its parsers."""
+"""``vmem completion``: generates a shell's completion script from the parsers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The actions of a parser and its subcommands."""
+    """Yields the actions of a parser and its subcommands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

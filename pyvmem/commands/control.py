@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem control``: the engines of this machine over HTTP."""
+"""``vmem control``: serves the engines of this machine over HTTP."""
 
 from __future__ import annotations
 

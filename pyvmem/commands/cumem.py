@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The baseline: CUDA's own virtual memory (cuMem*), written on cuda.bindings.
+"""The baseline of benchmarks: CUDA's own virtual memory (cuMem*), through cuda.bindings.
 
 It shares no code with the `cuda` back end. Every function of cuda.bindings returns a tuple whose
 first item is the CUresult; `call` checks it and unwraps the rest. Importing this module needs no
@@ -19,11 +19,16 @@ from pyvmem.plumbing.closing import Closable
 
 
 class CudaUnavailable(Exception):
-    """CUDA cannot be used here; the text says why."""
+    """CUDA cannot be used on this machine."""
 
 
 class CudaCallError(Exception):
-    """A CUDA call failed; `.status` is the CUresult's number, `.name` its name."""
+    """A CUDA call failed.
+
+    Attributes:
+        status: number of the CUresult.
+        name: its name.
+    """
 
     def __init__(self, function: str, status: int, name: str) -> None:
         super().__init__(f"{function}: {name} ({status})")
@@ -66,7 +71,7 @@ class Cuda(Closable):
             raise CudaCallError(name, int(error), getattr(error, "name", str(error)))
 
     def attribute(self, name: str) -> int:
-        """A device attribute by the name that follows CU_DEVICE_ATTRIBUTE_."""
+        """Returns a device attribute; `name` is the part after CU_DEVICE_ATTRIBUTE_."""
         which = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call(self.driver.cuDeviceGetAttribute, which, self.device))
 
@@ -76,11 +81,11 @@ class Cuda(Closable):
         return bytes(text).split(b"\0")[0].decode()
 
     def version(self) -> int:
-        """The CUDA version of the driver, e.g. 13000."""
+        """CUDA version of the driver, such as 13000."""
         return int(self.call(self.driver.cuDriverGetVersion))
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of the device."""
+        """Returns the (free, total) bytes of the device."""
         free, total = self.call(self.driver.cuMemGetInfo)
         return int(free), int(total)
 
@@ -115,7 +120,7 @@ class CuMem:
 
     @cached_property
     def page(self) -> int:
-        """The smallest allocation in bytes, as the driver reports it; 2 MB on every GPU so far."""
+        """Smallest allocation in bytes, as the driver reports it; 2 MB on every GPU so far."""
         d = self.driver
         minimum = d.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.cuda.call(d.cuMemGetAllocationGranularity, self.prop, minimum))
@@ -123,29 +128,29 @@ class CuMem:
     # Argument tuples of the timed calls.
 
     def reserve_args(self, nbytes: int) -> tuple[Any, ...]:
-        """Arguments of cuMemAddressReserve."""
+        """Returns the arguments of cuMemAddressReserve."""
         return (nbytes, 0, 0, 0)
 
     def create_args(self, nbytes: int) -> tuple[Any, ...]:
-        """Arguments of cuMemCreate."""
+        """Returns the arguments of cuMemCreate."""
         return (nbytes, self.prop, 0)
 
     def map_args(self, addr: int, nbytes: int, handle: Any) -> tuple[Any, ...]:
-        """Arguments of cuMemMap."""
+        """Returns the arguments of cuMemMap."""
         return (addr, nbytes, 0, handle, 0)
 
     def access_args(self, addr: int, nbytes: int) -> tuple[Any, ...]:
-        """Arguments of cuMemSetAccess."""
+        """Returns the arguments of cuMemSetAccess."""
         return (addr, nbytes, self.access, 1)
 
     # Untimed calls.
 
     def reserve(self, nbytes: int) -> int:
-        """Reserves addresses."""
+        """Reserves addresses; returns the first."""
         return int(self.cuda.call(self.driver.cuMemAddressReserve, *self.reserve_args(nbytes)))
 
     def free(self, addr: int, nbytes: int) -> None:
-        """Gives addresses back."""
+        """Frees reserved addresses."""
         self.cuda.call(self.driver.cuMemAddressFree, addr, nbytes)
 
     def create(self, nbytes: int) -> Any:
@@ -153,7 +158,7 @@ class CuMem:
         return self.cuda.call(self.driver.cuMemCreate, *self.create_args(nbytes))
 
     def map(self, addr: int, nbytes: int, handle: Any) -> None:
-        """Maps the whole allocation, without access yet."""
+        """Maps a whole allocation, without access rights."""
         self.cuda.call(self.driver.cuMemMap, *self.map_args(addr, nbytes, handle))
 
     def set_access(self, addr: int, nbytes: int) -> None:

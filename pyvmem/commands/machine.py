@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The measurement environment: machine, GPU, driver, commit."""
+"""Describes the measurement environment: machine, GPU, driver, commit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GPU_FIELDS = (
 
 
 def _run(*command: str) -> str | None:
-    """The output of a short command; None if it fails or is not installed."""
+    """Returns the output of a short command; None if it fails or is not installed."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -49,7 +49,7 @@ def _cpu() -> str:
 
 
 def meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes (entries without a unit are left out)."""
+    """Returns /proc/meminfo in bytes, without entries that have no unit."""
     values = {}
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
@@ -60,7 +60,7 @@ def meminfo() -> dict[str, int]:
 
 
 def driver_version() -> str | None:
-    """The version of the NVIDIA kernel driver; None without one."""
+    """Returns the version of NVIDIA's kernel driver; None if it is not loaded."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -70,9 +70,9 @@ def driver_version() -> str | None:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """The commit of this package's source tree, and whether the tree is dirty.
+    """Returns the commit of this package's source tree, and whether the tree is dirty.
 
-    VMEM_COMMIT overrides it for sources without their own git history.
+    The variable VMEM_COMMIT overrides the commit, for sources without git history.
     """
     named = os.environ.get("VMEM_COMMIT")
     if named:
@@ -97,7 +97,7 @@ def _gpu() -> dict[str, str] | None:
 
 
 def describe() -> dict[str, Any]:
-    """The machine's description for a result."""
+    """Returns the description of the machine for a result file."""
     head, dirty = commit()
     gpu = _gpu()
     return {

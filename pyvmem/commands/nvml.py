@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""A card's name, memory and free memory, from NVIDIA's management library.
+"""Reads a card's name, memory and free memory from NVIDIA's management library.
 
-It opens no CUDA context, which would use the card's memory.
+Unlike CUDA, the library needs no context, which would use memory of the card.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Card:
     """A GPU.
 
     Attributes:
-        name: as NVIDIA calls it.
-        memory, free: bytes in all, and bytes no process holds.
+        name: product name.
+        memory, free: bytes of memory, and bytes that no process holds.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Card:
 
 
 class Cards:
-    """The GPUs of this machine, by UUID; none if the library is missing or fails."""
+    """The GPUs of this machine, by UUID; empty if the library is missing or fails."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         self._library = library
@@ -46,7 +46,7 @@ class Cards:
     @classmethod
     @contextlib.contextmanager
     def opened(cls) -> Iterator[Cards]:
-        """Opens the library for the block."""
+        """Opens the library for the ``with`` block."""
         try:
             library = ctypes.CDLL(_LIBRARY)
         except OSError:
@@ -61,7 +61,7 @@ class Cards:
             library.nvmlShutdown()
 
     def card(self, uuid: str) -> Card | None:
-        """The GPU with this UUID, written as by ``nvidia-smi -L``; None: no answer."""
+        """Returns the GPU with this UUID, as ``nvidia-smi -L`` prints it; None if unknown."""
         library, handle, memory = self._library, ctypes.c_void_p(), _Memory()
         name = ctypes.create_string_buffer(_NAME_SIZE)
         if library is None or library.nvmlDeviceGetHandleByUUID(

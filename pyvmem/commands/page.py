@@ -44,7 +44,7 @@ Row = Mapping[str, Any]
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table with numbers flush right and everything escaped."""
+    """Returns an HTML table with escaped cells, numbers flush right."""
     lines = ["<table><tr>" + "".join(f"<th>{html.escape(one)}</th>" for one in heads) + "</tr>"]
     for row in rows:
         cells = []
@@ -81,7 +81,7 @@ def _size(row: Row) -> str:
 
 
 def _rows(rows: Sequence[Row]) -> str:
-    """The rows of a part: times with their spread, and single numbers."""
+    """Returns the rows of a part: times with their spread, and single numbers."""
     heads = ("what", "system", "page", "unit", "median or value", "p90", "p99", "note")
     return _table(
         heads,
@@ -100,7 +100,7 @@ def _rows(rows: Sequence[Row]) -> str:
 
 
 def _shown(part: Document) -> dict[str, list[Row]]:
-    """The rows to draw, by unit: times, or single numbers in a part without times."""
+    """Returns the rows to draw, by unit: times, or single numbers in a part without times."""
     rows = [row for row in part["rows"] if "median" in row]
     rows = rows or [row for row in part["rows"] if "value" in row and "series" not in row]
     found: dict[str, list[Row]] = {}
@@ -145,9 +145,10 @@ def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
 
 
 def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
-    """Draws the parts' times (or single numbers) and series; None if there are none.
+    """Draws the parts' times (or single numbers) and series; returns None if there are none.
 
     Args:
+        parts: parts of a benchmark's document.
         kind: "svg", "png" or "pdf".
 
     Raises:
@@ -198,7 +199,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """Formats an aim and whether it is reached, on machines it applies to."""
+    """Formats an aim, and whether it is reached if it applies to the machine."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None
@@ -207,7 +208,7 @@ def _aim(aim: Document) -> tuple[Any, ...]:
 
 
 def _where(machine: Document) -> str:
-    """A one-line description of the machine."""
+    """Describes the machine in a line."""
     gpu = machine.get("gpu")
     words = [f"{gpu}, driver {machine.get('driver')}" if gpu else "no GPU"]
     words += [str(machine[key]) for key in ("cpu", "kernel") if machine.get(key)]
@@ -254,7 +255,7 @@ def _checks(document: Document) -> Iterable[str]:
 
 
 def page(document: Document, command: str, name: str = "result.json") -> str:
-    """A run as HTML.
+    """Returns a run as an HTML page.
 
     Args:
         document: the run's JSON document, of a benchmark or the self-test.
@@ -296,7 +297,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
 
 
 def write_report(path: Path, document: Document) -> None:
-    """Writes the page of this process's run, atomically."""
+    """Writes the page of this process's run to `path`, atomically."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     replace_text(path, page(document, shlex.join(words), path.with_suffix(".json").name))
     print(f"report: {path}", file=sys.stderr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which back ends work on this machine, which one ``"auto"`` uses, and why the others do not."""
+"""Shows which back ends work on this machine, which one ``"auto"`` uses, and why others fail."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _PRINTED = Path("-")  # value of --report without a file
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One back end on this machine (struct vmem_probe_info).
+    """The result of trying a back end on this machine (struct vmem_probe_info).
 
     Attributes:
-        backend: its name.
-        usable: a context can be opened; proved by mapping, writing, reading and unmapping a page.
-        used: ``"auto"`` takes this one.
-        error: positive errno that says why not, 0 if usable.
-        error_name: its symbol.
-        caps: its capabilities.
+        backend: name of the back end.
+        usable: a context was opened, and a page mapped, written, read and unmapped.
+        used: ``"auto"`` uses this back end.
+        error: positive errno of the failure; 0 if usable.
+        error_name: symbol of `error`.
+        caps: capabilities of the back end.
         page_sizes: bytes, ascending.
         driver: the driver's version.
         device_name: of the device asked for.

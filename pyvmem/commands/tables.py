@@ -16,7 +16,7 @@ _LEAST = 16  # narrowest column of wrapped text
 
 
 def number(value: Any) -> str:
-    """A number with three or four significant digits; "-" for None."""
+    """Formats a number with three or four significant digits; "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -60,7 +60,7 @@ def table(
 
 
 def _narrowed(lines: Sequence[Sequence[str]], left: int, room: float) -> list[int]:
-    """The columns' widths; text columns shrink if the lines are too long."""
+    """Returns the columns' widths; text columns shrink if the lines are too long."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     words = [max(_LEAST, *(len(line[i].split(" ")[0]) for line in lines)) for i in range(left)]
     while sum(widths) + 2 * (len(widths) - 1) > room:

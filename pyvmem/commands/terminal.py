@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The terminal that a command prints to: its width, its colours, and a text redrawn in place."""
+"""Prints to a terminal: its width, its colours, and text that is redrawn."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PAINT = re.compile(r"\x1b\[\d*m")
 
 
 def columns(file: TextIO | None = None) -> float:
-    """A terminal's width; unlimited for files and pipes, whose readers want whole lines."""
+    """Returns the columns of a terminal; unlimited for files and pipes, which get whole lines."""
     return shutil.get_terminal_size().columns if (file or sys.stdout).isatty() else math.inf
 
 
 def has_colour(file: TextIO | None = None) -> bool:
-    """True for a terminal, unless NO_COLOR is set or the terminal has no colours."""
+    """Returns true for a terminal, unless NO_COLOR is set or it has no colours."""
     return (
         (file or sys.stdout).isatty()
         and not os.environ.get("NO_COLOR")
@@ -36,7 +36,7 @@ def has_colour(file: TextIO | None = None) -> bool:
 
 
 def painted(text: str, colour: str) -> str:
-    """Text in a colour, or bold; with "" unchanged."""
+    """Returns text in a colour, or bold; unchanged if `colour` is ""."""
     return f"\x1b[{colour}m{text}\x1b[0m" if text and colour else text
 
 
@@ -73,7 +73,7 @@ class Live(Scoped):
         self._write(f"\x1b[?25h{self._above.rest}")
 
     def show(self, text: str, above: str = "") -> None:
-        """Replaces the text; `above`: whole lines that stay above it."""
+        """Replaces the text; prints the lines `above` above it, where they stay."""
         with self._lock:
             self._text = text
             if not self.is_terminal:

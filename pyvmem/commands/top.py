@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem top``: a live view of the engines that share this machine's devices."""
+"""``vmem top``: shows the engines that share this machine's devices, live."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add_ledger(parser: argparse.ArgumentParser) -> None:
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    """The folder of ``--ledger``, or else the default.
+    """Returns the folder of ``--ledger``, or the default.
 
     Raises:
         LedgerError: ``VMEM_LEDGER`` names a folder that does not exist.
@@ -140,7 +140,7 @@ def _text(reading: Reading, folder: Path, width: float, colour: bool) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the engines until interrupted, or once."""
+    """Shows the engines until interrupted, or once; returns the exit status."""
     folder, colour = folder_of(args), has_colour()
     now = read(folder, args.sort)
     if args.json:

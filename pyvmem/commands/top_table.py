@@ -37,9 +37,9 @@ class Device:
     """A snapshot of a device and its engines.
 
     Attributes:
-        card: the name of the GPU; ``""`` if unknown.
-        memory, free: bytes of the device, and unclaimed bytes; None if unknown.
-        engines: a record for each, with the table's columns.
+        card: name of the GPU; ``""`` if unknown.
+        memory, free: bytes of the device, and free bytes; None if unknown.
+        engines: a record for each engine, with the table's columns.
     """
 
     card: str
@@ -48,7 +48,7 @@ class Device:
     engines: list[dict[str, Any]]
 
     def total(self) -> dict[str, int]:
-        """The sums over its engines."""
+        """Returns the sums over its engines."""
         return {key: sum(one[key] for one in self.engines) for key in _SUMS}
 
 
@@ -91,13 +91,13 @@ def drawn(reading: Reading, width: float = math.inf, colour: bool = False) -> st
 
 
 def _rows(some: Device) -> list[dict[str, Any]]:
-    """The rows: engines, and their sum if there are several."""
+    """Returns the rows: engines, and their sum if there are several."""
     total = [{"engine": "total", **some.total()}] if len(some.engines) > 1 else []
     return [*some.engines, *total]
 
 
 def _fitting(keys: list[str], widths: list[int], width: float) -> list[int]:
-    """Indices of the columns that fit."""
+    """Returns the indices of the columns that fit."""
     kept = list(range(len(keys)))
     for key in _LEFT_OUT:
         if sum(widths[i] + 2 for i in kept) - 2 <= width:
@@ -117,7 +117,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _title(device: str, some: Device, width: float) -> str:
-    """The device's line; a narrow terminal gets a shortened UUID."""
+    """Returns the device's line; a narrow terminal gets a shortened UUID."""
     said = [some.card] if some.card else []
     if some.memory is not None:
         said.append(format_bytes(some.memory))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem watch`` and `watch`: the pages of a cache's requests, live in the terminal.
+"""``vmem watch`` and `watch`: draw the pages of a cache's requests in the terminal, live.
 
     with pyvmem.watch(cache):                 # in the program's own terminal
         serve()
@@ -8,7 +8,8 @@
     vmem watch 9464                                     # in another terminal
 
 Both draw `KVCache.stats` and `KVCache.snapshot`; the second reads them as JSON from a server that
-listens only on localhost. A row is a slot; a character stands for some of its pages in each tensor.
+listens only on localhost. A row is a slot; a character stands for a number of its pages in each
+tensor.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Numbers = Mapping[str, Any]
 
 
 def _bar(slot: Numbers, scale: int) -> str:
-    """A slot's pages: shared, then the owner's, then those mapped ahead."""
+    """Draws a slot's pages: shared, then the owner's, then those mapped ahead."""
     mapped: int = slot["mapped_pages"]
     if slot["state"] != "active":
         return "." * math.ceil(mapped / scale)
@@ -84,7 +85,7 @@ def _cache(name: str, cache: Numbers, width: int, rows: int) -> list[str]:
 
 
 def draw(caches: Mapping[str, Numbers], width: int = WIDTH, rows: int = 40) -> str:
-    """One frame, as text.
+    """Returns a frame as text.
 
     Args:
         caches: the result of `Telemetry.caches`.
@@ -102,7 +103,7 @@ def draw(caches: Mapping[str, Numbers], width: int = WIDTH, rows: int = 40) -> s
 def watch(
     cache: Any, *, interval: float = 0.25, name: str = "cache", file: Any = None
 ) -> Iterator[None]:
-    """Draws a cache's pages in place while the block runs, from a thread.
+    """Draws a cache's pages from a thread while the ``with`` block runs.
 
     On a terminal the picture is redrawn; elsewhere (a file, a notebook) it is printed once, at the
     end. Each picture costs one `stats` and one `snapshot`, under the cache's lock.
@@ -110,10 +111,11 @@ def watch(
     Args:
         cache: a `KVCache` or one of its relatives.
         interval: seconds between pictures.
-        name: the cache's title. file: the output; None: standard output.
+        name: title of the cache.
+        file: the output; None for standard output.
 
     Raises:
-        InvalidArgument: an interval that is not positive.
+        InvalidArgument: the interval is not positive.
     """
     _positive(interval)
     telemetry = Telemetry()
@@ -138,7 +140,7 @@ def watch(
 
 
 def _fitting(caches: Mapping[str, Numbers]) -> str:
-    """The picture, sized to the terminal."""
+    """Returns the frame, sized to the terminal."""
     size = shutil.get_terminal_size()
     return draw(caches, size.columns, max(4, size.lines - 8))
 
@@ -149,10 +151,10 @@ def _positive(interval: float) -> None:
 
 
 def _url(where: str) -> str:
-    """The URL of a serving program.
+    """Returns the URL of a program that serves `Telemetry`.
 
     Raises:
-        InvalidArgument: it names no port, host or URL.
+        InvalidArgument: `where` is not a port, a host and port, or a URL.
     """
     scheme, found, _ = where.partition("://")
     if found and scheme.lower() not in ("http", "https"):
@@ -188,8 +190,8 @@ def fetch(where: str) -> dict[str, Any]:
         where: a port of this machine, ``host:port`` or a URL.
 
     Raises:
-        OSError: nothing answers there.
-        InvalidArgument: that names no server, or its answer is not that of `Telemetry.serve`.
+        OSError: no server answers.
+        InvalidArgument: `where` is malformed, or the server is not a `Telemetry.serve`.
     """
     url = _url(where)
     wrong = InvalidArgument(f"{url}/caches is not what Telemetry.serve answers", errno=errno.EINVAL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The state of `pyvmem.compat.vattention`: the cache and each id's length."""
+"""The cache behind `pyvmem.compat.vattention`, and the length of each id."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Manager", "OutOfKVBlocks", "close_retired"]
 
 
 class OutOfKVBlocks(OutOfMemory, RuntimeError):
-    """A step needs more pages than the cache has. The artifact raises RuntimeError."""
+    """A step needs more pages than the cache has; a RuntimeError as in the artifact."""
 
 
-# Ended caches whose tensors the program still holds: addresses without memory.
+# Ended caches without memory, whose addresses the program's tensors still use.
 _retired: list[KVCache] = []
 
 
 def close_retired() -> None:
-    """Closes ended caches whose tensors are gone."""
+    """Closes ended caches whose tensors were collected."""
     for cache in list(_retired):
         try:
             cache.close()
@@ -50,8 +50,8 @@ class Manager:
     Attributes:
         cache: the cache, over a context of its own.
         megacache: all layers share one K and one V tensor.
-        lengths: tokens by id, as passed to `alloc` and `step`; 0: free.
-        common: pages that all ids share; None: `map_common` was not called.
+        lengths: tokens of each id, as passed to `alloc` and `step`; 0 if it is free.
+        common: pages that all ids share; None before `map_common`.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class Manager:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens whose rows fit in a page."""
+        """Number of tokens whose rows fit in a page."""
         return self.cache.layout.page_size // self.cache.layout.row_bytes
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors in the artifact's order and shapes; see `vattention.init_kvcache`."""
+        """Returns the tensors in the artifact's order and shapes; see `vattention.init_kvcache`."""
         cache, layers = self.cache, self.cache.config.num_layers
         if self.megacache:
             return cache.tensors
         return [view(layer) for view in (cache.k, cache.v) for layer in range(layers)]
 
     def reserve(self, nbytes: int) -> int:
-        """Raises the cache's memory to `nbytes`; returns its number of pages."""
+        """Raises the cache's limit to `nbytes` bytes; returns its number of pages."""
         page, layers = self.cache.layout.page_size, self.cache.config.num_layers
         least = 2 * layers * page
         if nbytes < least:
@@ -143,12 +143,12 @@ class Manager:
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Blocks that no request needs: unowned, or mapped past a request's length."""
+        """Returns the number of KV blocks that no request needs for its length."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 
     def map_common(self, tokens: int) -> None:
-        """See `vattention.map_common_pages`."""
+        """Maps the pages that all ids share; see `vattention.map_common_pages`."""
         taken = [index for index in range(len(self.lengths)) if self._taken(index)]
         if self.common is not None or taken:
             what = "there are some" if self.common is not None else f"id {taken[0]} is taken"
@@ -165,7 +165,7 @@ class Manager:
             raise self._short([tokens]) from None
 
     def _needed(self, lengths: Sequence[int]) -> int:
-        """Blocks needed for these lengths; common blocks count once."""
+        """Returns the number of KV blocks for these lengths; common blocks count once."""
         common = 0 if self.common is None else self.common.pages
         own = (self.cache.layout.pages_for(length) - common for length in lengths)
         return common + sum(max(0, pages) for pages in own)
@@ -215,21 +215,21 @@ class Manager:
         self.lengths[index] = length
 
     def _give_up_ahead(self) -> None:
-        """Unmaps pages mapped ahead of requests: `free_blocks` counts them as free."""
+        """Unmaps pages mapped ahead of requests, which `free_blocks` counts as free."""
         least = 1 if self.common is None else self.common.rows
         for index, slot in enumerate(self.cache.snapshot()):
             if slot.seq_len >= least and self._taken(index):
                 self.cache.truncate(index, slot.seq_len)
 
-    def look_ahead(self) -> None:
-        """Starts mapping one more token per request; the next step reports a shortage."""
+    def map_ahead(self) -> None:
+        """Starts to map a further token of each request; the next step reports a shortage."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]
         )
 
     def reclaim(self, keep_next: bool) -> None:
-        """Unmaps idle pages in the background; `keep_next`: except those of the next slot."""
+        """Unmaps idle pages in the background, except those of the next slot if `keep_next`."""
         keep: list[int] = []
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]
@@ -237,7 +237,7 @@ class Manager:
         self.cache.memory.reclaim_free(keep)
 
     def _taken(self, index: int) -> bool:
-        """True if a request has the id."""
+        """Returns true if a request has the id."""
         idle = self.common is not None and index in self.common.idle
         return not idle and self.cache.slots.is_taken(index)
 
@@ -265,7 +265,7 @@ class Manager:
         if not have:
             text = "no physical pages are reserved; call reserve_physical_pages"
         else:
-            text = f"{need} KV blocks are needed, {have} are there; preempt a request"
+            text = f"{need} KV blocks are needed, the cache has {have}; preempt a request"
         return OutOfKVBlocks(
             f"vattention: {text}",
             errno=errno.ENOMEM,
@@ -277,7 +277,7 @@ class Manager:
     # ---- end and reports -------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Unmaps everything and gives the memory back; `close_retired` closes the cache.
+        """Ends all requests and frees the memory; `close_retired` closes the cache.
 
         May be called again if it failed.
         """
@@ -290,7 +290,7 @@ class Manager:
         self.cache.context.trim()
 
     def describe(self) -> list[str]:
-        """Lines for `show_kvcache_config`."""
+        """Returns the lines that `show_kvcache_config` prints."""
         config, layout = self.cache.config, self.cache.layout
         return [
             f"layers: {config.num_layers}, KV heads: {config.num_kv_heads}, "
@@ -301,7 +301,7 @@ class Manager:
         ]
 
     def picture(self) -> list[str]:
-        """Lines for `show_allocator_state`."""
+        """Returns the lines that `show_allocator_state` prints."""
         layout = self.cache.layout
         lines = [f"free: {self.free_blocks()} KV blocks", "id: tokens, mapped, required"]
         for slot in self.cache.snapshot():

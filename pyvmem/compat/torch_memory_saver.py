@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The interface of torch_memory_saver, which trainers use to release idle memory, over `VMemPool`.
+"""The module torch_memory_saver, by which trainers release idle memory, over `VMemPool`.
 
     from pyvmem.compat.torch_memory_saver import torch_memory_saver
     # or, for an unmodified program, before its own ``import torch_memory_saver``:
@@ -66,8 +66,8 @@ class TorchMemorySaver:
     def __init__(self) -> None:
         self._lock = reentrant_lock()
         self._context: Context | None = None
-        self._own: list[Context] = []  # one at most
-        self._pools: list[VMemPool] = []  # one at most
+        self._own: list[Context] = []  # empty, or a single item
+        self._pools: list[VMemPool] = []  # empty, or a single item
         self._tags: dict[str, set[bool]] = {}  # per tag: whether its regions have a backup
         self._active = threading.local()
 
@@ -131,10 +131,10 @@ class TorchMemorySaver:
 
     @contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Inside the block, this thread's allocations on the device get `tag`, for `pause`.
+        """Gives this thread's allocations in the ``with`` block the tag `tag`, for `pause`.
 
         Args:
-            tag: several regions may have the same tag.
+            tag: name of the region; several regions may have the same tag.
             enable_cpu_backup: `pause` keeps the contents in host memory, page-locked if possible;
                 otherwise they become zeros.
 
@@ -156,7 +156,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """A block within a region in which torch allocates as usual; that memory is not paused.
+        """Makes torch allocate as usual in a ``with`` block within a region; `pause` ignores it.
 
         Raises:
             InvalidArgument: no region is active in this thread.
@@ -177,21 +177,20 @@ class TorchMemorySaver:
     # ---- pause and resume ------------------------------------------------------------------------
 
     def pause(self, tag: str | None = None) -> None:
-        """Frees the memory of a tag's regions, or of all; an unknown tag has none.
+        """Frees the memory of a tag's regions, or of all regions; ignores an unknown tag.
 
         Raises:
-            VMemError: as `VMemPool.pause`; where regions were paused before one failed, `resume`
-                brings them back.
+            VMemError: from `VMemPool.pause`; `resume` maps the regions that were paused before.
         """
         regions = {_name(one, backup): backup for one, backup in self._regions(tag)}
         if regions:
             self._opened().pause(regions)
 
     def resume(self, tag: str | None = None) -> None:
-        """Allocates their memory again at the same addresses, with the backup's contents or zeros.
+        """Maps the memory again at the same addresses, with the contents of the backup or zeros.
 
         Raises:
-            OutOfMemory: the device is short of memory now; what was not resumed stays paused.
+            OutOfMemory: the device is short of memory; regions not yet resumed stay paused.
         """
         pool = self._opened() if self._tags else None
         for one, backup in self._regions(tag):
@@ -206,7 +205,7 @@ class TorchMemorySaver:
             return sorted(known, key=lambda region: not region[1])  # backups, which may fail, first
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
-        """A paused tensor's contents, on the CPU.
+        """Returns the contents of a paused tensor, on the CPU.
 
         Args:
             x: contiguous, allocated in a region with `enable_cpu_backup`.
@@ -242,12 +241,12 @@ class TorchMemorySaver:
 
     @property
     def enabled(self) -> bool:
-        """True."""
+        """True: the pool is always enabled."""
         return True
 
     @property
     def hook_mode(self) -> str:
-        """``"torch"``."""
+        """``"torch"``, the only mode."""
         return "torch"
 
     @hook_mode.setter
@@ -262,13 +261,12 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """0."""
+        """0; cannot be set."""
         return 0
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
-        """Raises NotSupported: no CUDA calls are intercepted, so there is nothing to keep a margin
-        for."""
+        """Raises NotSupported: a margin requires the interception of CUDA calls."""
         _refuse(f"memory_margin_bytes={value}")
 
     @contextmanager
@@ -281,10 +279,10 @@ class TorchMemorySaver:
         tag: str = "default",
         enable_cpu_backup: bool = False,
     ) -> Iterator[None]:
-        """Captures as `torch.cuda.graph` does; replays find tensors of regions that were resumed.
+        """Captures as `torch.cuda.graph` does; replays use the tensors of resumed regions.
 
-        The graph's own memory is not paused, which a warning says: `tag` and `enable_cpu_backup`
-        have no effect. The other arguments are those of `torch.cuda.graph`.
+        Warns that the graph's own memory is not paused: `tag` and `enable_cpu_backup` have no
+        effect. The other arguments are those of `torch.cuda.graph`.
         """
         import torch
 
@@ -299,7 +297,7 @@ class TorchMemorySaver:
 
 
 def _name(tag: str, backup: bool) -> str:
-    """The pool's tag for a region: those with and without a backup are paused differently.
+    """Returns the pool's tag for a region: one with a backup is paused differently.
 
     Both get a suffix, so that they cannot collide with a caller's tag.
     """
@@ -308,7 +306,7 @@ def _name(tag: str, backup: bool) -> str:
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Changes nothing: only ``hook_mode="preload"`` has something to say to a process's start."""
+    """Does nothing: only ``hook_mode="preload"`` has to set up a subprocess."""
     yield
 
 

@@ -11,7 +11,7 @@ one page in every tensor.
 
 Deliberate differences:
 
-- Physical memory is referred to by opaque, checked handles. A freed id's pages are unmapped after
+- Physical memory has opaque, checked handles. A freed id's pages are unmapped after
   its GPU work, and zeroed before another request gets them.
 - Driver errors raise; none ends the process. A step that fails for lack of memory (`OutOfKVBlocks`,
   also a RuntimeError as in the artifact) has mapped nothing.
@@ -28,7 +28,7 @@ Deliberate differences:
 - Any number of processes may use it on any number of devices. The back end is "auto", or the one
   that `configure` or ``$VMEM_VATTENTION_BACKEND`` names.
 
-After `cleanup` nothing may touch the tensors: there is no memory behind them.
+After `cleanup` the tensors must not be accessed, since their memory is freed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _the() -> Manager:
 
 
 def install() -> ModuleType:
-    """Makes ``import vattention`` mean this module.
+    """Makes ``import vattention`` import this module.
 
     Raises:
         Busy: another module of that name is imported already.
@@ -104,7 +104,7 @@ def install() -> ModuleType:
 
 
 def configure(backend: str | None) -> None:
-    """Sets the back end of the next `init_kvcache`; None: the environment's, or else "auto"."""
+    """Sets the back end of the next `init_kvcache`; None for the environment's or "auto"."""
     global _backend
     _backend = backend
 
@@ -123,7 +123,7 @@ def init_kvcache(
     page_size: int,
     megacache: bool = False,
 ) -> list[torch.Tensor]:
-    """Reserves the addresses; there is no memory before `reserve_physical_pages`.
+    """Creates the tensors on reserved addresses, without memory (`reserve_physical_pages`).
 
     Args:
         device: CUDA ordinal.
@@ -175,7 +175,7 @@ def init_kvcache(
 
 
 def reserve_physical_pages(free_memory: int) -> int:
-    """Takes physical memory for the cache; a later call with more takes the rest.
+    """Allocates physical memory for the cache; a later call with more adds the difference.
 
     Args:
         free_memory: bytes, rounded down to ``2 * num_layers`` pages.
@@ -192,7 +192,7 @@ def reserve_physical_pages(free_memory: int) -> int:
 
 
 def cleanup() -> None:
-    """Ends the cache: waits for it and gives its memory back. Does nothing without one."""
+    """Ends the cache, waits for its GPU work and frees its memory; does nothing without a cache."""
     global _manager
     with _lock:
         if _manager is not None:
@@ -205,23 +205,23 @@ def cleanup() -> None:
 
 
 def alloc_new_batch_idx(seqlen: int) -> int:
-    """Takes an id for a request that will hold `seqlen` tokens; maps nothing.
+    """Assigns an id to a request that will hold `seqlen` tokens; maps nothing.
 
     Returns:
-        The index into the tensors and into `step`'s list, or -1 when every id is taken.
+        The id, an index into the tensors and into `step`'s list, or -1 when every id is taken.
     """
     with _lock:
         return _the().alloc(seqlen)
 
 
 def free_batch_idx(reqId: int) -> None:  # the artifact's name
-    """Gives an id back, with its pages still mapped for the next request; no-op on a free id."""
+    """Frees an id; its pages stay mapped for the next request. Ignores a free id."""
     with _lock:
         _the().free(reqId)
 
 
 def num_free_kvblocks() -> int:
-    """KV blocks that no request needs for its length, mapped or not."""
+    """Returns the number of KV blocks that no request needs for its length, mapped or not."""
     with _lock:
         return _the().free_blocks()
 
@@ -230,7 +230,7 @@ def num_free_kvblocks() -> int:
 
 
 def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
-    """Maps what the requests need now.
+    """Maps the pages that the requests need now.
 
     Args:
         seq_lens: tokens by id. An id with tokens need not come from `alloc_new_batch_idx`; with 0
@@ -248,16 +248,16 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
 
 
 def step_async(seq_lens: Sequence[int]) -> None:
-    """Does a `step`, then maps in the background what one more token of each request will need."""
+    """Does a `step`, then maps in the background the pages of a further token of each request."""
     with _lock:
         _the().step(seq_lens)
-        _the().look_ahead()
+        _the().map_ahead()
         if not _deferred:
             _the().reclaim(keep_next=True)
 
 
 def map_common_pages(num_tokens: int) -> None:
-    """Gives every id the same pages for its first `num_tokens` tokens, such as a system prompt's.
+    """Maps the same pages for the first `num_tokens` tokens of every id, such as a system prompt.
 
     Called once, before the first request. The pages hold zeros; id 0, which the next
     `alloc_new_batch_idx` returns, writes them until its request ends. All other ids read them, each
@@ -286,13 +286,13 @@ def map_common_pages(num_tokens: int) -> None:
 
 
 def set_deferred_reclamation(val: bool) -> None:
-    """False: every `step_async` unmaps idle pages, except those of the next id."""
+    """Sets whether idle pages stay mapped; if not, `step_async` unmaps all but the next id's."""
     global _deferred
     _deferred = bool(val)
 
 
 def set_verbose(val: bool) -> None:
-    """Whether the ``show_`` functions print."""
+    """Sets whether the ``show_`` functions print."""
     global _verbose
     _verbose = bool(val)
 

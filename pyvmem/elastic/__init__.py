@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""KV memory that an engine's scheduler takes and returns by pages; knows no engine.
+"""Elastic KV memory for inference engines: the parts that depend on no engine.
 
-    settings    the variables VMEM_*
-    choice      the page size that suits the model and the card
-    geometry    which physical pages a block of the KV cache lies on
-    memory      KV tensors on reservations: pages mapped, and unmapped after the last step on them
-    backing     the records: which blocks have memory
-    idle        blocks with memory and without contents, by the pages that they share
-    hooks       what a plug-in uses of its engine, looked for in the source
-    quota       what the engine may have of each device: its limit, and the ledger
-    metrics     the ledger's numbers on the engine's own /metrics
+    settings        parses the variables VMEM_*
+    choice          chooses the page size for a model and a card
+    geometry        maps blocks of the KV cache to physical pages
+    memory          KV tensors on reservations; maps pages, and unmaps them after their last step
+    backing         records which blocks have memory
+    idle_blocks     chooses which idle block is handed out first
+    quota           bytes that the engine may map on each device, by its limit and the ledger
+    peak            a sliding maximum
+    metrics         exports the ledger's numbers on the engine's /metrics
+    engine_source   checks an engine's source for the symbols that a plug-in uses
+    versions        decides whether a version of an engine is supported
 
 `pyvmem.vllm` and `pyvmem.sglang` are built on it.
 """

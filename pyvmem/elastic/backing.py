@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""The scheduler's records of which blocks have memory.
+"""Records which blocks of an engine have memory; part of its scheduler.
 
-A block is *backed* when all its pages are mapped on every rank, otherwise *bare*. vLLM's pool sees
-only backed blocks. Pages that several blocks share are refcounted, and are unmapped with the last
-block.
+A block is *backed* when all its pages are mapped on every rank, otherwise *bare*. The engine's free
+list contains only backed blocks. A page that several blocks share is refcounted, and unmapped with
+the last of them.
 
     bare -- begin, run, finish --> backed -- retire, sent, confirm --> bare
 
-Growth in three calls, so that the middle one, which maps, needs no lock:
+A growth takes three calls, so that the one that maps runs without the lock:
 
-    growth = backing.begin(blocks)      # picks blocks, takes their bytes from the quota
+    growth = backing.begin(count)       # picks blocks, takes their bytes from the quota
     growth.run(workers)                 # maps on every rank, all or nothing
-    backed = backing.finish(growth)     # the ids; none where it failed
+    backed = backing.finish(growth)     # the blocks now backed; empty if mapping failed
 
-Nothing here depends on an engine; only `Growth.run` and `Backing.back_null` wait. The caller holds
-the scheduler's lock.
+The caller holds the scheduler's lock, except during `Growth.run`. Only `Growth.run` and
+`Backing.back_null` block. "Bytes" are those of one rank.
 """
 
 from __future__ import annotations
@@ -30,46 +30,50 @@ from pyvmem.elastic.geometry import Geometry, Run, runs_of
 
 __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
-_NONE, _MAPPED, _MAPPING, _LEAVING = range(4)
-_LOOK = 0.05  # s between looks at the quota
-_AGAIN = 1.0  # s within which an idle engine that is asked again gives twice as much
+_NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)
+_POLL = 0.05  # s between attempts to take the null block's memory
+_AGAIN = 1.0  # s: an idle engine that is asked again within this time gives twice as much
 
 
 class Quota(Protocol):
-    """The engine's part of the memory of each GPU."""
+    """The bytes that an engine may map on each device; see `pyvmem.elastic.quota`."""
 
     def room(self) -> int:
-        """Bytes that `take` would grant now."""
+        """Returns the bytes that `take` would grant now."""
 
     def take(self, nbytes: int, handles: int) -> bool:
-        """Asks for this many more bytes, mapped by this many driver calls.
-
-        If so, they count as the engine's from now on.
-        """
+        """Reserves `nbytes` more bytes, in `handles` driver mappings; false if denied."""
 
     def mapped(self, nbytes: int) -> None:
-        """Notes that what `take` granted is mapped now, or is about to be returned."""
+        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
 
     def give(self, nbytes: int) -> None:
-        """Takes back the bytes of unmapped pages."""
+        """Returns the bytes of unmapped pages."""
 
     def want(self, nbytes: int) -> None:
-        """Asks other engines for so many bytes; 0 withdraws that."""
+        """Asks other engines to give back `nbytes` bytes; 0 withdraws the request."""
 
     def close(self) -> None:
-        """Leaves: nothing is taken any more."""
+        """Ends the quota; nothing may be taken afterwards."""
 
 
 class Workers(Protocol):
-    """All ranks of the engine."""
+    """Maps pages on all ranks of the engine; see `Growth.run`."""
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps runs on every rank or on none; returns what failed, in words."""
+        """Maps runs on every rank or on none; returns the error message, or None."""
 
 
 @dataclass(eq=False)
 class Growth:
-    """Blocks that are about to get memory."""
+    """Blocks that are about to be backed.
+
+    Attributes:
+        blocks: ids of the blocks.
+        runs: pages to map; empty if the blocks lie on mapped pages.
+        nbytes: bytes of these pages.
+        failure: why mapping failed; None once it succeeded.
+    """
 
     blocks: list[int]
     runs: list[Run]
@@ -77,13 +81,19 @@ class Growth:
     failure: str | None = "interrupted before it was mapped"
 
     def run(self, workers: Workers) -> None:
-        """Maps; waits for the driver."""
+        """Maps the pages on all ranks, and waits for the driver."""
         self.failure = workers.grow(self.runs) if self.runs else None
 
 
 @dataclass(eq=False)
 class Release:
-    """Pages to unmap once no work under way can touch them."""
+    """Pages to unmap once no launched work can touch them.
+
+    Attributes:
+        number: identifies the release in `Backing.confirm`.
+        runs: the pages.
+        nbytes: bytes of these pages.
+    """
 
     number: int
     runs: list[Run]
@@ -92,14 +102,14 @@ class Release:
 
 @dataclass
 class Counters:
-    """Since the start.
+    """Totals since the engine's start.
 
     Attributes:
-        grown_blocks, grown_bytes, growths: what was mapped, in how many growths.
-        retired_blocks, retired_bytes, releases: what was taken back, in how many releases.
+        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, and growths.
+        retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, and releases.
         refusals: growths that the quota cut short or refused.
-        failures: growths and releases that a driver refused.
-        last_failure: the text of the last failure.
+        failures: growths and releases that the driver refused.
+        last_failure: message of the last failure.
     """
 
     grown_blocks: int = 0
@@ -115,31 +125,33 @@ class Counters:
 
 @dataclass(eq=False)
 class Backing:
-    """The pages of an engine. Block 0, vLLM's null block, is backed from the start.
+    """The state of each page and block of an engine.
+
+    Block 0, the null block or padding page, is backed from the start to the end.
 
     Attributes:
-        geometry: of the engine.
-        quota: asked before anything is mapped.
-        mapped_bytes: bytes of one GPU that are mapped, being mapped, or being unmapped.
-        leaving_bytes: the part that is being unmapped.
+        geometry: geometry of the engine.
+        quota: grants bytes before they are mapped.
+        mapped_bytes: bytes that are mapped, being mapped, or being unmapped.
+        unmapping_bytes: the part of them that is being unmapped.
         outbox: releases not yet sent to any rank.
-        counters: what was done.
+        counters: totals since the start.
     """
 
     geometry: Geometry
     quota: Quota
     mapped_bytes: int = 0
-    leaving_bytes: int = 0
+    unmapping_bytes: int = 0
     outbox: list[Release] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         kinds = range(len(self.geometry.classes))
         self._state = [bytearray(self.geometry.num_pages(kind)) for kind in kinds]
-        # Blocks that a page holds parts of: at most a page of one-byte blocks.
+        # Number of backed or growing blocks that touch each page.
         self._users = [array("I", bytes(4 * self.geometry.num_pages(kind))) for kind in kinds]
         self._backed = bytearray(self.geometry.num_blocks)
-        self._asked, self._asked_at = 0, -_AGAIN  # bytes that `owed` named last, and when
+        self._asked, self._asked_at = 0, -_AGAIN  # last result of `owed`, and its time
         self._bare = list(range(1, self.geometry.num_blocks))  # ascending: a heap
         self._waiting: list[int] = []  # bare, with a page that is being mapped or unmapped
         self._sent: dict[int, Release] = {}
@@ -150,10 +162,10 @@ class Backing:
     # ---- growth ----------------------------------------------------------------------------------
 
     def begin_null(self) -> Growth:
-        """The growth of the null block: the first one, which the ranks do on their own.
+        """Begins the growth of the null block, which the ranks have mapped on their own.
 
         Raises:
-            MemoryError: the quota is too small even for that.
+            MemoryError: the quota has too little room.
         """
         if not self.quota.take(self._null.nbytes, self._handles(self._null)):
             raise MemoryError(
@@ -165,10 +177,10 @@ class Backing:
         return self._null
 
     def back_null(self, patience: float) -> None:
-        """Counts the null block, which the ranks have mapped, once other engines leave room for it.
+        """Records the null block as backed; waits until other engines leave room for it.
 
         Raises:
-            MemoryError: they have not within `patience` seconds; the quota is closed.
+            MemoryError: there is no room after `patience` seconds; the quota was closed.
         """
         end = time.monotonic() + patience
         while True:
@@ -180,20 +192,23 @@ class Backing:
                     self.quota.close()
                     raise
                 self.quota.want(self._null.nbytes)
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
         self.quota.want(0)
         self.finish(growth)
 
     @property
     def bare(self) -> int:
-        """Blocks without memory."""
+        """Number of blocks without memory."""
         return len(self._bare) + len(self._waiting)
 
     def begin(self, count: int) -> Growth | None:
-        """Picks up to `count` bare blocks, the lowest first: as many as the quota allows.
+        """Picks up to `count` bare blocks, the lowest first, as far as the quota allows.
 
-        Taking low addresses first keeps neighbours together, so that a growth has few runs. Blocks
-        that lie on the same pages come along: they cost nothing.
+        The lowest addresses are taken first so that a growth has few runs. Further blocks on the
+        same pages are added, since they need no more memory.
+
+        Returns:
+            The growth to run and finish; None if no block can be backed now.
         """
         room = self.quota.room()
         growth = self._pick(count, room)
@@ -256,7 +271,7 @@ class Backing:
             self._state[kind][first : first + count] = bytes([state]) * count
 
     def _count(self, blocks: Iterable[int], by: int) -> list[set[int]]:
-        """Counts blocks in or out; returns the pages, by class, that no block uses now."""
+        """Adds `by` to the user counts of the blocks' pages; returns pages left without users."""
         unused: list[set[int]] = []
         for kind in range(len(self.geometry.classes)):
             users, none = self._users[kind], set()
@@ -269,13 +284,13 @@ class Backing:
         return unused
 
     def _reserve(self, growth: Growth) -> None:
-        # Counted from here on, so that retiring a neighbour meanwhile frees no shared page.
+        # Counted before they are mapped, so that retiring a neighbour frees no shared page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
         self.mapped_bytes += growth.nbytes
 
     def finish(self, growth: Growth) -> list[int]:
-        """Records the result of a growth; returns the blocks that are backed now."""
+        """Records the result of a growth; returns its blocks, or an empty list if it failed."""
         self._wake()
         if growth.nbytes:
             self.quota.mapped(growth.nbytes)
@@ -295,16 +310,22 @@ class Backing:
         self.quota.give(growth.nbytes)
         self._put_back(growth.blocks)
         # Pages of neighbours that were retired while this growth counted on them.
-        self._leave([{p for p in pages if self._state[k][p] == _MAPPED}
+        self._release([{p for p in pages if self._state[k][p] == _MAPPED}
                      for k, pages in enumerate(unused)])  # fmt: skip
         return []
 
     # ---- giving back -----------------------------------------------------------------------------
 
     def retire(self, blocks: list[int]) -> int:
-        """Makes backed blocks bare that are no longer in vLLM's pool.
+        """Makes backed blocks bare; the engine's free list must no longer contain them.
 
-        Their pages that no other block uses go to the `outbox`; returns their bytes.
+        Puts a release of their pages that no other block uses into `outbox`.
+
+        Returns:
+            Bytes of these pages.
+
+        Raises:
+            AssertionError: a block is not backed, or is the null block.
         """
         for block in blocks:
             if not self._backed[block] or not block:
@@ -313,12 +334,12 @@ class Backing:
         unused = self._count(blocks, -1)
         self._put_back(blocks)
         self.counters.retired_blocks += len(blocks)
-        return self._leave(unused)
+        return self._release(unused)
 
     def emptied_by(self, blocks: Iterable[int]) -> list[int]:
-        """Picks the backed blocks that have a page to themselves, or share it with others given.
+        """Returns those of `blocks` whose retirement would free a page.
 
-        To retire the rest as well would return nothing.
+        Such a block touches a page that no backed block outside `blocks` uses.
         """
         blocks, found = list(blocks), set[int]()
         for kind in range(len(self.geometry.classes)):
@@ -334,10 +355,14 @@ class Backing:
     def emptied_first(
         self, blocks: Iterable[int], most: int, *, at_least: bool = False
     ) -> list[int]:
-        """Picks up to `most` blocks of `emptied_by`, in whole groups, highest addresses first.
+        """Returns up to `most` blocks of `emptied_by`, in whole groups, highest addresses first.
 
-        Growth takes the lowest, so that what is used stays together. `at_least`: with so many, or
-        a few more that share a page with them.
+        Growth takes the lowest addresses, so this keeps used memory contiguous.
+
+        Args:
+            blocks: candidates, such as all idle blocks.
+            most: number of blocks.
+            at_least: include the last group even if it exceeds `most`.
         """
         size, page = self.geometry.group_unit
         groups: dict[int, list[int]] = {}
@@ -350,26 +375,26 @@ class Backing:
                 found += group
         return found
 
-    def _leave(self, pages: list[set[int]]) -> int:
+    def _release(self, pages: list[set[int]]) -> int:
         runs = runs_of(pages)
         if not runs:
             return 0
         self._last += 1
         release = Release(self._last, runs, self.geometry.run_bytes(runs))
-        self._mark(runs, _LEAVING)
-        self.leaving_bytes += release.nbytes
+        self._mark(runs, _UNMAPPING)
+        self.unmapping_bytes += release.nbytes
         self.outbox.append(release)
         return release.nbytes
 
     def send(self) -> list[Release]:
-        """Takes the releases to send to the ranks now."""
+        """Empties `outbox` and returns its releases, which the caller sends to all ranks."""
         sent, self.outbox = self.outbox, []
         self._sent.update((one.number, one) for one in sent)
         self.counters.releases += len(sent)
         return sent
 
     def confirm(self, number: int, failure: str | None) -> None:
-        """Every rank has done a release; or one has failed, and the release will be retried."""
+        """Records that all ranks unmapped a release; after a failure, queues it again."""
         release = self._sent.pop(number)
         if failure is not None:
             self.counters.failures += 1
@@ -378,45 +403,45 @@ class Backing:
             return
         self._mark(release.runs, _NONE)
         self.mapped_bytes -= release.nbytes
-        self.leaving_bytes -= release.nbytes
+        self.unmapping_bytes -= release.nbytes
         self.counters.retired_bytes += release.nbytes
         self.quota.give(release.nbytes)
         self._wake()
 
     def owed(self, excess: int, now: float, idle: bool, floor: int) -> int:
-        """Bytes to free, since the quota or another engine asks for `excess`.
+        """Returns the bytes to free now, given the `excess` that the quota reports.
 
-        An idle engine that is asked again soon frees twice as much as the last time. Otherwise each
-        of another engine's requests, which come one after the other, would wait for memory.
+        An idle engine that is asked again within a second frees twice as much as before. Otherwise
+        another engine would wait for memory with each of its requests.
 
         Args:
-            excess: bytes, those that are leaving included.
+            excess: bytes to give back, those being unmapped included.
             now: the time in seconds.
-            idle: the engine is.
-            floor: bytes that it keeps, unless `excess` demands them.
+            idle: the engine is idle.
+            floor: bytes that the engine keeps, unless `excess` requires them.
         """
-        owed = excess - self.leaving_bytes
+        owed = excess - self.unmapping_bytes
         if owed <= 0:
             return 0
         if idle and now < self._asked_at + _AGAIN:
-            spare = self.mapped_bytes - self.leaving_bytes - floor
+            spare = self.mapped_bytes - self.unmapping_bytes - floor
             owed = max(owed, min(2 * self._asked, spare))
         self._asked, self._asked_at = owed, now
         return owed
 
     @property
     def unconfirmed(self) -> bool:
-        """True if a rank has yet to answer."""
+        """True if a release was sent and not yet confirmed."""
         return bool(self._sent)
 
     # ---- questions -------------------------------------------------------------------------------
 
     def is_backed(self, block: int) -> bool:
-        """Tells if a block has memory on every rank."""
+        """Returns true if a block has memory on every rank."""
         return bool(self._backed[block])
 
     def live_bytes(self, blocks: Iterable[int]) -> int:
-        """Memory of all pages that a block of these touches."""
+        """Returns the bytes of all pages that these blocks touch."""
         total = 0
         for kind in range(len(self.geometry.classes)):
             pages = {page for block in blocks for page in self.geometry.pages(kind, block)}
@@ -424,7 +449,7 @@ class Backing:
         return total
 
     def check(self) -> list[str]:
-        """Contradictions in the records, in words; slow."""
+        """Checks the records; returns a message for each inconsistency. Slow."""
         wrong: list[str] = []
         mapped = 0
         lists = sorted([*self._bare, *self._waiting])
@@ -432,7 +457,7 @@ class Backing:
             wrong.append("a block is bare twice")
         for block in lists:
             if self._backed[block]:
-                wrong.append(f"block {block} is backed and among the bare")
+                wrong.append(f"block {block} is backed and listed as bare")
         for kind in range(len(self.geometry.classes)):
             users = array("I", bytes(4 * self.geometry.num_pages(kind)))
             for block, backed in enumerate(self._backed):
@@ -443,7 +468,7 @@ class Backing:
                 mapped += (state != _NONE) * self.geometry.page_bytes(kind)
                 if state == _MAPPED and not self._users[kind][page]:
                     wrong.append(f"page {page} of class {kind} is mapped and unused")
-                if state in (_NONE, _LEAVING) and users[page]:
+                if state in (_NONE, _UNMAPPING) and users[page]:
                     wrong.append(f"page {page} of class {kind} is used and not mapped")
                 if users[page] > self._users[kind][page]:
                     wrong.append(f"page {page} of class {kind}: {users[page]} users not counted")

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""The page size that the pool takes.
+"""Chooses the page size of the pool.
 
-Small pages cost time where much is mapped, and large ones cost memory where little is:
+Small pages cost time when much memory is mapped; large pages waste memory when little is:
 
                                        64 KB entries               2 MB entries
     attention, up to 8 GiB mapped      1.00 of cudaMalloc's time   1.00
     beyond, a tensor for each layer    1.01 to 1.07                1.00
     beyond, all layers in one          3.4 to 6.3                  1.00
-    held at rest                       what lives                  two pages a tensor more
+    memory held when idle              live data                   two pages a tensor more
 
 The times are of an H100 and an H200 (benchmarks/kernels). Between 8 and 16 GiB they begin to
 differ, so 8 GiB is the bound.
 
-From 0.32 on all layers of a block may lie together (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). Where
-that is a multiple of 2 MB, a block is a few large pages of its own: nothing is shared, nothing has
-to move, and one call maps it. The pool does not ask vLLM for it: on a full H100 it made each decode
-step 1.2 to 1.4 % longer, in stock vLLM as well (results/logs/h100-vllm-layouts.log).
+Since vLLM 0.32, all layers of a block may be contiguous (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). If
+such a block is a multiple of 2 MB, it has a few large pages of its own: none is shared, no prefix
+has to move, and one call maps it. The pool does not request this layout: on a full H100 it made
+each decode step 1.2 to 1.4 % longer, in stock vLLM as well (results/logs/h100-vllm-layouts.log).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ __all__ = ["LARGE", "SMALL", "choose_page"]
 
 SMALL, LARGE = 64 << 10, 2 << 20
 _FAST = 8 << 30  # bytes mapped up to which small pages cost no time
-_PART = 32  # two pages in each tensor may be this part of what can be mapped
+_PART = 32  # two pages in each tensor may take at most 1/32 of the memory that can be mapped
 
 
 def choose_page(
     num_blocks: int, sizes: Sequence[int], most: int, asked: int, limit: int | None
 ) -> tuple[int, str]:
-    """The page size for KV tensors, and why.
+    """Returns the page size for KV tensors in bytes, and the reason for the log.
 
     Args:
-        num_blocks: of every tensor.
+        num_blocks: blocks in each tensor.
         sizes: bytes of each tensor.
-        most: bytes that can be mapped at a time.
-        asked: what ``VMEM_PAGE_SIZE`` says; 0: nothing.
-        limit: ``VMEM_LIMIT``.
+        most: bytes that can be mapped at the same time.
+        asked: ``VMEM_PAGE_SIZE`` in bytes; 0 if it is not set.
+        limit: ``VMEM_LIMIT`` in bytes; None if it is not set.
 
     Raises:
-        ValueError: a page of that size in every tensor is more than the limit.
+        ValueError: one page of size `asked` in each tensor exceeds the limit.
     """
     if asked:
         together = asked * len(sizes)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Computes which physical pages a block of an engine's KV cache lies on.
+"""Maps the blocks of an engine's KV cache to physical pages.
 
 vLLM allocates one tensor per layer (or one for a few layers, or one for all of them) and cuts each
 into `num_blocks` equal parts, blocks outermost: block i of a tensor is the bytes from ``i * n`` to
-``(i + 1) * n``. Tensors with the same n form a class, whose members look alike page by page:
+``(i + 1) * n``. Tensors with the same n form a class and have the same blocks on the same pages:
 
     class 0, n = 24 KiB, pages of 64 KiB     | page 0          | page 1          | page 2 ...
                                              | 0  | 1  | 2  : 2 | 3  | 4  | 5 : 5| ...
 
-Block 2 lies on pages 0 and 1, page 0 holds blocks 0, 1 and a part of 2. A page is named by its
-class and its index, and stands for that page in every tensor of the class.
+Block 2 touches pages 0 and 1; page 0 holds blocks 0, 1 and a part of 2. A page is identified by its
+class and index, and means the page of that index in every tensor of the class.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Geometry", "Run", "TensorClass", "blocks_are_outermost", "runs_of"]
 
 
 class Run(NamedTuple):
-    """Neighbouring pages of one class.
+    """Consecutive pages of one class.
 
     Attributes:
         kind: index of the class.
         first: index of the first page.
-        length: pages.
+        length: number of pages.
     """
 
     kind: int
@@ -41,8 +41,8 @@ class TensorClass:
     """Tensors with equal bytes per block.
 
     Attributes:
-        block_bytes: of one block in one tensor.
-        tensors: how many there are.
+        block_bytes: bytes of one block in one tensor.
+        tensors: number of tensors.
     """
 
     block_bytes: int
@@ -54,9 +54,9 @@ class Geometry:
     """Blocks, tensors and pages of an engine; equal on all ranks of tensor parallelism.
 
     Attributes:
-        num_blocks: of each tensor, the null block included.
-        page_size: bytes.
-        classes: ascending in `block_bytes`.
+        num_blocks: blocks in each tensor, the null block included.
+        page_size: bytes of a page.
+        classes: sorted by `block_bytes`, ascending.
     """
 
     num_blocks: int
@@ -65,10 +65,10 @@ class Geometry:
 
     @classmethod
     def of(cls, num_blocks: int, page_size: int, sizes: Iterable[int]) -> Geometry:
-        """From the sizes of all tensors, in bytes.
+        """Builds the geometry of tensors with these sizes, in bytes.
 
         Raises:
-            ValueError: a tensor that `num_blocks` does not divide.
+            ValueError: `num_blocks` does not divide the size of a tensor.
         """
         found: dict[int, int] = {}
         for size in sizes:
@@ -79,30 +79,30 @@ class Geometry:
         return cls(num_blocks, page_size, classes)
 
     def pages(self, kind: int, block: int) -> range:
-        """The pages of a class that a block touches."""
+        """Returns the indices of the pages that a block touches in each tensor of a class."""
         n = self.classes[kind].block_bytes
         return range(block * n // self.page_size, ((block + 1) * n - 1) // self.page_size + 1)
 
     def num_pages(self, kind: int) -> int:
-        """Pages of one tensor of a class."""
+        """Returns the number of pages of one tensor of a class."""
         return -(-self.num_blocks * self.classes[kind].block_bytes // self.page_size)
 
     def page_bytes(self, kind: int) -> int:
-        """Memory behind one page of a class, in all its tensors."""
+        """Returns the bytes that one page of a class takes in all its tensors."""
         return self.page_size * self.classes[kind].tensors
 
     def run_bytes(self, runs: Iterable[Run]) -> int:
-        """Memory behind runs of pages."""
+        """Returns the bytes that the pages of these runs take in all tensors."""
         return sum(self.page_bytes(run.kind) * run.length for run in runs)
 
     @property
     def block_bytes(self) -> int:
-        """Contents of one block in all tensors."""
+        """Bytes of one block in all tensors."""
         return sum(one.block_bytes * one.tensors for one in self.classes)
 
     @cached_property
     def _sharing(self) -> int:
-        """The class with most memory of those in which blocks share pages; -1: there is none."""
+        """Index of the largest class whose blocks share pages; -1 if there is none."""
         shared = [
             (one.tensors * one.block_bytes, kind)
             for kind, one in enumerate(self.classes)
@@ -112,22 +112,26 @@ class Geometry:
 
     @property
     def group_unit(self) -> tuple[int, int]:
-        """Block b belongs to group ``b * unit[0] // unit[1]``: the page in which it begins.
+        """The pair that maps blocks to groups: block b is in group ``b * unit[0] // unit[1]``.
 
-        Where each block has pages of its own, it is a group of its own.
+        A group is the blocks that begin in the same page. If blocks share no page, each block is a
+        group of its own.
         """
         if self._sharing < 0:
             return 1, 1
         return self.classes[self._sharing].block_bytes, self.page_size
 
     def touching(self, group: int) -> range:
-        """The blocks that have to be empty before a group's page can go."""
+        """Returns the blocks that touch a group's page: all must be empty before it is unmapped."""
         size, page = self.group_unit
         return range(group * page // size, min(-(-(group + 1) * page // size), self.num_blocks))
 
     @cached_property
     def group_bytes(self) -> int:
-        """Memory that a group gives back at least when it runs empty, if not at an end."""
+        """The least bytes that are freed when a group becomes empty.
+
+        The first and last group may free less.
+        """
         found = []
         for group in range(1, 17):
             blocks, total = self.touching(group), 0
@@ -140,7 +144,7 @@ class Geometry:
         return max(1, min(found, default=1))
 
     def most_bytes(self, blocks: int) -> int:
-        """Pages that so many neighbouring blocks need at the worst alignment."""
+        """Returns the bytes that `blocks` consecutive blocks need at the worst alignment."""
         total = 0
         for kind, one in enumerate(self.classes):
             spill = 0 if one.block_bytes % self.page_size == 0 else 1
@@ -149,13 +153,13 @@ class Geometry:
         return total
 
     def scattered_bytes(self, blocks: int) -> int:
-        """Pages that so many blocks need where no two pages that blocks share are neighbours."""
+        """Returns the bytes that `blocks` blocks need if no two shared pages are consecutive."""
         size, page = self.group_unit
         pages = -(-blocks // (page // size))
         return self.most_bytes(-(-pages * page // size))
 
     def first_bytes(self, blocks: int) -> int:
-        """Pages of the first so many blocks, which is the least that so many blocks need."""
+        """Returns the bytes that the first `blocks` blocks need: the least for that number."""
         return sum(
             min(-(-blocks * one.block_bytes // self.page_size), self.num_pages(kind))
             * self.page_bytes(kind)
@@ -166,26 +170,26 @@ class Geometry:
 def blocks_are_outermost(
     shape: Sequence[int], strides: Sequence[int], itemsize: int, geometry: Geometry
 ) -> bool:
-    """Tells if a layer's view of its tensor keeps a block's bytes together, as `Geometry` takes it.
+    """Returns true if each block is contiguous in a layer's view of its tensor.
 
-    Some attention back ends put all keys before all values.
+    `Geometry` requires that. Some attention back ends put all keys before all values instead.
 
     Args:
-        shape, strides: of the view, in elements.
+        shape, strides: shape and strides of the view, in elements.
         itemsize: bytes of an element.
-        geometry: of the engine.
+        geometry: geometry of the engine.
     """
     step, count = max(
         ((step, count) for step, count in zip(strides, shape, strict=True) if count > 1),
         default=(0, 1),
     )
-    parts, rest = divmod(count, geometry.num_blocks)  # blocks of the kernel in one of vLLM's
+    parts, rest = divmod(count, geometry.num_blocks)  # kernel blocks in a vLLM block
     sizes = {one.block_bytes for one in geometry.classes}
     return geometry.num_blocks == 1 or (not rest and step * itemsize * parts in sizes)
 
 
 def runs_of(pages: Sequence[Iterable[int]]) -> list[Run]:
-    """Page indices, by class, as the fewest runs."""
+    """Returns the fewest runs that cover these page indices, given for each class."""
     runs: list[Run] = []
     for kind, indices in enumerate(pages):
         first = end = -1

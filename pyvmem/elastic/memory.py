@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""The memory of a rank: KV tensors on reservations, and the pages behind them.
+"""The KV memory of a rank: tensors on a reservation, and the pages mapped behind them.
 
-One reservation, in which the tensors of a class (`geometry`) are equally far apart: a run of pages
-in all of them is one operation of a batch.
+All tensors share one reservation. Those of a class (`geometry`) are at equal distances, so a run of
+pages in all of them is a single operation of a batch.
 
-A page is unmapped only when no step scheduled before its release can touch it. The scheduler says
-which step that is; steps are launched in order on one stream, so from the end of that step's launch
-an event on the stream stands for all of them. Only libvmem's worker waits for the event.
+A page is unmapped only when no step scheduled before its release can touch it. The scheduler names
+the last such step. Steps are launched in order on one stream, so an event recorded after that
+step's launch covers all of them. Only libvmem's worker thread waits for the event.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _ALIGN = 2 << 20
 
 
 class Copies(Protocol):
-    """Copies of blocks beside the engine's steps, which need the pages until they are done."""
+    """Asynchronous copies outside the engine's steps; their pages stay mapped until they end."""
 
     def events(self) -> tuple[Any, ...]:
-        """Returns the events after which all that were started are done."""
+        """Returns events that complete when all started copies have ended."""
 
     def fence(self, stream: Any) -> None:
-        """Makes a stream wait for them."""
+        """Makes a stream wait for all started copies."""
 
     def close(self) -> None:
-        """No more of them."""
+        """Waits for started copies; none may be started afterwards."""
 
 
 @dataclass(eq=False)
 class _Unmap:
-    """Runs to unmap after a step."""
+    """Pages to unmap once step `after_step` is done; `ticket` once the batch is submitted."""
 
     number: int
     runs: list[Run]
@@ -59,10 +59,16 @@ class _Unmap:
 
 
 def open_context(backend: str, device: int, page_size: int, reserve: int) -> Context:
-    """The context of a rank. Empty slabs beyond `reserve` bytes of free pages go back at once.
+    """Creates the context of a rank.
+
+    Args:
+        backend: name of the back end, or ``"auto"``.
+        device: index of the CUDA device.
+        page_size: bytes; 0 for the back end's smallest.
+        reserve: bytes of free pages that the context keeps; empty slabs beyond go to the device.
 
     Raises:
-        ValueError: the back end has no such pages.
+        ValueError: the back end does not support this page size.
     """
     _unclosed[:] = [one for one in _unclosed if not _closes(one)]
     try:
@@ -78,7 +84,7 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
 
 
 def device_total(cuda_device: int | None) -> int:
-    """Memory of a device in bytes; None: of the machine, or what its group may have."""
+    """Returns the bytes of a CUDA device; with None, of host memory within the cgroup limit."""
     if cuda_device is None:
         with Context("host") as context:
             return context.memory().total_bytes
@@ -88,20 +94,21 @@ def device_total(cuda_device: int | None) -> int:
 
 
 class KVMemory:
-    """Tensors of `num_blocks` blocks whose memory comes and goes.
+    """The KV tensors of a rank, whose pages are mapped and unmapped while the engine runs.
 
-    `grow`, `release` and `finished` may be called by any thread; `step_begins` and `step_ends` by
-    the thread that launches.
+    Exists in the worker's process. Any thread may call `grow`, `release`, `finished`, `move` and
+    `compact`; `step_begins`, `step_ends`, `copy` and `fence` are for the thread that launches
+    steps.
 
     Args:
-        context: where pages come from; closed by `close`.
-        num_blocks: of every tensor.
+        context: allocates the pages; closed by `close`.
+        num_blocks: blocks in each tensor.
         sizes: bytes of each tensor.
-        multiple: that the distance of two tensors of a class is of, in bytes.
-        visible: CUDA's own copies must take the addresses.
+        multiple: the distance of two tensors of a class is a multiple of this, in bytes.
+        visible: CUDA's own copies must accept the addresses.
 
     Raises:
-        TooManyMappings: `visible` beyond the card's free memory.
+        TooManyMappings: `visible`, and the tensors exceed the card's free memory.
     """
 
     def __init__(
@@ -114,24 +121,24 @@ class KVMemory:
     ) -> None:
         self.context = context
         self.geometry = Geometry.of(num_blocks, context.info.granule, sizes)
-        self._lock = reentrant_lock()  # a finalizer closes, in any thread
+        self._lock = reentrant_lock()  # a finalizer may call close in any thread
         self._parked: list[_Unmap] = []
         self._under_way: list[_Unmap] = []
         self._finished: dict[int, str] = {}
-        self._launched = 0  # the last step all of whose work is on the stream
+        self._launched = 0  # last step whose work is entirely on the stream
         self._stream: Any = None
-        self.copies: Sequence[Copies] = ()  # that need the pages, beside the steps
+        self.copies: Sequence[Copies] = ()  # whose pages must stay mapped
         self._spans: list[int] = []
-        self._begins: list[int] = []  # of the first tensor of each class
+        self._begins: list[int] = []  # offset of the first tensor of each class
         self._closed = False
-        self._users = 0  # calls under way that need the memory
-        self.account: Account | None = None  # of the device, where the scheduler is elsewhere
-        self.headroom = 0  # bytes of the device that are left for activations
-        self.resting = False  # all that no request holds is to go
+        self._users = 0  # running calls that need the memory
+        self.account: Account | None = None  # the device's, if the scheduler is on another machine
+        self.headroom = 0  # bytes of the device reserved for activations
+        self.resting = False  # `rest` waits for the scheduler
         self._rested = threading.Event()
         self._next = [0] * len(self.geometry.classes)
-        # Where only kernels touch these addresses, they need not be visible to CUDA's copies: where
-        # there is a choice, visible ones together must stay below the card's free memory.
+        # Addresses that only kernels access need not be visible to CUDA's copies. If the back end
+        # has both kinds, all visible ones together must fit in the card's free memory.
         on_gpu = context.cuda_device is not None
         plain = on_gpu and Caps.PLAIN in context.info.caps
         seen = True if visible and on_gpu else False if plain else None
@@ -144,7 +151,11 @@ class KVMemory:
         self._reservation: Reservation = context.reserve(end, visible=seen)
 
     def tensor(self, size: int) -> Any:
-        """The next tensor of so many bytes, as int8: each one of `sizes` once."""
+        """Returns the next tensor of `size` bytes, as int8; each of `sizes` is returned once.
+
+        Raises:
+            ValueError: no tensor of this size is left.
+        """
         n = size // self.geometry.num_blocks
         kind = [one.block_bytes for one in self.geometry.classes].index(n)
         index = self._next[kind]
@@ -154,19 +165,19 @@ class KVMemory:
         return self._reservation.tensor((size,), "int8", offset=self.begin(kind, index))
 
     def begin(self, kind: int, index: int) -> int:
-        """Returns where the tensor of this index in a class begins, in `buffer`."""
+        """Returns the offset in `buffer`, in bytes, of the tensor of this index in a class."""
         return self._begins[kind] + index * self._spans[kind]
 
     def span(self, kind: int) -> int:
-        """Bytes from the beginning of one tensor of a class to that of the next."""
+        """Returns the bytes from the start of a tensor of a class to the start of the next."""
         return self._spans[kind]
 
     def buffer(self) -> Any:
-        """The addresses of all tensors as one tensor of int8."""
+        """Returns a tensor of int8 over the whole reservation, gaps between tensors included."""
         return self._reservation.tensor((self._reservation.nbytes,), "int8")
 
     def _each(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
-        """Address, bytes, count and stride of each run's pieces."""
+        """Yields address, bytes, repeat count and stride in bytes for each run."""
         page = self.geometry.page_size
         for kind, first, count in runs:
             addr = self._reservation.addr + self._begins[kind] + first * page
@@ -175,10 +186,11 @@ class KVMemory:
     # ---- mapping ---------------------------------------------------------------------------------
 
     def grow(self, runs: Sequence[Run]) -> None:
-        """Maps new pages, zeros, all or none; done when it returns.
+        """Maps new pages, filled with zeros, and waits for that; maps all or none.
 
         Raises:
-            VMemError: what the driver refused; nothing changed.
+            BadHandle: the memory is closed.
+            VMemError: the driver refused; nothing changed.
         """
         with self._in_use() as is_open:
             if not is_open:
@@ -190,30 +202,36 @@ class KVMemory:
                 self.context.batch(ops)
 
     def drop(self, runs: Sequence[Run]) -> None:
-        """Unmaps at once what `grow` mapped and no step has used."""
+        """Unmaps pages that `grow` mapped and no step has used, and waits for that."""
         if runs:
             self.context.batch(self._unmaps(runs))
 
     def _unmaps(self, runs: Sequence[Run]) -> OpBatch:
         ops = OpBatch(len(runs))
         for addr, size, count, stride in self._each(runs):
-            # Holes: another rank may have done its part of a release that one rank could not do.
+            # holes=True: a release that failed on another rank is repeated on all ranks.
             ops.unmap(addr, size, count, stride, holes=True)
         return ops
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """Unmaps pages in the background, once no step up to `after_step` can touch them."""
+        """Unmaps pages in the background, once steps up to `after_step` are done.
+
+        Args:
+            number: identifies the release in the result of `finished`.
+            runs: the pages.
+            after_step: last step that may touch them.
+        """
         with self._lock:
             self._parked.append(_Unmap(number, runs, after_step))
         self._unpark()
 
     def step_begins(self, stream: Any) -> None:
-        """A step is launched from here on; `stream`: where, None on the CPU."""
+        """Called before the launch of a step on `stream`; None on the CPU."""
         with self._lock:
             self._stream = stream
 
     def step_ends(self, step: int) -> None:
-        """All work of a step is on the stream."""
+        """Called after the launch of a step: all its work is on the stream."""
         with self._lock:
             self._launched = max(self._launched, step)
             parked = bool(self._parked)
@@ -245,12 +263,12 @@ class KVMemory:
         return (event, *copies)
 
     def fence(self) -> None:
-        """Makes the steps, from here on, wait for the copies that were started."""
+        """Makes subsequent steps wait for the copies that were started."""
         for one in self.copies:
             one.fence(self._stream)
 
     def finished(self) -> dict[int, str]:
-        """Releases that ended since the last call, and what failed, ``""`` where nothing did."""
+        """Returns the releases that ended since the last call, with an error message or ``""``."""
         with self._lock:
             still = []
             for one in self._under_way:
@@ -268,16 +286,16 @@ class KVMemory:
             return found
 
     def move(self, copies: Sequence[tuple[int, int]], step: int) -> bool:
-        """Copies blocks in all tensors, after the work of all steps up to `step`.
+        """Copies blocks in all tensors, between the work of step `step` and that of the next.
 
-        None may be launched meanwhile. A step that is launched later finds the copies made.
+        No step may be launched during the call.
 
         Args:
-            copies: pairs of blocks, from and to; both have memory, and none is in two pairs.
-            step: the last one that was scheduled.
+            copies: pairs (source, destination) of backed blocks; no block is in two pairs.
+            step: the last step that was scheduled.
 
         Returns:
-            False before that is launched, and once the memory is closed: nothing was done.
+            False, without an effect, if that step is not launched yet or the memory is closed.
         """
         with self._in_use() as is_open:
             if not is_open or self._launched < step:
@@ -286,9 +304,10 @@ class KVMemory:
             return True
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks as `move` does, at this place of the step that is being launched.
+        """Copies blocks as `move` does, before the work of the step that is being launched.
 
-        All their bytes: what vLLM copies is what the first of several layers at one place uses.
+        Copies all bytes of a block. vLLM's own copy omits those that the first of several layers in
+        a region does not use.
         """
         import torch
 
@@ -311,9 +330,13 @@ class KVMemory:
     # ---- sleep -----------------------------------------------------------------------------------
 
     def rest(self, timeout: float) -> bool:
-        """Waits until the scheduler, at its next `poll`, has given back all that no request holds.
+        """Waits until the scheduler has unmapped all pages that no request holds.
 
-        At once, where nothing is mapped but the null block. False: it did not answer in time.
+        The scheduler's next `poll` sees `resting`, and calls `rested` when that is done. Returns at
+        once if only the null block is mapped.
+
+        Returns:
+            False if the scheduler did not call `rested` within `timeout` seconds.
         """
         if self.context.stats().mapped_bytes <= self.geometry.first_bytes(1):
             return True
@@ -322,7 +345,7 @@ class KVMemory:
         return self._rested.wait(timeout)
 
     def rested(self) -> None:
-        """The scheduler has."""
+        """Called for the scheduler once it has unmapped the pages; ends `rest`."""
         self.resting = False
         self._rested.set()
 
@@ -330,10 +353,10 @@ class KVMemory:
 
     @contextmanager
     def lent(self) -> Iterator[Any]:
-        """Yields a function that maps blocks of vLLM until the ``with`` block ends.
+        """Yields a function that maps the pages of blocks until the ``with`` block ends.
 
-        vLLM warms up with blocks that no scheduler has given out. Their pages are unmapped at the
-        end, after the device's work.
+        vLLM warms up with blocks that no scheduler has allocated. Their pages are unmapped at the
+        end, after the stream's work.
         """
         mapped: list[set[int]] = [set() for _ in self.geometry.classes]
         null = [set(self.geometry.pages(kind, 0)) for kind in range(len(mapped))]
@@ -359,9 +382,9 @@ class KVMemory:
     # ---- the rest --------------------------------------------------------------------------------
 
     def free(self) -> int | None:
-        """Bytes that can be mapped now: the device's, those of the pool, less `headroom`.
+        """Returns the bytes that can be mapped now, or None on the CPU.
 
-        None on the CPU.
+        They are the free bytes of the device and of the context, less `headroom`.
         """
         if self.context.cuda_device is None:
             return None
@@ -371,25 +394,33 @@ class KVMemory:
         return free + self.context.stats().free_bytes - self.headroom
 
     def fingerprint(self) -> str:
-        """A digest of which pages of which tensors are mapped: equal for ranks with equal maps."""
+        """Returns a digest of the mapped pages; ranks with the same pages mapped have the same."""
         found = hashlib.sha256()
         at = 0
         while at < self._reservation.nbytes:
             info = self._reservation.query(at)
-            if info.mapped:  # page by page: which pages are neighbours in a slab may differ
+            if info.mapped:  # page by page: runs depend on the slabs, which differ between ranks
                 pages = range(at, at + info.run_bytes, self.geometry.page_size)
                 found.update(array("q", pages).tobytes())
             at += info.run_bytes
         return found.hexdigest()
 
     def total(self) -> int:
-        """Memory of the device in bytes; on the CPU of the machine, or what its group may have."""
+        """Returns the bytes of the device; on the CPU, of host memory within the cgroup's limit."""
         return self.context.memory().total_bytes
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Empties slabs and gives them back; 0 before all steps up to `step` are launched.
+        """Moves pages out of nearly empty slabs and returns the slabs to the device.
 
-        None may be launched meanwhile. 0 as well once the memory is closed.
+        No step may be launched during the call.
+
+        Args:
+            nbytes: bytes to give back at least, as far as possible.
+            step: the last step that was scheduled.
+
+        Returns:
+            Bytes given back; 0, without an effect, if that step is not launched yet or the memory
+            is closed.
         """
         with self._in_use() as is_open:
             if not is_open or self._launched < step:
@@ -400,7 +431,7 @@ class KVMemory:
 
     @contextmanager
     def _in_use(self) -> Iterator[bool]:
-        """Keeps the memory until the block ends, though `close` is called; False: it was before."""
+        """Defers `close` until the ``with`` block ends; yields false if the memory is closed."""
         with self._lock:
             is_open = not self._closed
             self._users += is_open
@@ -414,10 +445,10 @@ class KVMemory:
                 self._give_back()
 
     def close(self) -> None:
-        """Gives all memory back; the addresses too, unless tensors over them live. Idempotent.
+        """Unmaps all pages, and frees the addresses unless tensors still use them. Idempotent.
 
-        The last of the calls under way does, if there are any: the scheduler's keeper lives longer
-        than the worker, and may be copying.
+        While other calls run, the last of them does this instead: the scheduler's keeper outlives
+        the worker, and may be copying.
         """
         with self._lock:
             if self._closed:
@@ -442,17 +473,17 @@ class KVMemory:
             for one in self.copies:
                 one.close()
         except VMemError:
-            pass  # a batch is unfinished; the end of the context gives back what is left
+            pass  # a batch is unfinished; closing the context frees the rest
         if not _closes(self.context):
             _unclosed.append(self.context)
 
 
 _unclosed: list[Context] = []
-"""Contexts with tensors that live in vLLM's layers longer than their engine."""
+"""Contexts that could not be closed, since vLLM's layers still have tensors on them."""
 
 
 def _closes(context: Context) -> bool:
-    """Closes a context, if nothing uses it any more."""
+    """Closes a context; returns false if tensors still use it."""
     try:
         context.close()
     except VMemError:

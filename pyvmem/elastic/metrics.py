@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The numbers of `vmem top`, on an inference engine's own ``/metrics``.
+"""Exports the numbers of `vmem top` on an inference engine's own ``/metrics``.
 
-The process that has the KV cache and the API server are different ones; the server reads the
-ledger.
+The API server runs in another process than the KV cache, so it reads them from the ledger.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ _lock = threading.Lock()
 
 
 def identity_of(instance: str, replica: int = 0) -> int:
-    """The identity of an engine in the ledger.
+    """Returns the number that identifies an engine's account in the ledger.
 
     Args:
-        instance: what all its processes know, and no other engine has.
-        replica: its number among several accounts of the engine.
+        instance: a string that all processes of the engine share and no other engine has.
+        replica: index of the account, if the engine has several.
     """
     digest = hashlib.sha256(f"{instance}/{replica}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1 | 1
 
 
 class _Collector:
-    """Reads the ledger on every scrape."""
+    """A prometheus_client collector that reads the ledger on each scrape."""
 
     def describe(self) -> list[Any]:
-        """Nothing: prometheus_client need not collect at registration."""
+        """Returns no metrics, so that prometheus_client does not collect at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """One family for each number."""
+        """Yields a metric family for each number, with a sample for each engine and device."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         found = list(_engines())
@@ -55,7 +54,7 @@ class _Collector:
 
 
 def _engines() -> Iterator[tuple[str, EngineInfo]]:
-    """The engines of this process; none if the ledger cannot be read."""
+    """Yields the published engines, each with its device; nothing if ledgers are unreadable."""
     try:
         for device, some in engines_in(default_folder()).items():
             yield from ((device, one) for one in some if one.identity in _identities)
@@ -63,26 +62,28 @@ def _engines() -> Iterator[tuple[str, EngineInfo]]:
         return
 
 
-def _add_to(of_files: Any) -> None:
-    """Adds the metrics to the multiprocess registry.
+def _add_to(multiprocess: Any) -> None:
+    """Makes a multiprocess collector class also collect our metrics.
 
-    SGLang's server shows it, and vLLM's, where there are several.
+    SGLang's server exports through it, and vLLM's if there are several API servers.
     """
-    collect = of_files.collect
+    collect = multiprocess.collect
 
     def collect_all(self: Any) -> Iterator[Any]:
         yield from collect(self)
         yield from _Collector().collect()
 
-    of_files.collect = collect_all
+    multiprocess.collect = collect_all
 
 
 def publish(instance: str, replicas: Iterable[int] = (0,)) -> None:
-    """Adds an engine, or several accounts of it, to this process's metrics.
+    """Adds an engine's accounts to the metrics of this process, an API server.
+
+    Does nothing without prometheus_client.
 
     Args:
         instance: as in `identity_of`.
-        replicas: the accounts' numbers.
+        replicas: indices of the accounts.
     """
     try:
         from prometheus_client import REGISTRY

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The largest of the numbers noted lately."""
+"""A sliding maximum over time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["Peak"]
 
 
 class Peak:
-    """A sliding maximum.
+    """The largest number of the last few seconds.
 
     Args:
-        seconds: a number counts for so long.
+        seconds: length of the window.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._noted: deque[tuple[float, int]] = deque()  # with the time; numbers fall
+        self._noted: deque[tuple[float, int]] = deque()  # (time, number), numbers descending
 
     def note(self, now: float, number: int) -> None:
-        """Adds a number at a time that is no earlier than the last one."""
+        """Adds a number at time `now`, in seconds; times must not decrease."""
         while self._noted and self._noted[-1][1] <= number:
             self._noted.pop()
         self._noted.append((now, number))
@@ -29,5 +29,5 @@ class Peak:
 
     @property
     def most(self) -> int:
-        """The largest; there has to be one."""
+        """The largest number in the window; `note` must have been called."""
         return self._noted[0][1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An engine's part of the memory of each GPU: its limit, and what the ledger leaves it."""
+"""Limits the bytes that an engine may map on each device, by its own limit and the ledger."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ __all__ = ["DeviceAccount", "LedgerQuota", "LocalQuota", "join_device"]
 
 
 class DeviceAccount(Protocol):
-    """The part of `Account` that is used; it may be in another process."""
+    """The part of `Account` that `LedgerQuota` uses; the account may be in another process."""
 
     @property
     def limit(self) -> int:
-        """`Account.limit`."""
+        """See `Account.limit`."""
 
     @property
     def used(self) -> int:
-        """`Account.used`."""
+        """See `Account.used`."""
 
     @property
     def asleep(self) -> bool:
-        """`Account.asleep`."""
+        """See `Account.asleep`."""
 
     def room(self, free: int | None = None) -> int:
-        """`Account.room`."""
+        """See `Account.room`."""
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
-        """`Account.take`."""
+        """See `Account.take`."""
 
     def mapped(self, nbytes: int) -> None:
-        """`Account.mapped`."""
+        """See `Account.mapped`."""
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """`Account.give`."""
+        """See `Account.give`."""
 
     def want(self, nbytes: int) -> None:
-        """`Account.want`."""
+        """See `Account.want`."""
 
     def excess(self, free: int | None = None) -> int:
-        """`Account.excess`."""
+        """See `Account.excess`."""
 
     def has_more(self, free: int | None = None) -> bool:
-        """`Account.has_more`."""
+        """See `Account.has_more`."""
 
     def report(self, **values: int) -> None:
-        """`Account.report`."""
+        """See `Account.report`."""
 
     def close(self) -> None:
-        """`Account.close`."""
+        """See `Account.close`."""
 
 
 class LocalQuota:
-    """A limit of this engine alone, without a ledger.
+    """A quota without a ledger: a fixed limit, and the free memory of the device.
 
     Args:
-        limit: bytes.
-        free: unused memory of the device, if that is known.
+        limit: bytes of each rank.
+        free: returns the free bytes of the device, or None if they are unknown.
     """
 
     def __init__(self, limit: int, free: Callable[[], int | None] = lambda: None) -> None:
@@ -70,13 +70,13 @@ class LocalQuota:
         self._free = free
 
     def room(self) -> int:
-        """Bytes that `take` would grant now."""
+        """Returns the bytes that `take` would grant now."""
         free = self._free()
         room = self.limit - self.used
         return max(0, room if free is None else min(room, free - self._pending))
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Asks for so many more bytes; if granted they are the engine's from here on."""
+        """Reserves `nbytes` more bytes for the engine; false, without an effect, if denied."""
         if nbytes > self.room():
             return False
         self.used += nbytes
@@ -84,11 +84,11 @@ class LocalQuota:
         return True
 
     def mapped(self, nbytes: int) -> None:
-        """Notes that what `take` granted is mapped now, or is about to be given back."""
+        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
         self._pending -= nbytes
 
     def give(self, nbytes: int) -> None:
-        """Takes back bytes whose pages have left."""
+        """Returns the bytes of unmapped pages."""
         self.used -= nbytes
 
     def pressure(self) -> tuple[int, bool]:
@@ -101,21 +101,21 @@ class LocalQuota:
         return False
 
     def want(self, nbytes: int) -> None:
-        """A request could not be served for lack of so many bytes; 0: none is short."""
+        """Does nothing: no other engine could give memory back."""
 
     def report(self, **values: int) -> None:
-        """Tells `vmem top`."""
+        """Does nothing: `vmem top` shows ledgers only."""
 
     def close(self) -> None:
-        """The engine is gone."""
+        """Does nothing."""
 
 
 class LedgerQuota:
-    """An engine's accounts, one for each device that it runs on.
+    """A quota by the ledgers of all devices of an engine, in bytes of one rank.
 
     Args:
-        accounts: with the number of ranks on that device.
-        free: unused memory of the device, of the rank that has least.
+        accounts: an account for each device, with the number of ranks on it.
+        free: returns the free bytes of the device that has the least, or None if they are unknown.
     """
 
     def __init__(
@@ -128,22 +128,22 @@ class LedgerQuota:
 
     @property
     def limit(self) -> int:
-        """Bytes of one rank."""
+        """Bytes that one rank may have, at most."""
         return min(account.limit // ranks for account, ranks in self._accounts)
 
     @property
     def used(self) -> int:
-        """Bytes of one rank."""
+        """Bytes that one rank has."""
         account, ranks = self._accounts[0]
         return account.used // ranks
 
     def room(self) -> int:
-        """Bytes that `take` would grant now."""
+        """Returns the bytes that `take` would grant now."""
         free = self._free()
         return min(account.room(free) // ranks for account, ranks in self._accounts)
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Asks for so many more bytes, on every device or on none."""
+        """Reserves `nbytes` more bytes a rank, on all devices or on none; false if denied."""
         free = self._free()
         taken: list[tuple[DeviceAccount, int]] = []
         for account, ranks in self._accounts:
@@ -156,19 +156,20 @@ class LedgerQuota:
         return True
 
     def mapped(self, nbytes: int) -> None:
-        """Notes that what `take` granted is mapped now, or is about to be given back."""
+        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
         for account, ranks in self._accounts:
             account.mapped(nbytes * ranks)
 
     def give(self, nbytes: int) -> None:
-        """Takes back bytes whose pages have left."""
+        """Returns `nbytes` of each rank, whose pages are unmapped, to the ledgers."""
         for account, ranks in self._accounts:
             account.give(nbytes * ranks)
 
     def pressure(self) -> tuple[int, bool]:
-        """Bytes that the engine should give back: above its limit, or that another one needs.
+        """Returns the bytes that each rank should give back, and whether to stop admitting.
 
-        And whether another engine is short while this one has more than a fair part.
+        The bytes exceed the limit or are needed by another engine. The flag is true if another
+        engine is short of memory while this engine has more than its fair share.
         """
         free = self._free()
         excess = max(-(-account.excess(free) // ranks) for account, ranks in self._accounts)
@@ -180,18 +181,18 @@ class LedgerQuota:
         return any(account.asleep for account, _ in self._accounts)
 
     def want(self, nbytes: int) -> None:
-        """A request could not be served for lack of so many bytes; 0: none is short."""
+        """Posts that a request lacks `nbytes` bytes on each rank; 0 withdraws that."""
         for account, ranks in self._accounts:
             account.want(nbytes * ranks)
 
     def report(self, **values: int) -> None:
-        """Tells `vmem top`; bytes are of one rank."""
+        """Posts the numbers that `vmem top` shows; bytes and handles are of one rank."""
         for account, ranks in self._accounts:
             scale = {"in_use", "cached", "handles", "host_cached"}
             account.report(**{k: v * ranks if k in scale else v for k, v in values.items()})
 
     def close(self) -> None:
-        """The engine is gone."""
+        """Leaves the ledgers."""
         for account, _ in self._accounts:
             account.close()
 
@@ -199,18 +200,18 @@ class LedgerQuota:
 def join_device(
     device: str, folder: Path | None, name: str, *, unique: bool, capacity: int, **terms: int
 ) -> Account:
-    """An account in the ledger of a device of this machine.
+    """Opens an account for an engine in the ledger of a device of this machine.
 
     Args:
-        device: its name.
-        folder: of the ledgers; None: the default.
-        name: of the engine.
-        unique: a name that is taken is an error; else a number is added to it.
-        capacity: of the device, where its ledger does not exist.
-        terms: the rest of what `Ledger.join` takes.
+        device: UUID of the device, or ``"host"``.
+        folder: folder of the ledgers; None for the default.
+        name: name of the engine.
+        unique: fail if the name is taken; otherwise a number is appended to it.
+        capacity: bytes for all engines, if the ledger has to be created; 0 for the device's.
+        terms: further arguments of `Ledger.join`.
 
     Raises:
-        VMemError: as `Ledger` and `Ledger.join`.
+        VMemError: from `Ledger` and `Ledger.join`.
     """
     ledger = Ledger(device, capacity, folder)
     number = 1

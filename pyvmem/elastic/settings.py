@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""Reads what the environment says about an engine's elastic pool.
+"""Parses the environment variables of an engine's elastic pool.
 
     VMEM_VLLM=1          vLLM uses the pool; VMEM_SGLANG=1: SGLang does
     VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
-    VMEM_PAGE_SIZE       bytes of a page; default: 2M where much can be mapped and on the back end
-                         cuda, otherwise 64K
-    VMEM_LIMIT           most bytes of one GPU behind the KV cache; default: what its GPU has
-    VMEM_FLOOR           bytes of each GPU that other engines leave to this one; default 0
+    VMEM_PAGE_SIZE       bytes of a page; default: 2M if much can be mapped, and on the back end
+                         cuda; otherwise 64K
+    VMEM_LIMIT           most bytes of one GPU for the KV cache; default: the GPU's memory
+    VMEM_FLOOR           bytes of each GPU that other engines must leave to this one; default 0
     VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit;
-                         more after steps that took more; 0: nothing is
+                         more after steps that took more; 0: none
     VMEM_IDLE            seconds after which unused memory is given back; default 1
-    VMEM_PREFIX          most bytes that idle prefixes may hold; default: until somebody needs them
+    VMEM_PREFIX          most bytes that idle prefixes may hold; default: no limit
     VMEM_NAME            the engine's name, for `vmem top` and `vmem limit`; default: the model's
     VMEM_LEDGER          folder of the ledger that engines share; "off": none
     VMEM_CAPACITY        bytes for all engines of a device together; default: the ledger's
     VMEM_HOST_LIMIT      most bytes of host memory for KV offloading, of all engines in the ledger's
-                         folder together; default: any
-    VMEM_VISIBLE=1       CUDA's own copies take the KV cache's addresses, as some connectors need
-                         (vLLM); all such memory together must stay below what the card has free
+                         folder together; default: no limit
+    VMEM_VISIBLE=1       CUDA's own copies accept the KV cache's addresses, as some vLLM connectors
+                         need; all such memory together must fit in the card's free memory
 
 Sizes take K, M, G, T (powers of 1024): 20G, 1.5G, 512M.
 """
@@ -39,7 +39,7 @@ from pyvmem.plumbing.units import parse_bytes
 
 __all__ = ["Settings"]
 
-_PAGES = (4 << 10, 1 << 30)  # the least and the most of any back end
+_PAGES = (4 << 10, 1 << 30)  # least and greatest page size of any back end
 
 
 def _seconds(text: str, name: str) -> float:
@@ -57,18 +57,18 @@ class Settings:
     """The variables above, read once in each process.
 
     Attributes:
-        backend: ``""``: by the device that vLLM runs on.
-        page_size: 0: as `pyvmem.elastic.choice` has it.
-        limit: None: none of its own.
+        backend: ``""`` to choose by the engine's device.
+        page_size: bytes; 0 to let `pyvmem.elastic.choice` decide.
+        limit: bytes; None for the device's memory.
         floor: bytes.
-        reserve: None: the default.
+        reserve: bytes; None for the default.
         idle: seconds.
-        prefix: None: no cap.
-        name: ``""``: the model's.
-        capacity: 0: as much as the device has.
-        host_limit: 0: any.
-        ledger: folder, ``""`` for the default, None for none.
-        visible: CUDA's own copies take the addresses.
+        prefix: bytes; None for no limit.
+        name: ``""`` for the model's name.
+        capacity: bytes; 0 for the ledger's.
+        host_limit: bytes; 0 for no limit.
+        ledger: folder of the ledgers; ``""`` for the default, None to use no ledger.
+        visible: CUDA's own copies accept the KV cache's addresses.
     """
 
     backend: str = ""
@@ -86,19 +86,19 @@ class Settings:
 
     @property
     def folder(self) -> Path:
-        """The folder of ledgers, also where none is used."""
+        """The folder of ledgers, even if the engine uses none: sockets are created there."""
         return Path(self.ledger) if self.ledger else default_folder()
 
     @staticmethod
     def asked(name: str, env: Mapping[str, str] = os.environ) -> bool:
-        """Tells if a switch is on; an engine's own switch is also read where the pool is not used.
+        """Returns true if a switch, such as ``VMEM_VLLM``, is 1.
 
         Args:
-            name: of the variable.
-            env: where to look.
+            name: name of the variable.
+            env: the environment.
 
         Raises:
-            ValueError: it is neither 1 nor 0.
+            ValueError: the value is neither 1, 0 nor empty.
         """
         switch = env.get(name, "")
         if switch not in ("", "0", "1"):
@@ -107,7 +107,7 @@ class Settings:
 
     @classmethod
     def asks_visible(cls, env: Mapping[str, str] = os.environ) -> bool:
-        """Tells if CUDA's own copies take the addresses: asked for, or what cuMem* gives.
+        """Returns true if CUDA's own copies must accept the addresses, or do so with cuMem* anyway.
 
         Raises:
             ValueError: VMEM_VISIBLE is neither 1 nor 0.
@@ -116,10 +116,10 @@ class Settings:
 
     @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> Settings:
-        """Reads and checks them.
+        """Reads and checks all variables.
 
         Raises:
-            ValueError: one that is malformed, or a limit below the floor.
+            ValueError: a variable is malformed, or they contradict each other.
         """
 
         def size(name: str) -> int | None:
@@ -172,10 +172,10 @@ class Settings:
         )
 
     def check_device(self, total: int) -> None:
-        """Compares with the memory of a device, `total` bytes, or a rank's part of it.
+        """Checks limit and floor against `total`: the bytes of a device, or a rank's part of them.
 
         Raises:
-            ValueError: a limit or a floor above that.
+            ValueError: the limit or the floor exceeds `total`.
         """
         for name, value in (("VMEM_LIMIT", self.limit), ("VMEM_FLOOR", self.floor)):
             if value is not None and value > total:

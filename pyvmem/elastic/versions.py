@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""An engine's versions that a plug-in works with.
+"""Decides whether a plug-in supports the installed version of an engine.
 
-A version that nobody has run has to have all that the plug-in uses of the engine. It is refused
-with what it lacks, and otherwise tried.
+A known version is accepted. An unknown one is refused if its source lacks a symbol that the plug-in
+uses, and otherwise accepted with a warning.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pyvmem.elastic.hooks import Hook, Source, missing
+from pyvmem.elastic.engine_source import Source, Symbol, missing
 
 __all__ = ["UnknownVersion", "Versions"]
 
 
 class UnknownVersion(RuntimeError):
-    """A version of an engine that lacks something, or is too old."""
+    """The engine's version lacks a symbol that the plug-in uses, or is too old."""
 
 
 class Versions:
-    """The versions of one engine.
+    """The supported versions of one engine.
 
     Args:
-        package: the engine's, such as ``vllm``.
-        known: by version, ascending, where it was run; all with as many numbers, which are those
-            that count.
-        hooks: names that the plug-in uses.
+        package: the engine's Python package, such as ``vllm``.
+        known: maps each known version, ascending, to what was run with it. All have the same number
+            of components; further components of a version are ignored.
+        symbols: those that the plug-in uses.
     """
 
-    def __init__(self, package: str, known: Mapping[str, str], hooks: Iterable[Hook]) -> None:
-        self._package, self._known, self._hooks = package, known, hooks
+    def __init__(self, package: str, known: Mapping[str, str], symbols: Iterable[Symbol]) -> None:
+        self._package, self._known, self._symbols = package, known, symbols
         first, last = next(iter(known)), list(known)[-1]
         self._oldest = tuple(map(int, first.split(".")))
         self._named = f"known: {first}" + (f" to {last}" if last != first else "")
@@ -44,22 +44,22 @@ class Versions:
 
     @functools.cached_property
     def lacks(self) -> tuple[str, ...]:
-        """Names what the installed version lacks."""
+        """The symbols that the installed version lacks."""
         found = importlib.util.find_spec(self._package)
         folders = found.submodule_search_locations if found else None
         if not folders:
             return ("its source",)
-        return tuple(missing(Source(Path(folders[0]), self._package), self._hooks))
+        return tuple(missing(Source(Path(folders[0]), self._package), self._symbols))
 
     def check(self, version: str, *, warn: bool = False) -> None:
-        """Refuses a version that cannot work.
+        """Raises an exception unless the version is known, or is newer and lacks no symbol.
 
         Args:
-            version: as the package's ``__version__`` says it.
-            warn: say so, once in a process, where the version is tried that nobody has run.
+            version: the package's ``__version__``.
+            warn: log a warning, once per process, if the version is unknown.
 
         Raises:
-            UnknownVersion: the text says what it lacks, and what to do.
+            UnknownVersion: names the missing symbols and the remedy.
         """
         number = self._number.match(version)
         if number and ".".join(number.groups()) in self._known:
@@ -77,8 +77,8 @@ class Versions:
         if warn and version not in self._tried:
             self._tried.add(version)
             self._log.warning(
-                "vmem: nobody has run %s %s with this pyvmem (%s); it has all that the pool uses "
-                "of it, and is tried",
+                "vmem: %s %s was never tested with this pyvmem (%s); it has all internals that the "
+                "pool uses, so the pool is enabled",
                 self._package,
                 version,
                 self._named,

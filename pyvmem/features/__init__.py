@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cache's features and what they require of a back end; calls are checked against these."""
+"""The cache's features, and the capabilities that each requires of a back end."""
 
 from pyvmem.features.feature import BackEnd, Feature, require_page_size
 from pyvmem.features.record import Probed, about

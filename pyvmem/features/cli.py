@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem features``: the features this machine's back ends support, and what is missing."""
+"""``vmem features``: shows which features this machine's back ends support."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pyvmem.plumbing.paths import write_text, written
 __all__ = ["FORMAT", "add_parser", "run", "survey"]
 
 FORMAT = 1
-"""Version of the file's layout."""
+"""Version of the JSON format."""
 
 
 def add_parser(sub: Any) -> None:
     """Adds ``vmem features``."""
     parser: argparse.ArgumentParser = sub.add_parser(
-        "features", help="what works on the back ends of this machine", description=__doc__
+        "features", help="the features that this machine's back ends support", description=__doc__
     )
     add = parser.add_argument
     text = "CUDA ordinals, separated by commas (default: 0)"
     add("--devices", type=_ordinals, default=(0,), metavar="N,...", help=text)
-    add("--json", action="store_true", help="print the table and what each back end said as JSON")
+    add("--json", action="store_true", help="print table and back ends as JSON")
     add("--out", type=written, metavar="FILE", help="write that JSON there")
     parser.set_defaults(run=run)
 
@@ -42,14 +42,14 @@ def _ordinals(text: str) -> tuple[int, ...]:
 
 
 def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
-    """Opens every back end to prove that it works; returns a record for each.
+    """Opens a context on every back end, and returns a record for each.
 
     Args:
-        devices: CUDA ordinals, the first one holds the pages.
+        devices: CUDA ordinals; the first one has the pages.
 
     Returns:
-        In the order of ``"auto"``, ``backend``, ``usable`` and, where it is, what `about` reports;
-        else ``reason``.
+        Records in the order of ``"auto"``, with ``backend``, ``usable``, and the result of `about`
+        if it is usable, otherwise ``reason``.
     """
     records = []
     for name in _native.backend_names():
@@ -63,7 +63,7 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
 
 
 def _rows(backends: list[Probed]) -> list[dict[str, Any]]:
-    """The table of what each feature lacks on each back end."""
+    """Returns a record for each feature, with the requirements that each back end lacks."""
     return [
         {
             "key": one.key,

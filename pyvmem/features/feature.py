@@ -19,18 +19,18 @@ _MEANING = {
     "VMEM_CAP_ALIAS": "one page at several addresses",
     "VMEM_CAP_READONLY": "read-only mappings",
     "VMEM_CAP_SPARSE": "reservations whose unmapped parts read as zeros",
-    "VMEM_CAP_SPARSE_ATOMIC": "pages that replace these zeros with no invalid moment between",
+    "VMEM_CAP_SPARSE_ATOMIC": "pages that replace these zeros atomically",
     "VMEM_CAP_HOST_PAGES": "pages in host memory",
     "VMEM_CAP_PEER": "pages in a peer device",
 }
 
 
 class BackEnd(Protocol):
-    """The properties of an opened back end: a `pyvmem.ContextInfo`, or a saved record."""
+    """The properties of a back end: a `pyvmem.ContextInfo`, or a `Probed` record."""
 
     @property
     def backend(self) -> str:
-        """Its name."""
+        """Name of the back end."""
 
     @property
     def caps(self) -> Caps:
@@ -38,11 +38,11 @@ class BackEnd(Protocol):
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """The page sizes in bytes."""
+        """Its page sizes, in bytes."""
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices it was opened on."""
+        """CUDA ordinals that it was opened on."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Feature:
     """A row of the table.
 
     Attributes:
-        key: its unique name in files.
-        name: the field's term for it.
-        source: the system that introduced it; "vmem": this project.
-        calls: the calls or options that use it.
-        caps: the capabilities it requires.
-        page_sizes: page sizes it requires, in bytes.
-        devices: the minimum number of devices of the context.
-        packages: additional Python packages it needs.
+        key: unique name in files.
+        name: description in the table.
+        source: the system that introduced it; "vmem" for this project.
+        calls: calls or options that use it.
+        caps: required capabilities.
+        page_sizes: required page sizes, in bytes.
+        devices: minimum number of devices of the context.
+        packages: required Python packages.
     """
 
     key: str
@@ -70,7 +70,7 @@ class Feature:
     packages: tuple[str, ...] = ()
 
     def lacks(self, info: BackEnd) -> list[str]:
-        """Requirements that the back end does not meet; empty if the feature works there."""
+        """Lists the requirements that a back end does not meet; empty if it supports this."""
         caps = (cap for cap in Caps if cap in self.caps and cap not in info.caps)
         sizes = (size for size in self.page_sizes if size not in info.page_sizes)
         few = len(info.devices) < self.devices
@@ -81,11 +81,11 @@ class Feature:
         ]
 
     def lacks_packages(self) -> list[str]:
-        """Required packages that are not installed here."""
+        """Lists the required packages that are not installed."""
         return [f"package {name}" for name in self.packages if find_spec(name) is None]
 
     def needs(self) -> list[str]:
-        """All requirements that `lacks` and `lacks_packages` check."""
+        """Lists all requirements that `lacks` and `lacks_packages` check."""
         nothing = Probed("", _NONE, (), ())
         return self.lacks(nothing) + [f"package {name}" for name in self.packages]
 
@@ -93,11 +93,11 @@ class Feature:
         """Raises if the back end does not support the feature.
 
         Args:
-            info: of the context.
+            info: properties of the context.
             what: the call or option, as the user wrote it.
 
         Raises:
-            NotSupported: the text names the back end and what it lacks.
+            NotSupported: names the back end and the requirements that it lacks.
         """
         if lacks := self.lacks(info):
             named = (f"{one} ({_MEANING[one]})" if one in _MEANING else one for one in lacks)

@@ -12,7 +12,7 @@ __all__ = ["Probed", "about"]
 
 
 def about(info: ContextInfo) -> dict[str, Any]:
-    """The properties of a context to save, as JSON data."""
+    """Returns the properties of a context to save, as JSON data."""
     return {
         "backend": info.backend,
         "driver": info.driver,
@@ -26,7 +26,7 @@ def about(info: ContextInfo) -> dict[str, Any]:
 
 
 _RENAMED = {"CONSOLIDATE": "JOIN"}
-"""Names of capabilities in kept records, where they have others now."""
+"""Current names of capabilities, by the names in old records."""
 
 
 @dataclass(frozen=True)

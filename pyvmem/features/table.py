@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The features, with the requirements by which the cache refuses calls.
+"""The table of features, with their requirements.
 
-The cache refuses by these rows. Calls of a context (create, map, retain) are refused by libvmem
-itself, by the same capabilities; a test compares every row with actual behaviour.
+The cache refuses calls by this table. libvmem refuses calls of a context (create, map, retain) by
+the same capabilities; a test compares every row with actual behaviour.
 """
 
 from __future__ import annotations
@@ -157,4 +157,4 @@ FEATURES: tuple[Feature, ...] = (
         "KVCacheConfig(window=)",
     ),
 )
-"""In the order in which they are shown."""
+"""All features, in the order of the table."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Picks a layout for a model, a workload and a memory, and says why.
+"""Picks a layout for a model, a workload and an amount of memory, with the reason.
 
 The rule, in order:
 
 1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration take at most
    half of an iteration, in which they run in the background.
 2. Of these, the layouts within 1 % of the best score: batch size divided by attention time once the
-   memory is full (`pyvmem.layouts.entries`). On a full card, whatever of a request does not fill
-   2 MB blocks is slow to read where layers share a tensor and pages are smaller.
+   memory is full (`pyvmem.layouts.entries`). On a full card, the part of a request that does not
+   fill 2 MB blocks is slow to read if layers share a tensor and pages are smaller.
 3. Of these, the fewest map calls, then the smallest group, then the smallest page.
 """
 
@@ -40,9 +40,9 @@ CALL_US = {"stock": 13.0, "cuda": 24.6, "uvm": 0.0}
 """Microseconds of a map call of one run, by back end.
 
 Measured on an H200: `stock` one ioctl; `cuda` create, map and set access of 2 MB. `uvm` makes one
-call for a whole step, which no hardware has timed yet: 0 leaves rule 1 out. The driver makes the
-calls of several processes one after the other: where all ranks of a machine map at once, a call
-takes as many times as long (`vmem bench devices`).
+call for a whole step, which was not timed yet: 0 disables rule 1. The driver serializes the calls
+of several processes: if all n ranks of a machine map at once, a call takes n times as long
+(`vmem bench devices`).
 """
 
 _CLOSE = 0.01  # of the largest batch
@@ -50,7 +50,10 @@ _HIDDEN = 0.5  # of an iteration
 
 
 def call_us(backend: str, ranks: int = 1) -> float:
-    """Upper bound of `CALL_US` on this many ranks; an unmeasured back end counts as `stock`."""
+    """Returns the microseconds of a map call, at most, when this many ranks map at once.
+
+    A back end that was not measured counts as `stock`.
+    """
     return ranks * CALL_US.get(backend, CALL_US["stock"])
 
 
@@ -60,8 +63,8 @@ class Limits:
 
     Attributes:
         call_us: microseconds of a map call; see `call_us`.
-        iteration_ms: of a decode iteration of the whole batch.
-        max_group: most layers in one tensor; more than the default were not measured.
+        iteration_ms: milliseconds of a decode iteration of the whole batch.
+        max_group: the most layers in one tensor; more than the default were not measured.
     """
 
     call_us: float = CALL_US["stock"]
@@ -75,8 +78,8 @@ class Advice:
 
     Attributes:
         best: the recommended layout.
-        costs: of every layout considered, in the order given.
-        why: one sentence.
+        costs: costs of every layout considered, in the order given.
+        why: the reason, in one sentence.
     """
 
     best: Cost
@@ -90,9 +93,10 @@ def choices(
     runs: Iterable[int] = (1,),
     max_group: int = 0,
 ) -> list[Choice]:
-    """All layouts: every divisor of the layers (up to `max_group`; 0: all) x page x run.
+    """Lists all layouts: each combination of group size, page size and run.
 
-    With several kinds of layers: common divisors of the number of layers of each kind.
+    Group sizes are the common divisors of the number of layers of each kind, up to `max_group` (0:
+    no limit).
     """
     layers, sizes, lengths = shape.largest_group, list(page_sizes), list(runs)
     groups = [
@@ -102,7 +106,7 @@ def choices(
 
 
 def mapping_ms(one: Cost, limits: Limits) -> float:
-    """Milliseconds of map calls in an iteration of the layout's own batch."""
+    """Returns the milliseconds of map calls in an iteration of the layout's own batch."""
     return one.batch * one.calls_per_token * limits.call_us / 1e3
 
 
@@ -114,18 +118,18 @@ def advise(
     limits: Limits | None = None,
     overread_rows: int = 0,
 ) -> Advice:
-    """Picks a layout.
+    """Picks a layout by the rules at the top of this module.
 
     Args:
         shape: the model, on one rank.
         requests: the workload.
-        memory_bytes: for keys and values, on this rank.
-        considered: layouts; None: `choices` of the shape with `limits.max_group`.
-        limits: None: `stock`'s.
+        memory_bytes: bytes for keys and values, on this rank.
+        considered: layouts to choose from; None for `choices` with `limits.max_group`.
+        limits: bounds of a layout; None for those of `stock`.
         overread_rows: as in `KVCacheConfig`.
 
     Raises:
-        InvalidArgument: as `cost`, or nothing to choose from.
+        InvalidArgument: from `cost`; or no layout is within `limits.max_group`.
     """
     limits = limits or Limits()
     if considered is None:
@@ -150,12 +154,12 @@ def _worth(one: Cost) -> float:
 
 
 def _trouble(one: Cost) -> tuple[float, int, int]:
-    calls = float(f"{one.calls_per_token:.2g}")  # a closer difference is none
+    calls = float(f"{one.calls_per_token:.2g}")  # smaller differences do not count
     return calls, one.choice.group_size, one.choice.page_size
 
 
 def name(choice: Choice) -> str:
-    """Describes the layout in words."""
+    """Returns a layout's name, such as "a tensor per layer, 64 KB pages"."""
     size = choice.page_size
     page = f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
     group = (

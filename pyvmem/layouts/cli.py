@@ -40,15 +40,14 @@ from pyvmem.plumbing.validation import invalid
 __all__ = ["RESERVE", "add_parser", "budget", "run"]
 
 RESERVE = 0.1
-"""The part of a GPU's memory that is for neither weights nor keys and values.
+"""The fraction of a GPU's memory for activations, the CUDA context and libraries.
 
-Activations, the CUDA context and libraries: what engines leave by default (vLLM's
-``gpu_memory_utilization`` of 0.9).
+Engines leave the same by default (vLLM's ``gpu_memory_utilization`` of 0.9).
 """
 
 
 def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
-    """Bytes for keys and values on each rank: memory minus the `reserve` fraction and weights.
+    """Returns the bytes for keys and values on each rank: `memory` without reserve and weights.
 
     Raises:
         InvalidArgument: nothing is left.
@@ -69,9 +68,9 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand to ``argparse`` subparsers."""
     parser = sub.add_parser(
         "layouts",
-        help="what layouts of the KV cache cost, and which to take",
-        description="Lists what every layout (layers that share a tensor x page size) costs a "
-        "model and a workload, and picks one. Needs no GPU.",
+        help="the cost of each KV cache layout, and the best layout",
+        description="Lists the cost of each layout (layers that share a tensor x page size) for a "
+        "model and a workload, and picks the best. Needs no GPU.",
     )
     add = parser.add_argument
     add("--model", default="Llama-3-8B", help=f"{', '.join(SHAPES)}, or a config.json")
@@ -97,10 +96,10 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command.
+    """Prints the costs and the best layout; returns 0.
 
     Raises:
-        BadUsage: no such model, not a trace, or no layout exists for the combination.
+        BadUsage: an unknown model, an invalid trace, or no layout fits.
     """
     try:
         return _run(args)
@@ -153,7 +152,7 @@ def _document(
 
 
 def _kinds(shape: ModelShape) -> str:
-    """Describes the groups of equal layers in words."""
+    """Describes the groups of equal layers, for the table's head."""
     words = []
     for config in shape.configs():
         if config.state:

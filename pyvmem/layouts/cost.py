@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The cost of a layout: layers per tensor, page size, and pages mapped per call.
+"""Computes the cost of a layout: layers per tensor, page size, and pages mapped per call.
 
 A running request holds its prompt and the tokens generated so far: in iteration k (from 0),
-``context + k`` tokens. Means are over all iterations of all requests of the workload, so that a
-request counts for as long as it holds memory. With M bytes for keys and values, and m bytes held by
-a request on average, M / m requests run concurrently in the long run (Little's law).
+``context + k`` tokens. Means are over all iterations of all requests of the workload, so a request
+counts for as long as it holds memory. With M bytes for keys and values, and m bytes held by a
+request on average, M / m requests run concurrently in the long run (Little's law).
 
 Costs are summed over the groups of equal layers. Layers with a window hold the whole prompt in the
 first iteration, as after a prefill in one step; then the window at the end of the last whole block,
@@ -44,8 +44,8 @@ class Choice:
             kind.
         page_size: bytes, a power of two.
         run: pages mapped with one call when a request grows, and wasted until it fills them; a
-            power of two. 1: as `KVCache` grows, by up to `KVCacheConfig.growth_fraction` of what a
-            request has, which others get back when they are short of memory.
+            power of two. 1 for the growth of `KVCache`: up to `KVCacheConfig.growth_fraction` of a
+            request's pages, which are reclaimed when memory is short.
     """
 
     group_size: int
@@ -68,13 +68,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of a request, averaged; bytes.
+    """Average bytes of a running request.
 
     Attributes:
-        mapped: physical memory.
-        used: rows that hold tokens; for a window, the rows visible to the next token.
-        large: the part of `mapped` in whole 2 MB blocks, mapped by entries of that size; 0 for a
-            window, whose blocks do not stay whole.
+        mapped: bytes of physical memory.
+        used: bytes of rows that hold tokens; with a window, of rows visible to the next token.
+        large: the part of `mapped` in whole 2 MB blocks, mapped by large entries; 0 with a
+            window, which unmaps parts of its blocks.
     """
 
     mapped: float
@@ -88,22 +88,22 @@ class Cost:
 
     Attributes:
         choice: the layout.
-        tensors: virtual tensors; each growth maps in every one.
+        tensors: number of virtual tensors; each growth maps pages in all of them.
         held: average memory of a running request.
-        waste_bound: a request wastes less than this: the bytes of one growth, and of the rows that
-            a kernel may read past its length; with a window also of a page, the rows before it and
-            a sharing unit.
+        waste_bound: upper bound of the bytes that a request wastes: a growth, and the rows that a
+            kernel may read past its length; with a window also a page, the rows before the window
+            and a block.
         tokens_per_growth: tokens that fit into a growth, on average.
         calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
             `host`), without the unmaps behind a window. `uvm` maps everything a step needs with one
             call.
-        sharing_unit: tokens per block, the granularity of sharing: only there do a row and a page
-            end together. 0: nothing is shared, since states are not.
-        page_table_bytes: of the GPU's last level, for an average request.
-        books_bytes: kernel memory that `stock` needs for it at most, when every growth was mapped
-            by itself; much less where a prompt was mapped in runs. `uvm` needs about 28 bytes a
-            page.
-        batch: concurrent requests in the given memory.
+        sharing_unit: tokens per block, the granularity of sharing: a row and a page end together
+            only at multiples of it. 0 if a layer has a state, since states are not shared.
+        page_table_bytes: bytes of the last level of the GPU's page table for an average request.
+        books_bytes: upper bound of the kernel memory that `stock` needs for an average request,
+            if every growth was mapped by itself; much less if a prompt was mapped in runs. `uvm`
+            needs about 28 bytes a page.
+        batch: number of concurrent requests in the given memory.
         attention: decode attention time once that memory is full, whole blocks of 2 MB mapped by
             large entries, relative to cudaMalloc memory with a tensor per layer; see
             `pyvmem.layouts.entries`.
@@ -133,7 +133,7 @@ class Cost:
 
 
 def page_table_bytes(page_size: int) -> int:
-    """Bytes of the GPU's page table for a page.
+    """Returns the bytes of the GPU's page table for a page.
 
     Entries have 8 bytes. 128 and 256 KB are two and four neighbouring entries of 64 KB; a page
     of 2 MB is one entry of the level above, of which the hardware reads 16 bytes.
@@ -146,9 +146,9 @@ def page_table_bytes(page_size: int) -> int:
 def layouts_of(
     shape: ModelShape, choice: Choice, longest: int, overread_rows: int = 0
 ) -> list[Layout]:
-    """The cache's own page arithmetic for a request of up to `longest` tokens, per layer group.
+    """Returns the cache's `Layout` of each layer group, for requests of up to `longest` tokens.
 
-    A run counts as a page, because the request grows by runs. `overread_rows` are mapped past its
+    A run counts as a page, since a request grows by runs. `overread_rows` rows are mapped past its
     prompt.
     """
     configs = shape.configs(
@@ -161,11 +161,11 @@ def layouts_of(
 
 
 def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Request]) -> Held:
-    """Average memory of a running request; see the top of this file.
+    """Returns the average memory of a running request; see the top of this module.
 
     Args:
         layout: its pages are the growth steps of the request.
-        page_size: of the pages unmapped behind a window.
+        page_size: bytes of the pages that are unmapped behind a window.
         unit: tokens per block; the window advances by whole blocks.
         requests: the workload.
     """
@@ -196,12 +196,12 @@ def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Reques
 
 
 def _whole(pages: int, block: int) -> int:
-    """Return how many of `pages` pages are in whole blocks; 0: no blocks."""
+    """Rounds `pages` down to a multiple of `block`; returns 0 if `block` is 0."""
     return pages // block * block if block else 0
 
 
 def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
-    """Pages unmapped behind the window when a request decodes the last of `tokens`."""
+    """Returns the pages unmapped behind the window when a request decodes the last of `tokens`."""
     config = layout.config
     if not config.window:
         return 0
@@ -210,10 +210,10 @@ def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
 
 
 def _longest_run(each: float, choice: Choice) -> int:
-    """Pages that a request grows by at most; `each`: bytes that it has in a tensor.
+    """Returns the most pages that a request with `each` bytes in a tensor grows by.
 
-    As the cache does with memory that is full to `KVCacheConfig.low_watermark`: half of what is
-    free is for surplus pages, and a run is 2 MB at most.
+    Assumes memory that is full to `KVCacheConfig.low_watermark`: the cache then uses half of the
+    free memory for surplus pages, and a run is 2 MB at most.
     """
     if choice.run > 1:
         return 1  # the layouts' pages are runs
@@ -222,7 +222,7 @@ def _longest_run(each: float, choice: Choice) -> int:
 
 
 def _calls(layout: Layout, longest_run: int, requests: Sequence[Request]) -> float:
-    """Map calls for a token that requests generate, on average, in the layout's tensors."""
+    """Returns the average map calls per generated token, in all tensors of the layout."""
     fraction = KVCacheConfig.growth_fraction
     runs = (
         min(longest_run, _floor_power(int(pages * fraction))) for pages in range(layout.slot_pages)
@@ -236,12 +236,12 @@ def _calls(layout: Layout, longest_run: int, requests: Sequence[Request]) -> flo
 
 
 def _floor_power(value: int) -> int:
-    """The greatest power of two up to a number; at least 1."""
+    """Returns the greatest power of two up to `value`; at least 1."""
     return 1 << max(1, value).bit_length() - 1
 
 
 def _most_waste(layout: Layout, choice: Choice, unit: int) -> int:
-    """Bytes; see `Cost.waste_bound`."""
+    """Returns the bytes of `Cost.waste_bound` for one layer group."""
     config = layout.config
     if layout.state:
         return (layout.slot_pages * layout.page_size - layout.row_bytes) * layout.num_tensors
@@ -258,17 +258,18 @@ def cost(
     memory_bytes: int,
     overread_rows: int = 0,
 ) -> Cost:
-    """Computes the cost of `choice`.
+    """Computes the cost of a layout for a model and a workload.
 
     Args:
         shape: the model, on one rank.
         choice: the layout.
         requests: the workload, at least one request.
-        memory_bytes: for keys and values, on this rank.
-        overread_rows: as in `KVCacheConfig`; a request wastes what its tokens have not reached.
+        memory_bytes: bytes for keys and values, on this rank.
+        overread_rows: as in `KVCacheConfig`; rows that a request has not filled are waste.
 
     Raises:
-        InvalidArgument: a group size that does not divide the layers, no request, no memory.
+        InvalidArgument: the group size does not divide the layers, or there is no request or no
+            memory.
     """
     if not requests:
         raise invalid("a workload must have at least one request", op="cost")

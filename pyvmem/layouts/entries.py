@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Attention time by page-table entry size, cache size and layers per tensor.
+"""Estimates attention time from page-table entry size, cache size and layers per tensor.
 
 A decode step reads every page of a layer's tensors once a layer. A tensor that g layers share is
 swept g times, each time for a g-th of every page. An H100's TLBs hold about 8 GiB of entries of
@@ -35,24 +35,24 @@ _SMALL: dict[int, _Curve] = {
 _LARGE = {1: 1.0, 4: 1.02, 8: 1.02, 16: 1.02, 32: 1.02}
 
 MEASURED_GROUPS = max(_SMALL)
-"""Most layers in a tensor that were measured."""
+"""The most layers in a tensor that were measured."""
 
 
 def attention_time(
     page_size: int, group_size: int, num_layers: int, footprint: int, large: float = 0.0
 ) -> float:
-    """Decode attention time relative to cudaMalloc memory with a tensor per layer.
+    """Returns decode attention time relative to cudaMalloc memory with a tensor per layer.
 
     Args:
         page_size: bytes; 2 MB and more are mapped by large entries, less by entries of 64 KB.
         group_size: layers that share a tensor.
-        num_layers: of the model, all that keep something.
-        footprint: bytes of keys and values that a step reads: of a full card its whole budget.
-        large: the part of these that large entries map although pages are smaller. Only the rest
-            takes room in the TLBs, and longer.
+        num_layers: number of layers with keys, values or states.
+        footprint: bytes of keys and values that a step reads; on a full card, the whole budget.
+        large: fraction of these that large entries map although pages are smaller. The rest needs
+            small entries.
 
     Returns:
-        1.0 is no cost. Linear between the measurements, constant beyond them.
+        The ratio; 1.0 is no cost. Interpolated between the measurements, constant beyond them.
     """
     if page_size >= LARGE_ENTRY:
         large = 1.0
@@ -64,7 +64,7 @@ def attention_time(
 
 
 def _between(points: _Curve | list[tuple[float, float]], at: float) -> float:
-    """Linear interpolation of (x, y) by ascending x; the first or last y outside."""
+    """Interpolates (x, y) points, ascending in x, at `at`; constant outside."""
     after = bisect_left(points, (at,))
     if after == 0:
         return points[0][1]

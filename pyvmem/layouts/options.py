@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 MOST = 1 << 24
-"""The greatest count on a command line; no run comes near."""
+"""The greatest count accepted on a command line."""
 
 _SMALLEST_PAGE, _LARGEST_PAGE = 4 << 10, 1 << 30
 
 
 def size(text: str) -> int:
-    """Bytes of "80G", "64K", "65536"; units are powers of 1,024."""
+    """Parses bytes, such as "80G", "64K" or "65536"; units are powers of 1,024."""
     try:
         value = parse_bytes(text)
     except ValueError as error:
@@ -51,12 +51,12 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """Bytes of "64K,2M"."""
+    """Parses a list of bytes, such as "64K,2M"."""
     return [size(one) for one in text.split(",")]
 
 
 def page_size(text: str) -> int:
-    """Bytes of a page, as "64K"."""
+    """Parses the bytes of a page, such as "64K"."""
     value = size(text)
     if not _SMALLEST_PAGE <= value <= _LARGEST_PAGE or value & (value - 1):
         raise argparse.ArgumentTypeError(
@@ -66,7 +66,7 @@ def page_size(text: str) -> int:
 
 
 def page_sizes(text: str) -> list[int]:
-    """Bytes of "64K,2M", each once."""
+    """Parses a list of page sizes, such as "64K,2M", without duplicates."""
     found = [page_size(one) for one in text.split(",")]
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} names a page size twice")
@@ -74,12 +74,12 @@ def page_sizes(text: str) -> list[int]:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 to `MOST`."""
+    """Parses a whole number from 1 to `MOST`."""
     return _at_least(1, text)
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 to `MOST`."""
+    """Parses a whole number from 0 to `MOST`."""
     return _at_least(0, text)
 
 
@@ -91,7 +91,7 @@ def _at_least(least: int, text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """A whole number."""
+    """Parses a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -99,7 +99,7 @@ def whole(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parses a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -110,7 +110,7 @@ def positive(text: str) -> float:
 
 
 def counts(text: str, all_is: int | None = None) -> list[int]:
-    """Whole numbers of "1,8", each at least 1; "all" is `all_is`, where that is given."""
+    """Parses positive whole numbers, such as "1,8"; "all" stands for `all_is`, if given."""
     found = []
     for one in text.split(","):
         if one == "all" and all_is is not None:
@@ -126,10 +126,10 @@ def counts(text: str, all_is: int | None = None) -> list[int]:
 
 
 def model_shape(model: str, dtype: str = "") -> ModelShape:
-    """The shape of the model that ``--model`` names.
+    """Returns the shape of the model that ``--model`` names.
 
     Raises:
-        BadUsage: no such model, or its layers keep something else.
+        BadUsage: the model is unknown, or a kind of its layers is not supported.
     """
     try:
         return shape_of(model, dtype)
@@ -138,7 +138,7 @@ def model_shape(model: str, dtype: str = "") -> ModelShape:
 
 
 def page_name(page_size: int) -> str:
-    """ "64K" or "2M"."""
+    """Returns the short name of a page size, such as "64K" or "2M"."""
     return f"{page_size >> 20}M" if page_size >= 1 << 20 else f"{page_size >> 10}K"
 
 
@@ -146,10 +146,10 @@ def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) 
     """Adds ``--trace``, and options for synthetic `what` from a seed instead.
 
     Args:
-        parser: gets the arguments.
-        trace: help text: the traces that can be read.
-        what: "requests" or "prompts".
-        requests: the default.
+        parser: the parser to extend.
+        trace: help text of ``--trace``: the supported formats.
+        what: "requests" or "prompts", for help texts.
+        requests: default number of synthetic requests.
         **how: further arguments of ``--trace``.
     """
     add = parser.add_argument
@@ -171,7 +171,7 @@ def add_dtype(parser: Any) -> None:
 
 
 def add_output(parser: Any, out: str) -> None:
-    """Adds ``--out`` and ``--json``; `out`: what is written."""
+    """Adds ``--out``, with the help text `out`, and ``--json``."""
     add = parser.add_argument
     add("--out", type=replaced, metavar="FILE", help=out)
     add("--json", action="store_true", help="print the JSON instead of the tables")

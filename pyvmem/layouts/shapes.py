@@ -20,16 +20,16 @@ __all__ = ["SHAPES", "ModelShape", "shape_of"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's memory-relevant shape, on one rank.
+    """The sizes of a model that determine its memory, on one rank.
 
     Attributes:
-        name: for people.
+        name: display name.
         num_layers, num_kv_heads, head_dim, dtype: as in `KVCacheConfig`; with `layers`, those of
             the first layer.
-        weight_bytes: of the weights; 0: not known.
+        weight_bytes: bytes of the weights; 0 if unknown.
         ranks: GPUs that share the heads and the weights (tensor parallelism).
-        layers: the specification of every layer, if layers differ, slide, or keep a latent or a
-            state; (): all keep keys and values of every token.
+        layers: the shape of every layer, if layers differ or have a sliding window, a latent or a
+            state; () if all keep keys and values of every token.
     """
 
     name: str
@@ -42,9 +42,13 @@ class ModelShape:
     layers: tuple[Shape, ...] = ()
 
     def configs(self, **overrides: Any) -> list[KVCacheConfig]:
-        """The cache's configuration for each of its groups of equal layers.
+        """Returns a cache configuration for each group of equal layers.
 
-        InvalidArgument as `KVCacheConfig`.
+        Args:
+            overrides: further fields of `KVCacheConfig`.
+
+        Raises:
+            InvalidArgument: from `KVCacheConfig`.
         """
         alike = (LayerShape(self.num_kv_heads, self.head_dim),) * self.num_layers
         counts = classes_of(self.layers or alike)[0]
@@ -54,10 +58,10 @@ class ModelShape:
         ]
 
     def config(self, **overrides: Any) -> KVCacheConfig:
-        """The cache's configuration for this shape.
+        """Returns the cache configuration of a model whose layers are all equal.
 
         Raises:
-            InvalidArgument: as `KVCacheConfig`; or layers differ, slide or have a state.
+            InvalidArgument: from `KVCacheConfig`; or layers differ, or have a window or a state.
         """
         configs = self.configs(**overrides)
         if len(configs) > 1 or configs[0].window or configs[0].state:
@@ -70,7 +74,7 @@ class ModelShape:
 
     @property
     def largest_group(self) -> int:
-        """The most layers that can share a tensor, in every group of equal layers."""
+        """The most layers that can share a tensor: it divides every group of equal layers."""
         return gcd(*(config.num_layers for config in self.configs()))
 
     @property
@@ -80,13 +84,13 @@ class ModelShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a request at any length (states), in all layers, on one rank."""
+        """Bytes of a request's states, which do not depend on its length, on one rank."""
         return sum(_bytes(config) for config in self.configs() if config.state)
 
     def stored_as(self, dtype: str) -> ModelShape:
-        """The shape with keys and values of another type, such as 8 bits; "": unchanged.
+        """Returns the shape with keys and values of another type; unchanged if `dtype` is "".
 
-        States keep theirs.
+        States keep their type.
         """
         if dtype in ("", self.dtype):
             return self
@@ -97,9 +101,10 @@ class ModelShape:
         return replace(self, name=f"{self.name} in {dtype}", dtype=dtype, layers=layers)
 
     def on_ranks(self, ranks: int) -> ModelShape:
-        """The shape on one rank; latents are replicated.
+        """Returns the shape of one of `ranks` ranks; latents are replicated.
 
-        InvalidArgument: the heads cannot be shared out evenly.
+        Raises:
+            InvalidArgument: the ranks do not divide the heads, or a layer has a state.
         """
         layers = self.layers or (LayerShape(self.num_kv_heads, self.head_dim),)
         for layer in layers:
@@ -148,7 +153,7 @@ def _llama(
     *,
     tied: bool = False,
 ) -> ModelShape:
-    """A Llama-like model from its public configuration; computes the weights' size."""
+    """Returns the shape of a Llama-like model, given the values of its configuration."""
     dim = hidden // heads
     attention = 2 * hidden * hidden + 2 * hidden * kv_heads * dim
     layer = attention + 3 * hidden * inner + 2 * hidden

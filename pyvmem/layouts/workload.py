@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Requests by length: read from public traces, or made from a seed.
+"""Requests by length: read from public traces, or generated from a seed.
 
 Formats, recognized by their columns:
 
     Azure LLM inference (CSV)    TIMESTAMP,ContextTokens,GeneratedTokens
     vAttention's artifact (CSV)  num_prefill_tokens,num_decode_tokens,...
-    Mooncake (a JSON a line)     {"input_length": ..., "output_length": ..., ...}
+    Mooncake (JSONL)             {"input_length": ..., "output_length": ..., ...}
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ _COLUMNS = (
 
 
 class Request(NamedTuple):
-    """A request: tokens of its prompt, and tokens that it generates."""
+    """A request.
+
+    Attributes:
+        context: tokens of its prompt.
+        output: tokens that it generates.
+    """
 
     context: int
     output: int
 
     @property
     def longest(self) -> int:
-        """Tokens whose keys and values it holds in its last iteration: all but the last token."""
+        """Tokens with keys and values in its last iteration: all but the last generated token."""
         return self.context + self.output - 1
 
 
@@ -47,8 +52,8 @@ class Arrival(NamedTuple):
 
     Attributes:
         at: seconds after the first request.
-        content: an id for each 512 tokens of its prompt, equal ones for equal prefixes;
-            empty: the prompt shares nothing.
+        content: an id for each 512 tokens of its prompt, equal for equal prefixes; empty if the
+            prompt shares no prefix.
     """
 
     at: float
@@ -57,32 +62,38 @@ class Arrival(NamedTuple):
 
 
 def read_trace(path: Path | str) -> list[Request]:
-    """The requests of a trace in its order; those without a prompt or an output are left out.
+    """Reads the requests of a trace, in its order; skips those without a prompt or an output.
 
     Raises:
-        InvalidArgument: the file cannot be read, has none of the formats, or holds no request.
+        InvalidArgument: the file cannot be read, has another format, or contains no request.
     """
     return [request for request, _ in _read(Path(path))]
 
 
 def read_arrivals(path: Path | str) -> list[Arrival]:
-    """`read_trace` with arrival times and contents; without times, all arrive at 0."""
+    """Reads a trace with arrival times and contents; without times, all requests arrive at 0.
+
+    Raises:
+        InvalidArgument: as `read_trace`.
+    """
     found = _read(Path(path))
     try:
         times = [_time(row) for _, row in found]
-    except ValueError as error:
+        contents = [tuple(row.get("hash_ids") or ()) for _, row in found]
+    except (ValueError, TypeError) as error:
         raise invalid(f"{path}: {error}", op="vmem layouts") from None
+    first = min(times)
     return sorted(
         (
-            Arrival(at - min(times), request, tuple(row.get("hash_ids") or ()))
-            for at, (request, row) in zip(times, found, strict=True)
+            Arrival(at - first, request, content)
+            for at, (request, _), content in zip(times, found, contents, strict=True)
         ),
         key=lambda one: one.at,
     )
 
 
 def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
-    """The requests that have a prompt and an output, with their rows."""
+    """Returns the requests that have a prompt and an output, with their rows."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             rows: Iterable[Mapping[str, Any]]
@@ -90,8 +101,9 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
                 rows = (json.loads(line) for line in lines)
             else:
                 rows = csv.DictReader(lines)
-            requests = [(_request(path, number, row), row) for number, row in enumerate(rows, 1)]
-    except (OSError, ValueError) as error:  # also what json and float say
+            requests = [(_request(number, row), row) for number, row in enumerate(rows, 1)]
+    # json, csv and float raise the rest.
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise invalid(f"{path}: {why}", op="vmem layouts") from None
     found = [one for one in requests if min(one[0]) > 0]
@@ -101,7 +113,7 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
 
 
 def _time(row: Mapping[str, Any]) -> float:
-    """Seconds since an arbitrary moment."""
+    """Returns the arrival time of a row, in seconds since an arbitrary moment."""
     if row.get("timestamp") is not None:
         return float(row["timestamp"]) / 1e3
     if row.get("TIMESTAMP"):
@@ -111,7 +123,7 @@ def _time(row: Mapping[str, Any]) -> float:
 
 
 def poisson(requests: Iterable[Request], rate: float, seed: int) -> list[Arrival]:
-    """The requests in their order, `rate` a second, independently of each other.
+    """Gives requests, in their order, the arrival times of a Poisson process of `rate` a second.
 
     Raises:
         InvalidArgument: the rate is not positive.
@@ -126,7 +138,9 @@ def poisson(requests: Iterable[Request], rate: float, seed: int) -> list[Arrival
     return out
 
 
-def _request(path: Path, number: int, row: Mapping[str, Any]) -> Request:
+def _request(number: int, row: Mapping[str, Any]) -> Request:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"row {number} is not a JSON object")
     for context, output in _COLUMNS:
         if row.get(context) is not None and row.get(output) is not None:
             return Request(int(float(row[context])), int(float(row[output])))
@@ -135,7 +149,7 @@ def _request(path: Path, number: int, row: Mapping[str, Any]) -> Request:
 
 
 def generate(count: int, seed: int) -> list[Request]:
-    """Requests about as long as those of Azure's conversation trace of 2023.
+    """Generates requests about as long as those of Azure's conversation trace of 2023.
 
     Log-normal lengths with its medians (1,020 and 129 tokens), cut at its longest (14,050 and
     1,000); the same for the same seed.

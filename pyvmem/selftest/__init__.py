@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""``vmem selftest`` checks from the GPU that fine-grained memory works on this machine.
+"""``vmem selftest``: checks on the GPU itself that fine-grained memory works on this machine.
 
-What a test bed cannot show (a real TLB, real caches, real membars) shows here: contents are written
-and read by kernels on the GPU (Context.write and read), at addresses whose translation has just
-changed. Made for the first load of the patched driver; runs on every back end.
+Kernels on the GPU write and read contents (Context.write and read), at addresses whose translation
+has just changed. That tests a real TLB, caches and memory barriers, which no simulation has. Meant
+for the first load of the patched driver; runs on every back end.
 """
 
 from __future__ import annotations

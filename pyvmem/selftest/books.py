@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks of the calls: batches, the worker, unmapping, and that all memory is returned."""
+"""Checks of calls: batches, the worker thread, unmapping, and the return of all memory."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ __all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "reserve
 
 
 class Failed(Exception):
-    """The machine misbehaved."""
+    """A check found an error of the machine."""
 
 
 class NotRun(Exception):
-    """The check does not apply here; the text says why."""
+    """A check does not apply to this machine."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Result:
     """The outcome of one check.
 
     Attributes:
-        name: of the check.
-        what: a sentence on what it checks.
+        name: name of the check.
+        what: a sentence that describes it.
         result: ``"passed"``, ``"failed"`` or ``"not run"``.
-        detail: what was done, or what went wrong.
-        seconds: how long it took.
+        detail: summary of the work, or the error.
+        seconds: duration.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Result:
 
 
 def pattern(seed: int, offset: int) -> bytes:
-    """64 bytes unique to this seed and offset."""
+    """Returns 64 bytes that are unique to this seed and offset."""
     return hashlib.sha512(f"{seed} {offset}".encode()).digest()
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Raises Failed with the text unless the condition holds."""
+    """Raises Failed with the text `otherwise` unless `condition` is true."""
     if not condition:
         raise Failed(otherwise)
 
@@ -65,13 +65,13 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
 
 
 def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
-    """Reserves addresses for kernels only: CUDA limits how many its own copies accept."""
+    """Reserves addresses for kernels only, since CUDA's own copies accept a limited amount."""
     visible = False if Caps.PLAIN in context.info.caps else None
     return context.reserve(size, visible=visible, sparse=sparse)
 
 
 def run_check(check: Callable[[Context], str], context: Context) -> Result:
-    """Runs a check, then the library's invariant check."""
+    """Runs a check, then the library's check of its invariants; returns the result."""
     name = check.__name__.replace("_", " ")
     what = (check.__doc__ or "").strip().splitlines()[0]
     start = time.monotonic()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """``vmem selftest``: runs the checks, prints a line for each, writes the report.
 
-Exit status: 0 every check that applies has passed, 1 one has failed, 2 bad usage, 3 nothing was
-tested, because the back end cannot be used on this machine.
+Exit status: 0 if all applicable checks passed, 1 if a check failed, 2 for bad usage, 3 if nothing
+was tested, since the back end cannot be used on this machine.
 
-Without --backend it tests what a context gets here: the first back end that can be used.
+Without --backend it tests the back end that a context uses: the first usable one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ FORMAT = 1
 """Version of the report's layout."""
 
 NOT_TESTED = 3
-"""Exit status where the back end cannot be used on this machine, which is no failure of it."""
+"""Exit status if the back end cannot be used on this machine, which is not a failure."""
 
-_PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")  # the patched module has some of its own
+_PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")  # the patched module has additional ones
 
 
 def add_parser(sub: Any) -> None:
@@ -73,7 +73,7 @@ def _samples(text: str) -> int:
 
 
 def _tested(backend: str, results: list[ProbeResult]) -> ProbeResult:
-    """The requested back end; for "auto" the usable one, else the last one tried."""
+    """Returns the result of the requested back end; for "auto", the usable or last one tried."""
     if backend == "auto":
         return next((one for one in results if one.used), results[-1])
     return next(one for one in results if one.backend == backend)
@@ -85,7 +85,7 @@ def _passed_over(found: ProbeResult, results: list[ProbeResult]) -> dict[str, st
 
 
 def _why_not(found: ProbeResult, others: list[str]) -> str:
-    """A line on why nothing is tested, and which back ends could be."""
+    """Explains why nothing is tested, and which back ends could be, in a line."""
     missing = found.backend == "uvm" and not any(_PARAMETERS.glob("uvm_vmem_*"))
     what = "the patched driver is not loaded" if missing else f"{found.backend} cannot be used here"
     could = " or ".join(f"--backend {name}" for name in others) or "no other back end"
@@ -93,7 +93,7 @@ def _why_not(found: ProbeResult, others: list[str]) -> str:
 
 
 def _report(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """The whole report; "passed": whether all is well; "not_tested": why nothing was tried."""
+    """Runs the checks and returns the report; "not_tested" says why none ran."""
     report: dict[str, Any] = {
         "format": FORMAT,
         "tool": "vmem selftest",
@@ -143,7 +143,7 @@ def _show(times: dict[str, Any], say: Callable[[str], None]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status, as above."""
+    """Runs the command; returns the exit status described at the top of this module."""
     report = _report(args, _quiet if args.json else _say)
     text = json.dumps(report, indent=2)
     if args.out:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A child process of the self-test: its kernel makes a forbidden access, which kills its CUDA
-context.
+"""A child process of the self-test, in which a kernel makes an invalid access.
 
-``python -m pyvmem.selftest.fault BACKEND DEVICE unmapped|readonly``; exit status 0: the kernel was
-stopped; 1: it was not; 77: it could not be tried.
+The access breaks the CUDA context of the process. Usage:
+``python -m pyvmem.selftest.fault BACKEND DEVICE unmapped|readonly``. Exit status: 0 if the kernel
+was stopped, 1 if it was not, 77 if it could not run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _end(status: int, text: str) -> NoReturn:
 
 
 def main(words: list[str]) -> int:
-    """Maps two pages, makes allowed accesses, then the forbidden one."""
+    """Maps two pages, makes valid accesses, then the invalid one."""
     backend, device, kind = words
     try:
         cuda = Cuda(int(device))

@@ -21,7 +21,7 @@ def line(result: Result) -> str:
 
 
 def _usable(context: Context) -> bool:
-    """True if the context still works after a failed check."""
+    """Returns true if the context still works after a failed check."""
     try:
         context.check()
     except VMemError:
@@ -42,6 +42,6 @@ def run_checks(context: Context, show: Callable[[Result], None]) -> list[Result]
 
 
 def passed(results: Sequence[Result]) -> bool:
-    """True if all checks ran and none failed."""
+    """Returns true if all checks ran and none failed."""
     failed = any(result.result == "failed" for result in results)
     return len(results) == len(CHECKS) and not failed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Times a growth and CUDA's own calls, for information only: timing never fails the self-test.
+"""Times a growth and CUDA's own calls; no time makes the self-test fail.
 
 A sample maps a page in each of 64 tensors, then unmaps them. CUDA's own calls map
 pages of 2 MB, 32 times as much memory, because CUDA has no smaller pages.
@@ -21,7 +21,7 @@ _TENSORS = 64
 
 
 def _summary(samples: list[float]) -> dict[str, float]:
-    """Microseconds: median, quartiles and range."""
+    """Returns median, quartiles and range, in microseconds."""
     values = sorted(1e6 * sample for sample in samples)
     low, middle, high = statistics.quantiles(values, n=4)
     return {
@@ -55,7 +55,7 @@ def _ours(context: Context, samples: int) -> dict[str, Any]:
 
 
 def _cumem(device: int, samples: int) -> dict[str, Any]:
-    """The same growth with cuMemMap and cuMemSetAccess, on allocations made beforehand."""
+    """Times the same growth with cuMemMap and cuMemSetAccess, on existing allocations."""
     times: tuple[list[float], list[float]] = ([], [])
     with Cuda(device) as cuda:
         cumem = CuMem(cuda)
@@ -81,7 +81,7 @@ def _cumem(device: int, samples: int) -> dict[str, Any]:
 
 
 def measure(context: Context, samples: int) -> dict[str, Any]:
-    """Measures both for the report; gives the reason for what cannot be measured."""
+    """Returns both times for the report, or the reason why one cannot be measured."""
     result: dict[str, Any] = {"tensors": _TENSORS, context.info.backend: _ours(context, samples)}
     if context.cuda_device is None:
         return result

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""SGLang with a KV cache that takes and returns memory by pages: ``VMEM_SGLANG=1``.
+"""Elastic KV memory for SGLang: ``VMEM_SGLANG=1``.
 
-    plugin      SGLang's entry point: puts the hooks in place, and checks that they are
-    versions    the known versions of SGLang, the evidence that they work, what another one needs
-    hooks       all that is used of SGLang, and why
-    reasons     what does not work with it, and why
-    buffers     KV tensors on reservations
+    plugin      SGLang's entry point: registers hooks, and checks that SGLang applied them
+    versions    the tested versions of SGLang
+    internals   the internals of SGLang that the plug-in uses
+    reasons     configurations that exclude the pool
+    buffers     creates the KV tensors on a reservation
     allocator   SGLang's paged allocator, over pages that may have no memory
-    pool        which pages have memory, what for, and for how long
-    ranks       what the ranks of tensor parallelism agree on
+    pool        decides which pages have memory, and for how long
+    ranks       agreement between the ranks of tensor parallelism
 
-Pages, their records and quota are `pyvmem.elastic`. Nothing here is imported unless SGLang asks for
-it.
+`pyvmem.elastic` has the parts that depend on no engine. SGLang imports a module of this package
+only if the pool is enabled.
 """
 
 __all__: list[str] = []

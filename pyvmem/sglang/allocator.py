@@ -2,16 +2,17 @@
 """SGLang's paged allocator, over pages that may have no memory.
 
 SGLang takes pages from the head of `free_pages`, a tensor on the device, often in a kernel, and
-ends where there are too few. Here the list of free pages is the host's: a call that takes n pages
-finds a tensor of exactly n that have memory, and none is left in it. What SGLang counts as free
-stays what it is; that it may not get memory for all of it is said where SGLang decides,
+crashes if there are too few. Here the list of free pages is kept on the host: before a call that
+takes n pages, `free_pages` is set to a tensor of exactly n backed pages. SGLang counts unbacked
+pages as free, too. Memory for them may not be available, so we override the methods that decide
 
-    which requests are admitted    Budget: their memory is mapped before they are
+    which requests are admitted    the prefill budget: memory is mapped before admission
     whether a step can decode      check_decode_capacity: if not, SGLang retracts requests
     what to evict                  evict_to_free_tokens
 
-Pages that are freed on a GPU are known there alone: their numbers are copied to the host, and an
-event stands for the copy. Only a call that needs them waits for it.
+The ids of pages freed on a GPU are known only there. They are copied to the host asynchronously;
+only a call that needs them waits for the copy. All of this runs in the scheduler's process and
+thread, on each rank.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ import torch
 from pyvmem.elastic.metrics import identity_of
 from pyvmem.sglang.buffers import memory_of
 from pyvmem.sglang.pool import PagePool, join
-from pyvmem.sglang.ranks import Alone, Ranks, Together
+from pyvmem.sglang.ranks import RankGroup, Ranks, SingleRank
 
 __all__ = ["elastic_allocator"]
 
-_QUEUED = 1024  # requests of a queue that are looked at
+_QUEUED = 1024  # queued requests that `count_waiting` counts, at most
 
 
 class _Freed:
-    """Numbers of freed pages on their way to the host."""
+    """Ids of freed pages that are being copied to the host; an `Arrival`."""
 
     def __init__(self, pages: torch.Tensor) -> None:
         self.count = pages.numel()
@@ -52,9 +53,9 @@ class _Freed:
 
 
 class _Transfers:
-    """Copies between KV pages and host memory, SGLang's: they need the pages until they end.
+    """SGLang's copies between KV pages and host memory; their pages stay mapped until they end.
 
-    The last one of each direction stands for those before it: they are on one stream.
+    Keeps the last event of each key, since the copies of a direction run on one stream.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class _Transfers:
 
 
 def _ranks() -> tuple[Ranks, bool, int]:
-    """Returns the ranks of the engine, true on the first of them, and an identity."""
+    """Returns the engine's ranks, whether this is the first, and its identity in the ledger."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -85,18 +86,18 @@ def _ranks() -> tuple[Ranks, bool, int]:
     number = (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
     identity = identity_of(run, number) if run else 0
     if parallel.tp_size == 1:
-        return Alone(), first, identity
-    return Together(parallel.tp_group.cpu_group), first, identity
+        return SingleRank(), first, identity
+    return RankGroup(parallel.tp_group.cpu_group), first, identity
 
 
 class _Allocator:
-    """The methods that override those of SGLang's allocator, the next class in the bases' order."""
+    """A mixin for SGLang's `PagedTokenToKVPoolAllocator`, the next class in the MRO."""
 
     page_size: int
     num_pages: int
     device: Any
     free_pages: torch.Tensor
-    serves = False  # SGLang's scheduler is in its loop
+    serves = False  # set in the first round of the scheduler's loop
 
     def __init__(
         self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
@@ -114,21 +115,27 @@ class _Allocator:
         if self.num_pages != memory.geometry.num_blocks - 1:
             raise RuntimeError(
                 f"VMEM_SGLANG=1: the allocator has {self.num_pages} pages, the KV tensors have "
-                f"{memory.geometry.num_blocks - 1} beside page 0"
+                f"{memory.geometry.num_blocks - 1} without page 0"
             )
 
     # ---- pages -----------------------------------------------------------------------------------
 
     def available_size(self) -> int:
-        """Tokens of all free pages, with or without memory."""
+        """Returns the tokens of all free pages, backed or not.
+
+        Overrides `PagedTokenToKVPoolAllocator.available_size`.
+        """
         return self.pool.free * self.page_size
 
     def get_all_free_pages(self) -> torch.Tensor:
-        """Their numbers; SGLang asks where it looks for a leak."""
+        """Returns the ids of all free pages; SGLang's leak check calls this.
+
+        Overrides `PagedTokenToKVPoolAllocator.get_all_free_pages`.
+        """
         return torch.tensor(self.pool.free_pages(), dtype=torch.int64, device=self.device)
 
     def _lend(self, count: int) -> bool:
-        """Makes `free_pages` exactly so many pages, with memory, which the caller now takes."""
+        """Sets `free_pages` to `count` backed pages, for the caller to take; false if too few."""
         pages = self.pool.take(count)
         if pages is None:
             return False
@@ -138,7 +145,10 @@ class _Allocator:
         return True
 
     def alloc(self, need_size: int) -> Any:
-        """SGLang's; None where memory was not granted before."""
+        """Allocates `need_size` tokens in whole pages; returns None if memory lacks.
+
+        Overrides `PagedTokenToKVPoolAllocator.alloc`.
+        """
         if not self._lend(need_size // self.page_size):
             return None
         return super().alloc(need_size)  # type: ignore[misc]
@@ -153,7 +163,10 @@ class _Allocator:
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> Any:
-        """SGLang's; None where memory was not granted before."""
+        """Allocates the pages of a prefill; returns None if memory lacks.
+
+        Overrides `PagedTokenToKVPoolAllocator.alloc_extend`.
+        """
         from sglang.srt.utils import get_num_new_pages
 
         if num_new_pages is None:
@@ -168,7 +181,10 @@ class _Allocator:
         )
 
     def alloc_decode(self, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> Any:
-        """SGLang's; None where memory was not granted before."""
+        """Allocates the pages of a decode step; returns None if memory lacks.
+
+        Overrides `PagedTokenToKVPoolAllocator.alloc_decode`.
+        """
         from sglang.srt.utils import get_num_new_pages
 
         count = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
@@ -184,25 +200,31 @@ class _Allocator:
                 self.pool.give(pages.tolist())
 
     def clear(self) -> None:
-        """SGLang's, and all memory but that of page 0 goes back."""
+        """Frees all pages, and waits until all but page 0 are unmapped.
+
+        Overrides `PagedTokenToKVPoolAllocator.clear`.
+        """
         super().clear()  # type: ignore[misc]
         self.free_pages = self.free_pages[:0]
         self.pool.clear()
 
     def set_hicache_transfer_done_event(self, transfer_key: Any, event: Any) -> None:
-        """Notes a copy to or from host memory."""
+        """Keeps the pages of a copy to or from host memory mapped until `event` is done.
+
+        Overrides `PagedTokenToKVPoolAllocator.set_hicache_transfer_done_event`.
+        """
         self._transfers.note(transfer_key, event)
 
-    # ---- what SGLang decides by ------------------------------------------------------------------
+    # ---- SGLang's decisions ----------------------------------------------------------------------
 
     def evictable(self, tree_cache: Any) -> int:
-        """Pages that hold only prefixes."""
+        """Returns the number of pages that hold only prefixes."""
         return int(tree_cache.evictable_size()) // self.page_size
 
     def count_waiting(self, scheduler: Any) -> int:
-        """Pages that the queue of a scheduler of SGLang's needs beside what can be evicted.
+        """Returns the pages that a scheduler's queue needs beyond those that can be evicted.
 
-        Prefixes count that SGLang has found so far.
+        A request's hit prefix, as far as SGLang has looked it up, needs no pages.
         """
         lengths = (
             request.seqlen + 1 - request.prefix_len
@@ -212,7 +234,10 @@ class _Allocator:
         return pages - self.evictable(scheduler.tree_cache)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> Any:
-        """Evicts as SGLang does, and where memory lacks, too."""
+        """Evicts prefixes if pages or memory for `num_tokens` tokens lack.
+
+        Overrides `PagedTokenToKVPoolAllocator.evict_to_free_tokens`.
+        """
         count = -(-num_tokens // self.page_size)
         if not self.pool.prepare(count):
             evict(tree_cache, (count - self.pool.ready) * self.page_size)
@@ -221,7 +246,10 @@ class _Allocator:
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
-        """Checks what SGLang does, and maps the memory for the step; false: it cannot be had."""
+        """Backs the pages of a decode step; returns false if pages or memory lack.
+
+        Overrides `PagedTokenToKVPoolAllocator.check_decode_capacity`.
+        """
         count = -(-num_tokens // self.page_size)
         fits = super().check_decode_capacity(  # type: ignore[misc]
             num_tokens=num_tokens,
@@ -231,13 +259,16 @@ class _Allocator:
         )
         if not fits or self.pool.prepare(count, ask=True):
             return bool(fits)
-        # SGLang gives up a request that does not fit alone.
+        # SGLang aborts a request that does not fit alone, so wait for other engines.
         return requests is not None and len(requests) == 1 and self.pool.wait_for(count)
 
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
-        """SGLang's, of tokens that get memory."""
+        """Returns a prefill budget that admits only requests that get memory.
+
+        Overrides `PagedTokenToKVPoolAllocator.create_prefill_budget`.
+        """
         budget = _budget()(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-        # SGLang reserves a token for each request that decodes beside; it may need a page.
+        # SGLang reserves a token for each request decoded in the same step; it may need a page.
         budget.total_offset += num_mixed_decode_tokens * (self.page_size - 1)
         budget.current_offset += num_mixed_decode_tokens * (self.page_size - 1)
         return budget
@@ -245,7 +276,10 @@ class _Allocator:
     def max_new_tokens_for_memory(
         self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **rest: Any
     ) -> int | None:
-        """SGLang's, of what the limit allows; None: the prompt alone is more."""
+        """Returns the tokens that a request may generate within the limit; None refuses it.
+
+        Overrides `PagedTokenToKVPoolAllocator.max_new_tokens_for_memory`.
+        """
         capacity = min(token_capacity, self.pool.most() * self.page_size)
         if -(-input_tokens // self.page_size) * self.page_size + self.page_size >= capacity:
             return None
@@ -256,7 +290,7 @@ class _Allocator:
 
 
 def evict(tree_cache: Any, tokens: int) -> None:
-    """Has SGLang's cache forget prefixes of so many tokens, least recently used first."""
+    """Evicts prefixes of `tokens` tokens from SGLang's cache, least recently used first."""
     if tokens > 0 and tree_cache is not None and tree_cache.supports_prefix_sharing():
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -264,7 +298,10 @@ def evict(tree_cache: Any, tokens: int) -> None:
 
 
 class _Budget:
-    """The methods that override those of SGLang's budget of a prefill."""
+    """A mixin for SGLang's `PrefillBudget`, the next class in the MRO.
+
+    SGLang creates a budget for each round in which it admits requests.
+    """
 
     allocator: Any
     tree_cache: Any
@@ -282,7 +319,10 @@ class _Budget:
         return stock
 
     def _grant(self, tokens: int) -> bool:
-        """Has memory mapped for what was admitted, and for a request of so many tokens."""
+        """Backs pages for the admitted requests and `tokens` more tokens; false if memory lacks.
+
+        Pages that SGLang can evict count as backed.
+        """
         pool = self.allocator.pool
         count = math.ceil((self.current_offset + tokens) / self.page_size) + 1
         if pool.prepare(count):
@@ -295,7 +335,10 @@ class _Budget:
     def check_prefill(
         self, *, extend_input_len: int, total_tokens: float, **rest: Any
     ) -> tuple[bool, int | None]:
-        """SGLang's; a request that fits has its memory when this returns."""
+        """Decides if a request fits, and backs its pages; returns that and SGLang's chunk limit.
+
+        Overrides `PrefillBudget.check_prefill`.
+        """
         fits, limit = super().check_prefill(  # type: ignore[misc]
             extend_input_len=extend_input_len, total_tokens=total_tokens, **rest
         )
@@ -304,17 +347,24 @@ class _Budget:
             return (True, limit) if self._grant(chunk) else (False, None)
         pool = self.allocator.pool
         if pool.admits and pool.obtainable() < pool.free:
-            # Both are estimates, and may have fractions.
+            # Both are estimates, and may be fractional.
             pool.ask(int(total_tokens - self.remaining_total) // self.page_size + 1)
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **rest: Any) -> bool:
-        """SGLang's; what fits has its memory when this returns."""
+        """Decides if `paged_input` tokens fit, and backs their pages.
+
+        Overrides `PrefillBudget.can_allocate_prefill`.
+        """
         fits = super().can_allocate_prefill(paged_input=paged_input, **rest)  # type: ignore[misc]
         return bool(fits) and self._grant(paged_input)
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
-        """SGLang's, which a request that was begun gets beyond the budget; None: it waits."""
+        """Returns the tokens of the next chunk of a request in prefill, with their pages backed.
+
+        Such a request may exceed the budget. None makes it wait. Overrides
+        `PrefillBudget.available_chunk_tokens`.
+        """
         pool = self.allocator.pool
         tokens = super().available_chunk_tokens(chunk_limit)  # type: ignore[misc]
         pages = pool.obtainable() + self.allocator.evictable(self.tree_cache) - 1
@@ -338,5 +388,5 @@ def _budget() -> Any:
 
 
 def elastic_allocator(stock: type) -> type:
-    """The class in the place of SGLang's `PagedTokenToKVPoolAllocator`."""
+    """Returns a subclass of SGLang's `PagedTokenToKVPoolAllocator`, to replace it."""
     return type("ElasticTokenToKVPoolAllocator", (_Allocator, stock), {"__module__": __name__})

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""KV tensors over reservations: K and V of a layer apart, a page's bytes together in each.
+"""Creates SGLang's KV tensors on a reservation; a page is contiguous in each tensor.
 
     K of layer 0 | page 0 | page 1 | ...      the same for V of layer 0, for K of layer 1, ...
 
-SGLang makes K and V of a layer as two halves of one tensor, so that a kernel can reach V from K's
-address by whole pages. The distance of two tensors here is a multiple of a page's bytes, too.
-Latent attention (MLA) has one tensor a layer.
+Stock SGLang allocates K and V of a layer as two halves of one tensor, so a kernel can compute the
+address of V from that of K in whole pages. Here, too, the distance of two tensors is a multiple of
+the bytes of a page. Latent attention (MLA) has a single tensor for each layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyvmem.elastic.memory import KVMemory, device_total, open_context
 from pyvmem.elastic.settings import Settings
 from pyvmem.plumbing.units import format_bytes
 
-__all__ = ["memory_of", "place"]
+__all__ = ["memory_of", "place_tensors"]
 
 log = logging.getLogger("sglang.vmem")
 
@@ -31,12 +31,12 @@ _places = weakref.WeakKeyDictionary()
 
 
 def memory_of(pool: Any) -> tuple[KVMemory, Settings, str, bool]:
-    """The memory of a KV pool of SGLang's, its settings, its engine's name, and who chose that."""
+    """Returns memory, settings and ledger name of a KV pool; true if the name must be unique."""
     return _places[pool]
 
 
 def _tensors(pool: Any) -> tuple[dict[str, tuple[int, ...]], int]:
-    """The tensors of a layer: their shape, by the pool's name for them; and rows of a page."""
+    """Returns the shapes of a layer's tensors, by the pool's attributes, and the rows of a page."""
     if type(pool).__name__ == "MLATokenToKVPool":
         shape = (pool.size + pool.page_size, 1, pool.kv_cache_dim)
         return {"kv_buffer": shape}, pool.page_size
@@ -45,13 +45,17 @@ def _tensors(pool: Any) -> tuple[dict[str, tuple[int, ...]], int]:
     return dict(zip(names, pool._kv_buffer_shapes(), strict=True)), rows_of
 
 
-def place(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
-    """Makes the KV tensors of a pool of SGLang's; page 0, for padding, is mapped.
+def place_tensors(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
+    """Creates the KV tensors of a pool, and maps page 0, the padding page.
 
     Args:
         pool: an `MHATokenToKVPool` or `MLATokenToKVPool`; its lists of tensors are set.
-        arguments: SGLang's.
-        backends: attention back ends, by SGLang's names.
+        arguments: SGLang's `ServerArgs`.
+        backends: SGLang's names of the attention back ends.
+
+    Raises:
+        ValueError: a setting does not fit the device.
+        VMemError: the memory cannot be reserved or mapped.
     """
     settings = Settings.read()
     tensors, rows_of = _tensors(pool)
@@ -78,10 +82,10 @@ def place(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
 
 
 def _plain(tensors: Iterable[str], backends: Iterable[str]) -> bool:
-    """True if all kernels on KV tensors of these names have read plain addresses on a GPU.
+    """Returns true if all kernels that access these tensors accept plain addresses on a GPU.
 
-    Triton's launcher refuses them: it asks CUDA about each pointer. A kernel of Triton's writes the
-    rows of latent attention.
+    Triton's launcher refuses them, since it queries CUDA about each pointer; a Triton kernel writes
+    latent KV.
     """
     return "kv_buffer" not in tensors and set(backends) == {"fa3"}
 
@@ -89,7 +93,7 @@ def _plain(tensors: Iterable[str], backends: Iterable[str]) -> bool:
 def _open(
     settings: Settings, device: str, blocks: int, sizes: list[int], multiple: int, visible: bool
 ) -> KVMemory:
-    """The memory of this many KV pages; the distance of two tensors is a `multiple`."""
+    """Creates the memory for `blocks` pages in tensors of `sizes` bytes; see `KVMemory`."""
     gpu: int | None = None
     if device.startswith("cuda"):
         import torch
@@ -101,7 +105,7 @@ def _open(
     context = open_context(
         settings.backend or ("host" if gpu is None else "auto"),
         gpu or 0,
-        page if page != SMALL or settings.page_size else 0,  # the least that the back end has
+        page if page != SMALL or settings.page_size else 0,  # the back end's smallest
         256 << 20 if settings.reserve is None else settings.reserve,
     )
     return KVMemory(context, blocks, sizes, multiple, visible)

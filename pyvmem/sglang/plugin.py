@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Puts the hooks in place, at SGLang's entry point ``sglang.srt.plugins``.
+"""The function behind the entry point ``sglang.srt.plugins``: registers our hooks.
 
-SGLang calls `register` in every process, and applies the hooks after it. It logs what fails in
-either, and goes on: so the first hook that runs checks that all are in place. `SystemExit`, which
-SGLang does not catch, ends the process with one line.
+SGLang calls `register` in every process, and applies the hooks afterwards. It logs errors of either
+and continues, so the first hook that runs checks that all were applied. We raise `SystemExit`,
+which SGLang does not catch, to end the process with a single line.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from pyvmem.elastic.metrics import publish
 from pyvmem.elastic.settings import Settings
 from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.errors import VMemError
-from pyvmem.sglang.ranks import News
-from pyvmem.sglang.reasons import CannotWork, against, against_allocator, against_pool
+from pyvmem.sglang.ranks import RoundState
+from pyvmem.sglang.reasons import (
+    CannotWork,
+    reason_against_allocator,
+    reason_against_pool,
+    reasons_against,
+)
 from pyvmem.sglang.versions import VERSIONS
 
 __all__ = ["SWITCH", "register"]
 
 SWITCH = "VMEM_SGLANG"
 _ALLOCATOR = "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
-_MARGIN = 512 << 20  # bytes of the device that are left for activations, beside what they took
+_MARGIN = 512 << 20  # bytes of the device for activations beyond their peak so far
 
 log = logging.getLogger("sglang.vmem")
 
@@ -35,6 +40,8 @@ _checked: list[bool] = []
 
 
 def _around(target: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a hook that runs instead of `target`, with the original as first argument."""
+
     def keep(hook: Callable[..., Any]) -> Callable[..., Any]:
         def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
             if not _checked:
@@ -53,10 +60,10 @@ def _refuse(text: str) -> NoReturn:
 
 
 def register() -> None:
-    """The entry point. Without ``VMEM_SGLANG=1`` it does nothing.
+    """Registers the hooks; does nothing without ``VMEM_SGLANG=1``.
 
     Raises:
-        SystemExit: a version that lacks what the pool uses, or a malformed variable.
+        SystemExit: the version lacks a symbol that the pool uses, or a variable is malformed.
     """
     import sglang
 
@@ -79,7 +86,7 @@ def register() -> None:
 
 
 def _check_hooks() -> None:
-    """Ends the process unless every hook is in place."""
+    """Ends the process unless SGLang has applied every hook."""
     from sglang.srt.mem_cache.allocator import paged
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -90,24 +97,28 @@ def _check_hooks() -> None:
         _refuse(f"VMEM_SGLANG=1: SGLang did not apply the hooks {', '.join(sorted(lacks))}")
 
 
-# ---- the hooks -----------------------------------------------------------------------------------
+# ---- hooks ---------------------------------------------------------------------------------------
 
 
 @_around("server_args.ServerArgs.check_server_args")
 def _configure(original: Any, arguments: Any) -> Any:
-    """Refuses arguments, once they are complete, in the process that starts an engine."""
+    """Refuses arguments that exclude the pool, in the process that starts an engine.
+
+    Raises:
+        CannotWork: names all such arguments.
+    """
     import sglang
 
     found = original(arguments)
     VERSIONS.check(sglang.__version__, warn=True)
-    if reasons := list(against(arguments)):
+    if reasons := list(reasons_against(arguments)):
         raise CannotWork(*reasons)
     return found
 
 
 @_around("utils.common.add_prometheus_middleware")
 def _show(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adds the ledger's numbers of this engine, and of its ranks and replicas, to ``/metrics``."""
+    """Adds the ledger's numbers of this engine's ranks and replicas to ``/metrics``."""
     from sglang.srt.runtime_context import get_server_args
 
     arguments = get_server_args()
@@ -118,9 +129,9 @@ def _show(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @_around("mem_cache.memory_pool.KVCache.__init__")
 def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses a pool of SGLang's before it makes a buffer."""
+    """Refuses an unsupported KV pool before it creates buffers."""
     found = original(pool, *args, **kwargs)
-    if (why := against_pool(pool)) is not None:
+    if (why := reason_against_pool(pool)) is not None:
         _refuse(str(CannotWork(why)))
     return found
 
@@ -128,80 +139,83 @@ def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
 @_around("mem_cache.memory_pool.MLATokenToKVPool._create_buffers")
 @_around("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal")
 def _make_buffers(original: Any, pool: Any) -> None:
+    """Creates the KV tensors on our memory, instead of SGLang's."""
     from sglang.srt.runtime_context import attention_backends, get_server_args
 
-    from pyvmem.sglang.buffers import place
+    from pyvmem.sglang.buffers import place_tensors
 
     arguments = get_server_args()
-    reasons = [why for why in (*against(arguments), against_pool(pool)) if why is not None]
+    reasons = [
+        why for why in (*reasons_against(arguments), reason_against_pool(pool)) if why is not None
+    ]
     if reasons:
         _refuse(str(CannotWork(*reasons)))
     try:
-        place(pool, arguments, attention_backends())
+        place_tensors(pool, arguments, attention_backends())
     except (ValueError, VMemError) as error:
         _refuse(f"VMEM_SGLANG=1: {error}")
 
 
 @_around("mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator")
 def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """Refuses an allocator that is not ours, before any request."""
+    """Creates the allocator; ends the process if it is not ours."""
     from sglang.srt.mem_cache.allocator import paged
 
     pool = kwargs["token_to_kv_pool"]
-    if (why := against_pool(pool)) is not None:
+    if (why := reason_against_pool(pool)) is not None:
         _refuse(str(CannotWork(why)))
     try:
         allocator = original(configurator, **kwargs)
     except (MemoryError, ValueError, VMemError) as error:
         _refuse(f"VMEM_SGLANG=1: {error}")
-    why = against_allocator(allocator, paged.PagedTokenToKVPoolAllocator)
+    why = reason_against_allocator(allocator, paged.PagedTokenToKVPoolAllocator)
     if why is not None:
         _refuse(str(CannotWork(why)))
     return allocator
 
 
 @_around("managers.scheduler.Scheduler._poll_timeout_aborts")
-def _tell(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adds our news, on rank 0, to the aborts that SGLang broadcasts with the requests."""
+def _send_state(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adds rank 0's `RoundState` to the aborts that it broadcasts with the requests."""
     found = original(scheduler, *args, **kwargs)
     pool = scheduler.token_to_kv_pool_allocator.pool
     if pool.ranks.alone:
         return found
-    news = pool.news()
-    return found if news is None else [*found, news]
+    state = pool.round_state()
+    return found if state is None else [*found, state]
 
 
 @_around("managers.scheduler.Scheduler.process_input_requests")
-def _hear(original: Any, scheduler: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the news out of the requests, on all ranks in the same round."""
+def _receive_state(original: Any, scheduler: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the `RoundState` out of the requests, on all ranks in the same round."""
     for one in requests:
-        if isinstance(one, News):
-            scheduler.token_to_kv_pool_allocator.pool.hear(one)
-    rest = [one for one in requests if not isinstance(one, News)]
+        if isinstance(one, RoundState):
+            scheduler.token_to_kv_pool_allocator.pool.receive(one)
+    rest = [one for one in requests if not isinstance(one, RoundState)]
     return original(scheduler, rest, *args, **kwargs)
 
 
 @_around("managers.scheduler.Scheduler.ingest_requests")
 def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gives memory back, in every round of the scheduler's loop, with work or without."""
+    """Gives memory back; runs in every round of the scheduler's loop, even without work."""
     from pyvmem.sglang.allocator import evict
 
     found = original(scheduler, *args, **kwargs)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    if not allocator.serves:  # graphs have been captured by now
+    if not allocator.serves:  # the first round: CUDA graphs are captured
         allocator.serves = True
         allocator.pool.memory.headroom = _headroom(allocator.device)
         allocator.pool.count_waiting = partial(allocator.count_waiting, scheduler)
     again = allocator.pool.tick(
         lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
     )
-    if again:  # SGLang tries no request after a refusal, until one of those that run has ended
+    if again:  # after a refusal SGLang admits nothing until a running request ends
         scheduler.running_batch.batch_is_full = False
     return found
 
 
 def _headroom(device: Any) -> int:
-    """Memory that torch may still ask the device for: the peak so far, and a margin."""
+    """Returns the bytes that torch may still allocate: up to its peak so far, and a margin."""
     import torch
 
     if torch.device(device).type != "cuda":
@@ -212,7 +226,7 @@ def _headroom(device: Any) -> int:
 
 @_around("managers.scheduler.Scheduler.run_batch")
 def _run(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes a step: what is unmapped from here on waits for the stream that it runs on."""
+    """Marks a step's launch, so that pages released later are unmapped after its work."""
     import torch
 
     allocator = scheduler.token_to_kv_pool_allocator
@@ -222,7 +236,8 @@ def _run(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -
         if scheduler.enable_overlap:
             stream = scheduler.forward_stream
     stats = batch.prefill_stats
-    if stats is not None and batch.forward_mode.is_extend():  # it decodes with the same object
+    # A decode batch still has the stats of its prefill.
+    if stats is not None and batch.forward_mode.is_extend():
         hits = stats.log_hit_tokens - stats.reprocessed_log_hit_tokens
         allocator.pool.hits += hits
         allocator.pool.queries += hits + stats.log_input_tokens - stats.reprocessed_log_input_tokens

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""An engine's KV pages: which have memory, why, and how long.
+"""Decides which KV pages of an SGLang engine have memory, and for how long.
 
-SGLang's allocator counts all pages that no request and no prefix has as free. Here these are
+SGLang counts every page without a request or prefix as free. A free page is
 
-    idle       with memory
-    arriving   with memory; their numbers are on the way from the device
+    idle       backed
+    arriving   backed; its id is being copied from the device
     bare       without memory
 
-and only an idle page is handed out. What SGLang is about to take is made idle before it decides
-(`prepare`), since its scheduler ends where an allocation is refused.
+and only idle pages are handed out. Pages that SGLang is about to take are made idle before it
+decides (`prepare`), since its scheduler crashes if an allocation fails.
 
-One thread calls all of this: SGLang's scheduler, in its loop. `tick` gives back what has not been
-needed for a while, and at once what is above the limit, or what another engine is short of. So that
-a steady load does not map and unmap, as many pages stay idle as the load has taken lately, and
-`VMEM_RESERVE` more; a thread maps these while steps run.
+Only the thread of SGLang's scheduler calls this module. `tick` unmaps pages that were not needed
+for a while, and at once those above the limit or needed by another engine. To avoid mapping and
+unmapping under a steady load, as many pages stay idle as the load took lately, and `VMEM_RESERVE`
+bytes more; a thread of the pool maps these while steps run.
 
-With tensor parallelism each rank has a pool, and all are equal: every call is made on all ranks,
-and what it does follows from what all have agreed on (`ranks`).
+With tensor parallelism each rank has a pool. All ranks make the same calls, and every decision
+depends only on state that is equal on all of them (`ranks`).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from typing import Protocol
 
 from pyvmem.elastic.backing import Backing, Growth
 from pyvmem.elastic.geometry import Run
-from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.elastic.memory import KVMemory
 from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LedgerQuota, LocalQuota, join_device
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import VMemError
 from pyvmem.ledger.accounts import Ledger, device_of
-from pyvmem.sglang.ranks import Alone, News, Quota, Ranks
+from pyvmem.sglang.ranks import Quota, Ranks, RoundState, SingleRank
 
 __all__ = ["Arrival", "PagePool", "join"]
 
-_TICK = 0.05  # s between looks at what is idle
-_REPORT = 0.1  # s between reports to the ledger, and looks at what others need
+_TICK = 0.05  # s between rounds of `tick`
+_REPORT = 0.1  # s between reports to the ledger, and checks of other engines' needs
 _START_PATIENCE = 30.0  # s for other engines to leave room for page 0
 _LAST_PATIENCE = 2.0  # s for them to leave room for a request that runs alone
-_BACKOFF = 0.02  # s that a refusal is believed
+_BACKOFF = 0.02  # s between attempts to grow after a refusal
 _RESERVE = 256 << 20
 _MOST_RESERVE = 1024  # pages
 _PIECE = 64 << 20  # bytes of slabs emptied at a time
@@ -55,15 +55,19 @@ log = logging.getLogger("sglang.vmem")
 
 
 class Arrival(Protocol):
-    """Freed pages whose numbers a device is copying to the host."""
+    """Freed pages whose ids are being copied to the host.
+
+    Attributes:
+        count: number of pages.
+    """
 
     count: int
 
     def arrived(self) -> bool:
-        """Tells if `pages` returns at once."""
+        """Returns true if the copy has ended."""
 
     def pages(self) -> list[int]:
-        """Waits for the copy; returns their numbers."""
+        """Waits for the copy, and returns the ids."""
 
 
 def join(
@@ -76,23 +80,24 @@ def join(
     first: bool = True,
     identity: int = 0,
 ) -> Quota:
-    """Joins the ledger of the device: the engine gets at most what all engines may have together.
+    """Opens a rank's account in the ledger of its device; without a ledger, returns a `LocalQuota`.
+
+    The first rank joins before the others, which may be on the same device, and so gets `name`.
 
     Args:
-        memory: of the engine.
-        settings: its own.
-        name: of the engine, in the ledger.
-        unique: a name that is taken is an error; else a number is added to it.
-        ranks: of the engine. The first joins before the others, which may have the same device, and
-            has the name itself.
-        first: true on the first of them.
-        identity: in the ledger; 0: random.
+        memory: memory of the rank.
+        settings: settings of the engine.
+        name: name of the engine in the ledger.
+        unique: fail if the name is taken; otherwise a number is appended to it.
+        ranks: ranks of the engine; None for a single one.
+        first: this is the first rank.
+        identity: identity in the ledger; 0 for a random one.
 
     Raises:
-        ValueError: the limit is too small, or more than the device has.
-        VMemError: as `join_device`.
+        ValueError: the limit is too small, or exceeds the device's memory.
+        VMemError: from `join_device`.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or SingleRank()
     if not first:
         ranks.least(0)
     quota = _join(memory, settings, name, unique=unique and first, identity=identity)
@@ -131,27 +136,31 @@ def _join(memory: KVMemory, settings: Settings, name: str, *, unique: bool, iden
 
 
 class PagePool:
-    """The pages of one engine. A page is a block of `memory`; page 0 is mapped throughout.
+    """The KV pages of one rank. An SGLang page is a block of `memory`; page 0 stays mapped.
 
     Args:
-        memory: of the KV tensors; page 0 is mapped.
-        quota: of this rank; asked before anything is mapped.
-        settings: the engine's.
-        ranks: all of the engine's.
+        memory: memory of the KV tensors, with page 0 mapped.
+        quota: quota of this rank; grants bytes before they are mapped.
+        settings: settings of the engine.
+        ranks: ranks of the engine; None for a single one.
 
     Attributes:
-        held: pages that were handed out.
-        short: a request could not be served for lack of memory, when last looked.
-        admits: whether requests may be admitted.
-        waits: growths for which a step waited.
-        hits, queries: tokens found among prefixes, and looked for.
-        count_waiting: returns the pages that queued requests need beside evictable ones.
+        held: number of pages that were handed out.
+        short: a request lacked memory, as of the last check.
+        admits: requests may be admitted.
+        waits: number of growths for which a step waited.
+        hits, queries: tokens found in the prefix cache, and looked up.
+        count_waiting: returns the pages that queued requests need beyond evictable ones.
+
+    Raises:
+        RuntimeError: the ranks have different KV tensors or settings.
+        MemoryError: other engines leave no room for page 0.
     """
 
     def __init__(
         self, memory: KVMemory, quota: Quota, settings: Settings, ranks: Ranks | None = None
     ) -> None:
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or SingleRank()
         self.ranks.same(memory.geometry, "the KV tensors or VMEM_PAGE_SIZE")
         self.ranks.same(settings, "the variables VMEM_*")
         self.memory, self.quota = memory, self.ranks.agree(quota)
@@ -168,40 +177,40 @@ class PagePool:
         self._arrivals: deque[Arrival] = deque()
         self._arriving = self._arrived = self._may_arrive = 0
         self._mapper = ThreadPoolExecutor(1, "vmem-map")
-        self._growth: Growth | None = None  # that the thread maps
+        self._growth: Growth | None = None  # being mapped by the thread
         self._mapping: Future[None] | None = None
         self._step = 0
         self._lacked = self._pressed = self._tidy = False
         self._refused = -math.inf
         self._next = self._reported = 0.0
         self._busy_until = 0.0
-        self._peak = Peak(settings.idle)  # of pages held and asked for together
+        self._peak = Peak(settings.idle)  # of pages held and requested
         self.backing.back_null(_START_PATIENCE)
 
     # ---- questions -------------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        """Counts the pages that nobody holds, with or without memory."""
+        """Number of pages that are not handed out, backed or not."""
         return self.geometry.num_blocks - 1 - self.held
 
     @property
     def ready(self) -> int:
-        """Counts the free pages with memory: so many can be taken now."""
+        """Number of free pages that are backed: they can be taken now."""
         return len(self.idle) + self._arriving
 
     def obtainable(self) -> int:
-        """Pages that could be made ready without evicting anything, as far as can be told."""
+        """Returns the number of pages that could be ready without eviction; an estimate."""
         coming = 0 if self._growth is None else len(self._growth.blocks)
         return self.ready + coming + self._pages_in(self.quota.room(), self.backing.bare)
 
     def most(self) -> int:
-        """Pages that requests can ever have together, by the limit as it is now."""
+        """Returns the number of pages that the current limit allows all requests together."""
         room = self.quota.limit - self.geometry.first_bytes(1)
         return self._pages_in(room, self.geometry.num_blocks - 1)
 
     def _pages_in(self, room: int, most: int) -> int:
-        """Pages that so many bytes are enough for, however they lie."""
+        """Returns how many bare pages, `most` at most, `room` bytes can back in the worst case."""
         if self._bytes_for(most) <= room:
             return most
         low, high = 0, most  # low fits, high does not
@@ -214,16 +223,16 @@ class PagePool:
         return low
 
     def _bytes_for(self, count: int) -> int:
-        """Memory that so many bare pages need, however they lie."""
+        """Returns the bytes that `count` bare pages need in the worst case."""
         geometry = self.geometry
         block, page = geometry.classes[0].block_bytes, geometry.page_size
         if geometry.classes[1:] or (block % page and page % block):
             return geometry.scattered_bytes(count)
-        together = max(1, page // block)  # they are bare, and get memory, together
+        together = max(1, page // block)  # SGLang pages on a physical page are backed together
         return geometry.first_bytes(-(-count // together) * together)
 
     def free_pages(self) -> list[int]:
-        """The numbers of all free pages; waits for those that are arriving."""
+        """Returns the ids of all free pages; waits for those that are arriving."""
         self._arrive(wait=True)
         bare = (b for b in range(1, self.geometry.num_blocks) if not self.backing.is_backed(b))
         return sorted([*self.idle, *bare])
@@ -231,11 +240,11 @@ class PagePool:
     # ---- demand ----------------------------------------------------------------------------------
 
     def prepare(self, count: int, *, ask: bool = False) -> bool:
-        """Makes so many pages ready; false: as many as can be had.
+        """Backs pages until `count` are ready; returns false if memory allows fewer.
 
         Args:
-            count: pages.
-            ask: other engines learn of what lacks.
+            count: number of pages.
+            ask: post missing pages to the ledger, for other engines to see.
         """
         now = self.ranks.now()
         self._peak.note(now, self.held + count)
@@ -245,8 +254,8 @@ class PagePool:
         lacks = count - self.ready
         if lacks > 0 and now >= self._refused + _BACKOFF:
             if not self.ranks.alone:
-                self.quota.pressure()  # by which the ranks agree anew
-            # Others in this step would wait for a call each.
+                self.quota.pressure()  # the ranks agree on current numbers
+            # More than needed: other requests of this step would each wait for a call.
             ahead = 0 if self._pressed else self.reserve // 2
             if not self._back(lacks + ahead):
                 self._refused = now
@@ -256,10 +265,10 @@ class PagePool:
         return lacks <= 0
 
     def ask(self, count: int) -> None:
-        """Posts that a request lacks so many pages beside those that can be had, for others to see.
+        """Posts to the ledger that a request lacks `count` pages, for other engines to see.
 
-        So does what the queue behind it lacks: one request at a time would wait for an answer each.
-        The ledger compares with the room that there is, so that counts as wanted, too.
+        Includes what the queue behind it lacks, since each request would otherwise wait for other
+        engines in turn. The ledger compares the sum with the engine's room, so that is added.
         """
         self._lacked = True
         count = max(count, self.count_waiting() - self.obtainable())
@@ -270,7 +279,7 @@ class PagePool:
         self.short = need > 0
 
     def wait_for(self, count: int) -> bool:
-        """`prepare`, which waits for other engines to give memory back: else a request is lost."""
+        """Calls `prepare` until it succeeds or other engines had 2 seconds to give memory back."""
         for _ in range(int(_LAST_PATIENCE / _BACKOFF)):
             self._refused = -math.inf
             if self.prepare(count, ask=True):
@@ -281,7 +290,7 @@ class PagePool:
         return False
 
     def take(self, count: int) -> list[int] | None:
-        """Hands out pages, those that share memory with others in use first; None: it cannot."""
+        """Hands out `count` pages, of the fullest physical pages first; None if too few."""
         if not self.prepare(count):
             return None
         while len(self.idle) < count:
@@ -290,13 +299,13 @@ class PagePool:
         return self.idle.take(count)
 
     def give(self, pages: Iterable[int]) -> None:
-        """Takes pages back; they are free from now on."""
+        """Takes back pages, which become free."""
         pages = list(pages)
         self.held -= len(pages)
         self._add(pages)
 
     def give_later(self, arrival: Arrival) -> None:
-        """Takes pages back whose numbers the host does not know yet."""
+        """Takes back pages whose ids the host does not know yet."""
         self.held -= arrival.count
         self._arriving += arrival.count
         self._arrivals.append(arrival)
@@ -320,7 +329,7 @@ class PagePool:
         return self._arrived < self._may_arrive
 
     def _back(self, count: int) -> bool:
-        """Backs up to so many pages; false: fewer."""
+        """Backs up to `count` pages and waits for the driver; returns false if it backs fewer."""
         growth = self.backing.begin(count)
         if growth is None:
             return False
@@ -329,7 +338,7 @@ class PagePool:
         return self._finish(growth) >= count
 
     def _finish(self, growth: Growth) -> int:
-        """Ends a growth, on all ranks or on none; returns how many pages are ready by it."""
+        """Records a growth, as failed unless it succeeded on all ranks; returns the pages added."""
         if growth.runs and not self.ranks.alone:
             (every,) = self.ranks.least(growth.failure is None)
             if growth.failure is None and not every:
@@ -342,7 +351,7 @@ class PagePool:
         return len(pages)
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps on this rank; for `Growth.run`."""
+        """Maps runs on this rank, and returns the error message or None; `Growth.run` calls it."""
         try:
             self.memory.grow(runs)
         except VMemError as error:
@@ -350,7 +359,7 @@ class PagePool:
         return None
 
     def _begin_growth(self, count: int) -> None:
-        """Has a thread map up to so many pages, ahead of need."""
+        """Starts to back up to `count` pages in the thread, ahead of need."""
         if self._growth is not None or count <= 0 or self.ranks.now() < self._refused + _REPORT:
             return
         growth = self.backing.begin(count)
@@ -362,7 +371,7 @@ class PagePool:
             self._growth, self._mapping = growth, self._mapper.submit(growth.run, self)
 
     def _finish_growth(self) -> None:
-        """Waits for the thread, if it maps."""
+        """Waits for the thread's growth, if there is one, and records it."""
         if self._growth is not None and self._mapping is not None:
             growth, self._growth = self._growth, None
             self._mapping.result()
@@ -371,19 +380,19 @@ class PagePool:
     # ---- steps -----------------------------------------------------------------------------------
 
     def step_begins(self, stream: object) -> None:
-        """A step is launched from here on, on a stream; None on the CPU."""
+        """Called before the launch of a step on `stream`; None on the CPU."""
         self._step += 1
         self._busy_until = self.ranks.now() + self._settings.idle
         self.memory.step_begins(stream)
 
     def step_ends(self) -> None:
-        """All work of the step is on the stream."""
+        """Called after the launch of a step: all its work is on the stream."""
         self.memory.step_ends(self._step)
 
     # ---- giving back -----------------------------------------------------------------------------
 
-    def news(self) -> News | None:
-        """Makes rank 0's news; None: it is not yet time for a look."""
+    def round_state(self) -> RoundState | None:
+        """Returns the state that rank 0 sends before a `tick`; None if that is not due yet."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -391,24 +400,24 @@ class PagePool:
             (i for i, one in enumerate(self._arrivals) if not one.arrived()), len(self._arrivals)
         )
         mapped = self._mapping is not None and self._mapping.done()
-        return News(now, self._arrived + arrived, mapped)
+        return RoundState(now, self._arrived + arrived, mapped)
 
-    def hear(self, news: News) -> None:
-        """Takes rank 0's news: the next `tick` looks."""
-        self.ranks.hear(news)
-        self._may_arrive = news.arrived
-        if news.mapped:
+    def receive(self, state: RoundState) -> None:
+        """Takes over rank 0's state; the next `tick` is due."""
+        self.ranks.receive(state)
+        self._may_arrive = state.arrived
+        if state.mapped:
             self._finish_growth()
 
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
-        """Looks at what can be given back; returns at once where it is not yet time to.
+        """Unmaps pages that are not needed, backs pages ahead; at most every 50 ms.
 
         Args:
-            count_cached: pages that only prefixes hold.
-            evict: forgets prefixes of so many pages, which gives these.
+            count_cached: returns the number of pages that only prefixes hold.
+            evict: evicts prefixes of this many pages, and so calls `give`.
 
         Returns:
-            True: what was refused may be tried again.
+            True if a refused request may be tried again.
         """
         now = self.ranks.now()
         if now < self._next:
@@ -425,24 +434,24 @@ class PagePool:
             evict(self._count(cached * self.geometry.block_bytes - self._settings.prefix))
         if now > self._reported + _REPORT:
             self._reported = now
-            self._look(now, at_rest, used, cached, evict)
+            self._check_others(now, at_rest, used, cached, evict)
         keep = 0 if at_rest else self.reserve + self._peak.most - self.held
         surplus = len(self.idle) - max(0, keep)
         if surplus > (0 if at_rest else self.reserve // 2):
             self._retire(self.backing.emptied_first(self.idle, surplus))
         elif self.ready < self.reserve // 4 and not (
             at_rest or self._pressed or self.quota.asleep
-        ):  # not for each page that is taken
+        ):  # several at a time
             self._begin_growth(self.reserve // 2 - self.ready)
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
             self._tidy = self.memory.compact(_PIECE, self._step) > 0
         return self.short
 
-    def _look(
+    def _check_others(
         self, now: float, at_rest: bool, used: int, cached: int, evict: Callable[[int], None]
     ) -> None:
-        """Reads what other engines need, acts on it, and reports to the ledger."""
+        """Gives back what other engines need, and reports to the ledger."""
         if self.short and not self._lacked:
             self.quota.want(0)
             self.short = False
@@ -450,8 +459,8 @@ class PagePool:
         excess, has_more = self.quota.pressure()
         asleep = self.quota.asleep
         self._pressed = has_more or excess > 0
-        # An engine with a queue would never give anything back: each request that ends makes room
-        # for the next one.
+        # Otherwise an engine with a queue would never give memory back: each request that ends
+        # makes room for the next.
         self.admits = not (has_more or asleep)
         owed = self.backing.owed(excess, now, at_rest, self._settings.floor)
         if asleep and not used:
@@ -481,7 +490,7 @@ class PagePool:
         return self.backing.retire(pages)
 
     def _shrink(self, nbytes: int, evict: Callable[[int], None]) -> None:
-        """Gives back up to so many bytes: idle pages, then least recently used prefixes."""
+        """Unmaps about `nbytes` bytes: idle pages, then least recently used prefixes."""
         for _ in range(4):
             count = self._count(nbytes)
             nbytes -= self._retire(self.backing.emptied_first(self.idle, count, at_least=True))
@@ -493,7 +502,7 @@ class PagePool:
                 return
 
     def _send(self) -> None:
-        """Has pages unmapped in the background, after the step that was launched last."""
+        """Unmaps released pages in the background, after the last launched step."""
         for one in self.backing.send():
             self.memory.release(one.number, one.runs, self._step)
 
@@ -509,10 +518,10 @@ class PagePool:
                 self._refused = -math.inf
 
     def clear(self, timeout: float = 30.0) -> None:
-        """All pages are free; returns when the memory of all but page 0 is the device's again.
+        """Makes all pages free, and waits until all but page 0 are unmapped.
 
         Raises:
-            TimeoutError: it is not, after so many seconds.
+            TimeoutError: pages are still mapped after `timeout` seconds.
         """
         self._finish_growth()
         self._arrive(wait=True)
@@ -532,7 +541,11 @@ class PagePool:
         self._tidy = False
 
     def check(self, held: Sequence[int]) -> list[str]:
-        """Contradictions in the records, in words; `held`: the pages that are handed out; slow."""
+        """Checks the records; returns a message for each inconsistency. Slow.
+
+        Args:
+            held: ids of the pages that are handed out.
+        """
         wrong = self.backing.check()
         free = self.free_pages()
         if sorted([*free, *held]) != list(range(1, self.geometry.num_blocks)):

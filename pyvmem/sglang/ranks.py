@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""The ranks of an engine, whose schedulers decide alike.
+"""Agreement between an engine's ranks, whose schedulers must make the same decisions.
 
-SGLang has a scheduler on each rank of tensor parallelism. They get the same requests in each round,
-and from then on each decides for itself; so all that a decision follows from has to be equal. Most
-is: which pages are free, how much a request takes, what prefixes there are. What is not, the ranks
-agree on, always in the same place of a round:
+SGLang has a scheduler on each rank of tensor parallelism. All get the same requests in each round,
+and then decide independently, so all inputs of a decision must be equal. Most are: free pages,
+pages of a request, prefixes. On the others the ranks agree, always at the same point of a round:
 
-    what the device and the ledger allow    the least of all ranks: at a look, and when memory lacks
-    a growth                                on all ranks, or on none
-    pages that were unmapped                those that have left on all ranks
-    time, and which copies have ended       rank 0's: they travel with the requests, as `News`
+    bytes that device and ledger allow      the least of all ranks
+    result of a growth                      success only if it succeeded on all ranks
+    ended releases                          those that have ended on all ranks
+    time, and ended copies                  rank 0's, sent with the requests as `RoundState`
 
-The ranks agree by SGLang's group for the CPU, which broadcasts the requests.
+They use SGLang's process group for the CPU, by which it also broadcasts the requests.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from typing import Any, Protocol
 
 from pyvmem.elastic import backing
 
-__all__ = ["AgreedQuota", "Alone", "News", "Quota", "Ranks", "Together"]
+__all__ = ["AgreedQuota", "Quota", "RankGroup", "Ranks", "RoundState", "SingleRank"]
 
 
 @dataclass(frozen=True)
-class News:
-    """Rank 0's word to all ranks, itself included, before a look.
+class RoundState:
+    """Rank 0's state, sent to all ranks, itself included, before a `PagePool.tick`.
 
     Attributes:
-        now: its time.
-        arrived: how many copies of freed pages' numbers had ended, since the start.
-        mapped: the growth in the background, if there is one, has ended.
+        now: rank 0's time in seconds.
+        arrived: number of arrivals that had ended, since the start.
+        mapped: a growth in the background has ended.
     """
 
     now: float
@@ -41,88 +40,96 @@ class News:
 
 
 class Quota(backing.Quota, Protocol):
-    """A rank's part of its device: `LocalQuota` or `LedgerQuota`."""
+    """A rank's quota: `LocalQuota`, `LedgerQuota` or `AgreedQuota`; bytes are of one rank."""
 
     @property
     def limit(self) -> int:
-        """Bytes."""
+        """Bytes that the rank may have, at most."""
 
     @property
     def used(self) -> int:
-        """Bytes."""
+        """Bytes that the rank has."""
 
     @property
     def asleep(self) -> bool:
         """True if the engine was ordered to sleep."""
 
     def pressure(self) -> tuple[int, bool]:
-        """Bytes to give back, and whether another engine is short while this one has more."""
+        """Returns what `LedgerQuota.pressure` does."""
 
     def report(self, **values: int) -> None:
-        """Tells `vmem top`."""
+        """Posts the numbers that `vmem top` shows."""
 
 
 class Ranks(Protocol):
-    """All ranks; every call is made by all of them, in the same order."""
+    """All ranks of an engine. All make the same calls in the same order.
+
+    Attributes:
+        alone: the engine has a single rank.
+    """
 
     alone: bool
 
     def now(self) -> float:
-        """The time that all decide by."""
+        """Returns the time in seconds by which all ranks decide."""
 
-    def hear(self, news: News) -> None:
-        """Takes rank 0's time."""
+    def receive(self, state: RoundState) -> None:
+        """Takes over rank 0's time."""
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns of each number the least of all ranks."""
+        """Returns the least value on all ranks of each number."""
 
     def agree(self, quota: Quota) -> Quota:
-        """A quota that all ranks see alike."""
+        """Returns a quota with the same results on all ranks."""
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Releases that have ended on all ranks, with what failed on one of them."""
+        """Returns the releases that have ended on all ranks, with an error message or ``""``.
+
+        Args:
+            found: the releases that ended on this rank since the last call.
+        """
 
     def same(self, what: object, name: str) -> None:
-        """Compares something that has to be equal.
+        """Checks that `what` is equal on all ranks; `name` is for the message.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: it differs.
         """
 
 
-class Alone:
-    """One rank."""
+class SingleRank:
+    """The rank of an engine without tensor parallelism."""
 
     alone = True
 
     def now(self) -> float:
-        """The time."""
+        """Returns the time in seconds."""
         return time.monotonic()
 
-    def hear(self, news: News) -> None:
+    def receive(self, state: RoundState) -> None:
         """Does nothing."""
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """The numbers."""
+        """Returns the numbers."""
         return numbers
 
     def agree(self, quota: Quota) -> Quota:
-        """The quota."""
+        """Returns the quota itself."""
         return quota
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Returns the releases."""
+        """Returns `found`."""
         return found
 
     def same(self, what: object, name: str) -> None:
         """Does nothing."""
 
 
-class Together:
-    """Several ranks.
+class RankGroup:
+    """The ranks of an engine with tensor parallelism.
 
     Args:
-        group: torch's process group of them, for the CPU.
+        group: their torch process group for the CPU.
     """
 
     alone = False
@@ -133,15 +140,15 @@ class Together:
         self._ended: dict[int, str] = {}
 
     def now(self) -> float:
-        """Rank 0's time when it sent the last news."""
+        """Returns rank 0's time in the last `RoundState`."""
         return self._now
 
-    def hear(self, news: News) -> None:
-        """Takes rank 0's time."""
-        self._now = news.now
+    def receive(self, state: RoundState) -> None:
+        """Takes over rank 0's time."""
+        self._now = state.now
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns of each number the least of all ranks."""
+        """Returns the least value on all ranks of each number."""
         import torch
 
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -149,7 +156,7 @@ class Together:
         return tuple(map(int, found))
 
     def agree(self, quota: Quota) -> Quota:
-        """A quota that all ranks see alike."""
+        """Returns a quota with the same results on all ranks."""
         return AgreedQuota(quota, self)
 
     def _all(self, mine: Any) -> list[Any]:
@@ -160,7 +167,11 @@ class Together:
         return found
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Releases that have ended on all ranks, with what failed on one of them."""
+        """Returns the releases that have ended on all ranks, with an error message or ``""``.
+
+        Args:
+            found: the releases that ended on this rank since the last call.
+        """
         self._ended.update(found)
         all_ended = self._all(self._ended)
         common = {number for number in self._ended if all(number in one for one in all_ended)}
@@ -172,10 +183,10 @@ class Together:
         }
 
     def same(self, what: object, name: str) -> None:
-        """Compares something that has to be equal.
+        """Checks that `what` is equal on all ranks; `name` is for the message.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: it differs.
         """
         found = self._all(repr(what))
         if len(set(found)) > 1:
@@ -183,13 +194,13 @@ class Together:
 
 
 class AgreedQuota:
-    """A quota that all ranks see alike: of what each may have, the least.
+    """A quota with the same results on all ranks: the least that each rank may have.
 
-    `room` and `limit` are those of the last look, or of the last growth.
+    `room`, `limit` and `asleep` are updated by `take` and `pressure`.
 
     Args:
-        quota: of this rank.
-        ranks: all of them.
+        quota: quota of this rank.
+        ranks: all ranks.
     """
 
     def __init__(self, quota: Quota, ranks: Ranks) -> None:
@@ -200,15 +211,15 @@ class AgreedQuota:
 
     @property
     def used(self) -> int:
-        """Bytes of a rank."""
+        """Bytes that this rank has."""
         return self._quota.used
 
     def room(self) -> int:
-        """Bytes that `take` would grant, when last asked."""
+        """Returns the bytes that every rank could take, as of the last `take` or `pressure`."""
         return self._room
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Asks for so many more bytes, on all ranks or on none."""
+        """Reserves `nbytes` more bytes on all ranks or on none; false if denied."""
         mine = self._quota.take(nbytes, handles)
         (every,) = self._ranks.least(mine)
         if mine and not every:
@@ -218,16 +229,19 @@ class AgreedQuota:
         return bool(every)
 
     def mapped(self, nbytes: int) -> None:
-        """Notes that what `take` granted is mapped now, or is about to be given back."""
+        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
         self._quota.mapped(nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Takes back bytes whose pages have left."""
+        """Returns the bytes of unmapped pages."""
         self._quota.give(nbytes)
         self._room += nbytes
 
     def pressure(self) -> tuple[int, bool]:
-        """The most that a rank should give back, and whether one has more than a fair part."""
+        """Returns the most bytes that a rank should give back, and whether to stop admitting.
+
+        Updates `room`, `limit` and `asleep`. See `LedgerQuota.pressure`.
+        """
         excess, has_more = self._quota.pressure()
         mine = (self._quota.limit, self._quota.room(), -excess, not has_more)
         *numbers, fair, awake = self._ranks.least(*mine, not self._quota.asleep)
@@ -236,13 +250,13 @@ class AgreedQuota:
         return -excess, not fair
 
     def want(self, nbytes: int) -> None:
-        """A request could not be served for lack of so many bytes; 0: none is short."""
+        """Posts that a request lacks `nbytes` bytes; 0 withdraws that."""
         self._quota.want(nbytes)
 
     def report(self, **values: int) -> None:
-        """Tells `vmem top` of this rank."""
+        """Posts the numbers that `vmem top` shows, of this rank."""
         self._quota.report(**values)
 
     def close(self) -> None:
-        """The engine is gone."""
+        """Leaves the ledger."""
         self._quota.close()

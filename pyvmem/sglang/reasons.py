@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""Names what of SGLang does not work with the pool, with the reason."""
+"""Configurations, KV pools and allocators of SGLang that the pool does not support."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["CannotWork", "against", "against_allocator", "against_pool"]
+__all__ = ["CannotWork", "reasons_against", "reason_against_allocator", "reason_against_pool"]
 
 _PREFIX = "VMEM_SGLANG=1 does not work with "
-_APART = "the schedulers of its ranks are in different rounds, and all have to decide alike"
-_COPIES = "registers or copies whole KV tensors, of which most has no memory"
+_APART = "the schedulers of its ranks are in different rounds, but must make the same decisions"
+_COPIES = "registers or copies whole KV tensors, most of which has no memory"
 
 _POOLS = {
     "DSA": "latent attention with an index: buffers of its own",
     "SWA": "sliding windows: two pools and an allocator that couples them; start it with "
     "--disable-hybrid-swa-memory, which keeps all layers' tokens in one",
-    "Hybrid": "a hybrid model: attention's pool inside another, beside states",
+    "Hybrid": "a hybrid model: attention's pool and states inside another pool",
     "Mamba": "states, which have no pages",
-    "FP4": "a quantized cache: scales and workspaces beside the data",
-    "MXFP8": "a quantized cache: scales beside the data",
+    "FP4": "a quantized cache: scales and workspaces in other buffers",
+    "MXFP8": "a quantized cache: scales in other buffers",
     "PageMajor": "all layers of a page together, in a buffer of its own",
     "PageInterleave": "a cache sharded over ranks",
     "Unified": "one buffer for several pools, which moves pages itself",
@@ -30,14 +30,14 @@ _POOLS = {
 
 
 class CannotWork(ValueError):
-    """A configuration of SGLang that the pool does not work with."""
+    """The pool does not support this configuration of SGLang."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__(_PREFIX + "; ".join(reasons))
 
 
-def against(arguments: Any) -> Iterator[str]:
-    """Names what in SGLang's arguments excludes the pool, each with the option's name."""
+def reasons_against(arguments: Any) -> Iterator[str]:
+    """Yields each of SGLang's arguments that excludes the pool, with the reason."""
 
     def option(name: str) -> Any:
         return getattr(arguments, name, None)
@@ -74,8 +74,8 @@ def against(arguments: Any) -> Iterator[str]:
             yield f"{name} ({why})"
 
 
-def against_pool(pool: Any) -> str | None:
-    """Why a KV pool of SGLang's cannot be placed; None: it can."""
+def reason_against_pool(pool: Any) -> str | None:
+    """Returns the reason why a KV pool is not supported; None if it is."""
     name = type(pool).__name__
     if name not in ("MHATokenToKVPool", "MLATokenToKVPool"):
         known = (why for part, why in _POOLS.items() if part in name)
@@ -95,8 +95,8 @@ def against_pool(pool: Any) -> str | None:
     return None
 
 
-def against_allocator(allocator: Any, known: type) -> str | None:
-    """Why an allocator of SGLang's is not ours; None: it is."""
+def reason_against_allocator(allocator: Any, known: type) -> str | None:
+    """Returns the reason why an allocator is not supported; None if it is a `known`."""
     if isinstance(allocator, known):
         return None
-    return f"the allocator {type(allocator).__name__} (pages are given out in a way of its own)"
+    return f"the allocator {type(allocator).__name__} (it allocates pages in another way)"

@@ -1,25 +1,37 @@
 # SPDX-License-Identifier: MIT
-"""vLLM with a KV cache that takes and returns memory by pages: ``VMEM_VLLM=1 vllm serve ...``.
+"""Elastic KV memory for vLLM: ``VMEM_VLLM=1 vllm serve ...``.
 
-    plugin      vLLM's entry point: checks a configuration and sets its worker and scheduler
-    versions    the known versions of vLLM, the evidence that they work, and what a new version
-                needs
-    hooks       everything of vLLM that the pool uses, and why
-    worker      KV tensors on reservations (memory), and the last step that uses each page
-    allocation  substitutes those tensors for vLLM's
-    scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
-    demand      computes vLLM's demand before vLLM compares it with the free blocks
-    engine      decides which blocks are backed, and for how long
-    mover       moves prefixes to other pages, so that theirs can be freed
-    sleep       weights that sleep, through vLLM's interface for sleep back ends
-    offload     KV offloading: supported connectors, and our spec in place of vLLM's (offload_spec;
-                with tiers below host memory: offload_tiers; blocks held for it: offload_holds)
-    reach       finds the scheduler's ranks, on this machine and on others
-    channel     calls from the scheduler to ranks in other processes
-    remote      the ledger accounts of the ranks' devices, also on other machines
+Every process:
 
-Blocks, pages and quotas live in `pyvmem.elastic`, which is independent of the engine. Nothing here
-is imported unless vLLM asks for it.
+    plugin          vLLM's entry point: checks a configuration, sets its worker and scheduler
+    versions        the tested versions of vLLM
+    internals       the internals of vLLM that the plug-in uses
+
+Worker processes:
+
+    worker          vLLM's workers, with KV tensors on a reservation
+    allocation      substitutes those tensors for vLLM's
+    sleep           a sleep back end for the weights
+
+The scheduler's process:
+
+    scheduler       vLLM's schedulers, over blocks that may have no memory
+    demand          backs blocks before vLLM compares a request's demand with the free blocks
+    engine          decides which blocks are backed, and for how long
+    mover           moves prefixes between pages, so that whole pages become free
+    rank_discovery  connects the scheduler to its ranks, on this machine and on others
+    channel         calls from the scheduler to ranks in other processes
+    remote          ledger accounts of the ranks' devices, also on other machines
+
+KV offloading:
+
+    offload         which connectors are supported; puts our offloading spec in place of vLLM's
+    offload_spec    the spec for host memory, whose copies accept the pool's addresses
+    offload_tiers   the spec for further tiers below host memory
+    offload_holds   blocks that stay mapped until they are stored; part of the scheduler
+
+`pyvmem.elastic` has the parts that depend on no engine. vLLM imports a module of this package only
+if the pool is enabled.
 """
 
 __all__: list[str] = []

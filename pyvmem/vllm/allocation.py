@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's KV tensors on the pool's memory, without replacing a function of vLLM.
+"""Places vLLM's KV tensors on the pool's memory, without replacing a function of vLLM.
 
 vLLM's worker allocates each KV tensor by one `torch.zeros` of bytes, in the context returned by its
-method `_maybe_get_memory_pool_context`. The pool's worker returns `Answers`, a torch mode that
-answers those calls with the pool's tensors. Their number depends on the version:
+method `_maybe_get_memory_pool_context`. Our worker returns a `KVTensorMode`, a torch mode that
+returns the pool's tensors from these calls. Their number depends on the version:
 
-    0.26 to 0.28   one a layer, or one for a few layers that share it (`KVCacheTensor.shared_by`)
-    from 0.29 on   one for all layers, placed in it by strides (`KVCacheTensor.layer_stride`)
+    0.26 to 0.28   a tensor for each layer, or for layers that share it (`KVCacheTensor.shared_by`)
+    from 0.29 on   a single tensor, in which layers have strides (`KVCacheTensor.layer_stride`)
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from pyvmem.elastic.memory import KVMemory
 
-__all__ = ["Answers", "OpenMemory", "place", "wary_backends"]
+__all__ = ["KVTensorMode", "OpenMemory", "place_tensors", "backends_refusing_plain"]
 
 OpenMemory = Callable[[int, Sequence[int]], "KVMemory"]
-"""Makes the memory: of this many blocks, for tensors of these sizes in bytes."""
+"""Creates the memory for tensors of these sizes in bytes, given the number of blocks in each."""
 
 
 _PLAIN = frozenset({"FLASH_ATTN", "FLASH_ATTN_MLA", "FLASHINFER"})
-"""Attention back ends that have read plain addresses on a GPU."""
+"""Attention back ends whose kernels were tested with plain addresses on a GPU."""
 
 
-def wary_backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:
-    """Names the attention back ends of the KV tensors whose kernels may refuse plain addresses.
+def backends_refusing_plain(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """Lists the attention back ends of the KV tensors whose kernels may refuse plain addresses.
 
-    Triton's launcher does: it asks CUDA about each pointer. The kernels of layers with a state are
-    Triton's.
+    Triton's launcher refuses them, since it queries CUDA about each pointer. The kernels of layers
+    with a state use Triton.
     """
     layers = vllm_config.compilation_config.static_forward_context
     names = (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names)
@@ -43,10 +43,10 @@ def wary_backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     return sorted(found - _PLAIN)
 
 
-class Answers(TorchFunctionMode):
-    """While active, `torch.zeros` of bytes returns `tensors`, one after the other.
+class KVTensorMode(TorchFunctionMode):
+    """A torch mode in which `torch.zeros` of int8 returns the next of `tensors`.
 
-    Calls for other sizes or types go to torch.
+    Calls with another size or type go to torch.
     """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -64,30 +64,31 @@ class Answers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def check(self) -> None:
-        """Checks that every tensor was used exactly as planned.
+        """Checks that each tensor was returned.
 
         Raises:
-            RuntimeError: vLLM allocates in another way, from its own memory.
+            RuntimeError: vLLM allocated some KV tensors in another way, in its own memory.
         """
         if self._left:
             raise RuntimeError(
                 f"VMEM_VLLM=1: this vllm did not allocate {len(self._left)} of its KV tensors by "
-                "torch.zeros in the context that its worker asks for"
+                "torch.zeros in the context of Worker._maybe_get_memory_pool_context"
             )
 
 
-def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
-    """Memory for the KV tensors of a `KVCacheConfig`.
+def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, KVTensorMode]:
+    """Creates the KV tensors of a `KVCacheConfig`; called in each worker.
 
     Returns:
-        The configuration, in which layers may have moved apart, and the `Answers`.
+        The configuration, with layers at new offsets if they have to begin at a page, and the mode
+        in which vLLM must allocate.
 
     Raises:
-        NotImplementedError: an arrangement in which a block's bytes are not contiguous.
+        NotImplementedError: a block of a layer is not contiguous in this layout.
     """
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     if not tensors:
-        return kv_cache_config, Answers([])
+        return kv_cache_config, KVTensorMode([])
     if not hasattr(tensors[0], "layer_stride"):
         packed = [one.size for one in tensors if one.block_stride > 0][:1]
         sizes, left = [], packed
@@ -97,7 +98,7 @@ def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
             elif left:
                 sizes.append(left.pop())
         memory = open_memory(blocks, sizes)
-        return kv_cache_config, Answers([memory.tensor(size) for size in sizes])
+        return kv_cache_config, KVTensorMode([memory.tensor(size) for size in sizes])
     if any(getattr(one, "host_resident", False) for one in tensors):
         raise NotImplementedError("VMEM_VLLM=1 does not work with KV tensors in host memory")
     if all(one.block_stride * blocks == one.size for one in tensors):  # a block of all layers
@@ -106,17 +107,17 @@ def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
         memory, tensors = _regions(tensors, blocks, open_memory)
     buffer = memory.buffer()
     tensors = [dataclasses.replace(one, size=buffer.nbytes) for one in tensors]
-    return dataclasses.replace(kv_cache_config, kv_cache_tensors=tensors), Answers([buffer])
+    return dataclasses.replace(kv_cache_config, kv_cache_tensors=tensors), KVTensorMode([buffer])
 
 
 def _regions(
     tensors: Sequence[Any], blocks: int, open_memory: OpenMemory
 ) -> tuple[KVMemory, list[Any]]:
-    """A region for each layer, spread out so that each begins at a page boundary.
+    """Returns memory with a region for each layer, page-aligned, and the tensors moved there.
 
-    Layers of different groups may share a region: a block belongs to one group at a time.
+    Layers of different groups may share a region: a block belongs to a single group at a time.
     """
-    regions: dict[int, int] = {}  # bytes of a block, by the offset at which vLLM begins the region
+    regions: dict[int, int] = {}  # offset of a region in vLLM's layout: bytes of a block
     together = True
     for one in tensors:
         together &= one.block_stride * blocks == one.layer_stride
@@ -136,7 +137,7 @@ def _regions(
     memory = open_memory(blocks, [regions[begin] * blocks for begin in begins])
     kinds = [kind.block_bytes for kind in memory.geometry.classes]
     count = [0] * len(kinds)
-    moved: dict[int, tuple[int, int]] = {}  # new offset and stride
+    moved: dict[int, tuple[int, int]] = {}  # old offset: new offset and stride
     for begin in begins:
         kind = kinds.index(regions[begin])
         moved[begin] = memory.begin(kind, count[kind]), memory.span(kind)

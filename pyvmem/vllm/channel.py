@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Calls from the scheduler to the memory of a rank in another process.
+"""Calls from the scheduler to the `KVMemory` of a rank in another process.
 
-Growth needs an answer before vLLM may use a block, and an idle engine runs no step that could carry
-a message. vLLM's own calls to its workers queue behind the steps in flight. So both go over a Unix
-socket that only the engine's user can open, or over TCP to a rank on another machine (`reach`).
-Releases of a busy engine travel with vLLM's `SchedulerOutput`.
+A growth needs an answer before vLLM may use a block, an idle engine runs no step that could carry a
+message, and vLLM's own calls to its workers queue behind the steps in flight. So these calls have a
+connection of their own: a Unix socket that only the engine's user can open, or TCP to a rank on
+another machine (`rank_discovery`). Releases of a busy engine travel with vLLM's `SchedulerOutput`.
 
 A message is four bytes of length and JSON: ``[operation, argument]`` to the rank,
 ``[failure, result]`` back.
@@ -40,27 +40,27 @@ from pyvmem.vllm.remote import on_account
 __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "new_address"]
 
 _LENGTH = struct.Struct("!I")
-_SWITCH = 0.0005  # seconds
+_SWITCH = 0.0005  # seconds: the interpreter's switch interval in a worker
 _TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
 _GREETING = 10.0  # seconds to present the secret
 _CLOSING = 10.0  # seconds for calls in progress when a rank shuts down
 
 
 class RankLost(RuntimeError):
-    """A rank does not answer: its process has ended."""
+    """A rank did not answer, or reported an unexpected error; its process has mostly ended."""
 
 
 def new_address(settings: Settings) -> str:
-    """A path for a rank's socket, in a folder private to this user.
+    """Returns a new path for a rank's socket, in a folder that only this user can access.
 
     Raises:
-        AccessDenied: the folder is another user's, or others may write there.
-        ValueError: its name is too long for a socket.
+        AccessDenied: the folder belongs to another user, or others may write to it.
+        ValueError: the path is too long for a Unix socket.
     """
     folder = private(settings.folder)
     path = str(folder / f"{secrets.token_hex(12)}.sock")
     if len(os.fsencode(path + UNHEARD)) > 107:  # sun_path
-        raise ValueError(f"VMEM_LEDGER={folder}: a socket's path has at most 107 bytes, not more")
+        raise ValueError(f"VMEM_LEDGER={folder}: the path of a socket must not exceed 107 bytes")
     return path
 
 
@@ -85,7 +85,7 @@ def _receive(sock: socket.socket, most: int = 1 << 31) -> Any:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Removes the sockets of killed ranks, on which nothing listens."""
+    """Removes socket files on which no process listens: those of killed ranks."""
     for path in folder.glob("*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
             one.settimeout(1)
@@ -102,31 +102,36 @@ def _remove_dead(folder: Path) -> None:
 
 
 def _knows(peer: socket.socket, word: str) -> bool:
+    """Returns true if a TCP client's first message is the secret `word`."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.settimeout(_GREETING)
     try:
         said = _receive(peer, 1024)
-    except (OSError, EOFError, ValueError):
+        known = isinstance(said, str) and hmac.compare_digest(said.encode(), word.encode())
+    except (OSError, EOFError, ValueError, RecursionError):  # the last two: malformed JSON
         return False
     peer.settimeout(None)
-    return isinstance(said, str) and hmac.compare_digest(said.encode(), word.encode())
+    return known
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
-    """Joins threads, except the current thread: a finalizer may run in it."""
+    """Joins threads except the current one, which may be running a finalizer."""
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_CLOSING)
 
 
 class Server:
-    """Serves the memory of a rank to the scheduler, as long as that memory exists."""
+    """Serves a rank's memory to the scheduler, in threads of the worker's process.
+
+    Ends when the memory is collected, or by `close`.
+    """
 
     def __init__(self, address: str, memory: KVMemory) -> None:
         self.address = address
         self._memory = weakref.ref(memory)
-        # A call waits until the thread that launches steps releases the GIL: by default up to 5 ms
-        # while that thread runs Python.
+        # A call needs the GIL, which the thread that launches steps keeps for the switch interval:
+        # 5 ms by default.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
         _remove_dead(Path(address).parent)
         self._socket = listen(address)
@@ -137,10 +142,10 @@ class Server:
         self._start(self._socket, is_this_user)
 
     def listen(self, host: str) -> tuple[str, int, str]:
-        """Also serves on a TCP port, to clients that know the secret.
+        """Starts to serve a TCP port of address `host`, for clients that send a secret first.
 
         Returns:
-            Host, port and the secret.
+            Host, port and secret.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._port = socket.create_server((host, 0), family=family)
@@ -186,7 +191,7 @@ class Server:
                 _send(peer, [failure, result])
 
     def close(self) -> None:
-        """Stops serving, after calls in progress are answered."""
+        """Stops serving; waits until calls in progress are answered."""
         for one in (self._socket, self._port):
             if one is not None:
                 with contextlib.suppress(OSError):
@@ -203,38 +208,42 @@ class Server:
 
 
 class Rank(Protocol):
-    """The scheduler's view of a rank's memory. Operations return what failed, or None.
+    """A rank's memory, as the scheduler sees it.
 
     Attributes:
-        machine: where its ledger is; ``""``: this machine.
+        machine: identity of the machine that has the ledger of the rank's device; ``""`` for the
+            scheduler's.
     """
 
     machine: str
 
     def geometry(self) -> Geometry:
-        """Of its tensors."""
+        """Returns the geometry of the rank's tensors."""
 
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
-        """Starts one of the operations below; returns a function that waits for the answer.
+        """Starts an operation of `LocalRank`; returns a function that waits for its result.
 
         The same thread must call that function.
+
+        Raises:
+            RankLost: the rank did not answer; also raised by the function.
         """
 
     def device(self) -> str:
-        """The device's UUID, ``"host"`` for the CPU."""
+        """Returns the UUID of the rank's device; ``"host"`` for the CPU."""
 
     def total(self) -> int:
-        """`KVMemory.total`."""
+        """Returns `KVMemory.total`."""
 
     def fingerprint(self) -> str:
-        """`KVMemory.fingerprint`."""
+        """Returns `KVMemory.fingerprint`."""
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
 
 
 class LocalRank:
-    """A rank in this process; also the serving side for a scheduler elsewhere."""
+    """A rank in this process: the scheduler's own, or that of a `Server` for another process."""
 
     machine = ""
 
@@ -242,7 +251,7 @@ class LocalRank:
         self.memory = memory
 
     def geometry(self) -> Geometry:
-        """Of its tensors."""
+        """Returns the geometry of the rank's tensors."""
         return self.memory.geometry
 
     def _try(self, call: Callable[[], Any]) -> str | None:
@@ -253,7 +262,7 @@ class LocalRank:
         return None
 
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
-        """Runs the operation at once."""
+        """Runs the operation and returns a function that returns its result."""
         try:
             result = _OPERATIONS[name](self, argument)
         except BadHandle as error:  # vLLM ends its workers before the scheduler
@@ -261,66 +270,67 @@ class LocalRank:
         return lambda: result
 
     def grow(self, runs: list[Run]) -> tuple[str | None, int | None]:
-        """Calls `KVMemory.grow`; returns what failed, and the memory free afterwards."""
+        """Calls `KVMemory.grow`; returns the error message or None, and the free bytes after."""
         return self._try(lambda: self.memory.grow(runs)), self.memory.free()
 
     def join(self, name: str, unique: bool, terms: dict[str, int]) -> None:
-        """Joins the ledger of this rank's device, for a scheduler on another machine."""
+        """Opens the account of this rank's device, for a scheduler on another machine."""
         folder = Settings.read().folder
         self.memory.account = join_device(self.device(), folder, name, unique=unique, **terms)
 
     def drop(self, runs: list[Run]) -> str | None:
-        """`KVMemory.drop`."""
+        """Calls `KVMemory.drop`; returns the error message or None."""
         return self._try(lambda: self.memory.drop(runs))
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """`KVMemory.release`."""
+        """Calls `KVMemory.release`."""
         self.memory.release(number, runs, after_step)
 
     def poll(self) -> tuple[list[tuple[int, str]], int | None, int, bool]:
-        """Answers the scheduler's periodic questions.
+        """Returns the rank's state for the scheduler's periodic poll.
 
-        The releases finished since the last poll (`KVMemory.finished`), free bytes, driver
-        mappings, and whether the rank waits for `rested`.
+        Returns:
+            Releases that ended since the last poll (`KVMemory.finished`), free bytes, the number
+            of driver mappings, and whether the rank waits for `rested`.
         """
         memory = self.memory
         finished = list(memory.finished().items())
         return finished, memory.free(), memory.context.stats().mappings, memory.resting
 
     def rested(self) -> None:
-        """`KVMemory.rested`."""
+        """Calls `KVMemory.rested`."""
         self.memory.rested()
 
     def move(self, copies: list[tuple[int, int]], step: int) -> bool:
-        """`KVMemory.move`."""
+        """Calls `KVMemory.move`."""
         return self.memory.move(copies, step)
 
     def compact(self, nbytes: int, step: int) -> int:
-        """`KVMemory.compact`; 0 if it failed and changed nothing."""
+        """Calls `KVMemory.compact`; returns 0 if it failed and changed nothing."""
         try:
             return self.memory.compact(nbytes, step)
         except VMemError:
             return 0
 
     def device(self) -> str:
-        """The device's UUID, ``"host"`` for the CPU."""
+        """Returns the UUID of the rank's device; ``"host"`` for the CPU."""
         info = self.memory.context.info
         return device_of(info.device_name, info.uuid)
 
     def total(self) -> int:
-        """`KVMemory.total`."""
+        """Returns `KVMemory.total`."""
         return self.memory.total()
 
     def stats(self) -> dict[str, int]:
-        """`Context.stats`."""
+        """Returns `Context.stats` as a dictionary."""
         return asdict(self.memory.context.stats())
 
     def fingerprint(self) -> str:
-        """`KVMemory.fingerprint`."""
+        """Returns `KVMemory.fingerprint`."""
         return self.memory.fingerprint()
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def _runs(items: Any) -> list[Run]:
@@ -346,11 +356,14 @@ _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
 
 
 class SocketRank:
-    """A rank in another process. Thread-safe.
+    """A connection to a rank in another process. Thread-safe.
 
     Args:
-        address: the path of its socket, or the result of `Server.listen`.
+        address: path of its socket, or the result of `Server.listen`.
         machine: as in `Rank`.
+
+    Raises:
+        RankLost: the rank cannot be reached.
     """
 
     def __init__(self, address: str | tuple[str, int, str], machine: str = "") -> None:
@@ -371,7 +384,7 @@ class SocketRank:
             raise RankLost(f"{where}: {error}") from error
 
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
-        """Sends the call; this thread owns the connection until the answer arrives."""
+        """Sends the call; other threads wait until this one has called the returned function."""
         self._lock.acquire()
         try:
             _send(self._socket, [name, argument])
@@ -395,38 +408,38 @@ class SocketRank:
         return self.ask(name, argument)()
 
     def geometry(self) -> Geometry:
-        """Of its tensors."""
+        """Returns the geometry of the rank's tensors."""
         found = self._call("geometry")
         classes = tuple(TensorClass(**one) for one in found["classes"])
         return Geometry(found["num_blocks"], found["page_size"], classes)
 
     def device(self) -> str:
-        """The device's UUID, ``"host"`` for the CPU."""
+        """Returns the UUID of the rank's device; ``"host"`` for the CPU."""
         return str(self._call("device"))
 
     def total(self) -> int:
-        """`KVMemory.total`."""
+        """Returns `KVMemory.total`."""
         return int(self._call("total"))
 
     def fingerprint(self) -> str:
-        """`KVMemory.fingerprint`."""
+        """Returns `KVMemory.fingerprint`."""
         return str(self._call("fingerprint"))
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         if hasattr(self, "_socket"):
             self._socket.close()
 
 
 class Ranks:
-    """All ranks of an engine: a growth is all or nothing, a release ends with the last rank.
+    """All ranks of an engine, called in parallel; lives in the scheduler's process.
 
-    Calls go to every rank before waiting for any: a rank busy in Python may take milliseconds to
-    answer.
+    A call is sent to every rank before any answer is awaited, since a rank busy in Python may take
+    milliseconds to answer.
 
     Attributes:
-        mappings: driver mappings of the rank with the most, at the last poll.
-        resting: a rank slept at the last poll, and waits for `rested`.
+        mappings: number of driver mappings of the rank with the most, at the last poll.
+        resting: at the last poll, a sleeping rank waited for `rested`.
     """
 
     def __init__(self, ranks: list[Rank]) -> None:
@@ -438,10 +451,10 @@ class Ranks:
         self._answers: dict[int, list[str]] = {}
 
     def _all(self, name: str, argument: Any = None) -> list[Any]:
-        """Asks every rank, then collects the answers.
+        """Runs an operation on every rank; returns the results in the order of the ranks.
 
         Raises:
-            RankLost: a rank has ended; every other one has answered.
+            RankLost: a rank did not answer. The answers of the others were read.
         """
         asked: list[Callable[[], Any]] = []
         found: list[Any] = []
@@ -461,10 +474,12 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """The rank with the most tensors: pipeline stages may differ in layers.
+        """Returns a geometry with the most tensors that a rank has in each class.
+
+        Pipeline stages may differ in their number of layers.
 
         Raises:
-            RuntimeError: they differ in more than that.
+            RuntimeError: the ranks differ in more than that.
         """
         found = [rank.geometry() for rank in self.ranks]
         alike = {
@@ -481,10 +496,10 @@ class Ranks:
         return Geometry(found[0].num_blocks, found[0].page_size, tuple(most))
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps on every rank or on none; returns what failed.
+        """Maps pages on every rank or on none, and waits; returns an error message, or None.
 
         Raises:
-            RankLost: a rank has ended; every other one has answered.
+            RankLost: a rank did not answer. The answers of the others were read.
         """
         answers = self._all("grow", runs)
         with self._lock:
@@ -499,15 +514,15 @@ class Ranks:
         return str(failures[0])
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """Sends a release outside a step."""
+        """Calls `KVMemory.release` on every rank, at once instead of with a step."""
         self._all("release", [number, runs, after_step])
 
     def move(self, copies: list[tuple[int, int]], step: int) -> bool:
-        """`KVMemory.move` on every rank; false: a rank has a step yet to launch."""
+        """Calls `KVMemory.move` on every rank; false if a rank has not launched step `step`."""
         return all(self._all("move", [copies, step]))
 
     def poll(self) -> None:
-        """Polls all ranks; updates `finished`, `free` and `mappings`."""
+        """Polls all ranks; updates `finished`, `free`, `mappings` and `resting`."""
         growths = self._growths
         answers = self._all("poll")
         with self._lock:
@@ -521,12 +536,12 @@ class Ranks:
             self._heard = True
 
     def rested(self) -> None:
-        """Lets sleeping ranks continue: all memory that no request holds was freed."""
+        """Tells sleeping ranks that all memory that no request holds was unmapped."""
         self._all("rested")
         self.resting = False
 
     def finished(self) -> dict[int, str | None]:
-        """Releases confirmed by all ranks at the last `poll`, and failures; each returned once."""
+        """Returns each release that all ranks have ended, once, with an error message or None."""
         done: dict[int, str | None] = {}
         with self._lock:
             for number, answers in list(self._answers.items()):
@@ -536,20 +551,20 @@ class Ranks:
         return done
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Frees slabs on every rank; returns the bytes of the rank that freed most."""
+        """Calls `KVMemory.compact` on every rank; returns the most bytes that a rank gave back."""
         return max(map(int, self._all("compact", [nbytes, step])))
 
     def free(self) -> int | None:
-        """Further bytes that the rank with the least free memory could map; None: unknown.
+        """Returns the bytes that every rank could map, as of the last growth or `poll`.
 
-        As of the last growth or `poll`.
+        None on the CPU, where they are unknown.
         """
         if not self._heard:
             self.poll()
         return self._free
 
     def total(self) -> int:
-        """Bytes that every rank could have if it were alone on its device."""
+        """Returns the least bytes of a rank's device, divided by the engine's ranks on it."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)
@@ -557,12 +572,12 @@ class Ranks:
         )
 
     def stats(self) -> list[dict[str, int]]:
-        """`Context.stats` of each rank."""
+        """Returns `Context.stats` of each rank."""
         found: list[dict[str, int]] = self._all("stats")
         return found
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         for rank in self.ranks:
             rank.close()
 

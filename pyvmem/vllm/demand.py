@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""Computes how many blocks vLLM is about to take, before vLLM compares that with the free ones.
+"""Backs the blocks that vLLM is about to take, before vLLM compares them with the free blocks.
 
-In most steps most requests take nothing, and a call for each would be most of the pool's overhead.
-A request that computes its next token takes at most `most` blocks: while that many are free, vLLM's
-comparison cannot fail, and blocks are backed when taken. So a step begins
+In most steps most requests take no block, and a call for each would dominate the pool's overhead. A
+request that computes its next token takes at most `most` blocks: while that many are free, vLLM's
+comparison cannot fail, and blocks are backed when taken. So a step starts in one of three modes:
 
-    unwatched    with `most` blocks free for every running request
-    checked      with fewer: vLLM's query for the number of free blocks is answered here
-    watched      with fewer than `most`, while a running request has more to compute than its next
-                 token, and after a step that did not reach a waiting request
+    unwatched    if `most` blocks are free for every running request
+    checked      if fewer are free: we answer vLLM's query for the number of free blocks
+    watched      if fewer than `most` are free, a running request has more to compute than its next
+                 token, or the last step did not reach a waiting request
 
-and becomes watched when the check finds fewer than `most`, and when vLLM looks up a request's
-prefix in order to admit it. In a watched step, each demand is computed before vLLM compares.
+It becomes watched when the check finds fewer than `most`, and when vLLM looks up a request's prefix
+to admit it. In a watched step, each request's demand is computed before vLLM compares.
 
-vLLM admits a request if its whole prompt fits, and then computes that in chunks. The pool, too,
-requires memory for the whole prompt, but backs only the chunk, since backing a long prompt would
-delay the step.
+vLLM admits a request if its whole prompt fits, and then computes it in chunks. The pool also
+requires memory for the whole prompt, but backs only the first chunk, since backing a long prompt
+would delay the step.
 
 vLLM's functions are replaced once; only the target of the replacement changes from step to step. A
 `partial` adds almost nothing to a call, and does not conflict with other tools' patches.
@@ -35,15 +35,15 @@ from pyvmem.vllm.engine import ElasticEngine
 __all__ = ["Demand"]
 
 
-def _lead(call: partial[Any], to: Callable[..., Any]) -> None:
-    """Redirects the partial `call` to `to`."""
+def _redirect(call: partial[Any], to: Callable[..., Any]) -> None:
+    """Makes the partial `call` call `to`."""
     call.__setstate__((to, (), {}, None))  # type: ignore[attr-defined]
 
 
 def _copies(spec: Any) -> int:
-    """Extra blocks that a group takes if its layers' states are cached as prefixes.
+    """Returns the extra blocks that a request takes in a group whose states are cached as prefixes.
 
-    One to copy the state to before it changes, and those that vLLM writes within a prompt.
+    The state is copied to a block before it changes; more blocks are written within a prompt.
     """
     if getattr(spec, "mamba_cache_mode", "none") != "align":
         return 0
@@ -51,14 +51,16 @@ def _copies(spec: Any) -> int:
 
 
 class Demand:
-    """The demands of one scheduler. Its lock is held wherever this is called.
+    """Replaces methods of a scheduler's block pool and KV manager to see its demand for blocks.
+
+    The caller holds the engine's lock (`ElasticEngine.lock`).
 
     Args:
-        scheduler: vLLM's.
-        elastic: its memory.
+        scheduler: vLLM's scheduler.
+        elastic: the engine that backs its blocks.
 
     Attributes:
-        most: blocks that a request can take in a step in which it computes its next token.
+        most: blocks that a request takes, at most, in a step in which it computes its next token.
     """
 
     def __init__(self, scheduler: Any, elastic: ElasticEngine) -> None:
@@ -79,10 +81,10 @@ class Demand:
         self._get_num_free_blocks = self.pool.get_num_free_blocks
         self._look_up = manager.get_computed_blocks
         self._get_new_blocks = self.pool.get_new_blocks
-        self._margin = 0  # further blocks that must be free for the request being admitted
-        self._checking = self._watching = self._looked = self._overlooked = False
-        self._computing: dict[str, Any] = {}  # running, with more to compute than the next token
-        manager.get_computed_blocks = self._look
+        self._margin = 0  # blocks that vLLM wants to stay free when it admits a request
+        self._checking = self._watching = self._looked_up = self._queue_unreached = False
+        self._computing: dict[str, Any] = {}  # running requests in prefill
+        manager.get_computed_blocks = self._watched_lookup
         self.pool.get_new_blocks = self._hand_out if elastic.holds.on else self._take
         self._counts, self._allocates, self._frees = (
             partial(self._count_blocks),
@@ -108,23 +110,23 @@ class Demand:
         return blocks
 
     def begin(self) -> None:
-        """Called before a step is scheduled."""
-        self._looked = False
+        """Chooses the mode of a step; called before vLLM schedules it."""
+        self._looked_up = False
         free = self.pool.free_block_queue.num_free_blocks
-        if free < self.most or self._computing or self._overlooked:
+        if free < self.most or self._computing or self._queue_unreached:
             self._watch()
         elif free < self.most * len(self.scheduler.running):
             self._checking = True
-            _lead(self._frees, self._check)
+            _redirect(self._frees, self._check)
 
     def end(self) -> None:
-        """Called after a step was scheduled, or scheduling failed."""
+        """Ends a step's mode; called after vLLM scheduled it, or failed to."""
         self._checking = False
-        _lead(self._frees, self._get_num_free_blocks)
+        _redirect(self._frees, self._get_num_free_blocks)
         if self._watching:
             self._watching = False
-            _lead(self._counts, self._count_blocks)
-            _lead(self._allocates, self._allocate_slots)
+            _redirect(self._counts, self._count_blocks)
+            _redirect(self._allocates, self._allocate_slots)
         if self._computing:
             self._computing = {
                 name: one
@@ -137,8 +139,8 @@ class Demand:
             self.elastic.may_gather = True
         elif request := next(iter(scheduler.waiting), None):
             self.elastic.gather(self._blocks(request.num_tokens + 1))
-        self._overlooked = (
-            not self._looked
+        self._queue_unreached = (
+            not self._looked_up
             and running < scheduler.max_num_running_reqs
             and scheduler.get_num_unfinished_requests() > running
         )
@@ -146,13 +148,13 @@ class Demand:
     def _watch(self) -> None:
         if self._checking:
             self._checking = False
-            _lead(self._frees, self._get_num_free_blocks)
+            _redirect(self._frees, self._get_num_free_blocks)
         if not self._watching:
             self._watching = True
-            _lead(self._counts, self._count)
-            _lead(self._allocates, self._allocate)
+            _redirect(self._counts, self._count)
+            _redirect(self._allocates, self._allocate)
 
-    # ---- in place of vLLM's functions ------------------------------------------------------------
+    # ---- replacements of vLLM's methods ----------------------------------------------------------
 
     def _take(self, num_blocks: int) -> Any:
         self.elastic.take(num_blocks)
@@ -165,23 +167,24 @@ class Demand:
 
     def _check(self) -> int:
         free: int = self.pool.free_block_queue.num_free_blocks
-        if free < self.most:  # the request may need all of them, and is already counted
+        if free < self.most:  # they may not be enough for this request
             self._watch()
             self.elastic.prepare(self.most)
             free = self.pool.free_block_queue.num_free_blocks
         return free
 
-    def _look(self, *args: Any, **kwargs: Any) -> Any:
-        self._looked = True
+    def _watched_lookup(self, *args: Any, **kwargs: Any) -> Any:
+        self._looked_up = True
         self._watch()
         return self._look_up(*args, **kwargs)
 
     def _count(self, *args: Any, **kwargs: Any) -> int:
         count: int = self._count_blocks(*args, **kwargs)
-        if count > self.pool.num_gpu_blocks:  # vLLM's value for a state computed in this step
+        # vLLM so makes a request wait for a state that this step computes.
+        if count > self.pool.num_gpu_blocks:
             return count
-        if count or self._margin:  # otherwise it takes nothing
-            # Prefixes that are hit and unused leave the free queue too, and have memory.
+        if count or self._margin:  # otherwise it takes no block
+            # Unused blocks of a prefix hit leave the free queue too; they are backed already.
             hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
             held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)
             whole = kwargs.get("apply_admission_cap", False)
@@ -190,7 +193,10 @@ class Demand:
         return count
 
     def _fits(self, count: int) -> bool:
-        """True if `blocks` are free or could be backed; the next query of vLLM is then told so."""
+        """Returns true if `count` blocks are free or could be backed.
+
+        If some are to be backed, vLLM's next query for free blocks gets `count`.
+        """
         free: int = self.pool.free_block_queue.num_free_blocks
         if free >= count:
             return True
@@ -198,10 +204,10 @@ class Demand:
             return False
 
         def once() -> int:
-            _lead(self._frees, self._get_num_free_blocks)
+            _redirect(self._frees, self._get_num_free_blocks)
             return count
 
-        _lead(self._frees, once)
+        _redirect(self._frees, once)
         return True
 
     def _allocate(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +225,7 @@ class Demand:
             result = self._allocate_slots(request, *args, **kwargs)
         finally:
             self._margin = 0
-        if result is not None and not again:  # after a preemption it finds its own rows
+        if result is not None and not again:  # after a preemption it hits its own blocks
             self.elastic.hits += kwargs.get("num_new_computed_tokens", 0)
             self.elastic.queries += request.num_tokens
         return result

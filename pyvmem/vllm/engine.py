@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""An engine's memory, on the scheduler's side: decides which blocks are backed.
+"""Decides which blocks of an engine are backed, in its scheduler's process.
 
-    used           requests hold it
-    cached         free, a prefix that the next request may hit        | vLLM's free queue,
-    idle           free, nothing in it                                 | idle blocks first
+A block is in one of four states:
+
+    used           a request holds it
+    cached         free, with a prefix that a later request may hit    | vLLM's free queue,
+    idle           free, without contents                              | idle blocks first
     unbacked       without memory
 
-A demand takes idle blocks first, then backs unbacked blocks, then lets vLLM evict cached blocks.
-The keeper thread does the rest: it backs blocks ahead of need, so that a step seldom waits for the
-driver, and unbacks idle blocks after a while without use, or at once when the engine's limit falls
-or another engine on the GPU is short. Prefixes are evicted last.
+vLLM gets idle blocks first; then unbacked blocks are backed; then vLLM evicts cached blocks. The
+keeper, a thread, backs blocks ahead of need, so that a step seldom waits for the driver. It retires
+idle blocks that were not needed for a while, or at once when the engine's limit falls or another
+engine on the GPU is short of memory. Prefixes are evicted last.
 
-Where blocks share pages, a page is freed once it is empty. Idle blocks of the fullest pages are
-handed out first; and if another engine wants memory, prefixes move off nearly empty pages
+If blocks share pages, a page is freed once all its blocks are idle. So idle blocks of the fullest
+pages are handed out first, and if another engine wants memory, prefixes move off nearly empty pages
 (`Mover`).
 """
 
@@ -29,7 +31,7 @@ from typing import Any
 
 from pyvmem.elastic.backing import Backing, Growth, Release
 from pyvmem.elastic.geometry import Geometry
-from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.elastic.metrics import identity_of
 from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LedgerQuota, LocalQuota
@@ -39,7 +41,7 @@ from pyvmem.vllm.channel import RankLost, Ranks
 from pyvmem.vllm.mover import Mover
 from pyvmem.vllm.offload import host_bytes
 from pyvmem.vllm.offload_holds import WORTH, Holds
-from pyvmem.vllm.reach import connect
+from pyvmem.vllm.rank_discovery import connect
 from pyvmem.vllm.remote import join_ledgers
 
 __all__ = ["ElasticEngine"]
@@ -47,32 +49,39 @@ __all__ = ["ElasticEngine"]
 _TICK = 0.05  # s between scans for idle blocks
 _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
 _REPORT = 0.1  # s between reports to the ledger, and checks of what a busy engine could give back
-_BACKOFF = 0.02  # s for which a refusal is cached while a request waits for the memory
-_PATIENCE = 0.25  # s for which it is cached otherwise
+_BACKOFF = 0.02  # s between attempts to grow while a request waits for memory
+_PATIENCE = 0.25  # s between attempts otherwise
 _START_PATIENCE = 30.0  # s for other engines to leave room for the null block
 _RESERVE = 256 << 20
 _RECENT = 5.0  # s: window over which the largest step sets how much is backed ahead
 _MOST_RESERVE = 1024  # blocks
-_SPREAD, _SPREAD_FOR = 1.25, 1.0  # mapped over live, and for how many seconds, to move prefixes
-_ROUNDS = 4  # of evicting, per check of other engines' needs
+_SPREAD, _SPREAD_FOR = 1.25, 1.0  # mapped/live bytes, and seconds above, to move prefixes
+_ROUNDS = 4  # of eviction, for each check of other engines' needs
 
 log = logging.getLogger("vllm.vmem")
 
 
 class ElasticEngine:
-    """The memory of one engine.
+    """The memory of one engine; belongs to its scheduler.
+
+    Methods are called with `lock` held, unless they say otherwise.
 
     Args:
-        config: vLLM's.
-        kv_cache_config: vLLM's.
-        pool: its block pool, with no block in use yet.
-        connector: its KV connector, or None.
+        config: the `VllmConfig`.
+        kv_cache_config: the `KVCacheConfig`.
+        pool: the scheduler's `BlockPool`, with no block in use yet.
+        connector: the scheduler's KV connector, or None.
 
     Attributes:
+        lock: held by the scheduler while it runs, and by the keeper.
         count_waiting: returns the blocks that queued requests may take in a step.
         publish_events: publishes evictions since the last step as vLLM KV events.
         may_gather: a request ran since `gather` last freed blocks.
-        asleep: at the last check it was ordered to sleep: no request is admitted.
+        asleep: `vmem` ordered the engine to sleep, as of the last check: it admits no request.
+
+    Raises:
+        ValueError: the limit is too small for one request, or exceeds the device's memory.
+        MemoryError: other engines leave no room for the null block.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, pool: Any, connector: Any = None) -> None:
@@ -130,13 +139,16 @@ class ElasticEngine:
         self._reported = self._dense_at = 0.0
         self._seen: tuple[int, ...] | None = None  # at the last idle check
         self._thread = threading.Thread(
-            target=_keep, args=(weakref.ref(self), self._wake), name="vmem-keeper", daemon=True
+            target=_run_keeper,
+            args=(weakref.ref(self), self._wake),
+            name="vmem-keeper",
+            daemon=True,
         )
         self._take_over()
 
     @staticmethod
     def _least(config: Any, groups: Any, geometry: Geometry) -> int:
-        """Bytes for a request of the greatest length: with less, it would wait forever."""
+        """Returns the bytes that one request of `max_model_len` tokens needs."""
         blocks = 1
         for group in groups:
             spec = group.kv_cache_spec
@@ -176,7 +188,7 @@ class ElasticEngine:
         self.backing.back_null(_START_PATIENCE)
 
     def _watch_pool(self) -> None:
-        """Tracks blocks that become idle. Replaces methods of vLLM's pool, not its class."""
+        """Wraps methods of vLLM's block pool, of the object alone, to record idle blocks."""
         pool = self.pool
         free, reset, evict = pool.free_blocks, pool.reset_prefix_cache, pool.evict_blocks
 
@@ -209,7 +221,7 @@ class ElasticEngine:
         pool.evict_blocks = evict_blocks
 
     def _find_idle(self) -> None:
-        """Rescans vLLM's free queue for idle blocks, after prefixes were reset."""
+        """Adds free blocks without a prefix to the idle blocks, after prefixes were reset."""
         self.idle.add(
             block.block_id
             for block in self._free()
@@ -217,7 +229,7 @@ class ElasticEngine:
         )
 
     def _free(self) -> Iterator[Any]:
-        """vLLM's free blocks, the next to be taken first."""
+        """Yields the blocks of vLLM's free queue, from its head: the next to be taken."""
         queue = self.pool.free_block_queue
         block = queue.fake_free_list_head.next_free_block
         while block is not queue.fake_free_list_tail:
@@ -226,11 +238,14 @@ class ElasticEngine:
             block = following
 
     def start(self) -> None:
-        """Starts the keeper."""
+        """Starts the keeper's thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops the keeper; nothing is mapped or unmapped any more."""
+        """Stops the keeper and leaves the ledgers; called without `lock`.
+
+        Nothing is mapped or unmapped afterwards.
+        """
         self._stopped = True
         self._wake.set()
         if self._thread.is_alive():
@@ -241,7 +256,7 @@ class ElasticEngine:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> tuple[int, list[Release]]:
-        """Numbers a step that was scheduled, and the releases that travel with it."""
+        """Called after a step was scheduled; returns its number and the releases to send."""
         self._step += 1
         now = time.monotonic()
         self._busy_until = now + self.settings.idle
@@ -260,23 +275,27 @@ class ElasticEngine:
         return self._step, self.backing.send()
 
     def end_step(self, step: int) -> None:
-        """Called when the output of a step was processed."""
+        """Called when the scheduler has processed the output of a step."""
         self._ended = step
 
     def order_transfers(self, metadata: Any) -> list[int]:
-        """Records the KV transfers of the last numbered step; returns those dropped."""
+        """Records the KV transfers that the last numbered step orders.
+
+        Returns:
+            Ids of stores that the workers must not start.
+        """
         if self.holds.on:
             self._let_idle(self.holds.order(self._step, metadata))
         return self.holds.take_dropped()
 
     def end_transfers(self, output: Any) -> None:
-        """Records the transfers that ranks finished."""
+        """Records the KV transfers that ranks have finished, from a step's output."""
         done = getattr(getattr(output, "kv_connector_worker_meta", None), "completed_jobs", None)
         if done:
             self._let_idle(self.holds.report(done))
 
     def _let_idle(self, blocks: Iterable[int]) -> None:
-        """Drops the hold on blocks: those without contents become idle."""
+        """Makes blocks that are no longer held idle, unless they are used, cached or unbacked."""
         every = (self.pool.blocks[one] for one in blocks if self.backing.is_backed(one))
         self.idle.add(
             block.block_id
@@ -285,12 +304,15 @@ class ElasticEngine:
         )
 
     def rest(self, resting: bool) -> None:
-        """Called on pause and resume; while paused, idle memory is freed at once."""
+        """Called when vLLM pauses or resumes; while paused, idle memory is freed at once."""
         self._resting = resting
         self._wake.set()
 
     def give_back_at_rest(self) -> None:
-        """Waits until a paused engine has freed all memory except that of prefixes."""
+        """Waits until a paused engine has freed all memory but that of prefixes.
+
+        Does nothing if the engine is not paused or requests hold blocks. Called without `lock`.
+        """
         with self.lock:
             if not self._resting or self.used_blocks():
                 return
@@ -301,10 +323,10 @@ class ElasticEngine:
         self._compact()
 
     def _let_go(self) -> None:
-        """Frees all but the null block, if no request holds anything.
+        """Frees all but the null block, prefixes included, if no request holds a block.
 
-        For an engine ordered to sleep, or ranks that sleep without the scheduler's knowledge. Stock
-        vLLM loses its KV cache then, too.
+        The keeper calls this, without `lock`, if the engine was ordered to sleep, or a rank sleeps
+        without the scheduler's knowledge. Stock vLLM loses its KV cache then, too.
         """
         try:
             with self.lock:
@@ -322,13 +344,16 @@ class ElasticEngine:
     # ---- demand ----------------------------------------------------------------------------------
 
     def take(self, count: int) -> None:
-        """Prepares for vLLM to take `count` free blocks: idle blocks as far as possible."""
+        """Puts up to `count` idle blocks at the head of vLLM's free queue.
+
+        Called just before vLLM takes `count` blocks from there.
+        """
         self._taken += count
         self.prepare(count)
         self._put_first(self.idle.take(count))
 
     def prepare(self, count: int) -> None:
-        """Makes `count` blocks idle for vLLM to take, or as many as possible."""
+        """Backs blocks until `count` are idle, as far as memory allows; waits for the driver."""
         if len(self.idle) >= count:
             return
         if self._background is not None:
@@ -336,7 +361,7 @@ class ElasticEngine:
             self._grown.wait()
             self._finish_background()
         self._collect()
-        # If evicting would also do, retry growth less often.
+        # Retry growth less often if evicting prefixes is enough.
         evicting = self.pool.free_block_queue.num_free_blocks >= count
         patience = _PATIENCE if evicting else _BACKOFF
         if len(self.idle) < count and time.monotonic() >= self._refused + patience:
@@ -353,15 +378,15 @@ class ElasticEngine:
         self._lacked |= len(self.idle) < count
 
     def could_back(self, count: int) -> bool:
-        """True if `count` unbacked blocks could get memory now; an estimate.
+        """Returns true if `count` more blocks could be backed now.
 
-        Nothing is reserved: if another engine is faster, a request is preempted.
+        Nothing is reserved: if another engine takes the memory first, a request is preempted.
         """
         needed = self.backing.geometry.scattered_bytes(count)
         return self.backing.bare >= count and self.quota.room() >= needed
 
     def _back(self, count: int) -> bool:
-        """Backs up to `count` unbacked blocks while the step waits; false: a driver refused."""
+        """Backs up to `count` blocks while the step waits; returns false if the driver refused."""
         growth = self.backing.begin(count)
         if growth is None:
             return True
@@ -371,20 +396,20 @@ class ElasticEngine:
         return growth.failure is None
 
     def _count_next(self, count: int) -> int:
-        """Blocks to back in one call when a step must wait, to save later requests a call each."""
+        """Returns the blocks to back at once for a step that waits, so that later ones need not."""
         if not self._ahead or self._pressed:
             return 0
         return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
 
     def gather(self, count: int) -> None:
-        """Unbacks all free blocks if a refused request would then have enough.
+        """Retires all free blocks, if a refused request then fits.
 
-        Scattered blocks fill their pages only in part: the engine's memory may suffice for the next
-        request but never become usable, as no running request could end. Blocks of requests are
-        never moved.
+        Scattered blocks use only a part of their pages. So the engine may have enough memory for
+        the next request, but not in usable blocks, while no running request would end and free
+        some.
 
         Args:
-            count: total blocks that the next request needs.
+            count: blocks that the next request needs.
         """
         together = self.backing.geometry.first_bytes(1 + count)
         enough = together <= self.quota.used + self.quota.room()
@@ -394,16 +419,16 @@ class ElasticEngine:
             self._retire(list(self.idle))
 
     def _ask_others(self, blocks: int) -> None:
-        """Posts to the ledger how much memory lacks for so many blocks, up to the limit."""
+        """Posts to the ledger the bytes that `blocks` more blocks need, up to the limit."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
         need = min(need, max(0, self.quota.limit - self.quota.used))
-        need -= need % max(1, self.backing.geometry.block_bytes)  # not enough left for a block
+        need -= need % max(1, self.backing.geometry.block_bytes)  # a part of a block would not help
         if need or self._short:
             self.quota.want(need)
             self._short = need > 0
 
     def _put_first(self, blocks: Iterable[int]) -> None:
-        """Moves free blocks to the head of vLLM's queue, to be taken next."""
+        """Moves free blocks to the head of vLLM's free queue, to be taken next."""
         queue, found = self.pool.free_block_queue, list(map(self.pool.blocks.__getitem__, blocks))
         for block in found:
             queue.remove(block)
@@ -426,32 +451,31 @@ class ElasticEngine:
     # ---- questions -------------------------------------------------------------------------------
 
     def backed_blocks(self) -> int:
-        """Number of backed blocks, including the null block."""
+        """Returns the number of backed blocks, the null block included."""
         growing = len(self._background.blocks) if self._background else 0
         return int(self.pool.num_gpu_blocks) - self.backing.bare - growing
 
     @property
     def has_more(self) -> bool:
-        """True if, at the last check, another engine waited while this engine exceeded its share.
+        """True if, at the last check, another engine waited while this one exceeded its share.
 
-        No request is admitted then. Otherwise an engine with a queue would never give anything
-        back, since each finished request makes room for the next. If none runs, idle memory is
-        released anyway.
+        While requests run, no further one is admitted then. Otherwise an engine with a queue would
+        never give memory back, since each finished request makes room for the next.
         """
         return self._has_more
 
     def used_blocks(self) -> int:
-        """Blocks that requests hold."""
+        """Returns the number of blocks that requests hold."""
         return self.backed_blocks() - 1 - int(self.pool.free_block_queue.num_free_blocks)
 
     def usage(self) -> float:
-        """The part of the available memory that requests hold."""
+        """Returns the fraction of the engine's limit that requests hold, from 0 to 1."""
         size = max(1, self.backing.geometry.block_bytes)
         most = min(int(self.pool.num_gpu_blocks) - 1, self._limit // size)
         return min(1.0, self.used_blocks() / max(1, most))
 
     def live_bytes(self) -> int:
-        """Memory of nonempty pages: requests, prefixes, the null block."""
+        """Returns the bytes of pages with used or cached blocks or the null block."""
         every = range(self.pool.num_gpu_blocks)
         return self.backing.live_bytes(
             b for b in every if self.backing.is_backed(b) and b not in self.idle
@@ -459,8 +483,8 @@ class ElasticEngine:
 
     # ---- the keeper ------------------------------------------------------------------------------
 
-    def _kept(self) -> bool:
-        """A round of the keeper's thread; false: it was the last."""
+    def _keeper_round(self) -> bool:
+        """Runs a round of the keeper; returns false if the keeper must end."""
         if self._stopped:
             return False
         try:
@@ -477,9 +501,10 @@ class ElasticEngine:
         return True
 
     def tick(self, force: bool = False) -> None:
-        """One round: frees idle memory, backs ahead.
+        """Runs a round of the keeper, without `lock`: frees idle memory, backs blocks ahead.
 
-        `force`: ignores how recently it was needed.
+        Args:
+            force: free memory no matter how recently it was needed.
         """
         if force or self.backing.unconfirmed or time.monotonic() > self._reported + _REPORT:
             self.ranks.poll()  # without the lock: steps continue
@@ -533,7 +558,7 @@ class ElasticEngine:
         )
 
     def _live_blocks(self) -> int:
-        """Blocks with contents: used or cached."""
+        """Returns the number of used and cached blocks, the null block included."""
         return self.backed_blocks() - len(self.idle)
 
     def _give_back(self, long_idle: bool) -> None:
@@ -560,24 +585,26 @@ class ElasticEngine:
             self._shrink(owed)
 
     def _is_spread(self, now: float) -> bool:
-        """True if mapped memory has far exceeded live memory for long."""
-        mapped = self.backing.mapped_bytes - self.backing.leaving_bytes
+        """Returns true if mapped memory has exceeded live memory by a quarter for a second."""
+        mapped = self.backing.mapped_bytes - self.backing.unmapping_bytes
         live = self._live_blocks() * self.backing.geometry.block_bytes
         if mapped <= _SPREAD * live:
             self._dense_at = now
         return now > self._dense_at + _SPREAD_FOR
 
     def _retire_pages(self, blocks: int, at_least: bool = False) -> int:
-        """Frees empty pages, of at most `most` idle blocks; returns their bytes.
+        """Frees pages of up to `blocks` idle blocks; returns the bytes freed.
 
-        `at_least`: see `Backing.emptied_first`.
+        Args:
+            blocks: number of blocks.
+            at_least: as in `Backing.emptied_first`.
         """
         return self._retire(self.backing.emptied_first(self.idle, blocks, at_least=at_least))
 
     def _shrink(self, nbytes: int) -> None:
-        """Frees up to this many bytes: idle blocks, then least recently used prefixes.
+        """Frees about `nbytes` bytes: idle blocks, then least recently used prefixes.
 
-        If moving prefixes is enough, none is evicted.
+        Evicts no prefix if moving prefixes frees enough.
         """
         unit = self.backing.geometry.group_bytes
         for _ in range(_ROUNDS):
@@ -594,7 +621,10 @@ class ElasticEngine:
         return int(cached) * self.backing.geometry.block_bytes
 
     def _evict(self, count: int) -> int:
-        """Evicts up to `count` prefix blocks, least recently used first; they become idle."""
+        """Evicts up to `count` cached blocks, least recently used first; returns how many.
+
+        They become idle.
+        """
         cached = (
             block
             for block in self._free()
@@ -609,7 +639,7 @@ class ElasticEngine:
         return len(found)
 
     def _retire(self, blocks: list[int]) -> int:
-        """Takes idle blocks from vLLM and frees their pages; returns the bytes freed."""
+        """Removes idle blocks from vLLM's free queue; returns the bytes of pages this frees."""
         self.idle.remove(blocks)
         self.holds.overwrite(blocks)
         for one in blocks:
@@ -620,7 +650,7 @@ class ElasticEngine:
     # ---- moving ----------------------------------------------------------------------------------
 
     def moves(self) -> list[tuple[int, int]]:
-        """Copies for the last numbered step: source and destination blocks.
+        """Returns the copies that the last numbered step makes: (source, destination) blocks.
 
         The emptied pages are freed with the next step at the earliest.
         """
@@ -629,7 +659,7 @@ class ElasticEngine:
         return found
 
     def _move_by_call(self) -> None:
-        """Moves prefixes at once, since the next step may be far off."""
+        """Moves prefixes by a call to the ranks, since no step may come soon."""
         found = self.mover.pick()
         if self.ranks.move(found, self._step):
             self.mover.done(found)
@@ -638,9 +668,9 @@ class ElasticEngine:
             self.mover.undo(found)
 
     def _send_by_call(self) -> None:
-        """Sends releases at once, since the next step may be far off.
+        """Sends releases by a call to the ranks, since no step may come soon.
 
-        They wait for the last step.
+        The ranks unmap the pages after the last step.
         """
         for one in self.backing.send():
             self.ranks.release(one.number, one.runs, self._step)
@@ -655,7 +685,7 @@ class ElasticEngine:
                     log.warning("vmem: pages cannot be unmapped, tried again: %s", str(failure))
 
     def _may_back_ahead(self, now: float) -> bool:
-        """True if too few blocks are idle, and more may be requested."""
+        """Returns true if too few blocks are idle, and none was refused lately."""
         if self._background is not None or now < self._refused + _PATIENCE:
             return False
         return len(self.idle) < self._ahead - self._batch
@@ -672,7 +702,7 @@ class ElasticEngine:
         return growth
 
     def _compact(self) -> None:
-        """Empties slabs piece by piece while the engine is idle."""
+        """Gives nearly empty slabs back, a piece at a time, while the engine is idle."""
         while True:
             with self.lock:
                 under_way = self._ended != self._step and time.monotonic() < self._busy_until
@@ -684,10 +714,10 @@ class ElasticEngine:
             time.sleep(0.001)  # lets a waiting scheduler take the lock
 
     def settle(self, timeout: float = 30.0) -> None:
-        """Frees all idle memory now, and waits for it; for tests and `sleep`.
+        """Frees all idle memory, and waits until it is unmapped; called without `lock`.
 
         Raises:
-            TimeoutError: a rank did not answer in time.
+            TimeoutError: pages were not unmapped within `timeout` seconds.
         """
         end = time.monotonic() + timeout
         while True:
@@ -706,12 +736,12 @@ class ElasticEngine:
             time.sleep(0.005)
 
 
-def _keep(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
-    """The keeper's thread: it ends with the engine, and does not keep it alive."""
+def _run_keeper(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
+    """Runs the keeper's thread until the engine stops or is collected."""
     while True:
         wake.wait(_TICK)
         wake.clear()
         found = engine()
-        if found is None or not found._kept():
+        if found is None or not found._keeper_round():
             return
         del found

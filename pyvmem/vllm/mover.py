@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Chooses prefixes to move, so that pages become empty.
+"""Moves prefixes between blocks, so that whole pages become free; part of the scheduler.
 
-Pages that hold few prefixes and nothing that a request uses are *victims*. Their contents move to
-idle blocks of fuller pages: the ranks copy them before a step, or at once when no step is due. The
-prefix then has another block, at the same place in the eviction order, transparently to requests
-that hit it.
+Pages with few prefixes and no block of a request are *victims*. Their contents move to idle blocks
+of fuller pages: the ranks copy them before a step, or at once when no step is due. The prefix then
+has another block, at the same position in the eviction order; requests can hit it as before.
 
-    choose          names victims that fit elsewhere, those with least to copy first
-    pick, done      the next copies, and recording them in vLLM's pool; or `undo`
+    choose          selects victims whose contents fit elsewhere, those with least to copy first
+    pick            returns the next copies, for the ranks to make
+    done, undo      records them in vLLM's pool, or reverts `pick`
 
-The victim's pages then hold only idle blocks, and are freed like others.
+A victim's pages then hold only idle blocks, and are freed like others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyvmem.elastic.backing import Backing
-from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.vllm.offload_holds import Holds
 
 __all__ = ["MOST", "Mover"]
@@ -26,17 +26,17 @@ MOST = 64  # copies at a time: 150 MB with 36 layers of 64 KB
 
 
 class Mover:
-    """Moves prefixes of one engine. Its lock is held wherever this is called.
+    """Moves the prefixes of one engine. The caller holds the engine's lock.
 
     Args:
-        pool: vLLM's.
-        backing: which blocks have memory.
-        idle: which of them are idle.
-        holds: which of them an offload store still reads.
+        pool: vLLM's block pool.
+        backing: records which blocks have memory.
+        idle: the idle blocks.
+        holds: blocks that an offload store still reads.
 
     Attributes:
-        victims: groups to be emptied, the next one first.
-        moved: prefixes moved so far.
+        victims: groups to be emptied, in this order.
+        moved: blocks moved so far.
     """
 
     def __init__(self, pool: Any, backing: Backing, idle: IdleBlocks, holds: Holds) -> None:
@@ -49,7 +49,7 @@ class Mover:
         self._spare: set[int] = set()  # groups that receive no copies
 
     def _contents(self, group: int) -> list[int]:
-        """The blocks that keep a group's page in use."""
+        """Returns the used and cached blocks that touch a group's page."""
         idle, backed = self.idle, self.backing.is_backed
         return [b for b in self.backing.geometry.touching(group) if backed(b) and b not in idle]
 
@@ -64,7 +64,7 @@ class Mover:
         self.victims, self._spare = [], set()
 
     def choose(self, groups: int) -> int:
-        """Selects up to `count` victims; returns the bytes that they will free.
+        """Selects up to `groups` victims; returns the bytes that they will free.
 
         Full and empty groups are not considered.
         """
@@ -90,7 +90,10 @@ class Mover:
         return len(self.victims) * self.backing.geometry.group_bytes
 
     def pick(self) -> list[tuple[int, int]]:
-        """Up to `MOST` copies, from a block to a block; the places are not idle any more."""
+        """Returns up to `MOST` copies, as (source, destination) blocks.
+
+        The destinations are removed from the idle blocks.
+        """
         found: list[tuple[int, int]] = []
         leaving: set[int] = set()
         while self.victims and len(found) < MOST:
@@ -110,12 +113,12 @@ class Mover:
         return found
 
     def done(self, copies: list[tuple[int, int]]) -> None:
-        """Records copies that are in flight, ordered before any other access to these blocks."""
+        """Records that the ranks make these copies before any other access to the blocks."""
         queue, blocks = self.pool.free_block_queue, self.pool.blocks
         for source, place in copies:
             src, dst = blocks[source], blocks[place]
             queue.remove(dst)
-            # It takes over the source's place in the eviction order.
+            # It takes over the source's position in the eviction order.
             dst.prev_free_block, dst.next_free_block = src.prev_free_block, src.next_free_block
             dst.prev_free_block.next_free_block = dst
             dst.next_free_block.prev_free_block = dst
@@ -126,6 +129,6 @@ class Mover:
         self.moved += len(copies)
 
     def undo(self, copies: list[tuple[int, int]]) -> None:
-        """Reverts `pick`: the copies were not made."""
+        """Reverts `pick`, since the ranks did not make the copies."""
         self.idle.add(place for _, place in copies)
         self.forget()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""KV offloading: which connectors work on the pool, and how vLLM comes to use our copies.
+"""KV offloading: checks the connector, and substitutes our offloading spec for vLLM's.
 
-vLLM's OffloadingConnector takes an offloading spec by name and module. `VMemOffloadingSpec` is put
-there in place of vLLM's own for host memory, whose copies (cudaMemcpy) refuse the pool's addresses.
+vLLM's OffloadingConnector loads an offloading spec by name and module. We configure
+`VMemOffloadingSpec`, since cudaMemcpy, by which vLLM's spec for host memory copies, refuses the
+pool's addresses.
 """
 
 from __future__ import annotations
@@ -43,28 +44,28 @@ _NETWORK = (
     "GPU-direct); OffloadingConnector works"
 )
 _WHY = {
-    "SimpleCPUOffloadConnector": "its copies, by cudaMemcpyBatchAsync, go on between steps, and "
-    "pages of the pool would not wait for them; without VLLM_USE_SIMPLE_KV_OFFLOAD vLLM takes "
+    "SimpleCPUOffloadConnector": "its copies, by cudaMemcpyBatchAsync, run between steps, and "
+    "the pool would not wait for them; without VLLM_USE_SIMPLE_KV_OFFLOAD vLLM uses "
     "OffloadingConnector, which works",
     "LMCacheMPConnector": "another process opens the KV cache by a CUDA IPC handle, and the pool's "
     "addresses have none; LMCacheConnectorV1 works",
-    "MultiConnector": "which connectors it has is not looked at; OffloadingConnector works",
+    "MultiConnector": "the connectors in it are not checked; OffloadingConnector works",
     **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _NETWORK),
     **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector"), _NETWORK),
 }
 _OTHERWISE = (
-    "nothing says how it copies; with VMEM_VISIBLE=1 or VMEM_BACKEND=cuda, and "
+    "how it copies is unknown; with VMEM_VISIBLE=1 or VMEM_BACKEND=cuda, and "
     "vmem_copies_in_step=true in its extra configuration, one that copies by cudaMemcpy alone, "
     "and ends with the step, works; so does OffloadingConnector"
 )
-BLOCK_BYTES = "vmem_block_bytes"  # of a rank, in the extra configuration that its spec gets
-_IN_STEP = "vmem_copies_in_step"  # what a connector's user vouches for
+BLOCK_BYTES = "vmem_block_bytes"  # in a spec's extra configuration: bytes of a block on a rank
+_IN_STEP = "vmem_copies_in_step"  # the user asserts that a connector copies within steps
 _COPY_IN_STEP = ("LMCacheConnectorV1",)
-_LMCACHE = "0.5.6"  # whose source has been read
+_LMCACHE = "0.5.6"  # its source was checked
 
 
 def reasons_against(config: Any) -> Iterator[str]:
-    """What in a configuration's KV transfers excludes the pool, each with the option's name."""
+    """Yields each KV-transfer option of a `VllmConfig` that excludes the pool, with the reason."""
     transfer = config.kv_transfer_config
     name = getattr(transfer, "kv_connector", None)
     if name is None:
@@ -76,7 +77,7 @@ def reasons_against(config: Any) -> Iterator[str]:
     if transfer.kv_role != "kv_both":
         yield f"kv_role={transfer.kv_role} (offloading stores and loads: kv_both)"
     spec = extra.get("spec_name")
-    if spec not in _SPECS:
+    if not isinstance(spec, str | None) or spec not in _SPECS:
         yield (
             f"spec_name={spec} (its copies are not the pool's; those of CPUOffloadingSpec and "
             "TieringOffloadingSpec are replaced)"
@@ -89,7 +90,7 @@ def reasons_against(config: Any) -> Iterator[str]:
 
 
 def _others(name: str, transfer: Any) -> Iterator[str]:
-    """Reasons against a connector other than vLLM's OffloadingConnector."""
+    """Yields the reasons against a connector other than vLLM's OffloadingConnector."""
     own = transfer.kv_connector_module_path
     known = name in _COPY_IN_STEP and not own
     vouched = transfer.kv_connector_extra_config.get(_IN_STEP, False)
@@ -102,7 +103,7 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
     elif not Settings.asks_visible():
         yield (
             f"kv_connector={name} (it copies by cudaMemcpy, which refuses plain addresses; "
-            "VMEM_VISIBLE=1 or VMEM_BACKEND=cuda has others)"
+            "set VMEM_VISIBLE=1 or VMEM_BACKEND=cuda)"
         )
     elif known:
         yield from _lmcache()
@@ -112,14 +113,14 @@ def _lmcache() -> Iterator[str]:
     try:
         found = metadata.version("lmcache")
     except metadata.PackageNotFoundError:
-        yield f"kv_connector=LMCacheConnectorV1 (lmcache is not installed; known is {_LMCACHE})"
+        yield f"kv_connector=LMCacheConnectorV1 (lmcache is not installed; {_LMCACHE} is supported)"
         return
     if found != _LMCACHE:
-        yield f"kv_connector=LMCacheConnectorV1 (lmcache {found} is not known, {_LMCACHE} is)"
+        yield f"kv_connector=LMCacheConnectorV1 (lmcache {found} is not supported, {_LMCACHE} is)"
 
 
 def _tiers(tiers: Any) -> Iterator[str]:
-    """Reasons against tiers below host memory that vLLM finds too late or never."""
+    """Yields errors in the tiers below host memory that vLLM reports late or never."""
     if not isinstance(tiers, list) or not all(isinstance(one, dict) for one in tiers):
         yield f"secondary_tiers={tiers!r} (expected a list of configurations)"
         return
@@ -134,7 +135,7 @@ def _tiers(tiers: Any) -> Iterator[str]:
 
 
 def _cannot_write(folder: Path) -> str:
-    """Why files cannot be made in a folder, which need not exist yet; "" if they can."""
+    """Returns why files cannot be created in a folder, which may not exist yet; "" if they can."""
     there = folder.absolute()
     while not os.path.lexists(there):
         there = there.parent
@@ -158,7 +159,7 @@ def _sizes(asked: Any) -> Iterator[str]:
 
 
 def host_bytes(config: Any) -> int:
-    """Host memory of all ranks of an engine for KV offloading."""
+    """Returns the bytes of host memory that all ranks use for KV offloading; 0 without it."""
     transfer = config.kv_transfer_config
     if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
         return 0
@@ -166,14 +167,14 @@ def host_bytes(config: Any) -> int:
 
 
 def select(config: Any) -> None:
-    """Has vLLM's OffloadingConnector use our spec."""
+    """Makes a configuration's OffloadingConnector load our spec; ignores other connectors."""
     transfer = config.kv_transfer_config
     if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
         return
     extra = transfer.kv_connector_extra_config
     name, module = _SPECS[extra.get("spec_name")]
     extra.update(spec_name=name, spec_module_path=module)
-    # What an idle engine forgets on the card comes back from host memory, answers too.
+    # An idle engine drops prefixes on the card; generated tokens, too, are loaded from the host.
     extra.setdefault("offload_prompt_only", False)
 
 
@@ -187,9 +188,9 @@ def _transferrer() -> Any:
 
 
 def clear() -> None:
-    """Ends the connector of an engine of this process whose start failed.
+    """Shuts down a connector left in this process by an engine that failed to start.
 
-    VLLM leaves it there, and would give it to the next engine, whose blocks lie elsewhere.
+    vLLM would reuse it for the next engine, whose KV tensors have other addresses.
     """
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
@@ -197,10 +198,10 @@ def clear() -> None:
 
 
 def count_by(config: Any, kv_cache_config: Any) -> None:
-    """Has this rank's spec count the bytes of a block as the scheduler's does.
+    """Gives this rank's spec the bytes of a block that the scheduler's spec computes.
 
-    VLLM divides the size of the KV cache by its blocks. The pool's is larger, since each layer
-    begins at a page; chunks counted by it are fewer than those that the scheduler hands out.
+    vLLM divides the size of the KV cache by its blocks. The pool's KV cache is larger, since each
+    layer begins at a page: the worker would count fewer chunks than the scheduler allocates.
     """
     tensors = kv_cache_config.kv_cache_tensors
     if host_bytes(config) and tensors and hasattr(tensors[0], "layer_stride"):
@@ -209,7 +210,7 @@ def count_by(config: Any, kv_cache_config: Any) -> None:
 
 
 def begin(memory: KVMemory, device: Any) -> None:
-    """Has this rank's transfers, if there are any, start, and its memory wait for them."""
+    """Enables this rank's transfers, if it has a connector; unmapping then waits for them."""
     transferrer = _transferrer()
     if transferrer is not None:
         from pyvmem.memory.host_copies import copies_for
@@ -219,6 +220,6 @@ def begin(memory: KVMemory, device: Any) -> None:
 
 
 def drop(stores: list[int]) -> None:
-    """Tells this rank's transfers which stores not to begin."""
+    """Tells this rank's transfers to skip these stores; called in the worker before a step."""
     if stores:
         _transferrer().dropped.update(stores)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Blocks whose memory stays because a store to host memory needs it: the scheduler's side.
+"""Keeps blocks mapped until they are stored to host memory; part of the scheduler.
 
-vLLM frees a request's blocks as soon as it ends, stores them a step or two later, and relies on
-their contents until then. Here memory may be gone by that time. So a block is *held*
+vLLM frees a request's blocks when the request ends, stores them a step or two later, and relies on
+their contents until then. The pool could unmap them in between. So a block is *held*
 
-    from its release by a request that ended to the next step, which says what is stored of it
-    from the step that orders a store to the report that it has ended
+    from its release by an ended request to the next step, which orders the request's stores
+    from the step that orders a store to the report that the store ended
 
-and is neither given back, nor evicted to be given back, nor moved. Blocks that are loaded are the
-request's until the load has ended, also when it is aborted: vLLM sees to that.
+A held block is not unmapped, evicted to be unmapped, or moved. Blocks being loaded belong to their
+request until the load has ended, even if it is aborted: vLLM ensures that.
 
-Where no step comes for `WORTH` seconds that could carry the stores on, what has not begun is
-dropped: the workers copy nothing, and once they say so vLLM's manager hears that the store failed.
-So is a store whose source is not what vLLM left there any more.
+If no step comes for `WORTH` seconds, the stores that have not begun are dropped: the workers skip
+them, and when they report that, vLLM's manager is told that the store failed. A store is also
+dropped if vLLM's contents of a source block were overwritten.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 __all__ = ["WORTH", "Holds"]
 
-WORTH = 1.0  # s that memory waits for stores, after the last step
+WORTH = 1.0  # s after the last step for which blocks are held for stores
 
 
 @dataclass
@@ -32,10 +32,10 @@ class _Store:
     """A store that was ordered.
 
     Attributes:
-        step: which orders it; the workers begin it a step later at most.
-        blocks: what it reads.
-        keys: by which vLLM's manager knows it.
-        pending: ranks that have yet to report.
+        step: number of the step that orders it; the workers begin it a step later at most.
+        blocks: blocks that it reads.
+        keys: the keys by which vLLM's manager identifies it.
+        pending: number of ranks that have not reported it yet.
     """
 
     step: int
@@ -46,10 +46,10 @@ class _Store:
 
 @dataclass
 class Transfers:
-    """Blocks since the start, of one KV cache group each.
+    """Totals since the start.
 
     Attributes:
-        stored, loaded, dropped: how many.
+        stored, loaded, dropped: number of blocks; each belongs to one KV cache group.
     """
 
     stored: int = 0
@@ -58,28 +58,34 @@ class Transfers:
 
 
 class Holds:
-    """The holds of one engine. Its lock is held wherever this is called.
+    """The held blocks of one engine. The caller holds the engine's lock.
 
     Args:
-        connector: vLLM's, or None. Blocks are held for OffloadingConnector alone: others tell vLLM
-            of each request when its blocks may be freed.
-        ranks: how many report each transfer.
+        connector: the scheduler's KV connector, or None. Blocks are held for OffloadingConnector
+            only: other connectors tell vLLM when a request's blocks may be freed.
+        ranks: number of ranks, each of which reports every transfer.
+
+    Attributes:
+        on: the connector is an OffloadingConnector.
+        counters: totals since the start.
+        dropped: ids of stores that the next step tells the workers to skip.
+        scheduling: vLLM's `schedule` is running; blocks freed meanwhile are not held.
     """
 
     def __init__(self, connector: Any, ranks: int) -> None:
         offloading: Any = getattr(connector, "connector_scheduler", None)
         self.on = offloading is not None
         self.counters = Transfers()
-        self.dropped: list[int] = []  # for the next step to tell the workers
+        self.dropped: list[int] = []
         self._ranks = ranks
         self._held: Counter[int] = Counter()
         self._fresh: set[int] = set()  # freed by ended requests since the last step
-        self._intact: set[int] = set()  # handed out to vLLM, and neither given back nor moved into
+        self._intact: set[int] = set()  # handed out to vLLM, and not overwritten since
         self._stores: dict[int, _Store] = {}
-        self._loads: dict[int, tuple[int, int]] = {}  # blocks, and ranks to report
-        self._keys: dict[int, tuple[Any, frozenset[Any]]] = {}  # by the id of where they go
+        self._loads: dict[int, tuple[int, int]] = {}  # number of blocks, and ranks yet to report
+        self._keys: dict[int, tuple[Any, frozenset[Any]]] = {}  # by the id of its spec
         self._failed: dict[frozenset[Any], bool] = {}  # of stores that were dropped
-        self._told = 0  # dropped blocks that the statistics have
+        self._told = 0  # dropped blocks already in vLLM's statistics
         self._chunks = 0  # in host memory
         self.scheduling = False
         if self.on:
@@ -94,7 +100,7 @@ class Holds:
                 self._count_lower_tiers(host)
 
     def _count_lower_tiers(self, host: Any) -> None:
-        """Counts what vLLM's other tiers, which write to host memory by these, bring there."""
+        """Wraps the methods by which vLLM's lower tiers write to host memory, to count chunks."""
         prepare, complete = host.prepare_write, host.complete_write
 
         def prepare_write(keys: Any, req_context: Any) -> Any:
@@ -109,7 +115,7 @@ class Holds:
 
         host.prepare_write, host.complete_write = prepare_write, complete_write
 
-    # ---- what vLLM's manager is asked ------------------------------------------------------------
+    # ---- replacements of the manager's methods ---------------------------------------------------
 
     def _note_keys(self, keys: Any, req_context: Any) -> Any:
         output = self._prepare_store(keys, req_context)
@@ -120,7 +126,7 @@ class Holds:
         return output
 
     def _note_failure(self, keys: Any, req_context: Any, success: bool = True) -> None:
-        # Until here the keys were pending: no other store has had the same.
+        # The keys were pending until now, so no other store has the same.
         failed = self._failed.pop(frozenset(keys), False) if self._failed else False
         success = success and not failed
         if success:
@@ -141,7 +147,7 @@ class Holds:
 
     @property
     def host_cached(self) -> int:
-        """Bytes of prefixes in host memory, of each rank."""
+        """Bytes of prefixes that each rank has in host memory."""
         return self._chunks * self._manager.chunk_bytes if self.on else 0
 
     def __contains__(self, block: int) -> bool:
@@ -153,22 +159,30 @@ class Holds:
     # ---- blocks ----------------------------------------------------------------------------------
 
     def hand_out(self, blocks: Iterable[int]) -> None:
-        """VLLM takes blocks: what is in them is its own from now on."""
+        """Records that vLLM takes blocks and determines their contents from now on."""
         self._intact.update(blocks)
 
     def overwrite(self, blocks: Iterable[int]) -> None:
-        """The contents of blocks are gone."""
+        """Records that the contents of blocks are lost: unmapped, or overwritten by a move."""
         self._intact.difference_update(blocks)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """No request has these blocks any more."""
+        """Holds blocks that no request uses any more, until the next step."""
         if self.on and not self.scheduling:
             self._fresh.update(blocks)
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def order(self, step: int, metadata: Any) -> list[int]:
-        """A step was scheduled, with these transfers; returns blocks that may be let go."""
+        """Records the transfers of a scheduled step.
+
+        Args:
+            step: its number.
+            metadata: the connector's metadata in its `SchedulerOutput`.
+
+        Returns:
+            Blocks that are no longer held.
+        """
         before, self._fresh = self._fresh, set()
         for number, job in metadata.load_jobs.items():
             self._loads[number] = len(job.dst_spec.block_ids), self._ranks
@@ -185,7 +199,14 @@ class Holds:
         return [one for one in before if one not in self._held]
 
     def report(self, completed: dict[int, int]) -> list[int]:
-        """Ranks have ended transfers; returns blocks that may be let go."""
+        """Records transfers that ranks have ended.
+
+        Args:
+            completed: number of ranks that report it, by transfer id.
+
+        Returns:
+            Blocks that are no longer held.
+        """
         found: list[int] = []
         for number, ranks in completed.items():
             if number in self._loads:
@@ -204,11 +225,13 @@ class Holds:
         return found
 
     def expire(self, ended: int) -> list[int]:
-        """No step comes: returns blocks that may be let go, all of them.
+        """Releases all held blocks, since no step has come for a while; returns them.
+
+        Drops the stores that the workers may not have begun. They began those that were ordered
+        before step `ended`, and unmap no block before its store ends.
 
         Args:
-            ended: the last step whose output was taken. The workers began what was ordered before;
-                that is done to the end, as their unmapping waits for it.
+            ended: the last step whose output was processed.
         """
         found, self._fresh = [*self._fresh], set()
         for number, store in [*self._stores.items()]:
@@ -233,11 +256,11 @@ class Holds:
         return gone
 
     def forget(self) -> None:
-        """VLLM has forgotten all stores; the ranks end those that are under way."""
+        """Clears the records of host memory, after vLLM cleared its manager's."""
         self._failed.clear()
         self._chunks = 0
 
     def take_dropped(self) -> list[int]:
-        """The stores that the workers must not begin, once."""
+        """Returns the ids of the stores that the workers must skip, each once."""
         found, self.dropped = self.dropped, []
         return found

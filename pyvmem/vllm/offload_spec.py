@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""An offloading spec for vLLM's OffloadingConnector: vLLM's manager and policies, our copies.
+"""Our offloading spec for host memory: vLLM's manager and policies with our copies.
 
-vLLM imports this module by the configuration (`spec_module_path`), in the process of the scheduler
-and in those of the workers. `offload.select` puts it there.
+vLLM's OffloadingConnector imports this module in the processes of scheduler and workers, since
+`offload.select` sets it as `spec_module_path`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from pyvmem.memory.host_copies import Copies, Copy, HostMemory, Pieces
 from pyvmem.vllm.offload import BLOCK_BYTES
 
-__all__ = ["DROPPED", "HELD", "OurCopies", "Shared", "Transferrer", "VMemOffloadingSpec"]
+__all__ = ["DROPPED", "HELD", "OffloadingSpecMixin", "Shared", "Transferrer", "VMemOffloadingSpec"]
 
 DROPPED = "vmem:kv_offload_dropped_blocks"
 HELD = "vmem:kv_offload_held_blocks"
@@ -35,13 +35,13 @@ HELD = "vmem:kv_offload_held_blocks"
 
 @dataclass
 class Shared:
-    """Host memory that other processes have, too.
+    """Host memory that several processes map.
 
     Attributes:
-        memory: all of it.
-        row: bytes from a chunk to the next.
-        first: where this rank's first chunk begins.
-        close: gives it back.
+        memory: the whole mapping.
+        row: bytes from the start of a chunk to the next.
+        first: offset of this rank's part of the first chunk, in bytes.
+        close: unmaps it.
     """
 
     memory: mmap.mmap
@@ -50,20 +50,23 @@ class Shared:
     close: Callable[[], None]
 
 
-class OurCopies:
-    """A spec of vLLM's, whose worker copies from and to plain addresses."""
+class OffloadingSpecMixin:
+    """A mixin for an offloading spec of vLLM's, whose worker copies from and to plain addresses."""
 
     _worker: Any
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """VLLM's, and what was given up for memory's sake."""
+        """Adds our two metrics to those of vLLM's spec.
+
+        Overrides `OffloadingSpec.build_metric_definitions`.
+        """
         found: dict[str, Any] = super().build_metric_definitions(extra_config)  # type: ignore[misc]
         found[DROPPED] = OffloadingCounterMetadata(
-            documentation="Blocks whose store was given up, since their memory went first."
+            documentation="Blocks whose store was dropped, since their memory was freed first."
         )
         found[HELD] = OffloadingGaugeMetadata(
-            documentation="Blocks whose memory stays until they are stored."
+            documentation="Blocks kept in memory until they are stored."
         )
         return found
 
@@ -83,17 +86,23 @@ class OurCopies:
             )
 
     def get_manager(self) -> Any:
-        """VLLM's, which also knows the bytes of a chunk on each rank."""
+        """Creates vLLM's manager, in the scheduler; adds the attribute `chunk_bytes`, of each rank.
+
+        Overrides `OffloadingSpec.get_manager`.
+        """
         manager = super().get_manager()  # type: ignore[misc]
         manager.chunk_bytes = self.cpu_page_size_per_worker  # type: ignore[attr-defined]
         return manager
 
     def shared(self) -> Shared | None:
-        """Host memory that is the engine's, None where each rank has its own."""
+        """Returns the host memory that all ranks share; None if each rank has its own."""
         return None
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """The worker of this rank, made once."""
+        """Returns this rank's `Transferrer`, created with the first call, in the worker.
+
+        Overrides `OffloadingSpec.get_worker`.
+        """
         if self._worker is None:
             spec: Any = self
             self._worker = Transferrer(
@@ -106,11 +115,14 @@ class OurCopies:
         return self._worker
 
 
-class VMemOffloadingSpec(OurCopies, CPUOffloadingSpec):  # type: ignore[misc]
-    """VLLM's spec for host memory, whose worker copies from and to plain addresses."""
+class VMemOffloadingSpec(OffloadingSpecMixin, CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's `CPUOffloadingSpec`, whose worker copies from and to plain addresses."""
 
     def _uses_shared_region(self) -> bool:
-        """False: a file in /dev/shm would outlive a killed engine."""
+        """Returns false: a file in /dev/shm would outlive a killed engine.
+
+        Overrides `CPUOffloadingSpec._uses_shared_region`.
+        """
         return False
 
 
@@ -118,10 +130,10 @@ class _Group(NamedTuple):
     """The tensors of a group of layers, as columns of int64.
 
     Attributes:
-        base: address.
+        base: address of the tensor.
         stride: bytes from a block to the next.
-        offset: of its part in a chunk.
-        size: bytes of a block in a chunk.
+        offset: offset of the tensor's blocks in a chunk, in bytes.
+        size: bytes that a block takes in a chunk.
         copied: bytes of a block that are copied.
     """
 
@@ -132,12 +144,13 @@ class _Group(NamedTuple):
     copied: Any
 
 
-class _Places(NamedTuple):
-    """A transfer.
+class _Transfer(NamedTuple):
+    """The blocks and chunks of a transfer.
 
     Attributes:
-        groups: of each group blocks, their chunks, and their places in them; None: it has none.
-        nbytes: of all pieces.
+        groups: for each group three arrays, or None if it has no blocks: blocks, their chunks, and
+            their indices in these chunks.
+        nbytes: bytes to copy.
     """
 
     groups: Sequence[tuple[Any, Any, Any] | None]
@@ -145,39 +158,40 @@ class _Places(NamedTuple):
 
 
 class _Direction:
-    """The transfers of one direction, the oldest first.
+    """The transfers of one direction, in order.
 
-    Those of a step are held and start as one copy: a copy takes the host a good part of a
-    millisecond, however small it is, and a step of 16 requests may store a block of each.
+    The transfers of a step are collected and started as a single copy: starting a copy of any size
+    takes the host a good part of a millisecond, and a step of 16 requests may store a block of
+    each.
 
     Args:
-        pieces: what several transfers copy.
+        pieces: computes the pieces to copy for a list of transfers.
     """
 
-    def __init__(self, pieces: Callable[[Sequence[_Places]], Pieces]) -> None:
+    def __init__(self, pieces: Callable[[Sequence[_Transfer]], Pieces]) -> None:
         self.copies: Copies | None = None
         self._pieces = pieces
-        self._lock = threading.Lock()  # memory is given back in other threads
-        self._held: list[tuple[int, _Places]] = []
-        self._after: Any = None  # what they have to wait for
+        self._lock = threading.Lock()  # memory is unmapped in other threads
+        self._held: list[tuple[int, _Transfer]] = []
+        self._after: Any = None  # work that they have to wait for
         self._under_way: deque[tuple[list[tuple[int, int]], Copy]] = deque()
 
-    def hold(self, number: int, places: _Places) -> None:
-        """A transfer is to start, after the work launched so far."""
+    def hold(self, number: int, transfer: _Transfer) -> None:
+        """Queues a transfer; it will run after the work launched so far."""
         if self.copies is None:
             raise RuntimeError("a KV transfer before the engine's memory is known")
         with self._lock:
-            self._held.append((number, places))
+            self._held.append((number, transfer))
             self._after = self.copies.now()
 
     def start(self) -> None:
-        """Starts the transfers that are held."""
+        """Starts the queued transfers as one copy."""
         with self._lock:
             held, self._held = self._held, []
             if not held or self.copies is None:
                 return
-            copy = self.copies.start(self._pieces([places for _, places in held]), self._after)
-            sizes = [(number, places.nbytes) for number, places in held]
+            copy = self.copies.start(self._pieces([transfer for _, transfer in held]), self._after)
+            sizes = [(number, one.nbytes) for number, one in held]
             self._under_way.append((sizes, copy))
 
     def ended(self) -> list[TransferResult]:
@@ -205,18 +219,18 @@ class _Direction:
                 copy.wait()
 
     def events(self) -> tuple[Any, ...]:
-        """Starts what is held, and returns the events of all copies."""
+        """Starts queued transfers, and returns the events of all copies."""
         self.start()
         return self.copies.events() if self.copies is not None else ()
 
     def fence(self, stream: Any) -> None:
-        """Starts what is held, and makes a stream wait for all copies."""
+        """Starts queued transfers, and makes a stream wait for all copies."""
         self.start()
         if self.copies is not None:
             self.copies.fence(stream)
 
     def close(self) -> None:
-        """Ends the copies; held transfers are given up."""
+        """Waits for the copies, and discards queued transfers."""
         if self.copies is not None:
             self.copies.close()
         self.copies = None
@@ -225,20 +239,20 @@ class _Direction:
 
 
 class Transferrer(OffloadingWorker):  # type: ignore[misc]
-    """Stores and loads the blocks of a rank.
+    """Stores and loads the blocks of a rank, in its worker's process.
 
-    A chunk of host memory is `blocks_per_chunk` blocks of every tensor, tensor by tensor.
+    A chunk of host memory contains `blocks_per_chunk` blocks of every tensor, tensor by tensor.
 
     Args:
-        kv_caches: vLLM's description of the KV tensors.
-        blocks_per_chunk: as the spec has it.
-        chunks: how many.
-        chunk_bytes: of this rank, as the spec counted them.
-        shared: host memory to use; None: this process's own.
+        kv_caches: vLLM's `CanonicalKVCaches`.
+        blocks_per_chunk: blocks of each tensor in a chunk.
+        chunks: number of chunks in host memory.
+        chunk_bytes: bytes of this rank's part of a chunk, as the spec computed them.
+        shared: host memory to use; None to allocate it.
 
     Raises:
-        MemoryError: host memory cannot be had.
-        ValueError: vLLM's description needs more than was counted.
+        MemoryError: host memory cannot be allocated.
+        ValueError: a chunk needs more than `chunk_bytes`.
     """
 
     def __init__(
@@ -284,12 +298,20 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         self.dropped: set[int] = set()
 
     def begin(self, out: Copies, into: Copies) -> tuple[_Direction, _Direction]:
-        """The engine's memory is known; transfers may start. Returns what it has to wait for."""
+        """Enables transfers, given the copies to and from host memory.
+
+        Returns:
+            Both directions; no page may be unmapped before their events.
+        """
         self._out.copies, self._in.copies = out, into
         return self._out, self._in
 
-    def _places(self, device: Any, host: Any) -> _Places:
-        """The blocks and chunks of a transfer, checked."""
+    def _match(self, device: Any, host: Any) -> _Transfer:
+        """Matches the blocks of a transfer with their chunks.
+
+        Raises:
+            ValueError: vLLM's two specs do not match, or name a chunk that does not exist.
+        """
         per, at, at_chunk, nbytes = self._blocks_per_chunk, 0, 0, 0
         found: list[tuple[Any, Any, Any] | None] = []
         for group, count, index in zip(
@@ -298,13 +320,13 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
             if not count:
                 found.append(None)
                 continue
-            # The first chunk of a group may be used from its middle on.
-            places = index % per + np.arange(count)
-            chunks = host.block_ids[at_chunk + places // per].astype(np.int64)
-            found.append((device.block_ids[at : at + count].astype(np.int64), chunks, places % per))
+            # A group may begin in the middle of its first chunk.
+            nth = index % per + np.arange(count)
+            chunks = host.block_ids[at_chunk + nth // per].astype(np.int64)
+            found.append((device.block_ids[at : at + count].astype(np.int64), chunks, nth % per))
             nbytes += count * int(group.copied.sum())
             at += count
-            at_chunk += int(places[-1]) // per + 1
+            at_chunk += int(nth[-1]) // per + 1
         if at != len(device.block_ids) or at_chunk != len(host.block_ids):
             raise ValueError(
                 f"a KV transfer of {len(device.block_ids)} blocks and {len(host.block_ids)} "
@@ -314,52 +336,58 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
             raise ValueError(
                 f"a KV transfer of chunk {host.block_ids.max()}; host memory has {self._chunks}"
             )
-        return _Places(found, nbytes)
+        return _Transfer(found, nbytes)
 
-    def _pieces(self, transfers: Sequence[_Places]) -> Pieces:
-        """The pieces of transfers between blocks and chunks."""
+    def _pieces(self, transfers: Sequence[_Transfer]) -> Pieces:
+        """Returns the pieces of memory that some transfers copy: addresses and bytes."""
         found = [(np.empty(0, dtype=np.int64),) * 3]
         for number, group in enumerate(self._groups):
             parts = [part for one in transfers if (part := one.groups[number]) is not None]
             if parts:
-                blocks, chunks, places = map(np.concatenate, zip(*parts, strict=True))
+                blocks, chunks, nth = map(np.concatenate, zip(*parts, strict=True))
                 device = group.base + blocks * group.stride
-                within = group.offset + places * group.size
+                within = group.offset + nth * group.size
                 host = self._first + chunks * self._row + within
                 copied = np.broadcast_to(group.copied, device.shape)
                 found.append((device.ravel(), host.ravel(), copied.ravel()))
         return Pieces(*map(np.concatenate, zip(*found, strict=True)))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """A copy to host memory starts with the step's others, unless its source is given up."""
+        """Queues a copy to host memory, which starts with the other stores of its step.
+
+        Skips it if it was dropped. Overrides `OffloadingWorker.submit_store`.
+        """
         if job_id in self.dropped:
             self.dropped.discard(job_id)
             self._skipped.append(TransferResult(job_id=job_id, success=True))
         else:
-            self._out.hold(job_id, self._places(src_spec, dst_spec))
+            self._out.hold(job_id, self._match(src_spec, dst_spec))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Starts a copy from host memory."""
-        self._in.hold(job_id, self._places(dst_spec, src_spec))
+        """Starts a copy from host memory. Overrides `OffloadingWorker.submit_load`."""
+        self._in.hold(job_id, self._match(dst_spec, src_spec))
         self._in.start()
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Transfers that have ended since the last call."""
+        """Starts queued stores, and returns the transfers that ended since the last call.
+
+        Overrides `OffloadingWorker.get_finished`.
+        """
         self._out.start()
         skipped, self._skipped = self._skipped, []
         return skipped + self._out.ended() + self._in.ended()
 
     def wait(self, job_ids: set[int]) -> None:
-        """Returns when transfers have ended."""
+        """Waits until these transfers have ended. Overrides `OffloadingWorker.wait`."""
         self._out.wait(job_ids)
         self._in.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Ends all transfers, and gives host memory back."""
+        """Waits for all transfers, and frees host memory. Overrides `OffloadingWorker.shutdown`."""
         self._out.close()
         self._in.close()
         self._host.close()

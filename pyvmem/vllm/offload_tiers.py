@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's tiering over the pool: host memory by our copies, below it vLLM's own tiers (disk, peers).
+"""An offloading spec with vLLM's tiers (disk, peers) below host memory, and our copies above.
 
-The tiers read and write host memory, never the KV cache. It is shared by the scheduler's process,
-where they run, and the workers, and has a name only while an engine starts.
+The tiers run in the scheduler's process, and access host memory only, never the KV cache. Host
+memory is a file in /dev/shm that this process and the workers map. It is unlinked once all have
+mapped it, so that it does not outlive a killed engine.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from pyvmem.vllm.offload_spec import OurCopies, Shared
+from pyvmem.vllm.offload_spec import OffloadingSpecMixin, Shared
 
 __all__ = ["VMemTieringSpec"]
 
 
-class VMemTieringSpec(OurCopies, TieringOffloadingSpec):  # type: ignore[misc]
-    """VLLM's spec for several tiers, whose worker copies from and to plain addresses."""
+class VMemTieringSpec(OffloadingSpecMixin, TieringOffloadingSpec):  # type: ignore[misc]
+    """vLLM's `TieringOffloadingSpec`, whose worker copies from and to plain addresses."""
 
     _scheduler_mmap: Any
 
@@ -33,7 +34,13 @@ class VMemTieringSpec(OurCopies, TieringOffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
 
     def get_manager(self) -> Any:
-        """VLLM's; the workers have opened host memory before, so that it needs no name."""
+        """Creates the manager, in the scheduler, and unlinks the file of host memory.
+
+        Overrides `TieringOffloadingSpec.get_manager`.
+
+        Raises:
+            RuntimeError: the workers have not opened the file before.
+        """
         made = self._manager is not None
         manager = super().get_manager()
         region = self._scheduler_mmap
@@ -45,7 +52,7 @@ class VMemTieringSpec(OurCopies, TieringOffloadingSpec):  # type: ignore[misc]
         return manager
 
     def shared(self) -> Shared:
-        """This rank's part of host memory."""
+        """Maps host memory in a worker, and returns this rank's part of it."""
         rank = 0 if self.replicated_layout else self.config.parallel.rank
         region = SharedOffloadRegion(
             engine_id=self._engine_id,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The entry point ``vllm.general_plugins``, which makes vLLM use the pool.
+"""The function behind the entry point ``vllm.general_plugins``: makes vLLM use the pool.
 
 vLLM calls `register` in every process, before it creates a configuration. With ``VMEM_VLLM=1`` each
 configuration from `EngineArgs.create_engine_config` is checked and given our worker and scheduler,
@@ -19,7 +19,7 @@ from typing import Any
 from pyvmem.elastic.metrics import publish
 from pyvmem.elastic.settings import Settings
 from pyvmem.vllm import offload
-from pyvmem.vllm.reach import ALONE, EXECUTORS, ranks_of
+from pyvmem.vllm.rank_discovery import ALONE, EXECUTORS, ranks_of
 from pyvmem.vllm.versions import VERSIONS
 
 __all__ = ["CannotWork", "configure", "reasons_against", "register"]
@@ -34,8 +34,8 @@ _SCHEDULERS = {
 }
 
 
-_INSTANCE = "_VMEM_INSTANCE"  # the engine's, for its API servers
-_SLEEP = ("cumem", "vmem")  # vLLM's default, and its replacement
+_INSTANCE = "_VMEM_INSTANCE"  # environment variable: the instance id, for the API servers
+_SLEEP = ("cumem", "vmem")  # sleep back ends: vLLM's default, and ours
 
 
 class CannotWork(ValueError):
@@ -43,13 +43,14 @@ class CannotWork(ValueError):
 
 
 def register() -> None:
-    """The entry point.
+    """Wraps the functions by which vLLM creates a configuration and starts an executor.
 
-    Does nothing without ``VMEM_VLLM=1``. The variable is read when a configuration is created.
+    Does nothing without ``VMEM_VLLM=1``. vLLM calls this in each of its processes. The wrappers
+    read the variable again with each configuration.
 
     Raises:
-        UnknownVersion: this version of vLLM lacks something that the pool uses.
-        ValueError: a malformed variable.
+        UnknownVersion: this version of vLLM lacks a symbol that the pool uses.
+        ValueError: a variable VMEM_* is malformed.
     """
     if not Settings.asked("VMEM_VLLM"):
         return
@@ -63,12 +64,12 @@ def register() -> None:
 
     with contextlib.suppress(ValueError):  # registered before
         SleepModeBackendFactory.register_backend("vmem", "pyvmem.vllm.sleep", "VMemSleepBackend")
-    _replace(EngineArgs, "create_engine_config", _after_it_is_made)
-    _replace(Executor, "__init__", _before_it_is_used)
+    _replace(EngineArgs, "create_engine_config", _configure_created)
+    _replace(Executor, "__init__", _configure_at_start)
 
 
 def _replace(owner: type, name: str, instead: Callable[..., Any]) -> None:
-    """Replaces a method by `instead`, which gets the original as its first argument. Idempotent."""
+    """Replaces a method by `instead`, whose first argument is the original method. Idempotent."""
     original = getattr(owner, name)
     if getattr(original, "_vmem", False):
         return
@@ -81,13 +82,13 @@ def _replace(owner: type, name: str, instead: Callable[..., Any]) -> None:
     setattr(owner, name, replaced)
 
 
-def _after_it_is_made(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _configure_created(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = create(*args, **kwargs)
     _configure_if_asked(config)
     return config
 
 
-def _before_it_is_used(start: Callable[..., Any], executor: Any, vllm_config: Any) -> Any:
+def _configure_at_start(start: Callable[..., Any], executor: Any, vllm_config: Any) -> Any:
     _configure_if_asked(vllm_config)
     EXECUTORS[vllm_config.instance_id] = executor  # for the scheduler, which is created later
     return start(executor, vllm_config)
@@ -102,10 +103,10 @@ def _configure_if_asked(config: Any) -> None:
 
 
 def configure(config: Any) -> None:
-    """Makes a `VllmConfig` use the pool. Idempotent.
+    """Sets our worker, scheduler, offloading spec and sleep back end in a `VllmConfig`. Idempotent.
 
     Raises:
-        CannotWork: options in it exclude the pool; the message names all of them.
+        CannotWork: the configuration excludes the pool; the message names all such options.
     """
     against = list(reasons_against(config))
     if against:
@@ -125,10 +126,10 @@ def configure(config: Any) -> None:
 
 
 def _instance_of(config: Any) -> str:
-    """A unique instance id: vLLM's own has five digits, so two engines on a machine may collide.
+    """Returns a unique instance id: vLLM's own has five digits, so two engines' may collide.
 
-    Each API server creates the configuration again, in processes started by the one that has the
-    engine's configuration.
+    Each API server creates the configuration again. It gets the id from the process that started
+    it, through an environment variable.
     """
     rank = getattr(config.parallel_config, "_api_process_rank", 0)
     count = getattr(config.parallel_config, "_api_process_count", 1)
@@ -141,7 +142,7 @@ def _instance_of(config: Any) -> str:
 
 
 def reasons_against(config: Any) -> Iterator[str]:
-    """Lists the options in a configuration that exclude the pool."""
+    """Yields each option of a `VllmConfig` that excludes the pool, with the reason."""
     parallel, model = config.parallel_config, config.model_config
     if parallel.worker_cls not in (*_WORKERS, *_WORKERS.values()):
         yield f"worker_cls={parallel.worker_cls} (the pool brings its own worker)"
@@ -153,8 +154,8 @@ def reasons_against(config: Any) -> Iterator[str]:
     parts = getattr(parallel, "prefill_context_parallel_size", 1)
     if parts > 1:
         yield (
-            f"prefill_context_parallel_size={parts} (vLLM computes it on several GPUs alone, of "
-            "MLA models, with tables of blocks that the pool's tests do not see)"
+            f"prefill_context_parallel_size={parts} (vLLM supports it only on several GPUs, "
+            "with MLA models; the pool was not tested with it)"
         )
     ranks = ranks_of(parallel)
     if parallel.distributed_executor_backend == "external_launcher" and ranks > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Ledger accounts of an engine's devices. On another machine the rank holds the account."""
+"""Opens the ledger accounts of an engine's devices; a rank on another machine holds its own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NUMBERS = frozenset(("limit", "used", "asleep"))
 
 
 def on_account(account: Account | None, name: str, args: list[Any], named: dict[str, int]) -> Any:
-    """On the rank's side: reads an attribute of its account, or calls a method.
+    """Reads an attribute of a rank's account, or calls a method; runs in the rank's process.
 
     Raises:
-        InvalidArgument: it has no account, or no such operation exists.
+        InvalidArgument: the rank has no account, or `name` is not allowed.
     """
     if account is None or name not in _CALLS | _NUMBERS:
         raise InvalidArgument(f"account: {name}")
@@ -36,7 +36,10 @@ def on_account(account: Account | None, name: str, args: list[Any], named: dict[
 
 
 class RemoteAccount:
-    """A proxy of the `Account` that a rank holds."""
+    """A proxy of the `Account` in a rank's process; each member is a call to the rank.
+
+    Members raise `RankLost` if the rank does not answer.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -46,53 +49,53 @@ class RemoteAccount:
 
     @property
     def limit(self) -> int:
-        """`Account.limit`."""
+        """Reads `Account.limit` in the rank's process."""
         return int(self._ask("limit"))
 
     @property
     def used(self) -> int:
-        """`Account.used`."""
+        """Reads `Account.used` in the rank's process."""
         return int(self._ask("used"))
 
     @property
     def asleep(self) -> bool:
-        """`Account.asleep`."""
+        """Reads `Account.asleep` in the rank's process."""
         return bool(self._ask("asleep"))
 
     def room(self, free: int | None = None) -> int:
-        """`Account.room`."""
+        """Calls `Account.room` in the rank's process."""
         return int(self._ask("room", free))
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
-        """`Account.take`."""
+        """Calls `Account.take` in the rank's process."""
         return bool(self._ask("take", nbytes, handles, free))
 
     def mapped(self, nbytes: int) -> None:
-        """`Account.mapped`."""
+        """Calls `Account.mapped` in the rank's process."""
         self._ask("mapped", nbytes)
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """`Account.give`."""
+        """Calls `Account.give` in the rank's process."""
         self._ask("give", nbytes, handles)
 
     def want(self, nbytes: int) -> None:
-        """`Account.want`."""
+        """Calls `Account.want` in the rank's process."""
         self._ask("want", nbytes)
 
     def excess(self, free: int | None = None) -> int:
-        """`Account.excess`."""
+        """Calls `Account.excess` in the rank's process."""
         return int(self._ask("excess", free))
 
     def has_more(self, free: int | None = None) -> bool:
-        """`Account.has_more`."""
+        """Calls `Account.has_more` in the rank's process."""
         return bool(self._ask("has_more", free))
 
     def report(self, **values: int) -> None:
-        """`Account.report`."""
+        """Calls `Account.report` in the rank's process."""
         self._ask("report", **values)
 
     def close(self) -> None:
-        """`Account.close`; a rank that has ended has closed it."""
+        """Calls `Account.close`; does nothing if the rank has ended, which closes the account."""
         with contextlib.suppress(RuntimeError):
             self._ask("close")
 
@@ -109,17 +112,17 @@ def join_ledgers(
     free: Callable[[], int | None],
     **terms: int,
 ) -> LedgerQuota:
-    """Joins the ledgers of all devices of an engine, each on its own machine.
+    """Opens accounts in the ledgers of all devices of an engine, each on its own machine.
 
     Args:
-        ranks: of the engine.
+        ranks: all ranks of the engine.
         folder, name, unique, capacity, identity, host_limit: as in `join_device`.
-        free: as for `LedgerQuota`.
+        free: as in `LedgerQuota`.
         terms: floor, limit, least, virtual and host, in bytes of one rank.
 
     Raises:
-        VMemError: as `join_device`.
-        RankLost: a rank on another machine has ended.
+        VMemError: from `join_device`, on this machine.
+        RankLost: `join_device` failed on another machine, or its rank has ended.
     """
     on_device: dict[tuple[str, str], list[Rank]] = {}
     for rank in ranks:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""The scheduler: vLLM's own, over blocks that may have no memory.
+"""vLLM's schedulers, over blocks that may have no memory.
 
-vLLM's pool works as usual, but its free queue holds only backed free blocks. Before vLLM compares a
-request's demand with the free blocks, `Demand` backs as many as it can; so a shortage of memory is
-vLLM's own "cannot allocate", and vLLM waits or preempts as usual.
+vLLM's block pool works as usual, but its free queue contains only backed blocks. Before vLLM
+compares a request's demand with the free blocks, `Demand` backs as many as it can. If memory is
+short, vLLM finds too few free blocks, and lets requests wait or preempts them as usual.
 
-`ElasticEngine.lock` is held whenever vLLM's scheduler runs; the engine's keeper takes it, too.
+`ElasticEngine.lock` is held whenever vLLM's scheduler runs; the keeper's thread takes it, too.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class StepOrders:
     """The attribute ``vmem`` of a `SchedulerOutput`, sent to the workers.
 
     Attributes:
-        step: its number; 1 is the first.
-        releases: numbers and runs of pages that this and later steps do not touch.
-        dropped: stores to host memory that must not begin.
-        moves: blocks to copy before the step, from and to.
+        step: number of the step, from 1.
+        releases: (number, runs) of pages to unmap, which this and later steps do not touch.
+        dropped: ids of stores to host memory that the worker must skip.
+        moves: (source, destination) blocks to copy before the step.
     """
 
     step: int
@@ -42,11 +42,11 @@ class StepOrders:
     moves: list[tuple[int, int]] = field(default_factory=list)
 
 
-def _let_blocks_be_bare(pool: Any, elastic: ElasticEngine) -> None:
-    """Makes vLLM's pool account for blocks that are neither used nor in its free queue.
+def _exclude_unbacked_blocks(pool: Any, elastic: ElasticEngine) -> None:
+    """Makes vLLM's block pool not count unbacked blocks, absent from its free queue, as used.
 
-    Methods of the object are replaced, not its class: Python looks attributes up more slowly in an
-    object whose class was changed, and vLLM does so for every request of every step.
+    Replaces methods of the object, not its class: attribute lookup is slower in an object whose
+    class was changed, and vLLM looks attributes up for every request of every step.
     """
     reset = pool.reset_prefix_cache
 
@@ -62,12 +62,12 @@ def _let_blocks_be_bare(pool: Any, elastic: ElasticEngine) -> None:
 
 
 class _Elastic:
-    """Overrides for a vLLM scheduler, the next class in the MRO."""
+    """A mixin for vLLM's scheduler, the next class in the MRO; takes the engine's lock."""
 
     elastic: ElasticEngine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own scheduler, for a model without a KV cache, such as an encoder."""
+        """Returns vLLM's own scheduler if the model has no KV cache, as an encoder."""
         kv_cache_config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[1]
         if kv_cache_config.kv_cache_groups:
             return super().__new__(cls)
@@ -80,13 +80,16 @@ class _Elastic:
         config, kv_cache_config = self.vllm_config, self.kv_cache_config  # type: ignore[attr-defined]
         connector = self.connector  # type: ignore[attr-defined]
         self.elastic = ElasticEngine(config, kv_cache_config, manager.block_pool, connector)
-        _let_blocks_be_bare(manager.block_pool, self.elastic)
+        _exclude_unbacked_blocks(manager.block_pool, self.elastic)
         self._demand = Demand(self, self.elastic)
         self.elastic.publish_events = self._publish_events
         self.elastic.start()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's; the output carries the step's number, its releases and its moves."""
+        """Schedules a step, and attaches `StepOrders` to its output.
+
+        Overrides `Scheduler.schedule`.
+        """
         with self.elastic.lock:
             self._demand.begin()
             self.elastic.holds.scheduling = True
@@ -103,7 +106,10 @@ class _Elastic:
             return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's; counts the step as over."""
+        """Processes a step's output, and records that the step and its transfers ended.
+
+        Overrides `Scheduler.update_from_output`.
+        """
         with self.elastic.lock:
             result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
             self.elastic.end_transfers(model_runner_output.kv_connector_output)
@@ -113,45 +119,54 @@ class _Elastic:
             return result
 
     def _publish_events(self) -> None:
-        """Does what vLLM does at the end of a step."""
+        """Publishes pending KV-cache events, as vLLM does at the end of a step."""
         events = self.kv_cache_manager.take_events()  # type: ignore[attr-defined]
         if events:
             batch = KVEventBatch(ts=time.time(), events=events)
             self.kv_event_publisher.publish(batch)  # type: ignore[attr-defined]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's."""
+        """Ends requests. Overrides `Scheduler.finish_requests`."""
         with self.elastic.lock:
             return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's; also called before sleep: memory is freed when it returns."""
+        """Drops all prefixes; if the engine is paused, waits until their memory is unmapped.
+
+        vLLM calls this before it sleeps. Overrides `Scheduler.reset_prefix_cache`.
+        """
         with self.elastic.lock:
             result = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         self.elastic.give_back_at_rest()
         return result
 
     def reset_connector_cache(self) -> bool:
-        """vLLM's: host memory forgets its prefixes."""
+        """Drops the prefixes in host memory. Overrides `Scheduler.reset_connector_cache`."""
         with self.elastic.lock:
             self.elastic.holds.forget()
             return bool(super().reset_connector_cache())  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: Any) -> None:
-        """vLLM's; a paused engine needs no idle memory."""
+        """Pauses or resumes the engine; a paused engine frees its idle memory.
+
+        Overrides `Scheduler.set_pause_state`.
+        """
         with self.elastic.lock:
             super().set_pause_state(pause_state)  # type: ignore[misc]
             self.elastic.rest(pause_state.name != "UNPAUSED")
 
     def shutdown(self) -> None:
-        """vLLM's, and the end of the keeper."""
+        """Stops the keeper, leaves the ledgers and ends the scheduler.
+
+        Overrides `Scheduler.shutdown`.
+        """
         self.elastic.stop()
         super().shutdown()  # type: ignore[misc]
 
 
 class ElasticScheduler(_Elastic, Scheduler):  # type: ignore[misc]
-    """The scheduler without async scheduling."""
+    """vLLM's `Scheduler` over elastic memory."""
 
 
 class ElasticAsyncScheduler(_Elastic, AsyncScheduler):  # type: ignore[misc]
-    """The scheduler with async scheduling."""
+    """vLLM's `AsyncScheduler`, which schedules a step ahead, over elastic memory."""

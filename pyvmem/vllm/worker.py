@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The worker: KV tensors on elastic memory, and the last step that uses each page.
+"""vLLM's workers, with KV tensors on elastic memory.
 
-`ElasticGPUWorker` and `ElasticCPUWorker` are vLLM's workers with `ElasticWorker` mixed in. They are
-created on first use, since importing one breaks the other's platform.
+`ElasticGPUWorker` and `ElasticCPUWorker` are vLLM's workers with the mixin `ElasticWorker`. Each
+class is created on first use, since importing vLLM's worker for another platform fails.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pyvmem.ledger.accounts import device_of, engines_in
 from pyvmem.plumbing.units import format_bytes
 from pyvmem.vllm import offload
 from pyvmem.vllm.channel import Server, new_address
-from pyvmem.vllm.reach import LOCAL, Place, machine
+from pyvmem.vllm.rank_discovery import LOCAL, RankAddress, machine
 
 __all__ = ["ElasticWorker"]
 
-_MARGIN = 512 << 20
-_PATIENCE = 30.0  # seconds for the scheduler to give back what a sleeping rank has mapped
+_MARGIN = 512 << 20  # bytes of the device for activations beyond their peak so far
+_PATIENCE = 30.0  # seconds for the scheduler to free the KV memory of a sleeping rank
 
 log = logging.getLogger("vllm.vmem")
 
 
 class ElasticWorker:
-    """The methods that override those of a vLLM worker."""
+    """A mixin for vLLM's worker, the next class in the MRO; one object in each worker process."""
 
     vllm_config: Any
     cache_config: Any
@@ -46,14 +46,17 @@ class ElasticWorker:
 
     _memory: KVMemory | None = None
     _server: Server | None = None
-    _answers: Any = None
+    _tensor_mode: Any = None
     _lend: Any = None
     _others = _step = 0
 
     # ---- start -----------------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        """vLLM's, without requiring that the memory of the whole cache be free now."""
+        """Initializes the device; the memory of the whole KV cache need not be free.
+
+        Overrides `Worker.init_device`.
+        """
         self._settings = Settings.read()
         cache = self.cache_config
         asked, cache.gpu_memory_utilization = cache.gpu_memory_utilization, 1e-6
@@ -64,14 +67,16 @@ class ElasticWorker:
         if self.device.type == "cuda":
             import torch
 
-            device_of(torch.cuda.get_device_name(self.device), "")  # refused before weights load
+            device_of(
+                torch.cuda.get_device_name(self.device), ""
+            )  # fails before the weights are loaded
         self._others = self._count_others()
         if hasattr(self, "requested_memory"):
             total = self.init_snapshot.total_memory  # type: ignore[attr-defined]
             self.requested_memory = int(total * asked)
 
     def _count_others(self) -> int:
-        """Memory that other engines have on this GPU, by its ledger."""
+        """Returns the bytes that other engines have on this GPU, by its ledger; 0 on a CPU."""
         if self.device.type != "cuda" or self._settings.ledger is None:
             return 0
         import torch
@@ -84,9 +89,10 @@ class ElasticWorker:
         return sum(one.used for name in ledgers if uuid in name for one in ledgers[name])
 
     def determine_available_memory(self) -> Any:
-        """vLLM's, by what is free now and was free at the start.
+        """Returns the bytes for the KV cache, as vLLM measures them from free memory.
 
-        That is corrected by what other engines have taken and given back meanwhile.
+        vLLM compares free memory now and at the start. We correct that by the bytes that other
+        engines took or gave back in between. Overrides `Worker.determine_available_memory`.
         """
         if back := self._others - self._count_others():
             snapshot = self.init_snapshot  # type: ignore[attr-defined]
@@ -96,9 +102,12 @@ class ElasticWorker:
         return super().determine_available_memory()  # type: ignore[misc]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:
-        """Returns the context that KV tensors come from; in sleep mode, the weights' pool."""
-        if tag == "kv_cache" and self._answers is not None:
-            return self._answers
+        """Returns the context in which vLLM allocates KV tensors or, in sleep mode, weights.
+
+        Overrides `Worker._maybe_get_memory_pool_context`.
+        """
+        if tag == "kv_cache" and self._tensor_mode is not None:
+            return self._tensor_mode
         if not self.vllm_config.model_config.enable_sleep_mode:
             return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
         if tag != "weights":
@@ -108,19 +117,29 @@ class ElasticWorker:
         return loading_weights(self._settings, self.device.index or 0)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """vLLM's, with the pool's KV tensors."""
-        from pyvmem.vllm.allocation import place, wary_backends
+        """Creates the KV tensors, on elastic memory with the null block mapped.
+
+        Overrides `Worker.initialize_from_config`.
+
+        Raises:
+            NotImplementedError: an attention back end does not keep a block contiguous.
+        """
+        from pyvmem.vllm.allocation import backends_refusing_plain, place_tensors
 
         offload.clear()
         offload.count_by(self.vllm_config, kv_cache_config)
-        wary = [] if self._settings.visible else wary_backends(self.vllm_config, kv_cache_config)
+        wary = (
+            []
+            if self._settings.visible
+            else backends_refusing_plain(self.vllm_config, kv_cache_config)
+        )
         if wary and self.device.type == "cuda":
             log.info("vmem: KV tensors have addresses that CUDA knows, for %s", ", ".join(wary))
             self._settings = dataclasses.replace(self._settings, visible=True)
-        kv_cache_config, self._answers = place(kv_cache_config, self._open)
+        kv_cache_config, self._tensor_mode = place_tensors(kv_cache_config, self._open)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        self._answers.check()
-        self._answers = None
+        self._tensor_mode.check()
+        self._tensor_mode = None
         if self._memory is not None:
             self._check_layout(self._memory)
             offload.begin(self._memory, self.device)
@@ -135,7 +154,7 @@ class ElasticWorker:
                 )
 
     def _open(self, num_blocks: int, sizes: Sequence[int]) -> KVMemory:
-        """Memory for this many blocks, in tensors of these sizes; maps the null block."""
+        """Creates the memory for tensors of these sizes in bytes, and maps the null block."""
         settings, gpu = self._settings, self.device.type == "cuda"
         device = self.device.index or 0 if gpu else None
         most = min(sum(sizes), settings.limit or sum(sizes), device_total(device))
@@ -149,7 +168,7 @@ class ElasticWorker:
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
         memory = self._memory = KVMemory(context, num_blocks, sizes, visible=settings.visible)
-        # For a worker that is never shut down: ``del llm``.
+        # For a worker that is collected without a shutdown, as after ``del llm``.
         weakref.finalize(self, memory.close).atexit = False
         memory.grow(
             runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
@@ -157,7 +176,10 @@ class ElasticWorker:
         return memory
 
     def compile_or_warm_up_model(self) -> Any:
-        """vLLM's; the blocks used for warm-up are backed during the call."""
+        """Warms the model up, with its blocks backed meanwhile, and starts to serve the scheduler.
+
+        Overrides `Worker.compile_or_warm_up_model`.
+        """
         memory = self._memory
         with ExitStack() as stack:
             if memory is not None:
@@ -174,14 +196,23 @@ class ElasticWorker:
             self._server = Server(address, memory)
         return result
 
-    def vmem_place(self) -> Place | None:
-        """The location of this rank for the scheduler; None: it has no KV tensors."""
+    def vmem_address(self) -> RankAddress | None:
+        """Returns this rank's address; None if it has no KV tensors.
+
+        The scheduler calls this through `Executor.collective_rpc`.
+        """
         if self._server is None:
             return None
-        return Place(machine(self._settings), self._server.address)
+        return RankAddress(machine(self._settings), self._server.address)
 
     def vmem_listen(self, scheduler: str) -> tuple[str, int, str] | None:
-        """`Server.listen`, unless the scheduler is on this machine."""
+        """Calls `Server.listen` if the scheduler is on another machine, and returns its result.
+
+        The scheduler calls this through `Executor.collective_rpc`.
+
+        Args:
+            scheduler: result of `machine` in the scheduler's process.
+        """
         if self._server is None or machine(self._settings) == scheduler:
             return None
         from vllm.utils.network_utils import get_ip
@@ -189,7 +220,7 @@ class ElasticWorker:
         return self._server.listen(get_ip())
 
     def _headroom(self) -> int:
-        """Memory that torch may still allocate: the peak so far, and a margin."""
+        """Returns the bytes that torch may still allocate: up to its peak so far, and a margin."""
         if self.device.type != "cuda":
             return 0
         import torch
@@ -200,7 +231,13 @@ class ElasticWorker:
     # ---- steps -----------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """vLLM's, after the step's pages are mapped and before it is marked as launched."""
+        """Launches a step, after its releases, moves and dropped stores were applied.
+
+        Overrides `Worker.execute_model`.
+
+        Raises:
+            RuntimeError: the step was not scheduled by our scheduler.
+        """
         memory = self._memory
         if memory is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -224,7 +261,7 @@ class ElasticWorker:
             self._lend(_blocks_named(scheduler_output))
         elif scheduler_output.total_num_scheduled_tokens:
             raise RuntimeError(
-                "a step of another scheduler than pyvmem's: its blocks have no memory"
+                "the step was not scheduled by pyvmem's scheduler: its blocks have no memory"
             )
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if output is not None or not scheduler_output.total_num_scheduled_tokens:
@@ -232,16 +269,17 @@ class ElasticWorker:
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's; the last part of a step that launches work."""
+        """Launches the last part of a step. Overrides `Worker.sample_tokens`."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self._memory is not None:
             self._memory.step_ends(self._step)
         return output
 
     def execute_dummy_batch(self) -> None:
-        """vLLM's: a rank without requests runs a dummy batch on the null block.
+        """Runs a dummy batch on the null block, as a rank without requests must.
 
-        The V2 runner of 0.26 leaves blocks of finished requests in its tables.
+        The block tables are cleared first, since the V2 runner of 0.26 leaves blocks of finished
+        requests in them. Overrides `Worker.execute_dummy_batch`.
         """
         tables = getattr(self.model_runner, "block_tables", None)
         for table in tables.input_block_tables if tables is not None else ():
@@ -249,15 +287,19 @@ class ElasticWorker:
         super().execute_dummy_batch()  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM's; also frees the KV cache's memory.
+        """Puts the weights to sleep, and waits until the KV cache's memory is freed.
 
-        It is already free unless the caller bypassed the scheduler, as verl does.
+        It is free already unless the caller bypassed the scheduler, as verl does. Overrides
+        `Worker.sleep`.
         """
         super().sleep(level)  # type: ignore[misc]
         self._rest()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """vLLM's, for memory that its back end puts to sleep; also frees the KV cache's memory."""
+        """Drops memory with these tags, and waits until the KV cache's memory is freed.
+
+        Overrides `Worker.discard`.
+        """
         if tags != ("kv_cache",) or self.vllm_config.model_config.enable_sleep_mode:
             super().discard(tags)  # type: ignore[misc]
         self._rest()
@@ -267,7 +309,7 @@ class ElasticWorker:
             log.warning("vmem: a sleeping worker still has the memory of its KV cache")
 
     def shutdown(self) -> None:
-        """vLLM's, then frees the memory."""
+        """Shuts the worker down and frees the KV memory. Overrides `Worker.shutdown`."""
         server, self._server = self._server, None
         if server is not None:
             LOCAL.pop(server.address, None)
@@ -280,9 +322,9 @@ class ElasticWorker:
 
 @contextmanager
 def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """Backs, for the duration of a call, blocks that the V2 runner uses outside a step.
+    """Backs the blocks that the V2 runner uses outside a step, in the ``with`` block.
 
-    Since 0.31 it warms up the kernels of layers with a state that way.
+    Since 0.31, `prepare_dummy_attn` so warms up the kernels of layers with a state.
     """
     prepare = getattr(runner, "prepare_dummy_attn", None)
     if prepare is None:
@@ -303,13 +345,13 @@ def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator
 
 
 def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:
-    """The tensors of all layers; before 0.28 a layer with a state has a list of tensors."""
+    """Yields the tensors of all layers; before 0.28, a layer with a state has a list of them."""
     for one in kv_caches:
         yield from one if isinstance(one, list | tuple) else (one,)
 
 
 def _blocks_named(scheduler_output: Any) -> list[int]:
-    """All blocks that a step accesses for the first time."""
+    """Returns the blocks of new requests, and the new blocks of others, in a step."""
     named: list[int] = []
     for request in scheduler_output.scheduled_new_reqs:
         for group in request.block_ids:

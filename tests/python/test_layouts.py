@@ -39,6 +39,7 @@ from pyvmem.layouts.adviser import CALL_US, name
 from pyvmem.layouts.cli import budget
 from pyvmem.layouts.cost import page_table_bytes
 from pyvmem.layouts.entries import attention_time
+from pyvmem.layouts.workload import read_arrivals
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 LLAMA = SHAPES["Llama-3-8B"]
@@ -517,6 +518,32 @@ def test_bad_traces(tmp_path: Path, text: str | None, message: str) -> None:
         path.write_text(text)
     with pytest.raises(InvalidArgument, match=message):
         read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("trace.jsonl", "[1, 2]\n"),
+        ("trace.jsonl", '{"input_length": [1], "output_length": 2}\n'),
+        ("trace.jsonl", "[" * 100_000),
+        ("trace.csv", "ContextTokens,GeneratedTokens\n1e999,2\n"),
+        ("trace.csv", "ContextTokens,GeneratedTokens\n" + "5" * 200_000 + ",2\n"),
+    ],
+    ids=("not an object", "not a number", "nested", "infinite", "long field"),
+)
+def test_malformed_traces(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=name):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("row", ['"timestamp": [0]', '"timestamp": 0, "hash_ids": 7'])
+def test_malformed_arrivals(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{{row}, "input_length": 5, "output_length": 2}}\n')
+    with pytest.raises(InvalidArgument, match=r"trace\.jsonl"):
+        read_arrivals(path)
 
 
 def test_made_up_requests_are_azures_in_the_middle() -> None:

@@ -22,7 +22,7 @@ from pyvmem.elastic.settings import Settings
 from pyvmem.errors import OutOfMemory
 from pyvmem.ledger.accounts import Account, Ledger
 from pyvmem.sglang.pool import PagePool, join
-from pyvmem.sglang.ranks import News, Together
+from pyvmem.sglang.ranks import RankGroup, RoundState
 
 GRANULE = 4096
 BLOCKS = 65
@@ -252,7 +252,7 @@ def test_the_records_after_random_calls(memory: KVMemory) -> None:
     assert pool.check(held) == []
 
 
-class Side(Together):
+class Side(RankGroup):
     """A rank whose group is threads."""
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
@@ -269,9 +269,9 @@ class Side(Together):
     def least(self, *numbers: int) -> tuple[int, ...]:
         return tuple(min(column) for column in zip(*self._all(numbers), strict=True))
 
-    def told(self, news: News | None) -> News | None:
+    def told(self, news: RoundState | None) -> RoundState | None:
         """Returns what rank 0 says."""
-        found: News | None = self._all(news)[0]
+        found: RoundState | None = self._all(news)[0]
         return found
 
 
@@ -356,7 +356,7 @@ def test_a_growth_that_one_rank_refuses(opened: Callable[..., KVMemory]) -> None
         found = pool.take(8)
         assert memory.context.stats().mapped_bytes == before
         memory.grow = stock  # type: ignore[method-assign]
-        side.hear(News(time.monotonic(), 0, False))
+        side.receive(RoundState(time.monotonic(), 0, False))
         taken = pool.take(8) or []
         return found, taken, pool.backing.counters.failures, pool.check(taken)
 
@@ -420,8 +420,8 @@ def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) ->
             else:
                 if own.random() < 0.3:
                     time.sleep(0.01)
-                if (news := side.told(pool.news())) is not None:
-                    pool.hear(news)
+                if (news := side.told(pool.round_state())) is not None:
+                    pool.receive(news)
                 seen.append(pool.tick(lambda: 0, lambda pages: None))
             backing = pool.backing
             seen.append(

@@ -9,7 +9,7 @@ import pytest
 
 from pyvmem.elastic.backing import Backing, Release
 from pyvmem.elastic.geometry import Geometry, Run, blocks_are_outermost, runs_of
-from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LocalQuota
 
@@ -154,10 +154,10 @@ def test_books_agree_with_memory_under_random_use(shape: str, seed: int) -> None
             rng.shuffle(mine)
             count = rng.randrange(1, len(mine) + 1)
             expected = freed_by(backing, mine[:count])
-            before = backing.leaving_bytes
+            before = backing.unmapping_bytes
             if growth is None:
                 assert backing.retire(mine[:count]) == expected
-                assert backing.leaving_bytes - before == expected
+                assert backing.unmapping_bytes - before == expected
             else:
                 backing.retire(mine[:count])
             del mine[:count]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: scripts/vllm_hooks.py says what a version of vLLM changed where pyvmem uses it."""
+"""Description: scripts/vllm_internals.py lists changes of the vLLM internals that pyvmem uses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import vllm_hooks
+import vllm_internals
 
-from pyvmem.elastic.hooks import Hook, Source
-from pyvmem.vllm.hooks import HOOKS
+from pyvmem.elastic.engine_source import Source, Symbol
+from pyvmem.vllm.internals import INTERNALS
 
 BEFORE = {
     "a.py": "class A:\n    x: int = 0\n"
@@ -43,11 +43,11 @@ def source(root: Path, files: dict[str, str]) -> Source:
 )
 def test_changes(tmp_path: Path, name: str, found: list[str]) -> None:
     before, after = source(tmp_path / "0", BEFORE), source(tmp_path / "1", AFTER)
-    hook = Hook("a", name, "read", "")
-    assert list(vllm_hooks.changes(hook, before, after)) == found
-    shown = list(vllm_hooks.changes(hook, before, after, diff=True))
+    symbol = Symbol("a", name, "read", "")
+    assert list(vllm_internals.changes(symbol, before, after)) == found
+    shown = list(vllm_internals.changes(symbol, before, after, diff=True))
     assert ("+        return b + c" in shown) == (name == "A.f")
-    gone = list(vllm_hooks.changes(hook, before, Source(tmp_path, "vllm")))
+    gone = list(vllm_internals.changes(symbol, before, Source(tmp_path, "vllm")))
     assert gone == ([] if name == "A.h" else ["gone"])
 
 
@@ -58,9 +58,9 @@ def test_a_version_that_lacks_something(
     source(tmp_path / "vllm", BEFORE)
     with zipfile.ZipFile(tmp_path / "after.whl", "w") as wheel:
         wheel.writestr("vllm/__init__.py", "")
-    words = ["vllm_hooks.py", str(tmp_path / "vllm"), str(tmp_path / "after.whl")]
+    words = ["vllm_internals.py", str(tmp_path / "vllm"), str(tmp_path / "after.whl")]
     monkeypatch.setattr(sys, "argv", words)
-    assert vllm_hooks.main() == 1
+    assert vllm_internals.main() == 1
     said = capsys.readouterr().out
-    assert f"{len(HOOKS)} of {len(HOOKS)} are the same" in said
+    assert f"{len(INTERNALS)} of {len(INTERNALS)} are the same" in said
     assert f"missing in {tmp_path / 'after.whl'}: Scheduler.schedule (vllm.v1.core.sched" in said

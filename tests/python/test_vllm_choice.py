@@ -112,10 +112,10 @@ def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
 
 def test_back_ends_that_may_refuse_plain_addresses() -> None:
     """Triton's launcher asks CUDA about each pointer; so may what has not run."""
-    from pyvmem.vllm.allocation import wary_backends
+    from pyvmem.vllm.allocation import backends_refusing_plain
 
-    assert wary_backends(*_configs("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN_MLA")) == []
-    found = wary_backends(*_configs("TRITON_ATTN", "FLASH_ATTN", "GDN_ATTN", "GDN_ATTN"))
+    assert backends_refusing_plain(*_configs("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN_MLA")) == []
+    found = backends_refusing_plain(*_configs("TRITON_ATTN", "FLASH_ATTN", "GDN_ATTN", "GDN_ATTN"))
     assert found == ["GDN_ATTN", "TRITON_ATTN"]
 
 
@@ -139,7 +139,7 @@ def test_the_worker_asks_for_addresses_that_they_take(
             self._settings = Settings(backend="host")
 
     answers = SimpleNamespace(check=lambda: None)
-    monkeypatch.setattr(allocation, "place", lambda *_: (None, answers))
+    monkeypatch.setattr(allocation, "place_tensors", lambda *_: (None, answers))
     monkeypatch.setattr(offload, "clear", lambda: None)
     monkeypatch.setattr(offload, "count_by", lambda *_: None)
     worker = Placed()

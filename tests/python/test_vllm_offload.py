@@ -113,8 +113,8 @@ def disk(root: Any) -> dict[str, Any]:
         ),
         ("LMCacheMPConnector", {}, "CUDA IPC handle"),
         ("MooncakeConnector", {}, "kv_connector=MooncakeConnector .it registers"),
-        ("MultiConnector", {}, "is not looked at"),
-        ("Mine", {"kv_connector_module_path": "mine"}, "kv_connector=Mine .nothing says how"),
+        ("MultiConnector", {}, "are not checked"),
+        ("Mine", {"kv_connector_module_path": "mine"}, "kv_connector=Mine .how it copies"),
         (
             "Mine",
             {"extra": {"vmem_copies_in_step": True}},
@@ -127,6 +127,7 @@ def disk(root: Any) -> dict[str, Any]:
         ("OffloadingConnector", {"kv_connector_module_path": "mine"}, "kv_connector=Offloading"),
         ("OffloadingConnector", {"kv_role": "kv_producer"}, "kv_role=kv_producer"),
         ("OffloadingConnector", {"extra": {"spec_name": "Mine"}}, "spec_name=Mine .its copies"),
+        ("OffloadingConnector", {"extra": {"spec_name": ["Mine"]}}, "spec_name=..Mine.. .its cop"),
         ("OffloadingConnector", {"extra": TIERS | {"secondary_tiers": "fs"}}, "tiers='fs' .expec"),
         ("OffloadingConnector", {"extra": TIERS | {"secondary_tiers": ["fs"]}}, "=.'fs'. .expect"),
         ("OffloadingConnector", {"extra": TIERS | disk(None)}, "root_dir=None of a tier fs .exp"),
@@ -172,9 +173,9 @@ def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     select(vouched)
     assert "spec_name" not in vouched.kv_transfer_config.kv_connector_extra_config
     own = config("LMCacheConnectorV1", kv_connector_module_path="mine")
-    assert "nothing says how" in next(reasons_against(own))
+    assert "how it copies is unknown" in next(reasons_against(own))
     lmcache = config("LMCacheConnectorV1")
-    for version, wanted in (("0.5.6", []), ("0.6.0", ["lmcache 0.6.0 is not known, 0.5.6 is"])):
+    for version, wanted in (("0.5.6", []), ("0.6.0", ["lmcache 0.6.0 is not supported, 0.5.6 is"])):
         monkeypatch.setattr(offload.metadata, "version", lambda _, v=version: v)
         found = list(reasons_against(lmcache))
         assert len(found) == len(wanted)

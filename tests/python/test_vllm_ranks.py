@@ -24,7 +24,7 @@ from pyvmem.elastic.memory import KVMemory, open_context
 from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import Ledger
 from pyvmem.ledger.orders import order
-from pyvmem.vllm import channel, reach
+from pyvmem.vllm import channel, rank_discovery
 from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, new_address
 from pyvmem.vllm.remote import join_ledgers
 from pyvmem.vllm.worker import ElasticWorker
@@ -43,7 +43,7 @@ def memory() -> KVMemory:
     return KVMemory(open_context("host", 0, 4096, 1 << 20), BLOCKS, [SIZE])
 
 
-def test_a_socket_that_does_not_listen_yet_is_no_dead_one(
+def test_a_socket_that_does_not_listen_yet_is_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank removes dead sockets as it starts, between any two steps of this one's start."""
@@ -220,7 +220,7 @@ def far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server,
     one.close()
 
 
-def test_a_rank_is_reached_over_tcp_by_who_knows_the_word(far: tuple[Server, KVMemory]) -> None:
+def test_a_tcp_client_needs_the_secret(far: tuple[Server, KVMemory]) -> None:
     server, one = far
     host, port, word = server.listen("127.0.0.1")
     rank = SocketRank((host, port, word), "far")
@@ -233,11 +233,20 @@ def test_a_rank_is_reached_over_tcp_by_who_knows_the_word(far: tuple[Server, KVM
         with pytest.raises(RankLost):
             stranger.geometry()
         stranger.close()
-    with channel.socket.create_connection((host, port)) as peer:
-        peer.sendall(b"\xff\xff\xff\xff" + b"x" * 100)  # a word of 4 GB
-        peer.settimeout(20)
-        with contextlib.suppress(ConnectionResetError):
-            assert peer.recv(1) == b""
+    for sent in (
+        b"\xff\xff\xff\xff" + b"x" * 100,  # claims 4 GB
+        b"\x00\x00\x00\x08" + b'"\\ud800"',  # a string that has no UTF-8
+        b"\x00\x00\x04\x00" + b"[" * 1024,  # nested too deeply for the parser
+    ):
+        with channel.socket.create_connection((host, port)) as peer:
+            peer.sendall(sent)
+            peer.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert peer.recv(1) == b""
+    end = time.monotonic() + 20
+    while len(server._peers) > 1:
+        assert time.monotonic() < end, "a rejected client leaves nothing behind"
+        time.sleep(0.001)
     assert rank.geometry() == one.geometry
     rank.close()
     server.close()
@@ -245,9 +254,7 @@ def test_a_rank_is_reached_over_tcp_by_who_knows_the_word(far: tuple[Server, KVM
         SocketRank((host, port, word))
 
 
-def test_the_account_of_another_machine_is_there(
-    far: tuple[Server, KVMemory], tmp_path: Path
-) -> None:
+def test_the_account_of_another_machine(far: tuple[Server, KVMemory], tmp_path: Path) -> None:
     """Its ledger counts what the scheduler takes, and both must grant it."""
     server, one = far
     ranks = [LocalRank(one), SocketRank(server.listen("127.0.0.1"), "far")]
@@ -332,36 +339,36 @@ def test_ranks_are_asked_where_they_are(
     server, one = far
     tmp_path.chmod(0o700)
     settings = Settings(ledger=str(tmp_path))
-    there = reach.machine(Settings.read())
-    assert there != reach.machine(settings)
+    there = rank_discovery.machine(Settings.read())
+    assert there != rank_discovery.machine(settings)
     asked: list[str] = []
 
     class Executor:
         def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
             asked.append(name)
-            if name == "vmem_place":
-                return [None, reach.Place(there, server.address)]
-            assert args == (reach.machine(settings),)
+            if name == "vmem_address":
+                return [None, rank_discovery.RankAddress(there, server.address)]
+            assert args == (rank_discovery.machine(settings),)
             return [None, server.listen("127.0.0.1")]
 
     executor = Executor()
     parallel = SimpleNamespace(pipeline_parallel_size=2)
     config: Any = SimpleNamespace(instance_id="i", parallel_config=parallel)
     with pytest.raises(RuntimeError, match="the engine's executor"):
-        reach.connect(config, settings)
-    monkeypatch.setitem(reach.EXECUTORS, "i", executor)
-    (rank,) = reach.connect(config, settings)
-    assert (rank.machine, asked) == (there, ["vmem_place", "vmem_listen"])
+        rank_discovery.connect(config, settings)
+    monkeypatch.setitem(rank_discovery.EXECUTORS, "i", executor)
+    (rank,) = rank_discovery.connect(config, settings)
+    assert (rank.machine, asked) == (there, ["vmem_address", "vmem_listen"])
     assert rank.geometry() == one.geometry
     rank.close()
     asked.clear()
-    (rank,) = reach.connect(config, Settings.read())
-    assert (rank.machine, asked) == ("", ["vmem_place"])
+    (rank,) = rank_discovery.connect(config, Settings.read())
+    assert (rank.machine, asked) == ("", ["vmem_address"])
     assert rank.geometry() == one.geometry
     rank.close()
     parallel.tensor_parallel_size = 2
     with pytest.raises(RuntimeError, match=r"calls 2 ranks of 4 \(each has a scheduler"):
-        reach.connect(config, settings)
+        rank_discovery.connect(config, settings)
     monkeypatch.setattr(Executor, "collective_rpc", lambda *_: 1 // 0)
     with pytest.raises(RuntimeError, match="on every machine of the engine"):
-        reach.connect(config, settings)
+        rank_discovery.connect(config, settings)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An environment for SGLang, a model, and what stock SGLang answers."""
+"""Fixtures: an environment for SGLang, a model, and stock SGLang's answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Start = Callable[..., served.Engine]
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
-    """SGLang, with what its CPU engine needs; the tests' processes are forked from this one."""
+    """Starts a process that imports SGLang for its CPU engine; the tests fork theirs from it."""
     os.environ.update(served.environment())
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.scheduler  # noqa: F401
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Has stock SGLang answer `served.prompts`, with 24 tokens each."""
+    """Returns a function that returns stock SGLang's 24 tokens for each of `served.prompts`."""
     log = tmp_path_factory.mktemp("stock") / "log"
     with served.served(log, {}, served.options(model)) as engine:
         found = engine.answer(served.prompts())
@@ -39,7 +39,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts engines with the pool; `env` and options as arguments."""
+    """Returns a function that starts engines with the pool; it takes `env` and options."""
     running: list[served.Engine] = []
 
     def start(env: dict[str, str] | None = None, **more: Any) -> served.Engine:

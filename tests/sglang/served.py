@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""SGLang engines for CPUs, each in a process of its own, forked from one that imported SGLang.
+"""SGLang CPU engines in processes forked from one that has imported SGLang.
 
-SGLang starts its processes by spawn, and each imports for ten seconds. Here they are forked, but in
-one test. The process that forks has no engine, and SGLang's plug-ins are not loaded in it.
+SGLang spawns its processes, each of which imports for ten seconds. Here they are forked, except in
+one test. The process that forks has no engine, and has not loaded SGLang's plug-ins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def environment() -> dict[str, str]:
-    """Makes the environment of a process that imports SGLang."""
+    """Returns the environment of a process that imports SGLang."""
     found = importlib.util.find_spec("sglang")
     assert found is not None
     assert found.submodule_search_locations
@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
 
 
 def options(model: Path, **more: Any) -> dict[str, Any]:
-    """Makes the options of an engine for a model that `make_model` made."""
+    """Returns the options of an engine for a model of `make_model`."""
     given = {
         "model_path": str(model),
         "device": "cpu",
@@ -138,7 +138,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def prompts(count: int = 4) -> list[list[int]]:
-    """Prompts that begin alike, and one of four tokens."""
+    """Returns prompts with a common prefix, and one of four tokens."""
     shared = [(i * 37 + 11) % 500 + 3 for i in range(70)]
     own = [[(i * (k + 3)) % 500 + 3 for i in range(10 + 7 * k)] for k in range(count)]
     return [*(shared + one for one in own), [5, 6, 7, 8]]
@@ -160,7 +160,7 @@ def _call(log: Path, env: dict[str, str], function: Callable[[], None]) -> None:
 
 
 def outcome(log: Path, env: dict[str, str], function: Callable[[], None]) -> tuple[int, str]:
-    """The exit status and the output of a process that calls a function."""
+    """Calls a function in a process; returns its exit status and output."""
     process = FORK.Process(target=_call, args=(log, {"VMEM_SGLANG": "1", **env}, function))
     process.start()
     process.join(60)
@@ -194,11 +194,11 @@ def _serve(pipe: Any, log: Path, env: dict[str, str], given: dict[str, Any]) -> 
 
 
 class Engine:
-    """An engine in another process; what is called is `sglang.Engine`'s.
+    """An `sglang.Engine` in another process.
 
     Args:
-        log: its output.
-        env: of its process.
+        log: file of its output.
+        env: environment of its process.
         given: its options.
 
     Raises:
@@ -226,43 +226,43 @@ class Engine:
         return found
 
     def begin(self, name: str, *args: Any, **named: Any) -> None:
-        """Calls a method, whose result `end` returns."""
+        """Starts a method call, whose result `end` returns."""
         self._pipe.send((name, args, named))
 
     def ready(self, timeout: float = 0.01) -> bool:
-        """Tells if `end` returns at once; looks for so many seconds."""
+        """Returns true if `end` would return at once; waits for that up to `timeout` s."""
         return bool(self._pipe.poll(timeout))
 
     def end(self, timeout: float = 60) -> Any:
-        """Returns what the method did that `begin` called."""
+        """Returns the result of the call that `begin` started."""
         return self._answer(timeout)
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
-        """Calls a method."""
+        """Calls a method and returns its result."""
         self.begin(name, *args, **named)
         return self.end()
 
     def answer(self, ids: list[list[int]], new: int = 24, **more: Any) -> list[list[int]]:
-        """Greedy tokens."""
+        """Returns greedy tokens for each prompt."""
         return [one["output_ids"] for one in self.generate(ids, new, **more)]
 
     def generate(self, ids: list[list[int]], new: int = 24, **more: Any) -> list[dict[str, Any]]:
-        """Greedy answers."""
+        """Returns SGLang's greedy answer to each prompt."""
         return list(self.call("generate", input_ids=ids, sampling_params=greedy(new, **more)))
 
     def release(self) -> None:
-        """Releases the KV cache's memory, once the engine is idle: else the call ends it."""
+        """Releases the KV cache's memory once the engine is idle; a busy engine would crash."""
         assert becomes(lambda: self.call("flush_cache").success)
         self.call("release_memory_occupation", tags=["kv_cache"])
 
     def kill(self) -> None:
-        """Ends all of its processes, at once."""
+        """Kills all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.join(10)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the engine and its processes."""
         with contextlib.suppress(OSError):
             self._pipe.send(("end", (), {}))
         self.process.join(20)
@@ -275,7 +275,7 @@ def greedy(new: int, **more: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def served(log: Path, env: dict[str, str], given: dict[str, Any]) -> Iterator[Engine]:
-    """An engine, for a while."""
+    """Runs an engine for a ``with`` block."""
     engine = Engine(log, env, given)
     try:
         yield engine
@@ -284,7 +284,7 @@ def served(log: Path, env: dict[str, str], given: dict[str, Any]) -> Iterator[En
 
 
 def becomes(check: Any, timeout: float = 10) -> bool:
-    """Waits until something is true; false: it was not in so many seconds."""
+    """Waits until a condition is true; returns false after `timeout` s."""
     end = time.monotonic() + timeout
     while not check():
         if time.monotonic() > end:

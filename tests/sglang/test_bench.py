@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench sglang`, quick: a stock and an elastic engine, each in a process of its own."""
+"""`vmem bench sglang`, quick: a stock and an elastic engine, each in a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vmem_bench.sglang.engine import STEPS
 
 
 def bench(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
-    """The command's status and its result."""
+    """Runs the command; returns its status and result."""
     words = ["bench", "sglang", "--quick", "--backend", "host", "--out", str(out)]
     return main([*words, *more]), json.loads(out.read_text("utf-8"))
 
@@ -53,7 +53,7 @@ def test_elastic_beside_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Four engines at once: each is asked the same in both arms, and all memory comes back."""
+    """Four engines at once: each gets the same requests in both arms, and all memory is freed."""
     status, data = bench(tmp_path / "share.json", "--part", "share", "--rounds", "1")
     part = data["parts"]["share"]
     assert (status, part["status"]) == (0, "done"), part["why"]
@@ -73,7 +73,7 @@ def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_deadline_names_what_it_skipped(tmp_path: Path) -> None:
-    """It comes before an engine has started; then it leaves no time for any."""
+    """It expires before an engine has started, and leaves no time for any part."""
     status, data = bench(tmp_path / "one.json", "--deadline", "36")
     part = data["parts"]["sglang"]
     named = [one["id"].removeprefix("sglang/turn/") for one in part["missing"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: SGLang's CPU engine with the pool answers as stock SGLang does, on less memory."""
+"""Description: SGLang's CPU engine with the pool generates stock's tokens with less memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyvmem.plumbing.http import Request
 
 
 def info(tmp_path: Path) -> EngineInfo:
-    """Reads what the ledger says of the one engine."""
+    """Returns the ledger's entry of the only engine."""
     (found,) = engines_in(tmp_path / "ledger")["host"]
     return found
 
@@ -53,7 +53,7 @@ def test_tokens_prefixes_flush_and_sleep(
 
 
 def metrics(tmp_path: Path) -> dict[str, float]:
-    """The control server's metrics of the only engine."""
+    """Returns the control server's metrics of the only engine."""
     reply = answer(tmp_path / "ledger", Request("GET", "/metrics"))
     lines = [line.rpartition(" ") for line in reply.body.decode().splitlines()]
     return {
@@ -66,7 +66,7 @@ def metrics(tmp_path: Path) -> dict[str, float]:
 def highest(
     tmp_path: Path, engine: Engine, ids: list[list[int]], new: list[int], **more: Any
 ) -> tuple[list[list[int]], int]:
-    """Has an engine answer; returns that, and the most memory that it had meanwhile."""
+    """Runs requests; returns the answers and the most memory that the engine had."""
     most = 0
     engine.begin("generate", input_ids=ids, sampling_params=[greedy(n, **more) for n in new])
     while not engine.ready():
@@ -86,12 +86,12 @@ def test_a_limit_of_few_pages(start: Start, stock: list[list[int]], tmp_path: Pa
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_requests_are_retracted_where_memory_lacks(
+def test_requests_are_retracted_when_memory_is_short(
     start: Start, tmp_path: Path, overlap: bool
 ) -> None:
-    """Two are admitted that cannot be answered together; SGLang expects an earlier end of them.
+    """Two are admitted that do not fit together, since SGLang expects one to end earlier.
 
-    After a refusal it tries the second one again when a request has ended: a short one.
+    After a refusal it retries the second when a short request has ended.
     """
     limit = 20 * PAGE_BYTES
     engine = start(
@@ -115,7 +115,7 @@ def test_requests_are_retracted_where_memory_lacks(
 
 
 def test_a_long_request_among_short_ones(start: Start) -> None:
-    """It needs nearly all of the limit, and is served before short ones that came after it."""
+    """It needs nearly the whole limit, and is served before short requests that came later."""
     engine = start({"VMEM_LIMIT": str(18 * PAGE_BYTES)})
     short = [[5 + k, 6, 7, 8] for k in range(24)]
     long = [3 + (i * 7) % 500 for i in range(200)]
@@ -127,7 +127,7 @@ def test_a_long_request_among_short_ones(start: Start) -> None:
 
 
 def test_latent_attention(start: Start, tmp_path: Path) -> None:
-    """One tensor a layer, whose KV pages of 5 KB begin anywhere in a page of memory."""
+    """A tensor for each layer; its KV pages of 5 KB begin anywhere in a physical page."""
     model = make_model(tmp_path, "minicpm3")
     with served(tmp_path / "log", {}, options(model)) as engine:
         stock = engine.answer(prompts())
@@ -151,7 +151,7 @@ def test_latent_attention(start: Start, tmp_path: Path) -> None:
 def test_sliding_windows_in_one_pool(
     start: Start, tmp_path: Path, kind: str, given: dict[str, Any]
 ) -> None:
-    """SGLang keeps what lies before a window; a limit makes it forget prefixes."""
+    """SGLang keeps tokens before the window; a limit makes it evict prefixes."""
     model = make_model(tmp_path, kind)
     with served(tmp_path / "log", {}, options(model, **given)) as engine:
         stock = engine.answer(prompts())
@@ -172,7 +172,7 @@ def test_sliding_windows_in_one_pool(
 def test_tensor_parallelism(
     start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool
 ) -> None:
-    """Two ranks with half of each page, one of which has less memory, and then none to spare."""
+    """Two ranks with half of each page; one has less memory, and then none to spare."""
 
     def ranks() -> list[EngineInfo]:
         return engines_in(tmp_path / "ledger")["host"]
@@ -220,7 +220,7 @@ def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int
 def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Two on one ledger, with less memory than both would take."""
+    """Two engines on a ledger, with less memory than both would take."""
 
     def used() -> dict[str, int]:
         return {one.name: one.used for one in engines_in(tmp_path / "ledger")["host"]}
@@ -256,7 +256,7 @@ def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Pat
 def test_nothing_is_left_of_an_engine_that_is_killed(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Nor does a request wait for more memory than all engines may have together."""
+    """Also, no request waits for more memory than all engines may have together."""
     env = {"VMEM_NAME": "one", "VMEM_CAPACITY": str(20 * PAGE_BYTES)}
     engine = start(env)
     engine.begin("generate", input_ids=prompts(), sampling_params=greedy(500))
@@ -268,7 +268,7 @@ def test_nothing_is_left_of_an_engine_that_is_killed(
 
 
 def test_an_order_to_sleep(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """All memory but page 0 goes back; requests wait until the engine is woken."""
+    """All memory but page 0 is freed; requests wait until the engine wakes."""
     engine = start({"VMEM_NAME": "one", "VMEM_IDLE": "600"})
     for _ in range(2):
         assert engine.answer(prompts()) == stock
@@ -289,7 +289,7 @@ def test_an_order_to_sleep(start: Start, stock: list[list[int]], tmp_path: Path)
 def test_memory_is_kept_under_load_and_given_back_at_rest(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """No prefix is kept, so that the load takes and frees all of its pages each time."""
+    """No prefix is kept, so the load takes and frees all its pages each time."""
     engine = start({"VMEM_IDLE": "5", "VMEM_PREFIX": "0"})
     for _ in range(3):
         assert engine.answer(prompts()) == stock
@@ -303,7 +303,7 @@ def test_memory_is_kept_under_load_and_given_back_at_rest(
 
 
 def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
-    """A long prompt is computed piece by piece, while memory lacks for two of them."""
+    """A long prompt is computed in chunks, while memory is too short for two prompts."""
     engine = start({"VMEM_LIMIT": str(30 * PAGE_BYTES)}, chunked_prefill_size=64)
     ids = [[3 + (k * 5 + i * 13) % 500 for i in range(300)] for k in range(2)]
     alone = [engine.answer([one])[0] for one in ids]
@@ -314,7 +314,7 @@ def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
 
 
 def test_what_is_free_is_not_enough(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """A request that decodes alone waits for memory; then one that needs more than there is."""
+    """A request that decodes alone waits for memory; then one needs more than exists."""
     env = {"VMEM_CAPACITY": str(24 * PAGE_BYTES), "VMEM_IDLE": "600"}
     first, second = start(env), start(env)
     first.begin("generate", input_ids=[[9] * 40], sampling_params=greedy(250))

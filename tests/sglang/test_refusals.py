@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what the pool does not work with ends the engine, with one line that says why."""
+"""Description: an unsupported configuration ends the engine, with a line that says why."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import pytest
 from conftest import Start
 from served import make_model, options, outcome
 
-from pyvmem.elastic.hooks import Source, missing
-from pyvmem.sglang.hooks import HOOKS
+from pyvmem.elastic.engine_source import Source, missing
+from pyvmem.sglang.internals import INTERNALS
 
 
 def test_all_hooks_are_in_this_version() -> None:
     found = importlib.util.find_spec("sglang")
     assert found is not None
     assert found.submodule_search_locations
-    assert missing(Source(Path(found.submodule_search_locations[0]), "sglang"), HOOKS) == []
+    assert missing(Source(Path(found.submodule_search_locations[0]), "sglang"), INTERNALS) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_all_hooks_are_in_this_version() -> None:
     ],
 )
 def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) -> None:
-    """SGLang calls the check with the arguments complete."""
+    """SGLang calls the check with complete arguments."""
 
     def check() -> None:
         from types import SimpleNamespace
@@ -103,7 +103,7 @@ def test_one_of_two_servers(start: Start) -> None:
         (
             "qwen3_next",
             {"disable_radix_cache": True, "mamba_radix_cache_strategy": "no_buffer"},
-            "HybridLinearKVPool (a hybrid model: attention's pool inside another, beside states)",
+            "HybridLinearKVPool (a hybrid model: attention's pool and states inside another pool)",
         ),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_limit_below_a_page(start: Start, tmp_path: Path) -> None:
 
 
 def _pool(name: str, **more: Any) -> Callable[[], None]:
-    """Makes a KV pool of SGLang's."""
+    """Creates an SGLang KV pool."""
 
     def make() -> None:
         import torch
@@ -197,7 +197,7 @@ def test_what_ends_the_process(tmp_path: Path, function: Callable[[], None], tex
 
 
 def test_plug_ins_that_leave_it_out() -> None:
-    """The process ends where SGLang is imported, which would log nothing."""
+    """The process ends when it imports SGLang, which would log nothing."""
     env = {**os.environ, "VMEM_SGLANG": "1", "SGLANG_PLUGINS": "other"}
     done = subprocess.run(
         [sys.executable, "-c", "import sglang.srt.utils"],
@@ -215,7 +215,7 @@ OLD = Path(__file__).resolve().parents[2] / "build" / "sglang-old" / "bin" / "py
 
 @pytest.mark.skipif(not OLD.exists(), reason="scripts/sglang_setup.py old has not made it")
 def test_a_version_of_half_a_year_ago() -> None:
-    """Its plug-ins are loaded before anything else; the reason is in its source."""
+    """Its plug-ins are loaded first; its source explains the refusal."""
     program = """
 import importlib.util
 print(*importlib.util.find_spec("sglang").submodule_search_locations, flush=True)
@@ -231,7 +231,7 @@ print("it went on")
     assert (done.returncode, more) == (1, []), done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("VMEM_SGLANG=1: sglang 0.5.12 is too old (known: 0.5.22 to 0.5.23)")
-    lacks = missing(Source(Path(folder), "sglang"), HOOKS)
+    lacks = missing(Source(Path(folder), "sglang"), INTERNALS)
     assert len(lacks) > 30
     for name in ("PrefillBudget.check_prefill", "UnifiedRadixCache.evict_for_alloc"):
         assert any(one.startswith(name) for one in lacks)

@@ -27,7 +27,7 @@ class Server:
         self.port, self.process, self.log = port, process, log
 
     def ask(self, path: str, body: Any = None) -> str:
-        """GET, or POST with JSON."""
+        """Sends GET, or POST with JSON; returns the answer."""
         data = None if body is None else json.dumps(body).encode()
         kind = {"Content-Type": "application/json"}
         url = f"http://127.0.0.1:{self.port}{path}"
@@ -43,7 +43,7 @@ class Server:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """The pool's numbers, by name, of the one engine."""
+        """Returns the pool's numbers of the only engine, by name."""
         lines = [one for one in self.ask("/metrics").splitlines() if one.startswith("vmem:")]
         assert all('device="host",engine="web"' in one for one in lines), lines
         return {one.partition("{")[0]: float(one.rpartition(" ")[2]) for one in lines}
@@ -51,7 +51,7 @@ class Server:
 
 @pytest.fixture
 def start_server(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Starts servers with the pool; `env` and options of the command line as arguments."""
+    """Returns a function that starts servers with the pool; it takes `env` and options."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(env: dict[str, str], *more: str) -> Server:

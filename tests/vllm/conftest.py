@@ -64,7 +64,7 @@ ENCODERS = {"encoder": "BertModel", "classifier": "BertForSequenceClassification
 
 
 def tokenizer() -> Any:
-    """Token 7 is written t7."""
+    """Makes a tokenizer in which token 7 is written t7."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -77,9 +77,10 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a model, made when it is first asked for; one that is a folder is itself.
+    """Returns a function that returns the folder of a model, created on first use.
 
-    The weights are large enough that every token depends on all keys and values.
+    The path of a folder is returned unchanged. The random weights are large enough that every token
+    depends on all keys and values.
     """
     made: dict[str, str] = {}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Decode context parallelism on a CPU, which vLLM's kernels for CPUs leave out.
+"""Decode context parallelism on a CPU, which vLLM's CPU kernels lack.
 
-A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it makes its
-groups. Attention is computed plainly, each rank over the tokens whose keys and values it has.
+A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it creates
+its process groups. Each rank computes plain attention over the tokens whose keys and values it has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Nothing"]
 
 
 class Nothing:
-    """Adds nothing to the worker."""
+    """The extension's class, which adds nothing to the worker."""
 
 
 def _slots(
@@ -35,7 +35,7 @@ def _slots(
     TOTAL_CP_RANK: int,
     *_: int,
 ) -> None:
-    """The slots of tokens' keys and values on a rank; -1: another rank has them."""
+    """Returns the slots of tokens' keys and values on this rank; -1 if another rank has them."""
     slot_mapping[:max_num_tokens] = -1
     for row, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
         own = positions[begin:end]
@@ -48,7 +48,7 @@ def _slots(
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values: blocks, tokens, vectors; there is one head of them."""
+    """Returns keys and values of a single head, by block and token."""
     blocks, heads, size, _ = kv_cache.shape
     assert heads == 1
     keys, values = kv_cache.view(blocks, 2 * size, -1).chunk(2, dim=1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Adds to vLLM's code for CPUs the collectives that experts over ranks need.
+"""Adds the collectives of expert parallelism to vLLM's CPU code, which lacks them.
 
-A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it makes its
-groups.
+A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it creates
+its process groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Nothing"]
 
 
 class Nothing:
-    """Adds nothing to the worker."""
+    """The extension's class, which adds nothing to the worker."""
 
 
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
@@ -46,7 +46,7 @@ def _reduce_scatterv(
 
 
 def _own_experts(apply: Callable[..., None]) -> Callable[..., None]:
-    """A rank's kernel with the numbers that its experts have there; others' count for nothing."""
+    """Wraps a rank's kernel: maps expert ids to local ids, and zeroes other ranks' experts."""
 
     @functools.wraps(apply)
     def applied(*args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""One of the processes that torchrun starts: an engine, and its rank in data parallelism.
+"""A process that torchrun starts: an engine that is a rank of data parallelism.
 
-Its arguments are the folder of its answer, and options of `LLM` as JSON.
+Arguments: the folder for its results, and options of `LLM` as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm import LLM
 
 
 def main() -> None:
-    """Answers some prompts, the second rank fewer, and says how its memory was used."""
+    """Generates answers, fewer on the second rank, and writes them with the memory used."""
     rank = int(os.environ["RANK"])
     llm = LLM(distributed_executor_backend="external_launcher", **json.loads(sys.argv[2]))
     elastic = elastic_of(llm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Small models of other kinds than a Llama, and what is loaded beside a model."""
+"""Creates small models other than a Llama, drafts and adapters."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def _weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Changes the weights in a folder: `change` does so in place, or returns others."""
+    """Changes the weights in a folder; `change` modifies them in place, or returns new ones."""
     from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
@@ -147,7 +147,7 @@ def _weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> 
 
 
 def predict_a_token_more(folder: Path) -> None:
-    """Makes a model's last layer its module for multi-token prediction, as DeepSeek V3 has it."""
+    """Turns a model's last layer into its multi-token prediction module, as in DeepSeek V3."""
 
     def change(weights: dict[str, torch.Tensor]) -> None:
         size = weights["model.embed_tokens.weight"].shape[1]
@@ -166,7 +166,7 @@ def predict_a_token_more(folder: Path) -> None:
 
 
 def save_draft(folder: Path) -> None:
-    """Makes a Llama of one layer an EAGLE draft of a model with vectors of the same size."""
+    """Turns a Llama of one layer into an EAGLE draft of a model with the same hidden size."""
 
     def change(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         size = weights["model.embed_tokens.weight"].shape[1]
@@ -182,7 +182,7 @@ def save_draft(folder: Path) -> None:
 
 
 def save_adapter(folder: Path, layers: int = 2, size: int = 64, kv: int = 32, rank: int = 8) -> str:
-    """A LoRA adapter of attention; returns its folder."""
+    """Creates a LoRA adapter of attention; returns its folder."""
     from safetensors.torch import save_file
 
     torch.manual_seed(3)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The second machine of an engine: what ``vllm serve --headless --node-rank 1`` runs.
+"""An engine's second machine: runs ``vllm serve --headless --node-rank 1``.
 
-Options of `EngineArgs` are its argument, as JSON.
+Argument: options of `EngineArgs` as JSON.
 """
 
 from __future__ import annotations

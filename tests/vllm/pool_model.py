@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's scheduler and block pool on the elastic pool, without a model and without a clock.
+"""vLLM's scheduler and block pool on the elastic pool, without a model or a clock.
 
-The rank maps nothing: it remembers what is mapped, and for each block a digest of the tokens whose
-keys and values it would hold. A step that reads a block without memory, or one that holds something
-else than its request's tokens, is an error. Time passes by steps, so every count is repeatable.
+The rank maps nothing. It records which pages are mapped, and for each block a digest of the tokens
+whose keys and values it would hold. A step fails if it reads a block without memory, or one with
+other contents than its request's tokens. Time advances by steps, so every count is repeatable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TICK = 5  # steps between rounds of the keeper
 
 
 class Clock:
-    """In place of the module `time`."""
+    """Replaces the module `time`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -40,7 +40,7 @@ class Clock:
 
 
 class RankModel:
-    """The memory of a rank, as `pyvmem.vllm.channel.Rank` has it."""
+    """A rank's memory; implements `pyvmem.vllm.channel.Rank`."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -131,7 +131,7 @@ class RankModel:
 
 
 class Pool:
-    """A scheduler of vLLM on the elastic pool, and what runs its steps."""
+    """A vLLM scheduler on the elastic pool, with a model that runs its steps."""
 
     def __init__(self, scheduler: Any, rank: RankModel, clock: Clock) -> None:
         self.scheduler, self.rank, self.clock = scheduler, rank, clock
@@ -155,7 +155,7 @@ class Pool:
         return name
 
     def _step_of(self, name: str, count: int) -> None:
-        """The model's work for a request: reads the computed tokens, writes the new ones."""
+        """Does the model's work for a request: reads the computed tokens, writes the new ones."""
         request = self.scheduler.requests[name]
         (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = request.num_computed_tokens
@@ -180,7 +180,7 @@ class Pool:
             rank.contents[ids[index]] = digests[index]
 
     def step(self) -> None:
-        """One step of the engine, and the keeper's round where one is due."""
+        """Runs a step of the engine, and a round of the keeper if it is due."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         output = self.scheduler.schedule()
@@ -207,7 +207,7 @@ class Pool:
             assert self.elastic.backing.check() == []
 
     def run(self, load: Any) -> None:
-        """All requests of a load, `load.most` of them at a time."""
+        """Runs all requests of a load, up to `load.most` at a time."""
         todo = deque(zip(load.prompts, load.tokens, strict=True))
         while todo or self.scheduler.get_num_unfinished_requests():
             while todo and self.scheduler.get_num_unfinished_requests() < load.most:
@@ -215,18 +215,18 @@ class Pool:
             self.step()
 
     def rest(self, seconds: float = 3.0) -> None:
-        """Time passes, and nothing is asked for."""
+        """Lets time pass without requests."""
         for _ in range(round(seconds / STEP / TICK)):
             self.clock.now += STEP * TICK
             self.elastic.tick()
         assert self.elastic.backing.check() == []
 
     def live(self) -> int:
-        """Bytes of blocks with contents, the null block among them."""
+        """Returns the bytes of blocks with contents, the null block included."""
         return int(self.elastic._live_blocks() * self.elastic.backing.geometry.block_bytes)
 
     def mapped(self) -> int:
-        """Bytes that the rank has mapped, as the books say too."""
+        """Returns the bytes that the rank has mapped; checks the records against them."""
         backing = self.elastic.backing
         assert len(self.rank.mapped) * backing.geometry.page_bytes(0) == backing.mapped_bytes
         return int(backing.mapped_bytes)
@@ -246,7 +246,7 @@ def opened(
     prefixes: bool = True,
     **env: str,
 ) -> Iterator[Pool]:
-    """A pool of so many blocks of 16 tokens of `heads` heads of 128 values in 16 bits."""
+    """Opens a pool of `blocks` blocks of 16 tokens, with `heads` heads of 128 16-bit values."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash

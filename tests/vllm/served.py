@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vllm serve``: the command itself looks for a package of the name vllm."""
+"""Runs ``vllm serve``; the command itself requires a distribution named vllm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def main() -> None:
-    """Serves until it is told to end."""
+    """Serves until the process is terminated."""
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args()
     validate_parsed_serve_args(args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a prompt is admitted if all of it fits, and mapped as it is computed."""
+"""Description: a prompt is admitted if all of it fits, and mapped chunk by chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_long_prompt_is_mapped_chunk_by_chunk(open_pool: Open) -> None:
 
 
 def test_a_prompt_is_admitted_only_if_all_of_it_fits(open_pool: Open) -> None:
-    """Counted against what the quota would give; another engine has the rest."""
+    """Compared with the quota's room; another engine has the rest of the memory."""
     with open_pool(blocks=2_000, page=PAGE, batched=128, VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
         elastic.quota.limit = elastic.quota.used + 74 * BLOCK_BYTES
@@ -40,7 +40,7 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits(open_pool: Open) -> None:
 
 
 def test_hits_are_counted_when_a_request_is_admitted(open_pool: Open) -> None:
-    """A request that waits for memory is looked up in every step, and has taken nothing."""
+    """A request that waits for memory is looked up in every step, but takes no block."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0", VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
         begin = [5 + i % 400 for i in range(20 * BLOCK)]
@@ -64,7 +64,7 @@ def test_hits_are_counted_when_a_request_is_admitted(open_pool: Open) -> None:
 
 
 def test_a_preempted_request_is_counted_once(open_pool: Open) -> None:
-    """The prefix that it begins with again is its own."""
+    """When it resumes, the prefix that it hits is its own."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0", VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
         elastic.quota.limit = elastic.quota.used + 50 * BLOCK_BYTES

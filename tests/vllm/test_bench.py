@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`, quick: each part, with its engines alive at once."""
+"""`vmem bench vllm`, quick: runs each part with all its engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vmem_bench.vllm.picture import draw
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Any:
-    """Runs a part; its rows by name, and the part."""
+    """Runs a part; returns its rows by name, and the part."""
 
     def run(part: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
         out = tmp_path / "vllm.json"
@@ -64,7 +64,7 @@ def test_the_first_token_after_a_rest(bench: Any) -> None:
 
 @pytest.mark.long
 def test_prompts_from_host_memory(bench: Any) -> None:
-    """Measures the elastic engine alone: vLLM's own offloading needs a GPU."""
+    """Measures the elastic engine only: vLLM's own offloading needs a GPU."""
     rows, part = bench("offload")
     for how in ("computed", "loaded"):
         assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]
@@ -79,7 +79,7 @@ def test_prompts_from_host_memory(bench: Any) -> None:
 
 @pytest.mark.long
 def test_prefixes_that_do_not_fit(bench: Any) -> None:
-    """Each engine's prompts need all of the memory; host memory has them again in every turn."""
+    """Each engine's prompts need all memory; every turn loads them from host memory."""
     rows, part = bench("prefixes", "--rounds", "1")
     hits = {arm: rows[f"hits/{arm}"] for arm in ("elastic+host", "elastic", "static")}
     assert hits["elastic+host"]["value"] > 50 > hits["static"]["value"]  # all but tails and ends
@@ -104,7 +104,7 @@ def test_a_step_costs_the_pools_code_and_not_vllms(bench: Any) -> None:
 
 
 def test_vllm_beside_the_serving_loop(tmp_path: Path) -> None:
-    """`vmem bench serve` gives vLLM the requests of its other arms."""
+    """`vmem bench serve` sends vLLM the requests of its other engines."""
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
     words += ["--arms", "contiguous,vllm", "--no-check", "--workload", "offline"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: vLLM on the elastic pool answers as stock vLLM does, and gives its memory back."""
+"""Description: vLLM on the elastic pool generates stock vLLM's tokens and frees its memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Open = Callable[..., Any]
 
 
 def prompts(seed: int = 0, count: int = 10, vocabulary: int = 500) -> list[dict[str, Any]]:
-    """Requests of all lengths; some share a prefix."""
+    """Returns prompts of all lengths, some with a common prefix."""
     rng = random.Random(seed)
     begin = [rng.randrange(3, vocabulary) for _ in range(150)]
     found = []
@@ -52,7 +52,7 @@ def memory_of(llm: Any) -> Any:
 
 
 def another(ledger: Any) -> Any:
-    """The account of another engine, without a floor and a limit."""
+    """Opens an account for another engine, without floor or limit."""
     from pyvmem.ledger.accounts import Ledger
 
     return Ledger("host", folder=ledger).join(
@@ -61,7 +61,7 @@ def another(ledger: Any) -> Any:
 
 
 def check(llm: Any) -> None:
-    """Books, ledger and libvmem agree."""
+    """Checks that records, ledger and libvmem agree."""
     elastic, stats = elastic_of(llm), memory_of(llm).context.stats()
     with elastic.lock:
         assert elastic.backing.check() == []
@@ -71,7 +71,7 @@ def check(llm: Any) -> None:
 
 
 def at_rest(llm: Any) -> None:
-    """Mapped memory is live memory, to the byte, and little more is held."""
+    """Checks that exactly the live memory is mapped, and little more is allocated."""
     elastic = elastic_of(llm)
     elastic.settle()
     check(llm)
@@ -90,7 +90,7 @@ def at_rest(llm: Any) -> None:
 
 @pytest.fixture(scope="session")
 def stock() -> dict[Any, Tokens]:
-    """Answers of stock vLLM, by what was asked."""
+    """Returns the answers of stock vLLM, by request."""
     return {}
 
 
@@ -127,7 +127,7 @@ def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: 
 
 
 def test_a_real_model(start: Open) -> None:
-    """SmolLM2-135M, 30 layers: K and V of a block of 32 tokens are 48 KiB of a layer in float32."""
+    """SmolLM2-135M with 30 layers: K and V of a block of 32 tokens are 48 KiB in float32."""
     from pyvmem.serve import model
 
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -147,7 +147,7 @@ def test_a_real_model(start: Open) -> None:
 
 
 def test_prefixes_are_cut_to_the_block(start: Open) -> None:
-    """Eight blocks share a page, and most evictions free none: the cap counts blocks, not pages."""
+    """Eight blocks share a page, so most evictions free none: the cap counts blocks, not pages."""
     with start("llama", VMEM_VLLM="1", VMEM_IDLE="3600") as llm:
         answer(llm, prompts())
         elastic = elastic_of(llm)
@@ -171,7 +171,7 @@ def test_without_prefixes(start: Open, expected: Callable[..., Tokens]) -> None:
 
 
 def test_tokens_depend_on_the_cache(start: Open) -> None:
-    """The comparison would notice if a block had lost its contents."""
+    """Checks that the comparison fails if a block loses its contents."""
     with start("llama", VMEM_VLLM="1", enable_prefix_caching=False) as llm:
         asked = prompts()[5]["prompt_token_ids"] * 3
         (wanted,) = answer(llm, [{"prompt_token_ids": asked}])
@@ -238,7 +238,7 @@ def test_ngram_speculation(start: Open, expected: Callable[..., Tokens]) -> None
 
 
 def script(llm: Any, seed: int, act: Callable[[random.Random], None]) -> dict[str, list[int]]:
-    """Requests that come and are aborted at random steps; the same with each engine."""
+    """Returns requests that arrive and are aborted at random steps, the same for each engine."""
     rng, own = random.Random(seed), random.Random(seed)
     engine, live, done = llm.llm_engine, set[str](), {}
     todo = [(str(i), one, rng.randrange(1, 24)) for i, one in enumerate(prompts(seed, 24))]
@@ -276,7 +276,7 @@ def test_aborts_and_trims_at_random(start: Open) -> None:
         at_rest(llm)
 
 
-def test_an_engine_rests_whose_last_output_nobody_took(start: Open) -> None:
+def test_an_idle_engine_with_a_pending_last_output(start: Open) -> None:
     """With async scheduling, the last step's output is pending until the next request."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="0.2") as llm:
         answer(llm, prompts())
@@ -303,7 +303,7 @@ def check_books(elastic: Any) -> None:
 
 
 def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) -> None:
-    """Whatever map or unmap fails: requests wait, and are answered as ever."""
+    """Any map or unmap may fail: requests wait, and are answered correctly."""
     wanted = expected("straddling")
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -323,7 +323,7 @@ def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) ->
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.UNMAP])
 def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
-    """One call after the other, until a pass has no more of them."""
+    """Fails one call after the other, until a run makes no further call."""
     asked = prompts()[:3]
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -348,7 +348,7 @@ def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
     [("encoder", "embed"), pytest.param("classifier", "classify", marks=pytest.mark.long)],
 )
 def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
-    """It runs as stock vLLM's does: there is nothing to share."""
+    """Runs as in stock vLLM, since it has no memory to share."""
     found = []
     options = {
         "runner": "pooling",
@@ -363,10 +363,10 @@ def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
     assert len({repr(one) for one in found[0]}) == 4
 
 
-def test_a_step_of_another_scheduler_and_events_while_none_comes(
+def test_outputs_of_another_scheduler_and_events_between_steps(
     start: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own outputs carry no orders. An index learns of blocks that the keeper evicts."""
+    """vLLM's own outputs have no orders; the keeper's evictions are published as events."""
     from vllm.config import KVEventsConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -444,7 +444,7 @@ while True:
 
 
 def test_an_engine_that_is_forgotten(models: Callable[[str], str], ledger: Any) -> None:
-    """``del llm`` in one process: no thread, no row of the ledger, no memory."""
+    """``del llm`` leaves no thread, no account in the ledger and no memory."""
     settings = {"VMEM_VLLM": "1", "VMEM_LEDGER": str(ledger), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, "-c", FORGOTTEN, models("llama"), str(ledger)],
@@ -475,7 +475,7 @@ def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
 
 
 def test_a_limit_below_what_requests_hold(start: Open, ledger: Any) -> None:
-    """They keep what they hold, and the engine shrinks as they end."""
+    """Requests keep their blocks, and the engine shrinks as they end."""
     from pyvmem.ledger.accounts import Ledger
 
     with start("straddling", VMEM_VLLM="1", VMEM_NAME="one", VMEM_RESERVE="0") as llm:
@@ -517,7 +517,7 @@ def test_a_steady_state_maps_nothing(start: Open) -> None:
 
 
 def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any) -> None:
-    """Memory for the largest recent step is mapped ahead, however small the reserve."""
+    """Memory for the largest recent step is mapped ahead, even with a small reserve."""
     with start(
         "llama",
         VMEM_VLLM="1",
@@ -545,7 +545,7 @@ def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any
 
 
 def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
-    """Nothing is mapped when they come; what the first one waits for is enough for the others."""
+    """The growth for which the first request waits is large enough for the others."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", max_num_batched_tokens=1024) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         for number in range(8):
@@ -568,7 +568,7 @@ def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
 
 
 def test_what_is_mapped_besides_may_fail(start: Open) -> None:
-    """Then what the request itself needs is mapped, in the same step."""
+    """If a growth with extra blocks fails, the same step maps the blocks of the request alone."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         memory_of(llm).context.inject(Inject.MAP, count=1, error=12)
@@ -637,8 +637,8 @@ def test_nobody_is_preempted_while_there_is_memory(start: Open) -> None:
         at_rest(llm)
 
 
-def test_a_request_that_waits_without_a_look_among_the_prefixes(start: Open) -> None:
-    """As with the next input of a session: its blocks are counted in the following step."""
+def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
+    """Its blocks are counted in the following step, as for the next input of a session."""
     from vllm.v1.request import RequestStatus
 
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
@@ -661,7 +661,7 @@ def test_a_request_that_waits_without_a_look_among_the_prefixes(start: Open) -> 
 
 
 def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:
-    """Idle prefixes go when somebody needs the memory, and an engine that is short waits."""
+    """Idle prefixes are evicted on demand, and an engine that is short of memory waits."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="3M", VMEM_RESERVE="0") as llm:
         elastic = elastic_of(llm)
         asked = max(prompts(), key=lambda one: len(one["prompt_token_ids"]))
@@ -691,10 +691,10 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
 
 
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_a_request_alone_has_memory_enough_if_it_lies_together(
+def test_scattered_blocks_are_gathered_for_a_single_request(
     start: Open, ledger: Any, monkeypatch: Any, prefixes: bool
 ) -> None:
-    """Its blocks of 24 KiB are scattered: two in each page. Another engine has the other pages."""
+    """Its blocks of 24 KiB are scattered, two in each page; another engine has the other pages."""
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", enable_prefix_caching=prefixes, **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -736,7 +736,7 @@ def test_a_request_alone_has_memory_enough_if_it_lies_together(
 def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
     start: Open, ledger: Any
 ) -> None:
-    """All that this engine has would not be enough, however it lay."""
+    """All memory of this engine would not be enough, even if contiguous."""
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -758,10 +758,8 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
         other.close()
 
 
-def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
-    start: Open, ledger: Any
-) -> None:
-    """No request joins those that run while another engine is short, and all are answered."""
+def test_an_engine_with_a_queue_gives_memory_above_its_share_back(start: Open, ledger: Any) -> None:
+    """It admits no request while another engine is short of memory, and answers all."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         wanted = answer(llm, prompts(), 40)
@@ -786,7 +784,7 @@ def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
         end = time.monotonic() + 60
 
         def take() -> None:
-            """Polls as another process does, independent of this engine's steps."""
+            """Polls like another process, independently of this engine's steps."""
             while not other.take(part) and time.monotonic() < end:
                 other.want(part)
                 time.sleep(0.001)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: who sets VMEM_VLLM=1 gets the pool, or an error; never stock vLLM without a word."""
+"""Description: VMEM_VLLM=1 enables the pool or raises; stock vLLM never runs silently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """vLLM's call of its plug-ins, as if this process had not made it before."""
+    """Calls vLLM's plug-ins as if this process had not done so."""
     from vllm import plugins
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.abstract import Executor

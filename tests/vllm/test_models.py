@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: models of other kinds than a Llama on the elastic pool answer as stock vLLM does.
+"""Description: models other than a Llama generate stock vLLM's tokens on the elastic pool.
 
-Layers with a state, latent attention, caches of eight bits, adapters, an encoder with its
-cross-attention, drafts. Each runs in stock vLLM first.
+Layers with a state, latent attention, caches of eight bits, adapters, an encoder with cross-
+attention, drafts. Each runs in stock vLLM first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def compare(start: Open, model: str, ask: Callable[[Any], Tokens] = answer, **options: Any) -> None:
-    """The pool answers as stock vLLM: with blocks new, reused, hit, and new again.
+    """Compares tokens with stock vLLM's: with new, reused and hit blocks, and new ones again.
 
-    With prefixes hit, a model in bfloat16 may answer otherwise than without, in stock vLLM too.
+    A model in bfloat16 may answer differently if a prefix is hit, in stock vLLM as well.
     """
     with start(model, **options) as llm:
         wanted = ask(llm)
@@ -63,13 +63,13 @@ def few(llm: Any) -> Tokens:
     ],
 )
 def test_layers_with_a_state(start: Open, model: str, options: dict[str, Any]) -> None:
-    """Their prefixes too: vLLM keeps the state at the end of some blocks."""
+    """Includes prefixes: vLLM keeps the state at the end of some blocks."""
     compare(start, model, few, **options)
 
 
 @pytest.mark.long
 def test_a_state_that_moves(start: Open) -> None:
-    """Beside blocks of attention, which are longer than a state."""
+    """Combined with attention, whose blocks are larger than a state."""
     with start("granite") as llm:
         wanted = answer(llm, prompts())
     with start("granite", VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
@@ -83,9 +83,10 @@ def test_a_state_that_moves(start: Open) -> None:
 
 
 def test_latent_attention_and_a_draft_of_the_model_s_own(start: Open) -> None:
-    """DeepSeek V3's shape; its module for multi-token prediction has keys and values too.
+    """DeepSeek V3's shape; its multi-token prediction module has keys and values too.
 
-    On a CPU without AMX vLLM schedules a prompt of such a model whole or, beyond the batch, never.
+    On a CPU without AMX, vLLM schedules a prompt of such a model whole, or never if it exceeds the
+    batch.
     """
     compare(start, "deepseek", few, speculative_config=MTP, max_num_batched_tokens=512, **BF16)
 
@@ -109,7 +110,7 @@ def test_a_draft_beside_the_model(start: Open, models: Callable[[str], str]) -> 
 
 @pytest.mark.long
 def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> None:
-    """A prefix is the adapter's: what the model itself computed is not hit."""
+    """Prefixes belong to the adapter: those of the model itself are not hit."""
     from vllm.lora.request import LoRARequest
 
     folder = tmp_path / "adapter"
@@ -126,7 +127,7 @@ def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> Non
 
 
 def test_an_encoder_and_cross_attention(start: Open) -> None:
-    """Whisper's shape: what the encoder computed has blocks of its own."""
+    """Whisper's shape: the encoder's results have blocks of their own."""
     import numpy as np
 
     draw = np.random.RandomState(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: prefixes move while requests hit them, and tokens are stock vLLM's."""
+"""Description: prefixes move while requests hit them, with stock vLLM's tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["expected", "moving", "stock"]
 
 
 def moving(elastic: Any) -> Callable[[], Any]:
-    """An engine's `begin_step` that first moves what it can, into holes made at random."""
+    """Wraps an engine's `begin_step`: evicts random blocks, then moves prefixes."""
     draw, begin_step = random.Random(1), elastic.begin_step
 
     def begin() -> Any:
@@ -31,7 +31,7 @@ def moving(elastic: Any) -> Callable[[], Any]:
 def test_moves_in_every_step(
     start: Open, expected: Callable[..., Tokens], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """Fills all places; holes come from randomly evicted prefixes."""
+    """Fills all blocks, then evicts random prefixes to make room for moves."""
     wanted = expected(model)
     with start(model, VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
         elastic = elastic_of(llm)

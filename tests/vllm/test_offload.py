@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an idle engine gives its memory back, and its prefixes return from host memory."""
+"""Description: an idle engine frees its memory, and loads its prefixes from host memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def counters(llm: Any) -> Any:
 
 
 def idle(llm: Any) -> None:
-    """Nothing is mapped but the null block, whose page may have held blocks, after a while."""
+    """Waits until only the null block's page is mapped."""
     elastic = elastic_of(llm)
     null = elastic.backing.geometry.first_bytes(1)
     end = time.monotonic() + 60
@@ -76,7 +76,7 @@ def test_prefixes_come_back_from_host_memory(
     ledger: Path,
     model: str,
 ) -> None:
-    """After rest, after copies that cannot be started, and where mapping fails amid loads."""
+    """After rest, after copies that cannot be started, and with failures to map during loads."""
     wanted = expected(model)
     with start(model, **POOL, VMEM_HOST_LIMIT="64M") as llm:
         with Ledger("host", folder=ledger, create=False) as book:
@@ -121,7 +121,7 @@ def test_prefixes_come_back_from_host_memory(
 def test_aborts_and_trims_while_blocks_are_copied(
     start: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies take as long as a step or two; a page that went too early would be a fault."""
+    """Copies take a step or two; a page unmapped too early would fault."""
     asked = prompts(3, 24)
     with start("llama") as llm:
         wanted = answer(llm, asked, 24)
@@ -162,8 +162,8 @@ def test_aborts_and_trims_while_blocks_are_copied(
         assert counters(llm).stored > 0
 
 
-def test_a_store_that_no_step_carries_on_is_dropped(start: Open) -> None:
-    """The engine in this process stops stepping with its last request; memory does not wait."""
+def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
+    """The engine stops stepping with its last request; memory does not wait for the store."""
     asked = prompts(seed=7, count=4)
     with start("llama", **POOL) as llm:
         first = answer(llm, asked, 1)
@@ -182,7 +182,7 @@ def test_a_store_that_no_step_carries_on_is_dropped(start: Open) -> None:
 
 
 def test_layers_end_within_a_page(start: Open, expected: Callable[..., Tokens]) -> None:
-    """The pool spreads them apart; a rank has the chunks that vLLM's scheduler counts, all used."""
+    """The pool page-aligns layers; the rank has as many chunks as vLLM's scheduler counts."""
     block, blocks, chunks = 8 << 10, 100, 24
     assert blocks * block % (64 << 10)
     size = {"kv_offloading_size": chunks * 2 * block / 2**30, "num_gpu_blocks_override": blocks}
@@ -238,7 +238,7 @@ def test_a_size_below_a_block_is_refused() -> None:
 
 
 def described(memory: KVMemory, sizes: list[int], groups: list[list[int]]) -> Any:
-    """vLLM's description of a memory's tensors, in groups of them."""
+    """Returns vLLM's description of a memory's tensors, in groups."""
     tensors = [
         SimpleNamespace(tensor=memory.tensor(size).view(64, -1), page_size_bytes=size // 64)
         for size in sizes
@@ -257,12 +257,12 @@ def spec(blocks: list[int], sizes: list[int], first: list[int]) -> Any:
 
 
 @pytest.mark.parametrize(("library", "second"), [(False, False), (True, False), (False, True)])
-def test_blocks_go_to_their_places_and_come_back(
+def test_blocks_are_stored_and_loaded(
     monkeypatch: pytest.MonkeyPatch, library: bool, second: bool
 ) -> None:
-    """Two groups of layers, two blocks to a chunk, the first of which is used from its middle.
+    """Two groups of layers, two blocks in a chunk; a group begins in the middle of a chunk.
 
-    `second`: of two ranks whose host memory is one.
+    `second`: this is the second of two ranks that share host memory.
     """
     if library:
         monkeypatch.setattr(ThreadCopies, "_move", lambda *_: (_ for _ in ()).throw(OSError("no")))
@@ -315,7 +315,7 @@ def test_blocks_go_to_their_places_and_come_back(
         memory.close()
 
 
-def test_a_transfer_that_does_not_add_up_is_refused() -> None:
+def test_a_transfer_with_mismatched_chunks_is_refused() -> None:
     memory = KVMemory(Context("host"), 64, [64 * 4096])
     try:
         caches = described(memory, [64 * 4096], [[0]])
@@ -334,14 +334,14 @@ def test_a_transfer_that_does_not_add_up_is_refused() -> None:
         memory.close()
 
 
-def test_host_memory_that_cannot_be_had() -> None:
+def test_host_memory_that_cannot_be_allocated() -> None:
     with pytest.raises(MemoryError, match=f"{1 << 60} bytes of host memory"):
         HostMemory(1 << 60, locked=False)
 
 
 @pytest.mark.parametrize("begin", ["finished", "wait", "events", "fence"])
 def test_stores_of_a_step_are_one_copy(monkeypatch: pytest.MonkeyPatch, begin: str) -> None:
-    """They start when the step asks what has ended, or before whatever has to wait for them."""
+    """They start when the step polls for finished ones, or before a wait."""
     started = []
     start = ThreadCopies.start
 

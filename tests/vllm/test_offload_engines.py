@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: engines with prefixes in host memory that share a ledger; one of them is killed."""
+"""Description: engines with prefixes in host memory share a ledger; one is killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POOL = {
 
 @contextmanager
 def engine_process(model: str, ledger: Path, folder: Path) -> Iterator[Engine]:
-    """An engine in a process of its own."""
+    """Starts an engine in a process."""
     options, log = folder / "options.json", folder / "engine.log"
     own = {"model": model, "load_format": "auto", "kv_offloading_size": HOST / 2**30}
     options.write_text(json.dumps({**SIZES, **own}))
@@ -87,7 +87,7 @@ def test_two_engines_take_turns_until_one_is_killed(
     ledger: Path,
     tmp_path: Path,
 ) -> None:
-    """Each needs the other's memory, and its prefixes return from host memory."""
+    """Each needs the other's memory, and loads its prefixes from host memory."""
     before = host_files()
     theirs = prompts(seed=1)
     load = {

@@ -21,7 +21,7 @@ POOL = {"VMEM_VLLM": "1", "VMEM_IDLE": "0.1"}
 
 
 def tiers(root: Path, chunks: int) -> dict[str, Any]:
-    """Options of an engine with so much host memory and a disk tier."""
+    """Returns options of an engine with this much host memory and a disk tier."""
     disk = {"type": "fs", "root_dir": str(root), "n_read_threads": 1, "n_write_threads": 1}
     extra = {
         "cpu_bytes_to_use": chunks * CHUNK,
@@ -33,14 +33,14 @@ def tiers(root: Path, chunks: int) -> dict[str, Any]:
 
 
 def ask(llm: Any) -> tuple[Tokens, int]:
-    """Answers, and how many tokens of the prompts were not computed."""
+    """Returns answers, and the number of prompt tokens that were not computed."""
     outputs = llm.generate(prompts(), greedy(), use_tqdm=False)
     tokens = [list(one.outputs[0].token_ids) for one in outputs]
     return tokens, sum(one.num_cached_tokens for one in outputs)
 
 
 def has_no_name() -> bool:
-    """No name of host memory is left; a killed engine would leave it."""
+    """Checks that host memory has no file, which a killed engine would leave."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     found = [line for line in maps if "/vllm_offload_" in line]
     return bool(found) and all(line.endswith("(deleted)") for line in found)
@@ -50,7 +50,7 @@ def has_no_name() -> bool:
 def test_prefixes_outlive_the_engine(
     start: Open, expected: Callable[..., Tokens], tmp_path: Path
 ) -> None:
-    """Host memory has room for two thirds of them, and the next engine begins with none in it."""
+    """Host memory has room for two thirds of them; the next engine's is empty at first."""
     wanted = expected("llama")
     for life in range(2):
         with start("llama", **tiers(tmp_path / "kv", 20)) as llm:
@@ -72,7 +72,7 @@ def test_prefixes_outlive_the_engine(
 
 @pytest.mark.long
 def test_two_ranks(start: Open, expected: Callable[..., Tokens], tmp_path: Path) -> None:
-    """Their host memory is one, which the scheduler's process reads for the disk."""
+    """They share host memory, which the scheduler's process reads for the disk."""
     wanted = expected("uneven")
     ways = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
     for life in range(2):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: one buffer for all layers, in which they may lie block by block (from 0.29 on).
+"""Description: a buffer for all layers, with all layers of a block contiguous (since 0.29).
 
-Its attention on the CPU takes layers one after the other alone, so the views are looked at here.
+Attention on a CPU supports only layers one after the other, so the test checks the views.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from pyvmem.elastic.geometry import runs_of
 from pyvmem.elastic.memory import KVMemory, open_context
-from pyvmem.vllm.allocation import place
+from pyvmem.vllm.allocation import place_tensors
 
 pytestmark = pytest.mark.skipif(
     Version(vllm.__version__) < Version("0.29"),
@@ -25,7 +25,7 @@ BLOCKS, PAGE = 64, 8192  # of vLLM: bytes of a block in a layer
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
 def test_a_block_is_where_the_books_say(layout: str) -> None:
-    """In the pages that the geometry names for block 5, and nowhere else."""
+    """Block 5 is in the pages that the geometry names, and in no others."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
@@ -51,7 +51,7 @@ def test_a_block_is_where_the_books_say(layout: str) -> None:
         made.append(KVMemory(open_context("host", 0, 4096, 1 << 20), blocks, sizes))
         return made[0]
 
-    config, answers = place(config, open_memory)
+    config, answers = place_tensors(config, open_memory)
     with answers:
         views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout])
     answers.check()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: engines of several ranks answer as stock vLLM does, with equal maps on all ranks.
+"""Description: engines of several ranks generate stock vLLM's tokens, with equal maps on all.
 
-Tensor and pipeline parallelism by the executors mp and Ray, and on two machines: addresses of the
-loopback, with a folder of ledgers each. Data parallelism, where each rank is an engine.
+Tensor and pipeline parallelism by the executors mp and Ray, also on two machines, which are
+loopback addresses with a folder of ledgers each. Data parallelism, in which each rank is an engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import EngineInfo, Ledger
 from pyvmem.ledger.orders import order
 from pyvmem.vllm import plugin
-from pyvmem.vllm.reach import machine
+from pyvmem.vllm.rank_discovery import machine
 
 __all__ = ["expected", "stock"]
 
@@ -57,7 +57,7 @@ def engines(folder: Path) -> list[EngineInfo]:
 
 
 def check_ranks(llm: Any, ledgers: list[Path], wanted: Any) -> None:
-    """Tokens, and what is mapped: in the scheduler's books, on every rank and in the ledgers."""
+    """Checks tokens, and the memory mapped in the scheduler's records, ranks and ledgers."""
     elastic = elastic_of(llm)
     assert len(elastic.ranks.ranks) == 2
     assert answer(llm, prompts()) == wanted
@@ -118,9 +118,9 @@ def test_two_ranks(
 
 @contextmanager
 def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
-    """Ray on this machine, the first of one or two, with two GPUs in all, as far as it knows.
+    """Starts Ray on this machine, as the first of one or two, with two fake GPUs in all.
 
-    vLLM's platform for CPUs names no resource of Ray's to place workers by.
+    vLLM's CPU platform names no Ray resource by which to place workers.
     """
     ray = pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -156,7 +156,7 @@ def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
 
 @contextmanager
 def second_machine(folder: Path, log: Path, options: dict[str, Any]) -> Iterator[Any]:
-    """The process of an engine's other node."""
+    """Starts the process of an engine's other node."""
     words = [str(Path(__file__).with_name("node.py")), json.dumps(options)]
     own = {"VMEM_LEDGER": str(folder), "VLLM_HOST_IP": THERE, "PYTHONPATH": str(ROOT)}
     with log.open("w") as out:
@@ -185,7 +185,7 @@ def test_two_machines(
     monkeypatch: pytest.MonkeyPatch,
     ways: dict[str, Any],
 ) -> None:
-    """Their ranks are called over TCP, each machine's ledger has its own, and a node may end."""
+    """Ranks are called over TCP, each machine has its own ledger, and a node may end."""
     other, log = tmp_path / "o", tmp_path / "node.log"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -215,7 +215,7 @@ def test_two_machines(
 
 @contextmanager
 def second_machine_of_ray(ray: Any, folder: Path, log: Path) -> Iterator[None]:
-    """Joins the cluster. The processes of its ranks have this environment."""
+    """Joins the cluster as a second machine; its ranks' processes have this environment."""
     words = ["-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "2", "--num-gpus", "1"]
     words += ["--address", ray.get_runtime_context().gcs_address, "--node-ip-address", THERE]
     words += ["--object-store-memory", str(100 << 20)]
@@ -287,7 +287,7 @@ def test_each_rank_of_data_parallelism_is_an_engine(
     model: str,
     options: dict[str, Any],
 ) -> None:
-    """A rank that has no request runs along with the others' experts, and takes no memory."""
+    """A rank without requests runs with the others' experts, and takes no memory."""
     from prometheus_client import generate_latest
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

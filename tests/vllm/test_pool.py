@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: what the pool maps, moves and holds, on vLLM's own scheduler and block pool.
+"""Description: pages mapped and moved, and blocks held, on vLLM's scheduler and block pool.
 
-Everything is counted; there is no model and no clock. A block that does not hold the tokens which
-its request computed fails the step that reads it (pool_model).
+Counts everything, without a model or a clock. A step that reads a block without the tokens that its
+request computed fails (pool_model).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def spread(pool: Pool) -> float:
 
 
 def steady(count: int, length: int, tokens: int, most: int) -> Load:
-    """Requests of one length, no two alike."""
+    """Returns requests of equal length without common prefixes."""
     draw = random.Random(3)
     prompts = [[draw.randrange(3, 500) for _ in range(length)] for _ in range(count)]
     return Load(prompts, [tokens] * count, [0.0] * count, most)
@@ -34,10 +34,9 @@ def steady(count: int, length: int, tokens: int, most: int) -> Load:
 
 @pytest.mark.parametrize(("page", "most", "maps"), [(PAGE, 1.0, 500), (LARGE, 1.1, 100)])
 def test_an_engine_that_becomes_idle(open_pool: Open, page: int, most: float, maps: int) -> None:
-    """kvcached's workload, prefixes capped: what a prefix leaves serves the next request.
+    """kvcached's workload with capped prefixes: evicted blocks serve the next request.
 
-    Runs of pages are mapped for the peak, and not for each request: 1,200 of them take 43,000
-    blocks one after the other.
+    Pages are mapped for the peak, not for each request: 1,200 requests take 43,000 blocks in all.
     """
     cap = 1000
     with opened_for_idle(open_pool, page, cap) as pool:
@@ -62,7 +61,7 @@ def opened_for_idle(open_pool: Open, page: int, cap: int) -> Any:
 
 
 def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
-    """Once the first seconds are over, in which a large step is remembered."""
+    """After the first seconds, in which a large step is remembered."""
     with open_pool(blocks=8_000, page=LARGE, VMEM_PREFIX=str(500 * BLOCK_BYTES)) as pool:
         load = steady(600, 300, 60, 32)
         todo = list(zip(load.prompts, load.tokens, strict=True))
@@ -84,7 +83,7 @@ def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
 
 @pytest.mark.parametrize("heads", [8, 3], ids=["whole", "straddling"])
 def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> None:
-    """Prefixes are not evicted while others' pages have room for them."""
+    """Prefixes are not evicted while other pages have room for them."""
     with open_pool(blocks=6_000, page=LARGE, heads=heads, VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
         pool.run(idle_footprint(150, 1000, 32))
@@ -114,7 +113,7 @@ def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> 
 
 
 def test_while_requests_run_moves_ride_their_steps(open_pool: Open) -> None:
-    """And what runs empty is unmapped with a later step, or the copy would find nothing."""
+    """Emptied pages are unmapped with a later step, since the copy reads them first."""
     with open_pool(blocks=6_000, page=LARGE, VMEM_IDLE="3600", VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
         pool.run(idle_footprint(150, 1000, 32))
@@ -142,7 +141,7 @@ def test_while_requests_run_moves_ride_their_steps(open_pool: Open) -> None:
 def test_moves_in_every_step(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch, heads: int, seed: int
 ) -> None:
-    """Whatever moves, requests read what they computed; prompts begin alike, some are aborted."""
+    """Requests read what they computed, with moves, common prefixes and aborts."""
     from vllm.v1.request import RequestStatus
 
     draw = random.Random(seed)
@@ -182,7 +181,7 @@ def test_moves_in_every_step(
 
 
 def free_queue(pool: Pool) -> int:
-    """Length of vLLM's queue, whose links are sound; idle blocks in it are those of the books."""
+    """Returns the length of vLLM's free queue; checks its links and its idle blocks."""
     queue = pool.elastic.pool.free_block_queue
     forward = list(pool.elastic._free())
     backward = []
@@ -198,7 +197,7 @@ def free_queue(pool: Pool) -> int:
 
 
 def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
-    """Nothing moves before, and all of it afterwards."""
+    """No block moves before the launch, and all move afterwards."""
     with open_pool(blocks=4_000, page=LARGE, VMEM_PREFIX=str(300 * BLOCK_BYTES)) as pool:
         pool.run(idle_footprint(60, 1000, 24))
         launched, pool.rank.launched = pool.rank.launched, pool.rank.launched - 1
@@ -213,7 +212,7 @@ def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
 
 
 def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
-    """A request whose neighbours have ended keeps one page, and the next one joins it there."""
+    """If the neighbours of a request have ended, the next request shares its page."""
     with open_pool(blocks=2_000, page=LARGE, prefixes=False, VMEM_IDLE="3600") as pool:
         pool.run(steady(16, 250, 40, 16))
         long = pool.add([5] * 40, 100)
@@ -227,7 +226,7 @@ def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
 
 
 def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
-    """For a prefix that the same step computes, vLLM says that more blocks than all are needed."""
+    """If its prefix is computed in the same step, vLLM reports more blocks than exist."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0") as pool:
         demand, scheduler = pool.scheduler._demand, pool.scheduler
         count = demand._count_blocks
@@ -245,7 +244,7 @@ def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
 def test_an_engine_that_is_ordered_to_sleep(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that run end, prefixes go, and no request is admitted until it is woken."""
+    """Running requests end, prefixes are dropped, and none is admitted until it wakes."""
     with open_pool(blocks=2_000, page=PAGE) as pool:
         elastic, scheduler = pool.elastic, pool.scheduler
         pool.run(steady(8, 100, 10, 4))
@@ -256,7 +255,7 @@ def test_an_engine_that_is_ordered_to_sleep(
         pool.add([7] * 40, 4)
         while running in scheduler.requests:
             pool.step()
-        assert elastic._kept()
+        assert elastic._keeper_round()
         assert (pool.mapped(), len(scheduler.waiting)) == (36 * PAGE, 1)
         for _ in range(20):
             pool.step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an engine whose memory others have: engines, and processes in no ledger."""
+"""Description: an engine whose memory is taken by other engines, or by other processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = 64 << 10
 
 
 def gives_back(account: Account, ended: threading.Event) -> None:
-    """An engine's keeper: what others are short of goes."""
+    """Runs an engine's keeper, which frees what other engines are short of."""
     while not ended.wait(0.05):
         if excess := account.excess():
             account.give(excess)
@@ -35,7 +35,7 @@ def gives_back(account: Account, ended: threading.Event) -> None:
 def test_an_engine_starts_while_another_has_all_the_memory(
     start: Callable[..., Any], ledger: Path, monkeypatch: pytest.MonkeyPatch, gives: bool
 ) -> None:
-    """It asks for what it needs to begin with, and says so where that does not come."""
+    """It asks for the null block's memory, and raises if it gets none."""
     from pyvmem.vllm import engine
 
     monkeypatch.setattr(engine, "_START_PATIENCE", 60.0 if gives else 0.5)
@@ -68,7 +68,7 @@ def test_an_engine_starts_while_another_has_all_the_memory(
 
 @pytest.mark.long
 def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
-    """One that is in no ledger. Requests wait, and go on once there is memory again."""
+    """The process is in no ledger. Requests wait, and continue once memory is free."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.1") as llm:
         wanted = answer(llm, prompts())
         assert llm.reset_prefix_cache()
@@ -109,7 +109,7 @@ def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
 def test_options_that_change_the_blocks(
     start: Callable[..., Any], model: str, options: dict[str, Any]
 ) -> None:
-    """Fewer than the load could use, so that requests wait."""
+    """With fewer blocks than the load could use, so that requests wait."""
     asked = prompts(count=24)
     asked = [one for one in asked if len(one["prompt_token_ids"]) < 200]
     with start(model, **options) as llm:
@@ -137,7 +137,7 @@ class Client:
         self._base = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        """Also of a server that does not answer yet: nothing."""
+        """Sends GET; returns an empty text if the server does not answer yet."""
         try:
             with urllib.request.urlopen(self._base + path, timeout=60) as said:
                 return str(said.read().decode())
@@ -145,11 +145,11 @@ class Client:
             return ""
 
     def ask(self, prompt: dict[str, Any], count: int = 20) -> list[int]:
-        """Tokens.
+        """Sends a prompt; returns the tokens.
 
         Raises:
-            OSError: the server refuses, or hangs up.
-            HTTPException: it hangs up.
+            OSError: the server refuses, or closes the connection.
+            HTTPException: it closes the connection.
         """
         words = {"model": "m", "prompt": prompt["prompt_token_ids"], "max_tokens": count}
         words |= {"temperature": 0, "ignore_eos": True}
@@ -164,19 +164,19 @@ class Client:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, recursively."""
+    """Returns the children of a process, recursively."""
     own = Path(f"/proc/{pid}/task/{pid}/children")
     found = [int(one) for one in own.read_text().split()] if own.exists() else []
     return [*found, *(other for one in found for other in children(one))]
 
 
 def host_files() -> set[str]:
-    """VLLM's host memory for KV offloading, which would outlive its processes."""
+    """Lists vLLM's files of host memory for KV offloading, which could outlive its processes."""
     return {one.name for one in Path("/dev/shm").glob("vllm_offload_*")}
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those that run; a zombie does not."""
+    """Returns the running processes of a list, without zombies."""
     stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
     return [
         pid
@@ -186,7 +186,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def tells_alike(client: Client, log: Path, book: Ledger) -> None:
-    """Both API servers answer, and say on ``/metrics`` what the ledger has, once."""
+    """Checks that both API servers answer, and export the ledger's numbers once."""
 
     def both() -> bool:
         said = client.get("/metrics")
@@ -211,9 +211,9 @@ def test_a_process_of_a_server_is_killed(
     tmp_path: Path,
     ends: str,
 ) -> None:
-    """Under load. The server's others end, as with stock vLLM, and what it had is free at once.
+    """Under load. The server's other processes end, as in stock vLLM; its memory is free at once.
 
-    Another engine with the same memory goes on. One server is started again.
+    Another engine on the same memory continues. A server is started again.
     """
     log, asked = tmp_path / "server.log", prompts()
     two = ends == "worker"  # API servers
@@ -269,7 +269,7 @@ def served(book: Ledger) -> EngineInfo:
 
 
 def load(client: Client, asked: list[dict[str, Any]]) -> Callable[[], None]:
-    """Asks again and again until the server ends; what it returns waits for that."""
+    """Sends requests until the server ends; returns a function that waits for that."""
     refused: list[Exception] = []
 
     def go_on() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vllm serve` on the elastic pool; engine, worker and client are processes.
+"""Description: `vllm serve` on the elastic pool, with processes for engine, worker and client.
 
-The ledger is shared with an engine here, which is short of memory, and outlives the server's.
+An engine in this process shares the ledger and is short of memory; it outlives the server's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 240.0) -> Any:
-    """The first true answer."""
+    """Returns the first true result of a call."""
     end = time.monotonic() + seconds
     while True:
         found = what()
@@ -46,7 +46,7 @@ def free_port() -> int:
 def serving(
     models: Callable[[str], str], ledger: Path, log: Path, *more: str
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """The port and the process of a server over the model llama."""
+    """Starts a server over the model llama; yields its port and process."""
     port = free_port()
     settings = {
         "VMEM_VLLM": "1",

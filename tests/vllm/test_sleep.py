@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: sleep: an engine that is put to sleep has no KV memory; weights by vLLM's interface.
+"""Description: a sleeping engine has no KV memory; weights sleep by vLLM's interface.
 
-vLLM lets no CPU have sleep mode, and leaves the weights there as they are: what the back end does
-to them is driven here by torch's C symbols, as in test_torch_pool.py.
+vLLM has no sleep mode on a CPU, and does not move the weights there: the tests call the back end
+through torch's C symbols, as test_torch_pool.py does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZE = 2 << 20
 
 
 def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
-    """At once, slabs too: a trainer takes the memory as soon as `sleep` returns."""
+    """Slabs are freed at once: a trainer takes the memory as soon as `sleep` returns."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600") as llm:
         wanted = answer(llm, prompts())
         elastic, memory = elastic_of(llm), memory_of(llm)
@@ -54,7 +54,7 @@ Call = Callable[[Any], Any]
 
 
 def on_workers(method: str, **named: Any) -> Call:
-    """A call of all workers that goes past the scheduler."""
+    """Calls all workers without the scheduler."""
     return lambda llm: llm.collective_rpc(method, kwargs=named)
 
 
@@ -105,7 +105,7 @@ LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
 
 
 def check_loop(llm: Any, name: str) -> None:
-    """After a rollout: sleep, what a trainer finds, and waking up."""
+    """Runs a trainer's loop: sleep after a rollout, check the memory, wake up."""
     elastic, memory = elastic_of(llm), memory_of(llm)
     null = 2 * memory.geometry.page_size
     assert elastic.backing.mapped_bytes > null
@@ -130,7 +130,7 @@ def test_trainers_loops(start: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 def test_a_hundred_rounds_under_load(start: Callable[..., Any], ledger: Any) -> None:
-    """Goes through each loop by turns; requests run and wait until the engine goes to sleep."""
+    """Each loop in turn; requests run and wait until the engine sleeps."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_LIMIT="2M") as llm:
         engine, wanted, made = llm.llm_engine, answer(llm, prompts()), 10**6
         for number in range(100):
@@ -163,7 +163,7 @@ def pool() -> Iterator[VMemPool]:
 
 @pytest.fixture
 def weights(pool: VMemPool) -> Iterator[int]:
-    """The address of something in the pool, as torch would have it."""
+    """Allocates weights in the pool as torch would; returns their address."""
     library = ctypes.CDLL(_vmem.__file__)
     library.vmem_malloc.restype = ctypes.c_void_p
     library.vmem_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
@@ -179,7 +179,7 @@ def weights(pool: VMemPool) -> Iterator[int]:
 
 
 def backend() -> Any:
-    """By its name, as vLLM's worker makes it."""
+    """Creates the back end by its name, as vLLM's worker does."""
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
     from pyvmem.vllm import plugin
@@ -213,7 +213,7 @@ def test_weights_sleep_and_wake(pool: VMemPool, weights: int, level: int, found:
 
 
 def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
-    """Like `release_kv_cache_memory` since 0.31; the KV cache needs no tag to wake."""
+    """As by `release_kv_cache_memory` since 0.31; the KV cache needs no tag to wake."""
     one, context = backend(), pool._context
     mapped = context.stats().mapped_bytes
     assert mapped > 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: what a step costs depends on what changes in it, not on what there is.
+"""Description: a step's cost depends on what changes in it, not on the number of requests.
 
-Counted are the lines of pyvmem that the scheduler's thread runs, and calls; never time.
+Counts the lines of pyvmem that the scheduler's thread runs, and calls; measures no time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 32
 
 
 def lines_of(call: Callable[[], Any]) -> int:
-    """Lines of pyvmem/vllm and pyvmem/elastic that a call runs in this thread."""
+    """Counts the lines of pyvmem/vllm and pyvmem/elastic that a call runs in this thread."""
     count = 0
 
     def line(frame: FrameType, event: str, arg: Any) -> Any:
@@ -45,7 +45,7 @@ def lines_of(call: Callable[[], Any]) -> int:
 
 
 def decode(llm: Any, count: int, length: int, steps: int) -> list[tuple[int, int]]:
-    """Lines and new blocks of each of some steps in which so many requests decode."""
+    """Returns lines and new blocks of each of some steps in which `count` requests decode."""
     elastic, engine = elastic_of(llm), llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     for number in range(count):
@@ -75,7 +75,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_a_step_that_takes_nothing(start: Open) -> None:
-    """The same lines for 4 requests and for 64, for short ones and long ones."""
+    """The same lines for 4 and 64 requests, and for short and long ones."""
     with start("llama", VMEM_RESERVE="8M", **OPTIONS) as llm:
         assert elastic_of(llm).reserve_blocks > 4 * 64
         least = [
@@ -87,7 +87,7 @@ def test_a_step_that_takes_nothing(start: Open) -> None:
 
 
 def test_a_step_with_few_free_blocks(start: Open) -> None:
-    """vLLM asks for each request how many are free, and is answered in a few lines."""
+    """vLLM queries the free blocks for each request, and gets an answer in a few lines."""
     with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
         assert 8 < elastic_of(llm).reserve_blocks < 64
         elastic_of(llm)._most_ahead = 0
@@ -99,7 +99,7 @@ def test_a_step_with_few_free_blocks(start: Open) -> None:
 
 
 def test_a_step_that_takes_blocks(start: Open) -> None:
-    """A few lines for each block, however many there are."""
+    """A few lines for each block, for any number of blocks."""
     with start("llama", VMEM_RESERVE="8M", **OPTIONS) as llm:
         for count in (4, 64):
             found = decode(llm, count, BLOCK - 6, 12)
@@ -113,7 +113,7 @@ def test_a_step_that_takes_blocks(start: Open) -> None:
 def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
     start: Open, expected: Callable[..., list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal is believed for a while where evicting serves as well."""
+    """A refused growth is not retried for a while if evicting is enough."""
     monkeypatch.setattr("pyvmem.vllm.engine._PATIENCE", 3600.0)
     wanted = expected("straddling")
     settings = {"VMEM_LIMIT": "768K", "VMEM_RESERVE": "64K", "VMEM_IDLE": "3600"}
@@ -161,7 +161,7 @@ def test_statistics_do_not_lock_the_ledger(start: Open, monkeypatch: pytest.Monk
 
 
 def test_what_another_tool_puts_on_vllms_objects_stays(start: Open) -> None:
-    """In steps of every kind; and it sees the calls that it would see without the pool."""
+    """In steps of every kind; the tool sees the calls that it would see without the pool."""
     with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
         engine = llm.llm_engine
         manager = engine.engine_core.engine_core.scheduler.kv_cache_manager

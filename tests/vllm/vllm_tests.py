@@ -28,7 +28,7 @@ PAGE = 64 << 10  # a block's, in one tensor
 
 
 def pytest_configure() -> None:
-    """Replaces what the tests make, before they import its name."""
+    """Replaces the classes that the tests create, before they import them."""
     mode = os.environ.get("VLLM_TESTS_POOL", "")
     if mode:
         os.environ["VMEM_LEDGER"] = "off"
@@ -42,7 +42,7 @@ def _take_in_vllms_order(elastic: Any, count: int) -> None:
 
 
 class _Pools:
-    """The elastic object: the outermost of a scheduler, a manager and a block pool."""
+    """Gives the outermost of a scheduler, a manager and a block pool its elastic object."""
 
     def __init__(self, backed: bool) -> None:
         self._backed = backed
@@ -64,7 +64,7 @@ class _Pools:
         async_scheduler.AsyncScheduler = ours.ElasticAsyncScheduler
 
     def _prepare(self, engine: Any) -> None:
-        """Engines without ranks in processes, without a thread, and without a model's needs."""
+        """Makes engines need no rank processes, no thread and no model."""
         made = engine.ElasticEngine.__init__
 
         @functools.wraps(made)
@@ -82,7 +82,7 @@ class _Pools:
         engine.ElasticEngine._least = staticmethod(lambda *_: 0)
 
     def _after(self, owner: type, then: Callable[[Any], None]) -> None:
-        """Calls `then` with each new object that is not made within another of ours."""
+        """Calls `then` with each new object that is not created within another of ours."""
         made = owner.__init__  # type: ignore[misc]
 
         @functools.wraps(made)
@@ -104,10 +104,10 @@ class _Pools:
 
     def _engine(self, kv_cache_config: Any, pool: Any) -> Any:
         from pyvmem.vllm.engine import ElasticEngine
-        from pyvmem.vllm.scheduler import _let_blocks_be_bare
+        from pyvmem.vllm.scheduler import _exclude_unbacked_blocks
 
         elastic = ElasticEngine(None, kv_cache_config, pool)
-        _let_blocks_be_bare(pool, elastic)
+        _exclude_unbacked_blocks(pool, elastic)
         return self._begin(elastic)
 
     def _pool(self, pool: Any) -> None:
@@ -121,7 +121,7 @@ class _Pools:
         pool.get_new_blocks = get_new_blocks
 
     def _manager(self, manager: Any) -> None:
-        """A manager without a scheduler: each of its steps is watched."""
+        """Adds the pool to a manager without a scheduler; each of its steps is watched."""
         from pyvmem.vllm.demand import Demand
 
         config = manager.kv_cache_config

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Stands in for SGLang's kernels, which are built for GPUs alone: each fails when it is called.
+"""Replaces SGLang's kernels, which exist for GPUs only; each raises when called.
 
-SGLang's CPU engine imports them by name, and runs a Llama without any.
+SGLang's CPU engine imports them by name, but runs a Llama without them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __version__ = "0.0.0"
 
 
 class _Names:
-    """Types that kernels are told by name."""
+    """Types whose members a kernel takes by name."""
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("__"):
@@ -48,7 +48,7 @@ class _Part(ModuleType):
 
 
 class _Finder:
-    """Every module below this package is there."""
+    """Finds any module below this package."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not name.startswith(f"{__name__}."):

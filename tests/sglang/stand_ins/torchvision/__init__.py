@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Stands in for torchvision, whose published build is for CUDA: text needs nothing of it."""
+"""Replaces torchvision, whose published build needs CUDA; text models do not use it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Names of an engine's that a plug-in uses, looked for in the engine's source without importing it.
+"""Checks an engine's source for the symbols that a plug-in uses, without importing the engine.
 
-So an unknown version can be tried or refused, and a release compared with the one before.
+An unknown version can so be tried or refused, and two releases compared. A plug-in uses a symbol in
+one of four ways:
 
-    replaced     a function of the engine's, or of an object of it, gives way to one of ours
-    overridden   by a method of ours, which calls the engine's
+    replaced     our function runs instead of the engine's, on its class or on one object
+    overridden   by a method of our subclass, which calls the engine's
     called       by us
-    read         an attribute
+    read         an attribute that we read
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from zipfile import Path as ZipPath
 
-__all__ = ["Hook", "Source", "missing"]
+__all__ = ["Symbol", "Source", "missing"]
 
 
 @dataclass(frozen=True)
-class Hook:
-    """A name of an engine's.
+class Symbol:
+    """A function, class, method or attribute of an engine.
 
     Attributes:
-        module: below the engine's package.
-        name: of a function, a class, or a member of a class.
+        module: relative to the engine's package.
+        name: ``function``, ``Class`` or ``Class.member``.
         use: replaced, overridden, called or read.
-        why: what for.
-        takes: parameters that we name, or count on in this order.
-        calls: what its code must call for us to be asked.
+        why: the reason, in a few words.
+        takes: parameters that we pass or rely on, in this order.
+        calls: calls that its body must contain, since our code runs inside them.
     """
 
     module: str
@@ -46,10 +47,10 @@ _Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast
 
 
 class Source:
-    """An engine's source, read and not imported.
+    """An engine's source, parsed without importing it.
 
     Args:
-        root: the package's folder, or that in a wheel (`zipfile.Path`).
+        root: the package's folder on disk or in a wheel (`zipfile.Path`).
         package: its name.
     """
 
@@ -70,7 +71,7 @@ class Source:
         return ast.parse(self._text(module))
 
     def find(self, module: str, name: str) -> tuple[str, _Node] | None:
-        """The module and the node that define a name; a class's member also in its bases."""
+        """Returns the module and the node that define a name; searches base classes for members."""
         owner, _, member = name.partition(".")
         for node in self._tree(module).body:
             if isinstance(node, _Node) and owner in _names(node):
@@ -100,7 +101,7 @@ class Source:
         return None
 
     def segment(self, module: str, node: ast.AST) -> str:
-        """The text of what `find` found."""
+        """Returns the source text of a node that `find` returned."""
         return ast.get_source_segment(self._text(module), node) or ""
 
 
@@ -113,24 +114,26 @@ def _names(node: ast.AST) -> Iterator[str]:
                 yield ast.unparse(one)
 
 
-def missing(source: Source, hooks: Iterable[Hook]) -> list[str]:
-    """Names what an engine's source lacks of some hooks."""
+def missing(source: Source, symbols: Iterable[Symbol]) -> list[str]:
+    """Lists the symbols that a source lacks, or defines with other parameters or calls."""
     lacks = []
-    for hook in hooks:
-        found = source.find(hook.module, hook.name)
+    for symbol in symbols:
+        found = source.find(symbol.module, symbol.name)
         if found is None:
-            lacks.append(f"{hook.name} ({source.package}.{hook.module})")
+            lacks.append(f"{symbol.name} ({source.package}.{symbol.module})")
             continue
         node = found[1]
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = node.args
             given = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
             given += [one.arg for one in arguments.kwonlyargs]
-            order = [given.index(name) for name in hook.takes if name in given]
-            if len(order) < len(hook.takes) or order != sorted(order):
+            order = [given.index(name) for name in symbol.takes if name in given]
+            if len(order) < len(symbol.takes) or order != sorted(order):
                 lacks.append(
-                    f"{hook.name}({', '.join(hook.takes)}) ({source.package}.{hook.module})"
+                    f"{symbol.name}({', '.join(symbol.takes)}) ({source.package}.{symbol.module})"
                 )
         called = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
-        lacks += [f"the call of {one} in {hook.name}" for one in hook.calls if one not in called]
+        lacks += [
+            f"the call of {one} in {symbol.name}" for one in symbol.calls if one not in called
+        ]
     return lacks

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Idle blocks, by group: the blocks that share pages.
+"""Chooses which idle block is handed out next, so that whole pages become free.
+
+A group is the blocks that share pages (`Geometry.group_unit`):
 
     group 4   | used | used | prefix | idle |     fullest: its idle block is handed out first
     group 7   | idle | used | idle   | idle |
     group 9   | idle | idle | idle   | idle |     its pages hold nothing, and can be given back
 
-Memory comes and goes by whole pages. So idle blocks of the fullest group go out first: full groups
-stay full, and others run empty. Groups lie in buckets by how many idle blocks they have, with a bit
-for each bucket that is not empty; nothing here depends on how many groups there are.
+Memory is mapped and unmapped by whole pages. So idle blocks of the fullest group are handed out
+first: full groups stay full, and others become empty. Groups are kept in buckets by their number of
+idle blocks, with a bitmap of nonempty buckets, so no call depends on the number of groups.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ __all__ = ["IdleBlocks"]
 
 
 class IdleBlocks:
-    """A set of blocks, from which the fullest groups are taken first.
+    """The set of idle blocks; `take` removes those of the fullest groups first.
 
     Args:
-        unit: block b belongs to group ``b * unit[0] // unit[1]``.
+        unit: `Geometry.group_unit`: block b belongs to group ``b * unit[0] // unit[1]``.
     """
 
     def __init__(self, unit: tuple[int, int]) -> None:
         self._size, self._page = unit
-        self._of: dict[int, dict[int, None]] = {}  # by group; dicts, since they keep an order
+        self._of: dict[int, dict[int, None]] = {}  # by group; dicts, as ordered sets
         self._buckets: list[dict[int, None]] = [{} for _ in range(-(-unit[1] // unit[0]) + 1)]
         self._some = 0  # bit n: bucket n is not empty
         self._count = 0
 
     @property
     def one_block(self) -> bool:
-        """True if every block has pages of its own."""
+        """True if blocks share no pages: each group is a single block."""
         return len(self._buckets) == 2
 
     def __len__(self) -> int:
@@ -48,11 +50,11 @@ class IdleBlocks:
             yield from blocks
 
     def group(self, group: int) -> Collection[int]:
-        """The idle blocks of a group."""
+        """Returns the idle blocks of a group."""
         return self._of.get(group, {}).keys()
 
     def groups(self) -> Iterable[int]:
-        """Returns the groups with an idle block."""
+        """Returns the groups that have idle blocks."""
         return self._of.keys()
 
     def _refile(self, group: int, before: int, now: int) -> None:
@@ -67,7 +69,7 @@ class IdleBlocks:
         self._count += now - before
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Blocks that became idle; those that were idle stay so."""
+        """Adds blocks that became idle; blocks already in the set are ignored."""
         for block in blocks:
             group = block * self._size // self._page
             own = self._of.setdefault(group, {})
@@ -76,10 +78,10 @@ class IdleBlocks:
                 self._refile(group, len(own) - 1, len(own))
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Blocks that are idle no longer.
+        """Removes blocks from the set.
 
         Raises:
-            KeyError: one that was not idle.
+            KeyError: a block was not in the set; those before it were removed.
         """
         for block in blocks:
             group = block * self._size // self._page
@@ -90,11 +92,11 @@ class IdleBlocks:
                 del self._of[group]
 
     def take(self, count: int, spare: Collection[int] = ()) -> list[int]:
-        """Removes up to `count` blocks, of the fullest groups first, and names them.
+        """Removes up to `count` blocks, of the fullest groups first, and returns them.
 
         Args:
-            count: blocks.
-            spare: groups to take nothing from.
+            count: number of blocks.
+            spare: groups from which no block is taken.
         """
         found: list[int] = []
         some = self._some

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Lists changes between vLLM versions in what pyvmem uses.
+"""Lists the changes between two vLLM versions to the internals that pyvmem uses.
 
-    python scripts/vllm_hooks.py 0.32.0 0.33.0          # downloads both wheels
-    python scripts/vllm_hooks.py 0.32.0 vllm.whl --diff
+    python scripts/vllm_internals.py 0.32.0 0.33.0          # downloads both wheels
+    python scripts/vllm_internals.py 0.32.0 vllm.whl --diff
 
 A version is a number, a wheel, or the folder of the package. Exit status 1: the second version
-lacks a hook, so pyvmem refuses it.
+lacks a symbol that pyvmem uses, so pyvmem refuses it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from environment import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from pyvmem.elastic.hooks import Hook, Source, missing
-from pyvmem.vllm.hooks import HOOKS
+from pyvmem.elastic.engine_source import Source, Symbol, missing
+from pyvmem.vllm.internals import INTERNALS
 
 __all__ = ["changes", "main", "open_source"]
 
@@ -47,15 +47,15 @@ def open_source(version: str, folder: Path) -> Source:
 
 
 def parameters(node: ast.AST) -> str:
-    """The source lines of a function."""
+    """The parameter list of a function, as source; empty for anything else."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return f"({ast.unparse(node.args)})"
     return ""
 
 
-def changes(hook: Hook, before: Source, after: Source, *, diff: bool = False) -> Iterator[str]:
-    """A diff of what a hook names, between two versions."""
-    old, new = (source.find(hook.module, hook.name) for source in (before, after))
+def changes(symbol: Symbol, before: Source, after: Source, *, diff: bool = False) -> Iterator[str]:
+    """Yields what changed in a symbol's definition between two versions, one line each."""
+    old, new = (source.find(symbol.module, symbol.name) for source in (before, after))
     if old is None or new is None:
         if (old is None) != (new is None):
             yield "gone" if new is None else "new"
@@ -63,7 +63,7 @@ def changes(hook: Hook, before: Source, after: Source, *, diff: bool = False) ->
     if old[0] != new[0]:
         yield f"moved from vllm.{old[0]} to vllm.{new[0]}"
     if isinstance(old[1], ast.ClassDef) and isinstance(new[1], ast.ClassDef):
-        return  # its members are hooks of their own
+        return  # its members are symbols of their own
     if parameters(old[1]) != parameters(new[1]):
         yield f"{parameters(old[1])} -> {parameters(new[1])}"
     was, is_now = before.segment(*old).splitlines(), after.segment(*new).splitlines()
@@ -85,14 +85,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         before, after = (open_source(one, Path(folder)) for one in (chosen.before, chosen.after))
         same = 0
-        for hook in HOOKS:
-            found = list(changes(hook, before, after, diff=chosen.diff))
+        for symbol in INTERNALS:
+            found = list(changes(symbol, before, after, diff=chosen.diff))
             same += not found
             if found:
-                print(f"{hook.name} ({hook.use}: {hook.why})")
+                print(f"{symbol.name} ({symbol.use}: {symbol.why})")
                 print("".join(f"    {line}\n" for line in found), end="")
-        print(f"{same} of {len(HOOKS)} are the same")
-        lacks = missing(after, HOOKS)
+        print(f"{same} of {len(INTERNALS)} are the same")
+        lacks = missing(after, INTERNALS)
     for one in lacks:
         print(f"missing in {chosen.after}: {one}")
     return 1 if lacks else 0

@@ -12,27 +12,27 @@ from typing import Any
 
 import pytest
 
-from pyvmem.elastic.hooks import Hook, Source, missing
-from pyvmem.vllm.hooks import HOOKS
+from pyvmem.elastic.engine_source import Source, Symbol, missing
+from pyvmem.vllm.internals import INTERNALS
 
 
-def write(root: Path, hooks: list[Hook]) -> None:
+def write(root: Path, symbols: list[Symbol]) -> None:
     """A package in which these names stand, and no others."""
-    modules: dict[str, dict[str, list[Hook]]] = defaultdict(lambda: defaultdict(list))
-    for hook in hooks:
-        owner, _, member = hook.name.partition(".")
-        modules[hook.module][owner] += [hook] if member else []
+    modules: dict[str, dict[str, list[Symbol]]] = defaultdict(lambda: defaultdict(list))
+    for symbol in symbols:
+        owner, _, member = symbol.name.partition(".")
+        modules[symbol.module][owner] += [symbol] if member else []
     for module, owners in modules.items():
         lines = []
         for owner, members in owners.items():
             lines.append(f"class {owner}:\n    pass")
-            for hook in members:
-                member = hook.name.partition(".")[2]
-                if hook.use == "read":
+            for symbol in members:
+                member = symbol.name.partition(".")[2]
+                if symbol.use == "read":
                     lines.append(f"    {member}: int = 0")
                 else:
-                    takes = ", ".join(("self", *hook.takes))
-                    calls = "; ".join(f"{one}()" for one in hook.calls) or "pass"
+                    takes = ", ".join(("self", *symbol.takes))
+                    calls = "; ".join(f"{one}()" for one in symbol.calls) or "pass"
                     lines.append(f"    def {member}({takes}, **other):\n        {calls}")
         path = root / f"{module.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,35 +40,39 @@ def write(root: Path, hooks: list[Hook]) -> None:
 
 
 def test_nothing_is_missing_where_everything_is(tmp_path: Path) -> None:
-    write(tmp_path, list(HOOKS))
-    assert missing(Source(tmp_path, "vllm"), HOOKS) == []
+    write(tmp_path, list(INTERNALS))
+    assert missing(Source(tmp_path, "vllm"), INTERNALS) == []
 
 
-@pytest.mark.parametrize("gone", HOOKS, ids=lambda one: one.name)
-def test_each_name_is_missed(tmp_path: Path, gone: Hook) -> None:
-    write(tmp_path, [one for one in HOOKS if one is not gone])
+@pytest.mark.parametrize("gone", INTERNALS, ids=lambda one: one.name)
+def test_each_name_is_missed(tmp_path: Path, gone: Symbol) -> None:
+    write(tmp_path, [one for one in INTERNALS if one is not gone])
     owner = gone.name.partition(".")[0]
-    class_alone = gone.name == owner and any(one.name.startswith(owner + ".") for one in HOOKS)
-    assert class_alone or missing(Source(tmp_path, "vllm"), HOOKS) == [
+    class_alone = gone.name == owner and any(one.name.startswith(owner + ".") for one in INTERNALS)
+    assert class_alone or missing(Source(tmp_path, "vllm"), INTERNALS) == [
         f"{gone.name} (vllm.{gone.module})"
     ]
 
 
-@pytest.mark.parametrize("hook", [one for one in HOOKS if one.takes], ids=lambda one: one.name)
-def test_each_parameter_is_missed(tmp_path: Path, hook: Hook) -> None:
-    for takes in {hook.takes[1:], hook.takes[::-1]} - {hook.takes}:
-        other = Hook(hook.module, hook.name, hook.use, hook.why, takes, hook.calls)
-        write(tmp_path, [other if one is hook else one for one in HOOKS])
-        text = f"{hook.name}({', '.join(hook.takes)}) (vllm.{hook.module})"
-        assert missing(Source(tmp_path, "vllm"), HOOKS) == [text]
+@pytest.mark.parametrize(
+    "symbol", [one for one in INTERNALS if one.takes], ids=lambda one: one.name
+)
+def test_each_parameter_is_missed(tmp_path: Path, symbol: Symbol) -> None:
+    for takes in {symbol.takes[1:], symbol.takes[::-1]} - {symbol.takes}:
+        other = Symbol(symbol.module, symbol.name, symbol.use, symbol.why, takes, symbol.calls)
+        write(tmp_path, [other if one is symbol else one for one in INTERNALS])
+        text = f"{symbol.name}({', '.join(symbol.takes)}) (vllm.{symbol.module})"
+        assert missing(Source(tmp_path, "vllm"), INTERNALS) == [text]
 
 
-@pytest.mark.parametrize("hook", [one for one in HOOKS if one.calls], ids=lambda one: one.name)
-def test_a_call_is_missed(tmp_path: Path, hook: Hook) -> None:
-    other = Hook(hook.module, hook.name, hook.use, hook.why, hook.takes)
-    write(tmp_path, [other if one is hook else one for one in HOOKS])
-    assert missing(Source(tmp_path, "vllm"), HOOKS) == [
-        f"the call of {hook.calls[0]} in {hook.name}"
+@pytest.mark.parametrize(
+    "symbol", [one for one in INTERNALS if one.calls], ids=lambda one: one.name
+)
+def test_a_call_is_missed(tmp_path: Path, symbol: Symbol) -> None:
+    other = Symbol(symbol.module, symbol.name, symbol.use, symbol.why, symbol.takes)
+    write(tmp_path, [other if one is symbol else one for one in INTERNALS])
+    assert missing(Source(tmp_path, "vllm"), INTERNALS) == [
+        f"the call of {symbol.calls[0]} in {symbol.name}"
     ]
 
 
@@ -161,21 +165,21 @@ BLOCKS = 4
     ],
 )
 def test_arrangements_that_are_refused(opened: Any, tensors: list[Any], text: str) -> None:
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     with pytest.raises(NotImplementedError, match=text):
-        place(Config(BLOCKS, tensors), opened.open)
+        place_tensors(Config(BLOCKS, tensors), opened.open)
     assert opened.made == []
 
 
 def test_tensors_are_given_for_zeros_of_their_sizes(opened: Any) -> None:
     """Layers have tensors of their own, or share one; what else vLLM asks for is torch's."""
     torch = pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     packed, own = Before(BLOCKS * 8192, 8192), Before(BLOCKS * 4096)
     config = Config(BLOCKS, [own, packed, packed, Before(BLOCKS * 4096)])
-    same, answers = place(config, opened.open)
+    same, answers = place_tensors(config, opened.open)
     assert same is config
     (memory,) = opened.made
     assert [one.tensors for one in memory.geometry.classes] == [2, 1]
@@ -200,12 +204,12 @@ def test_tensors_are_given_for_zeros_of_their_sizes(opened: Any) -> None:
 
 def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
     torch = pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     layer = BLOCKS * 4096
     first = Tensor(3 * layer, layer, 4096, layers=("a", "b", "c"))
     config = Config(BLOCKS, [first, Tensor(3 * layer, layer, 4096, layer)])
-    moved, answers = place(config, opened.open)
+    moved, answers = place_tensors(config, opened.open)
     (memory,) = opened.made
     span = memory.span(0)
     assert span > layer
@@ -224,7 +228,7 @@ def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
 def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
     """A draft's layers beside the model's, say: each begins at a page boundary."""
     pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     large, small = BLOCKS * 8192, BLOCKS * 4096
     size = 2 * large + small
@@ -233,7 +237,7 @@ def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
         Tensor(size, small, 4096, large, layers=("b",)),
         Tensor(size, large, 8192, large + small, layers=("c",)),
     ]
-    moved, answers = place(Config(BLOCKS, tensors), opened.open)
+    moved, answers = place_tensors(Config(BLOCKS, tensors), opened.open)
     (memory,) = opened.made
     assert [(one.block_bytes, one.tensors) for one in memory.geometry.classes] == [
         (4096, 1),
@@ -249,12 +253,12 @@ def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
 def test_layers_of_two_groups_share_a_region(opened: Any) -> None:
     """A state's and attention's, which are equally large: three regions, two of them shared."""
     pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     layer = BLOCKS * 4096
     states = Tensor(3 * layer, layer, 4096, layers=("a", "b", "c"))
     attention = Tensor(3 * layer, layer, 4096, layers=("d", "e"))
-    moved, answers = place(Config(BLOCKS, [states, attention]), opened.open)
+    moved, answers = place_tensors(Config(BLOCKS, [states, attention]), opened.open)
     (memory,) = opened.made
     assert [(one.block_bytes, one.tensors) for one in memory.geometry.classes] == [(4096, 3)]
     assert {(one.offset, one.layer_stride) for one in moved.kv_cache_tensors} == {
@@ -285,10 +289,10 @@ def test_a_copy_is_of_the_whole_block(opened: Any) -> None:
 
 def test_one_buffer_of_whole_blocks_stays(opened: Any) -> None:
     pytest.importorskip("torch")
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     config = Config(BLOCKS, [Tensor(2 * BLOCKS * 4096, 4096, 8192)])
-    placed, answers = place(config, opened.open)
+    placed, answers = place_tensors(config, opened.open)
     (kind,) = opened.made[0].geometry.classes
     assert (kind.tensors, kind.block_bytes) == (1, 8192)
     assert placed.kv_cache_tensors[0].layer_stride == 4096
@@ -296,10 +300,10 @@ def test_one_buffer_of_whole_blocks_stays(opened: Any) -> None:
 
 
 def test_a_model_without_kv_tensors(opened: Any) -> None:
-    from pyvmem.vllm.allocation import place
+    from pyvmem.vllm.allocation import place_tensors
 
     config = Config(1, [])
-    placed, answers = place(config, opened.open)
+    placed, answers = place_tensors(config, opened.open)
     answers.check()
     assert placed is config
     assert opened.made == []
