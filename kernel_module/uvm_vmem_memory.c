@@ -162,7 +162,7 @@ uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 uni
 
 // Take a chunk out of its store.
 //
-// LOCKING: state->lock is held.
+// LOCKING: Caller holds state->lock.
 static void chunk_remove(uvm_vmem_chunk_t *chunk, struct list_head *unused)
 {
     list_del(&chunk->node);
@@ -282,7 +282,8 @@ static int chunk_alloc_host(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
 
 // Add a new chunk to the store, for the caller to take pages from.
 //
-// LOCKING: state->lock is dropped meanwhile, because evicting other users of the GPU takes long.
+// LOCKING: Caller holds state->lock. It is dropped during the allocation, because evicting other users of the GPU takes
+// long.
 static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem_chunk_t **chunk_out)
 {
     ulong limit = READ_ONCE(*(store->gpu ? &uvm_vmem_limit_mb : &uvm_vmem_host_limit_mb));
@@ -610,7 +611,10 @@ int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm
     return uvm_vmem_errno(status, -EIO);
 }
 
-// LOCKING: no call is in flight, so that nothing changes while state->lock is dropped.
+// Free a store and its chunks.
+//
+// LOCKING: Takes state->lock. Caller ensures that no call is in flight, so that nothing changes while the lock is
+// dropped.
 static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 {
     uvm_vmem_chunk_t *chunk, *next;
@@ -649,7 +653,9 @@ static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
     uvm_vmem_free(state, store);
 }
 
-// Remove a GPU's access to host memory. LOCKING: as uvm_vmem_store_drain.
+// Remove a GPU's access to host memory.
+//
+// LOCKING: as store_destroy.
 static void store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
 {
     uvm_vmem_store_t *store = state->stores[UVM_VMEM_STORE_HOST];
