@@ -403,7 +403,7 @@ def _swapping(results: Results) -> str:
         parts.append(
             f"{tokens:,} tokens: pages {pages:.2f}x, blocks of 16 / 64 {' / '.join(blocks)}x"
         )
-    return "out and back over computing again, " + "; ".join(parts)
+    return "out and back over recomputing, " + "; ".join(parts)
 
 
 _HEADS = ("decode_mha", "decode_llama", "decode_yi_6b", "decode_yi_34b", "decode_mqa")

@@ -10,8 +10,8 @@ from vmem_bench.vllm.full import interval
 
 __all__ = ["HEAD", "SHARED", "body", "shared", "spread"]
 
-HEAD = ["", "stock", "elastic", "elastic over stock"]
-SHARED = ["", "static halves", "elastic", "elastic over static"]
+HEAD = ["", "stock", "elastic", "elastic relative to stock"]
+SHARED = ["", "static halves", "elastic", "elastic relative to static"]
 
 Rows = Mapping[str, Mapping[str, Any]]
 

@@ -3,10 +3,10 @@
 
 Two equal engines alive side by side differ by several percent in every round: the process makes
 the difference, not the pool. So an engine has the card to itself, serves a load that fills its KV
-cache, rests, serves the load again, and ends; arms follow one another there and back (stock,
-elastic, elastic, stock), so that a drift of the machine meets both alike. At both loads' beginnings
-the elastic engine has next to nothing mapped. The first load of a process also pays for what torch
-and the driver do once, so it has rows of its own. A ratio is the mean over neighbouring engines,
+cache, rests, serves the load again, and ends; arms alternate (stock, elastic, elastic, stock), so
+that drift of the machine affects both equally. When either load begins, the elastic engine has next to
+nothing mapped. The first load of a process also pays for one-time work of torch and
+the driver, so it has rows of its own. A ratio is the mean over neighbouring engines,
 with its confidence interval.
 """
 
