@@ -252,8 +252,8 @@ static bool follows(const struct vm_moved *a, const struct vm_moved *b) {
   return a->slab == b->slab && a->unit + 1 == b->unit;
 }
 
-/* Whether a call for the run may take one more granule, at `addr`: none has both large entries and small ones, and what
- * small ones map stays so. */
+/* True if the call for the run may also cover the granule at `addr`: a call has either large entries or small ones, and
+ * a range mapped by small entries keeps them. */
 static bool may_grow(const struct vm_ctx *c, const struct vm_pte *p, uint64_t addr, const struct vm_seg *seg,
                      struct vm_run run, bool large) {
   run.n++;
