@@ -109,8 +109,9 @@ class Policy:
         max_seq_len: tokens of one; 0: the model's.
         memory: bytes of keys and values; 0: `memory_share` of what is free.
         memory_share: the part of the device's free memory that is taken (on host: of what this
-            process may still have: `Context.memory`); the rest is for activations and others.
-            Above 0, at most 1.
+            process may still have: `Context.memory`). The rest is for activations and others, so it
+            is less than the 0.9 of `KVCacheConfig.memory_limit`, which counts on no activations
+            still to be allocated. Above 0, at most 1.
         page_size: bytes; 0: as advised.
         layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
         ahead_tokens: `KVCacheConfig.ahead_tokens`.
