@@ -68,7 +68,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """What is checked."""
+    """The checked files."""
     taken = [path for pattern in TAKEN for path in sorted(ROOT.glob(pattern))]
     return [ROOT / name for name in PAGES] + taken + sorted((ROOT / "docs").rglob("*.md"))
 

@@ -21,7 +21,7 @@ _GB = 1e9
 
 
 def arrivals(options: Result) -> str:
-    """How the requests of a serving run arrive."""
+    """The arrival pattern of a serving run's requests."""
     if options["workload"] == "offline":
         return "all there at the start"
     if options["workload"] == "azure":
@@ -496,7 +496,7 @@ def part_sglang(_: list[Result]) -> list[str]:
 
 
 def turns_words(options: Result) -> str:
-    """How SGLang was measured beside stock SGLang."""
+    """The measurements of SGLang and stock SGLang."""
     return (
         f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
         f"{options['prompt']:,} tokens, answers of {options['answer']}, `--page-size "
@@ -505,7 +505,7 @@ def turns_words(options: Result) -> str:
 
 
 def shared_words(options: Result, found: Result) -> str:
-    """How vLLM and SGLang shared a card."""
+    """The measurements of vLLM and SGLang on one card."""
     prefixes = "" if options["prefixes"] else ", without a cache of prefixes"
     return (
         f"vLLM {options['vllm']} and SGLang {options['sglang']} on one card, shape "

@@ -487,7 +487,7 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
 
 /* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
  * the call returns: -ENOMEM comes now or never, and so do -EAGAIN (VMEM_MAX_PENDING unfinished batches) and
- * -ENOBUFS (VMEM_MAX_TICKETS tickets that nobody dropped). Until the batch is finished its ranges are -EBUSY for
+ * -ENOBUFS (VMEM_MAX_TICKETS undropped tickets). Until the batch is finished its ranges are -EBUSY for
  * other calls. Batches start in order, but one that waits (for GPU work, for a fill of an earlier batch, or, before
  * its unmaps, for its own fills) lets later ones pass: one that never ends holds up only those that need its ranges.
  * The result is kept until vmem_ticket_drop, after any number of later batches. flags: VMEM_SUBMIT_*. With

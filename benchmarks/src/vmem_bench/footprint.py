@@ -173,7 +173,7 @@ class Footprint:
     # ---- memory ----------------------------------------------------------------------------------
 
     def _in_memory(self, nbytes: int, kind: str, use: Callable[[torch.Tensor], None]) -> None:
-        """Calls `use` with a flat bfloat16 tensor of so many bytes, and frees it."""
+        """Calls `use` with a flat bfloat16 tensor of `nbytes` bytes, and frees it."""
         import torch
 
         if kind == MALLOC:

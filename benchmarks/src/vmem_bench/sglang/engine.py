@@ -27,13 +27,13 @@ STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 _NEW = 48  # tokens of an answer that is compared
 _LOOK = 0.05  # s between looks at the memory under load
 _IDLE = 20.0  # s that it may take to become idle
-_EMPTY = 1.5  # s that memory may take to come back after a flush
+_EMPTY = 1.5  # s that memory may take to be returned after a flush
 
 Ids = list[list[int]]
 
 
 def greedy(new: int) -> dict[str, Any]:
-    """Sampling parameters of so many new tokens."""
+    """Sampling parameters for `new` tokens."""
     return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
 
 
@@ -86,7 +86,7 @@ class _Engine:
         return [draw.choices(tokens, k=length) for _ in range(count)]
 
     def ask(self, ids: Ids, new: int) -> Ids:
-        """Greedy answers of so many tokens, to prompts that are all there at once."""
+        """Greedy answers of `new` tokens to prompts that are submitted at once."""
         found = self.sglang.generate(input_ids=ids, sampling_params=greedy(new))
         answers = [one["output_ids"] for one in found]
         if any(len(one) != new for one in answers):

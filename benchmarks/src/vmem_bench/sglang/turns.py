@@ -121,7 +121,7 @@ class Turns:
     Args:
         command: of the run.
         folder: for the model, the ledger, and what engines say.
-        requests: so many at once, ascending.
+        requests: numbers of requests at once, ascending.
         order: the arms of the turns.
     """
 

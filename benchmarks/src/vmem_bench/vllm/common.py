@@ -36,7 +36,7 @@ ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
 MIB = 1 << 20
 GIB = 1 << 30
 REST = 8.0
-"""Seconds that memory may take to come back."""
+"""Seconds that memory may take to be returned."""
 
 
 class Book:

@@ -39,7 +39,7 @@ LONGEST = 4096
 """Tokens of the longest request, unless a fleet allows longer ones."""
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-"""What the configurations of all models of this architecture begin with."""
+"""Fields that the configurations of all models of this architecture have."""
 
 _LLAMA_3: dict[str, Any] = {
     **LLAMA,
@@ -214,7 +214,7 @@ class Engine:
             raise self._ended() from None
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """The next answer; None if none came within so many seconds."""
+        """The next answer; None if none came within `seconds`."""
         try:
             line = self._said.get(timeout=max(seconds, 1e-3))
         except queue.Empty:

@@ -78,7 +78,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
 
 
 def one_prompt(tokens: int, vocabulary: int, seed: int) -> Load:
-    """A request of so many random tokens, and four new ones."""
+    """A request of `tokens` random tokens, and four new tokens."""
     return Load.of([Arrival(0.0, Request(tokens, 4))], vocabulary, seed)
 
 
