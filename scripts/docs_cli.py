@@ -94,7 +94,7 @@ def main() -> int:
     print("# Command line\n")
     print("Generated from the programs' own parsers. `vmem COMMAND --help` prints the same.\n")
     print(
-        "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 when the reader of the "
+        "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 if the reader of the "
         "output has closed it. A command that has others names them.\n"
     )
     print(

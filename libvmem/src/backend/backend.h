@@ -60,7 +60,7 @@ enum vm_bind_kind {
   VM_BIND_MAP = 1, /* as `map` */
   VM_BIND_REMAP,   /* over what is mapped there, to pages that are its own or were: as `remap`; what a
                       back end with `bind` is given to take a REPLACE back, a large page perhaps in parts */
-  VM_BIND_REPLACE, /* the same, to any pages; large ones come and go as wholes */
+  VM_BIND_REPLACE, /* the same, to any pages; large pages are mapped and unmapped whole */
   VM_BIND_UNMAP    /* as `unmap` */
 };
 

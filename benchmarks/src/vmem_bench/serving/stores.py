@@ -364,7 +364,7 @@ class Static(Store):
 class Paged(Store):
     """Blocks of a pool that is allocated up front, a block table, and a stack of free blocks.
 
-    The table lies on the device, where only new entries are copied; a forward pass gathers its
+    The table is on the device, to which only new entries are copied; a forward pass gathers its
     requests' rows of it. A freed block is given out again at once, as work on one stream is in
     order.
     """

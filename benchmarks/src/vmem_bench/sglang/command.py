@@ -212,7 +212,7 @@ def _report(command: Command, part: Part) -> str:
 
 PARTS: dict[str, tuple[str, dict[str, str], Callable[[Command, Part], None]]] = {
     "sglang": ("the elastic pool beside stock SGLang", _METHOD, measure),
-    "share": ("vLLM and SGLang, busy by turns", share.METHOD, share.measure),
+    "share": ("vLLM and SGLang, busy in turns", share.METHOD, share.measure),
 }
 _NAMES = {
     "sglang": ("requests", "turns", "prompt", "answer", "page_size", "idle", "repeats"),

@@ -25,7 +25,7 @@ STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 """The steps, in their order; sleep is the elastic engine's."""
 
 _NEW = 48  # tokens of an answer that is compared
-_LOOK = 0.05  # s between looks at the memory under load
+_LOOK = 0.05  # s between samples of the memory under load
 _IDLE = 20.0  # s that it may take to become idle
 _EMPTY = 1.5  # s that memory may take to be returned after a flush
 
@@ -155,7 +155,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
             add("rate", count=count, rates=rates)
         time.sleep(1)
         memory["after"] = engine.memory()
-        for key, value in memory["after"].items():  # a short load ends between two looks
+        for key, value in memory["after"].items():  # a short load ends between two samples
             memory["highest"][key] = max(memory["highest"][key], value)
         time.sleep(plan["idle"])
         memory["rest"] = engine.memory()

@@ -54,7 +54,7 @@ def engine_options(
 
     Args:
         command: of the run.
-        model: folder of its configuration.
+        model: directory of its configuration.
         longest: tokens of the longest request.
         tokens: of the KV cache.
         most: requests that run at a time.
@@ -258,7 +258,7 @@ def _read(out: Path) -> Found:
 
 
 def make_site(folder: Path, path: str = "") -> Path:
-    """A folder for an engine's path, with the entry points that the engine needs.
+    """A directory for an engine's path, with the entry points that the engine needs.
 
     They are our plug-in of SGLang, and pyvmem's where that is not installed.
 

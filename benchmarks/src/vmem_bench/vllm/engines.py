@@ -427,7 +427,7 @@ class Fleet:
         look: Callable[[], None] = lambda: None,
         every: float = 0.05,
     ) -> dict[str, dict[str, Any]]:
-        """Gives several engines an order each; calls `look` now and then until all answer."""
+        """Gives several engines an order each; calls `look` regularly until all answer."""
         for name, what in orders.items():
             self.engines[name].send(**what)
         answers: dict[str, dict[str, Any]] = {}
