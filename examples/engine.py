@@ -94,7 +94,7 @@ class Engine:
         return self.waiting[-1]
 
     def run(self) -> Iterator[tuple[Job, int]]:
-        """Yields tokens as they are made, until all jobs end; one that does not fit has `failed`."""
+        """Yields tokens until all jobs end; a job that does not fit has `failed`."""
         while self.waiting or self.running:
             self.admit()
             held = {job: request.length for job, request in self.running.items()}

@@ -18,7 +18,7 @@
  *                Part of a large entry cannot be unmapped or replaced; a batch with VMEM_OP_SPLIT splits the entry
  *                first, and vmem_join joins what can be joined.
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
- *   mapping      what one vMemMap made (a partial unmap may cut it in two).
+ *   mapping      the range that one vMemMap mapped (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
  *   ticket       names a batch given to the worker thread, and holds its result until vmem_ticket_drop.
  *
