@@ -226,7 +226,7 @@ def part_prefix_map(_: list[Result]) -> list[str]:
             times = [number(row["median"]), number(row["p99"]), number(match["median"])]
             body.append([words, *times, f"{pieces['value']:,}"])
         where = title(run) if run["machine"]["gpu"] else f"back end `host` ([raw]({run['file']}))"
-        head = ["the prefix lies in", "median ms", "99th percentile", "of that, match: µs"]
+        head = ["prefix in", "median ms", "99th percentile", "of that, match: µs"]
         lines += [
             f"A request begins with {run['options']['tokens']:,} recorded tokens of Llama-3-8B's "
             f"shape (64 tensors), {where}:",
