@@ -442,7 +442,7 @@ struct vmem_op {
   uint64_t page_size; /* POPULATE: 0 = granule */
   uint64_t value;     /* FILL: 0 to 255 */
   /* POPULATE with COPY. The source is mapped, and not changed by a call meanwhile; until the batch is over,
-   * taking it away is -EBUSY. It need not be aligned. */
+   * unmapping it is -EBUSY. It need not be aligned. */
   uint64_t src;        /* address of the first piece's contents */
   uint64_t src_stride; /* between those of the pieces; 0: all pieces hold the same */
   uint64_t src_bytes;  /* of one piece; 0 = bytes. What is beyond is zero */

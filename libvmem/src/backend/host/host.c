@@ -193,7 +193,7 @@ static uint64_t count_vmas(void) {
   uint64_t lines = 0;
   off_t at = 0;
   ssize_t n;
-  pthread_mutex_lock(&process.counting); /* else each read would look for its place from the beginning */
+  pthread_mutex_lock(&process.counting); /* else each read would search from the beginning for its position */
   while ((n = pread(process.sources[MAPS], buf, sizeof(buf), at)) > 0 || (n < 0 && errno == EINTR))
     for (ssize_t i = 0; i < n; i++) lines += buf[i] == '\n', at++;
   pthread_mutex_unlock(&process.counting);
