@@ -162,18 +162,18 @@ typedef enum
     UVM_VMEM_SLOT_SPARSE // points to the GPU's table of sparse PTEs
 } uvm_vmem_slot_state_t;
 
-// In a leaf: a slot in state SPARSE with nothing else to record. It becomes a uvm_vmem_slot_t when something is mapped
-// there, for good.
+// In a leaf: a slot in state SPARSE with nothing else to record. Once something is mapped there, it becomes a
+// uvm_vmem_slot_t permanently.
 #define UVM_VMEM_SLOT_ALL_SPARSE ((uvm_vmem_slot_t *)1)
 
 // 2 MB of virtual addresses that have been bound at least once.
 struct uvm_vmem_slot_struct
 {
     uvm_vmem_entry_t *entries; // UVM_VMEM_SLOT_UNITS
-    NvU32 mapped;              // a bit a unit
+    NvU32 mapped;              // one bit per unit
     uvm_vmem_slot_state_t state;
 
-    // The reservation is BIG, or the slot was all sparse: the entry in the table above is written by us, and in tables.
+    // The reservation is BIG, or the slot was all sparse: vmem writes the entry in the table above, and tables has it.
     bool has_entry;
 
     // The table of PTEs on each GPU of the reservation (entry_count is 0 while there is none) and then, with has_entry,
@@ -361,7 +361,7 @@ void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more);
 // Wait for a GPU by polling, with growing pauses. -EINTR: the process is being killed; -EIO.
 int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 
-// The next pause after waiting that long, at most left_ns.
+// Sleep before the next poll; the pause is a fraction of waited_ns, at most left_ns.
 void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 
 // The registered GPU with this UUID if it has a GPU VA space, else NULL.
@@ -485,7 +485,7 @@ int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_
 // The object of a mapped entry. LOCKING: Caller holds state->lock.
 uvm_vmem_object_t *uvm_vmem_object_of_entry(uvm_vmem_state_t *state, uvm_vmem_entry_t entry);
 
-// If nothing refers to the object, take it out of the table and put it into dead, for uvm_vmem_object_reap.
+// If nothing refers to the object, move it from the table to dead, for uvm_vmem_object_reap.
 //
 // LOCKING: Caller holds state->lock.
 void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, struct list_head *dead);

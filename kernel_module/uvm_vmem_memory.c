@@ -322,8 +322,8 @@ static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem
     return 0;
 }
 
-// The chunk to take the next pages from, or NULL. wanted is the order that would hold all that is still wanted, least
-// the order of one page.
+// The chunk to take the next pages from, or NULL. wanted: the order of a block that holds all pages still to be taken.
+// least: the order of one page.
 static uvm_vmem_chunk_t *store_choose(uvm_vmem_store_t *store, NvU32 wanted, NvU32 least, bool contiguous)
 {
     NvU32 order;
