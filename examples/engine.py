@@ -4,7 +4,7 @@
     python examples/engine.py "Why is the sky blue?" "Name three colours."
 
 The model is that of `make run`, from the extra ``serve``, converted once; what `make run` has
-converted below build/cache is found there. --model takes another one, a folder or a GGUF file.
+converted below build/cache is found there. --model takes another one, a directory or a GGUF file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pyvmem.serve.model import ModelNotFound, encode, load
 
 @dataclass(eq=False)
 class Job:
-    """A prompt on its way; `tokens` ends with the answer so far, `left` are still to come."""
+    """A prompt being served; `tokens` ends with the answer so far, `left` tokens remain."""
 
     tokens: list[int]
     left: int
@@ -84,7 +84,7 @@ class Engine:
         self.kernel.close()
 
     def submit(self, prompt: Sequence[int], answer: int) -> Job:
-        """Queues a prompt for so many new tokens, as far as a slot goes."""
+        """Queues a prompt for at most `answer` new tokens, fewer if the slot is too short."""
         left = min(answer, self.cache.max_seq_len - len(prompt) + 1)
         if not prompt or left < 1:
             longest = self.cache.max_seq_len
@@ -94,7 +94,7 @@ class Engine:
         return self.waiting[-1]
 
     def run(self) -> Iterator[tuple[Job, int]]:
-        """Tokens as they come, until every job has ended; one that does not fit has `failed`."""
+        """Yields tokens until all jobs end; a job that does not fit has `failed`."""
         while self.waiting or self.running:
             self.admit()
             held = {job: request.length for job, request in self.running.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""vLLM on pages that come and go: answers prompts, and shows what the KV cache held meanwhile.
+"""vLLM with an elastic KV cache: answers prompts, then shows the memory that the cache held.
 
     VMEM_VLLM=1 python examples/vllm_generate.py MODEL [PROMPT ...]
 
@@ -15,7 +15,7 @@ from pyvmem.ledger.accounts import Ledger, default_folder, devices
 
 
 def show() -> int:
-    """Prints a line for each engine of this user; how many there are."""
+    """Prints a line for each engine of this user; returns their number."""
     found = 0
     for device in devices(default_folder()):
         with Ledger(device, create=False) as ledger:
@@ -40,7 +40,7 @@ def main() -> None:
     if model.is_absolute() and not (model / "config.json").is_file():
         raise SystemExit(f"{sys.argv[0]}: {model}: no model folder: it has no config.json")
     prompts = sys.argv[2:] or ["The capital of France is"]
-    # Not every processor has the instructions that vLLM takes for 16 bits.
+    # vLLM's 16-bit kernels need instructions that not every processor has.
     precision = "auto" if torch.cuda.is_available() else "float32"
     options = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True, "dtype": precision}
     llm = LLM(sys.argv[1], **options)

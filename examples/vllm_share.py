@@ -42,7 +42,7 @@ def serve(model: str, requests: int) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    # Not every processor has the instructions that vLLM takes for 16 bits.
+    # vLLM's 16-bit kernels need instructions that not every processor has.
     precision = "auto" if torch.cuda.is_available() else "float32"
     options = {"max_model_len": 512, "enforce_eager": True, "dtype": precision}
     llm = LLM(model, max_num_seqs=requests, enable_prefix_caching=False, **options)
@@ -80,7 +80,7 @@ class Engine:
         return json.loads(line)
 
     def burst(self) -> threading.Thread:
-        """Lets it answer; the thread ends when it has."""
+        """Lets it answer, in a thread that ends with the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write("burst\n")
         self.process.stdin.flush()
@@ -125,7 +125,7 @@ def engine(name: str, args: argparse.Namespace, folder: Path) -> Iterator[Engine
 
 
 def main() -> int:
-    """Starts both, lets them take turns, and says what each had."""
+    """Starts both, lets them take turns, and prints how much memory each had."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder, or a name that vLLM knows")
     parser.add_argument("--capacity", type=size, default=128 << 20, help="for both (128M)")

@@ -35,8 +35,8 @@
 //   VA space lock   read: to find a reservation or a GPU, and to begin a call; nothing else. GPU fault handling needs
 //                   it, for other processes too. write: RESERVE and FREE, to insert and remove a range, and the hooks
 //                   that remove GPUs, page trees and ranges.
-//   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets, claims. Dropped after at most 4,096
-//                   units (uvm_vmem_step).
+//   state->lock     (UVM_LOCK_ORDER_VMEM) protects objects, stores, chunks, tickets, claims. Dropped after at most
+//                   4,096 units (uvm_vmem_step).
 //   then UVM's own: page tree, push, PMM.
 //
 // Long work holds neither lock: it runs as a call (uvm_vmem_call_begin), during which no GPU is removed. A reservation
@@ -47,7 +47,7 @@
 //   UVM_FREE of a reservation                  VA space lock, write: page tables one by one, the end of a call on it
 //   a GPU or its VA space is unregistered,     VA space lock, write: page tables and mappings in all reservations, the
 //   peer access ends                           end of all calls, tickets, pages of the GPU
-//   a tracker finds no memory                  state->lock: waits for the pushes instead of noting them
+//   a tracker cannot allocate memory           state->lock: waits for the pushes instead of recording them
 //   uvm_page_tree_alloc_table                  UVM's page tree lock, of one address space: until the tree's own pushes
 //                                              complete
 //
@@ -116,7 +116,7 @@ typedef struct
     NvU32 size;
     NvU32 min_size;
 
-    // Output fields are written on success; and on failure.
+    // The struct has output fields, written on success. With out_on_failure they are also written on failure.
     bool has_out;
     bool out_on_failure;
 

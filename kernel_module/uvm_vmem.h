@@ -46,30 +46,30 @@ void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem);
 
 // A GPU is unregistered from the VA space: frees everything in its memory. Its GPU VA space was removed before.
 //
-// LOCKING: the VA space lock is held for write.
+// LOCKING: Caller holds the VA space lock for write.
 void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
 
 // The external VA range that holds the reservation is destroyed. range may be NULL.
 //
-// LOCKING: the VA space lock is held for write.
+// LOCKING: Caller holds the VA space lock for write.
 void uvm_vmem_range_destroy(uvm_vmem_range_t *range);
 
 // The page tree of gpu is about to be destroyed: return all page tables to it. range may be NULL.
 //
-// LOCKING: the VA space lock is held for write.
+// LOCKING: Caller holds the VA space lock for write.
 void uvm_vmem_range_remove_gpu(uvm_vmem_range_t *range, uvm_gpu_t *gpu);
 
 // Peer access between two GPUs ends: unmap each one's pages from the other. range may be NULL.
 //
-// LOCKING: the VA space lock is held for write.
+// LOCKING: Caller holds the VA space lock for write.
 void uvm_vmem_range_disable_peer(uvm_vmem_range_t *range, uvm_gpu_t *gpu0, uvm_gpu_t *gpu1);
 
 // UVM cancels a GPU access that it cannot serve: log it if the address is in a reservation.
 //
-// LOCKING: the VA space lock is held.
+// LOCKING: Caller holds the VA space lock, for read or write.
 void uvm_vmem_fatal_fault(uvm_va_space_t *va_space, uvm_gpu_id_t gpu_id, const uvm_fault_buffer_entry_t *fault);
 
-// Make the files "vmem" and "vmem_dump" in UVM's procfs folder. They go with the folder.
+// Create the files "vmem" and "vmem_dump" in UVM's procfs directory. They are removed with the directory.
 void uvm_vmem_procfs_init(struct proc_dir_entry *dir);
 
 #endif // __UVM_VMEM_H__

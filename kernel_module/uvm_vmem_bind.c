@@ -75,10 +75,10 @@ typedef struct
     NvU64 num_stages;
     uvm_vmem_ticket_t *ticket;
 
-    // A mapping is removed.
+    // The batch removes a mapping.
     bool unmaps;
 
-    // Objects without references.
+    // Objects that lost their last reference: to be reaped after the batch.
     struct list_head dead;
 
     // The pushes, to wait for.
@@ -115,7 +115,7 @@ static int check_op_alone(const struct uvm_vmem_op *op)
     return 0;
 }
 
-// LOCKING: state->lock is held.
+// LOCKING: Caller holds state->lock.
 static int check_op_in_range(bind_t *bind, const struct uvm_vmem_op *op, bind_op_t *out)
 {
     uvm_vmem_range_t *range = bind->range;
@@ -626,7 +626,7 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, stage->index);
     NvU32 units;
 
-    // Nothing was mapped there.
+    // The unit was unmapped before.
     if (stage->state == UVM_VMEM_SLOT_SPARSE) {
         uvm_vmem_slot_set_sparse(range, stage->index);
         return;
@@ -705,7 +705,7 @@ static void trace_ops(bind_t *bind)
     }
 }
 
-// LOCKING: the reservation is claimed.
+// LOCKING: Caller has claimed the reservation and holds no lock.
 static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *ticket_out)
 {
     int ret;
@@ -790,7 +790,7 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
 
     ret = bind_claimed(&bind, ops, &ticket);
 
-    // The GPU may map the objects of a broken batch: they keep their pins, and are freed with the descriptor.
+    // The GPU may still map the objects of a failed batch: keep their pins until the descriptor is closed.
     if (!bind.range->broken)
         unpin_objects(&bind);
 

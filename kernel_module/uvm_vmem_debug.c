@@ -65,7 +65,7 @@ void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_un
     last->time = ktime_get_ns();
 }
 
-// LOCKING: none. If a batch is recorded at the same time, the text may mix two batches.
+// LOCKING: Takes none. If a batch is recorded at the same time, the text may mix two batches.
 static const char *batch_text(uvm_vmem_range_t *range, char *text)
 {
     uvm_vmem_last_batch_t last = range->last_batch;
@@ -109,7 +109,8 @@ void uvm_vmem_debug_failed_at(uvm_vmem_state_t *state, NvU64 start)
     uvm_va_space_up_read(state->va_space);
 }
 
-// The reservation that holds an address, or NULL. LOCKING: the VA space lock is held.
+// The reservation that holds an address, or NULL. LOCKING: Caller holds the VA space lock, for
+// read or write.
 static uvm_vmem_range_t *range_at(uvm_vmem_state_t *state, NvU64 address)
 {
     uvm_vmem_range_t *range;

@@ -162,18 +162,18 @@ typedef enum
     UVM_VMEM_SLOT_SPARSE // points to the GPU's table of sparse PTEs
 } uvm_vmem_slot_state_t;
 
-// In a leaf: a slot in state SPARSE with nothing else to record. It becomes a uvm_vmem_slot_t when something is mapped
-// there, for good.
+// In a leaf: a slot in state SPARSE with nothing else to record. Once something is mapped there, it becomes a
+// uvm_vmem_slot_t permanently.
 #define UVM_VMEM_SLOT_ALL_SPARSE ((uvm_vmem_slot_t *)1)
 
 // 2 MB of virtual addresses that have been bound at least once.
 struct uvm_vmem_slot_struct
 {
     uvm_vmem_entry_t *entries; // UVM_VMEM_SLOT_UNITS
-    NvU32 mapped;              // a bit a unit
+    NvU32 mapped;              // one bit per unit
     uvm_vmem_slot_state_t state;
 
-    // The reservation is BIG, or the slot was all sparse: the entry in the table above is written by us, and in tables.
+    // The reservation is BIG, or the slot was all sparse: vmem writes the entry in the table above, and tables has it.
     bool has_entry;
 
     // The table of PTEs on each GPU of the reservation (entry_count is 0 while there is none) and then, with has_entry,
@@ -271,7 +271,7 @@ struct uvm_vmem_state_struct
     // In the list of all states (uvm_vmem_stat.c).
     struct list_head node;
 
-    // LOCKING: the VA space lock, for write to change it.
+    // Protected by the VA space lock: for read to walk the list, for write to change it.
     struct list_head ranges;
 
     // The user's, the cgroup's, the machine's; NULL: not counted. Immutable.
@@ -330,22 +330,22 @@ int uvm_vmem_errno(NV_STATUS status, int out_of_memory);
 // Begin work without the VA space lock: until uvm_vmem_call_end no GPU or GPU VA space is unregistered and no peer
 // access ends. The VA space lock must not be taken in between.
 //
-// LOCKING: the VA space lock is held for read or write to begin.
+// LOCKING: Caller holds the VA space lock, for read or write. Takes state->lock.
 void uvm_vmem_call_begin(uvm_vmem_state_t *state);
 
-// A nested begin inside a call; needs its own end.
+// Begin a nested call; it needs its own uvm_vmem_call_end. Both take state->lock.
 void uvm_vmem_call_hold(uvm_vmem_state_t *state);
 void uvm_vmem_call_end(uvm_vmem_state_t *state);
 
 // Wait until no call is in flight.
 //
-// LOCKING: the VA space lock is held for write, so that no new call begins.
+// LOCKING: Caller holds the VA space lock for write, so that no new call begins. Takes state->lock.
 void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
 // Wait until condition holds, which a call makes true under state->lock. Taking the lock afterwards orders all that the
 // call wrote before what follows, on every architecture; and the call is done with the state.
 //
-// LOCKING: state->lock is not held.
+// LOCKING: Takes state->lock.
 #define uvm_vmem_wait_event(state, condition)                                                                            \
     do {                                                                                                                 \
         wait_event((state)->wait, condition);                                                                            \
@@ -355,24 +355,28 @@ void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
 // Count processed units, and drop state->lock briefly when the limit is reached. units starts at 0.
 //
-// LOCKING: state->lock is held.
+// LOCKING: Caller holds state->lock; dropped and retaken when the limit is reached.
 void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more);
 
 // Wait for a GPU by polling, with growing pauses. -EINTR: the process is being killed; -EIO.
 int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 
-// The next pause after waiting that long, at most left_ns.
+// Sleep before the next poll; the pause is a fraction of waited_ns, at most left_ns.
 void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 
-// The registered GPU with this UUID if it has a GPU VA space, else NULL. LOCKING: the VA space lock is held.
+// The registered GPU with this UUID if it has a GPU VA space, else NULL.
+//
+// LOCKING: Caller holds the VA space lock, for read or write.
 uvm_gpu_t *uvm_vmem_gpu_of_uuid(uvm_va_space_t *va_space, const __u8 *uuid);
 
 // The same, if the GPU is supported: -ENODEV, -EOPNOTSUPP.
 //
-// LOCKING: the VA space lock is held.
+// LOCKING: Caller holds the VA space lock, for read or write.
 int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out);
 
-// UVM_VMEM_GPU_*. LOCKING: the VA space lock is held.
+// Why the GPU is refused (UVM_VMEM_GPU_*), or 0.
+//
+// LOCKING: Caller holds the VA space lock, for read or write.
 NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
 
 bool uvm_vmem_page_shift_is_valid(NvU32 page_shift);
@@ -408,13 +412,13 @@ size_t uvm_vmem_size(void *p);
 
 // The store of a GPU, or of host memory (gpu NULL), created if needed; NULL if out of memory.
 //
-// LOCKING: state->lock is held.
+// LOCKING: Caller holds state->lock.
 uvm_vmem_store_t *uvm_vmem_store_get(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 
 // Take count pages of 1 << page_shift bytes and store their locations in pages. On failure (-ENOSPC, -EDQUOT, -ENOMEM,
 // -EIO) nothing was taken. gpu is the one that must reach host memory.
 //
-// LOCKING: between call_begin and call_end; state->lock is taken.
+// LOCKING: Caller is between call_begin and call_end. Takes state->lock.
 int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         uvm_vmem_store_t *store,
                         uvm_gpu_t *gpu,
@@ -426,29 +430,29 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
 // Return pages. state->pending covers those that were unmapped. Chunks that become unused are put into unused, for
 // uvm_vmem_store_free_unused.
 //
-// LOCKING: state->lock is held, and dropped briefly from time to time.
+// LOCKING: Caller holds state->lock; dropped and retaken every UVM_VMEM_STEP_UNITS units.
 void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages,
                          struct list_head *unused);
 
 // Wait for the pushes that unmap unused chunks, and free them.
 //
-// LOCKING: state->lock is not held.
+// LOCKING: Takes state->lock.
 void uvm_vmem_store_free_unused(uvm_vmem_state_t *state, struct list_head *unused);
 
 // Zero those of the newly taken pages that are not zero yet, and wait.
 //
-// LOCKING: between call_begin and call_end; state->lock is taken.
+// LOCKING: Caller is between call_begin and call_end. Takes state->lock.
 int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages);
 
 // Make sure that the store of a GPU has its table of sparse PTEs (-ENOSPC, -ENOMEM, -EIO).
 //
-// LOCKING: between call_begin and call_end; state->lock is taken.
+// LOCKING: Caller is between call_begin and call_end. Takes state->lock.
 int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree);
 
 // A GPU is unregistered: remove its access to host memory, and free its store with all chunks. No object may be left in
 // it.
 //
-// LOCKING: the VA space lock is held for write, and no call is at work; state->lock is taken.
+// LOCKING: Caller holds the VA space lock for write, and no call is in flight. Takes state->lock.
 void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 
 // On close: free the remaining store, which is host memory.
@@ -464,7 +468,7 @@ static NvU32 uvm_vmem_page_unit(unsigned long page)
     return page & (UVM_VMEM_SLOT_UNITS - 1);
 }
 
-// Let gpu reach a host chunk (-ENOMEM, -EIO). LOCKING: state->lock is held.
+// Let gpu access a host chunk (-ENOMEM, -EIO). LOCKING: Caller holds state->lock.
 int uvm_vmem_chunk_map_host(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu);
 
 // The address of a unit of a chunk as gpu sees it.
@@ -475,26 +479,28 @@ uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 uni
 int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params);
 int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *params);
 
-// The object of a handle: -ENOENT, -ESTALE, -ENODEV. LOCKING: state->lock is held.
+// The object of a handle: -ENOENT, -ESTALE, -ENODEV. LOCKING: Caller holds state->lock.
 int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_t **object_out);
 
-// The object of a mapped entry. LOCKING: state->lock is held.
+// The object of a mapped entry. LOCKING: Caller holds state->lock.
 uvm_vmem_object_t *uvm_vmem_object_of_entry(uvm_vmem_state_t *state, uvm_vmem_entry_t entry);
 
-// If nothing refers to the object, take it out of the table and put it into dead, for uvm_vmem_object_reap.
+// If nothing refers to the object, move it from the table to dead, for uvm_vmem_object_reap.
 //
-// LOCKING: state->lock is held.
+// LOCKING: Caller holds state->lock.
 void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, struct list_head *dead);
 
 // Return the pages of dead objects and free the objects.
 //
-// LOCKING: state->lock is not held. Between call_begin and call_end, or with the VA space lock held for write.
+// LOCKING: Takes state->lock. Caller is between call_begin and call_end, or holds the VA space lock for write.
 void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead);
 
-// Chunk and unit in it of an object's unit.
+// The chunk that an object's unit lies in; *unit_out is its number in the chunk.
 uvm_vmem_chunk_t *uvm_vmem_object_unit(uvm_vmem_object_t *object, NvU64 unit, NvU32 *unit_out);
 
-// Drop all objects in the store of a GPU that is unregistered; none is mapped. LOCKING: state->lock is taken.
+// Drop all objects in the store of a GPU that is being unregistered; none is mapped.
+//
+// LOCKING: Caller holds the VA space lock for write, and no call is in flight. Takes state->lock.
 void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state);
 
@@ -507,24 +513,26 @@ int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *par
 // Dismantle all reservations. No call is in flight or can begin.
 void uvm_vmem_range_stop_all(uvm_vmem_state_t *state);
 
-// The reservation that starts at start (-ENOENT). LOCKING: the VA space lock is held.
+// The reservation that starts at start (-ENOENT). LOCKING: Caller holds the VA space lock, for
+// read or write.
 int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 
 // Claim the reservation that starts at start for this call; waits while another call has claimed it. Also begins a call
 // (uvm_vmem_call_begin), which unclaim ends. -ENOENT; -EINTR: the process is being killed.
 //
-// LOCKING: no lock is held, before and after.
+// LOCKING: Caller holds no lock. Takes the VA space lock for read and state->lock; releases both.
 int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 
-// The same without waiting, for a range already looked up; false: another call has claimed it. LOCKING: state->lock is
-// held.
+// The same without waiting, for a range already looked up; false: another call has claimed it.
+//
+// LOCKING: Caller holds state->lock.
 bool uvm_vmem_range_try_claim(uvm_vmem_range_t *range);
 void uvm_vmem_range_unclaim(uvm_vmem_range_t *range);
 
 // Count an entry as mapped, or as unmapped, in its object and store. Entries that map nothing do not count.
 // dead: see uvm_vmem_object_put.
 //
-// LOCKING: state->lock is held; the range is claimed, or the VA space lock is held for write.
+// LOCKING: Caller holds state->lock, and has claimed the range or holds the VA space lock for write.
 void uvm_vmem_range_ref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry);
 void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry, struct list_head *dead);
 
@@ -536,7 +544,7 @@ bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index);
 
 // The first bound slot numbered *index or above; *index becomes its number. NULL: none.
 //
-// LOCKING: the range is claimed, or the VA space lock is held for write; state->lock is not held.
+// LOCKING: Caller has claimed the range or holds the VA space lock for write, and does not hold state->lock.
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 
 #define for_each_vmem_slot(slot, index, range)                                                                           \
@@ -545,7 +553,7 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 // Make sure that a slot exists. *made is set if it was created now (to be undone on failure). A fully sparse slot gets
 // a table of its own; the GPU sees no difference.
 //
-// LOCKING: the range is claimed, or the VA space lock is held for write.
+// LOCKING: Caller has claimed the range or holds the VA space lock for write.
 int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made);
 
 // Make sure that a slot with has_entry has a table of PTEs on each GPU. The table is unused until the slot's state is
@@ -569,7 +577,7 @@ void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index);
 
 // Free all page tables on one GPU, and wait for the TLB invalidates. Its tracker is completed.
 //
-// LOCKING: the range is claimed, or the VA space lock is held for write.
+// LOCKING: Caller has claimed the range or holds the VA space lock for write.
 void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index);
 
 // Wait for the page tables that slot_get and slot_get_small allocated, on all GPUs.
@@ -635,13 +643,13 @@ int uvm_vmem_ticket_alloc(uvm_vmem_state_t *state, uvm_vmem_ticket_t **ticket_ou
 // Number and publish the ticket, or free it if nothing is pending in its tracker; returns the number or 0. free
 // is for a ticket that was not published.
 //
-// LOCKING: state->lock is held for both.
+// LOCKING: Caller holds state->lock, for both functions.
 NvU64 uvm_vmem_ticket_publish(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket);
 void uvm_vmem_ticket_free(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket);
 
 // Wait for all that is pending on any GPU, and free all published tickets.
 //
-// LOCKING: the VA space lock is held for write.
+// LOCKING: Caller holds the VA space lock for write, and no call is in flight. Takes state->lock.
 void uvm_vmem_ticket_drain(uvm_vmem_state_t *state);
 
 int uvm_vmem_wait(uvm_vmem_state_t *state, const struct uvm_vmem_wait *params);
@@ -663,14 +671,17 @@ int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void 
 // Record the calling process in a state that is not published yet.
 void uvm_vmem_debug_process(uvm_vmem_state_t *state);
 
-// Record a batch that is about to be sent. LOCKING: the range is claimed.
+// Record a batch that is about to be sent. LOCKING: Caller has claimed the range.
 void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit);
 
-// Log that the last batch failed after a part of it was sent. LOCKING: the range is claimed, or the VA
-// space lock is held.
+// Log that the last batch failed after a part of it was sent.
+//
+// LOCKING: Caller has claimed the range, or holds the VA space lock for read or write.
 void uvm_vmem_debug_failed(uvm_vmem_range_t *range, int error);
 
-// The same of the reservation that starts at start, if it is still there. LOCKING: the VA space lock is taken for read.
+// The same of the reservation that starts at start, if it still exists.
+//
+// LOCKING: Takes the VA space lock for read.
 void uvm_vmem_debug_failed_at(uvm_vmem_state_t *state, NvU64 start);
 
 void uvm_vmem_debug_procfs_init(struct proc_dir_entry *dir);

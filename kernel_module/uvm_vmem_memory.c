@@ -162,7 +162,7 @@ uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 uni
 
 // Take a chunk out of its store.
 //
-// LOCKING: state->lock is held.
+// LOCKING: Caller holds state->lock.
 static void chunk_remove(uvm_vmem_chunk_t *chunk, struct list_head *unused)
 {
     list_del(&chunk->node);
@@ -282,7 +282,8 @@ static int chunk_alloc_host(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
 
 // Add a new chunk to the store, for the caller to take pages from.
 //
-// LOCKING: state->lock is dropped meanwhile, because evicting other users of the GPU takes long.
+// LOCKING: Caller holds state->lock. It is dropped during the allocation, because evicting other users of the GPU takes
+// long.
 static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem_chunk_t **chunk_out)
 {
     ulong limit = READ_ONCE(*(store->gpu ? &uvm_vmem_limit_mb : &uvm_vmem_host_limit_mb));
@@ -321,8 +322,8 @@ static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem
     return 0;
 }
 
-// The chunk to take the next pages from, or NULL. wanted is the order that would hold all that is still wanted, least
-// the order of one page.
+// The chunk to take the next pages from, or NULL. wanted: the order of a block that holds all pages still to be taken.
+// least: the order of one page.
 static uvm_vmem_chunk_t *store_choose(uvm_vmem_store_t *store, NvU32 wanted, NvU32 least, bool contiguous)
 {
     NvU32 order;
@@ -480,7 +481,7 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     NvU64 zeroed = 0;
     NvU32 i, n;
 
-    // The units belong to the caller: nobody else changes their bits in dirty, but others change other bits.
+    // The units belong to the caller: no other call changes their bits in dirty, but others change other bits.
     for (i = 0; i < count && !page_dirty(pages[i], page_order); i++)
         cond_resched();
 
@@ -610,7 +611,10 @@ int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm
     return uvm_vmem_errno(status, -EIO);
 }
 
-// LOCKING: no call is in flight, so that nothing changes while state->lock is dropped.
+// Free a store and its chunks.
+//
+// LOCKING: Takes state->lock. Caller ensures that no call is in flight, so that nothing changes while the lock is
+// dropped.
 static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 {
     uvm_vmem_chunk_t *chunk, *next;
@@ -649,7 +653,9 @@ static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
     uvm_vmem_free(state, store);
 }
 
-// Remove a GPU's access to host memory. LOCKING: as uvm_vmem_store_drain.
+// Remove a GPU's access to host memory.
+//
+// LOCKING: as store_destroy.
 static void store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
 {
     uvm_vmem_store_t *store = state->stores[UVM_VMEM_STORE_HOST];

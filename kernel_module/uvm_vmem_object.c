@@ -67,7 +67,9 @@ void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, str
         object_remove(state, object, dead);
 }
 
-// Give back all pages. LOCKING: state->lock is taken.
+// Return all pages of an object to its store.
+//
+// LOCKING: Takes state->lock.
 static void object_give_pages(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
 {
     LIST_HEAD(unused);

@@ -107,7 +107,7 @@ int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t 
             return 0;
         }
 
-        // Dismantled by FREE, but its range not yet destroyed.
+        // FREE has dismantled it, but its VA range still exists.
         if (claimed) {
             uvm_vmem_range_unclaim(range);
             return -ENOENT;
@@ -129,7 +129,7 @@ void uvm_vmem_range_unclaim(uvm_vmem_range_t *range)
     state->unclaims++;
     uvm_mutex_unlock(&state->lock);
 
-    // Wakes them.
+    // Wakes the callers that wait for a claim.
     uvm_vmem_call_end(state);
 }
 
@@ -272,7 +272,7 @@ static void forget_mappings(uvm_vmem_range_t *range)
     NvU64 i;
     NvU32 j;
 
-    // Take the lock for the objects only: millions of all-sparse slots may lie between two slots.
+    // Hold the lock only for the objects: millions of all-sparse slots may lie between two slots.
     for_each_vmem_slot(slot, i, range) {
         uvm_mutex_lock(&range->state->lock);
         for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
@@ -303,7 +303,8 @@ static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
 
 // Remove mappings, page tables and slots. What is left is small and needs no GPU.
 //
-// LOCKING: the range is claimed, or the VA space lock is held for write and no call is at work on the range.
+// LOCKING: Caller has claimed the range, or holds the VA space lock for write while no call is using the range. Takes
+// state->lock.
 static void range_dismantle(uvm_vmem_range_t *range)
 {
     NvU32 i;
@@ -317,7 +318,9 @@ static void range_dismantle(uvm_vmem_range_t *range)
     range_free_slots(range);
 }
 
-// Remove the dismantled reservation from the VA space, if UVM_FREE has not done so meanwhile. After unclaim.
+// Remove the dismantled reservation from the VA space, unless UVM_FREE has already done so. Called after unclaim.
+//
+// LOCKING: Takes the VA space lock for write.
 static void range_remove(uvm_vmem_state_t *state, NvU64 start, NvU64 number)
 {
     uvm_va_space_t *va_space = state->va_space;
@@ -566,7 +569,7 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
 
 // Remove all mappings of pages that lie in gpu.
 //
-// LOCKING: the VA space lock is held for write.
+// LOCKING: Caller holds the VA space lock for write. Takes state->lock.
 static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
 {
     uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];

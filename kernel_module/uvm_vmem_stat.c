@@ -43,7 +43,7 @@ int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void 
     return ret;
 }
 
-// LOCKING: state->lock is held.
+// LOCKING: Caller holds state->lock.
 static void add_store(struct uvm_vmem_stat *stat, uvm_vmem_store_t *store)
 {
     NvU64 created = store->created_units * UVM_VMEM_UNIT;
@@ -56,9 +56,9 @@ static void add_store(struct uvm_vmem_stat *stat, uvm_vmem_store_t *store)
         stat->out_host_bytes += created;
 }
 
-// Numbers of the descriptor, and sums over the stores from first to last.
+// Fill in the numbers of the descriptor and the sums over the stores from first to last.
 //
-// LOCKING: state->lock is held; it is released.
+// LOCKING: Caller holds state->lock; released on return.
 static void fill_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *stat, NvU32 first, NvU32 last)
 {
     NvU32 i;

@@ -773,7 +773,7 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
 
         // From table to 2 MB PTE or back the entry has to be invalid in between, or the GPU could hold both in its
         // TLBs; block_gpu_pte_finish_split_2m in uvm_va_block.c has the reasons.
-        // From one table to another, which has the same entries for what the batch does not name, it is written once.
+        // A switch to another table, which has the same entries for units that the batch does not name, is one write.
         if (slot->state == UVM_VMEM_SLOT_SMALL || slot->state == UVM_VMEM_SLOT_BIG) {
             writer->clears = true;
             write_entry_2m(writer, slot, 0);

@@ -157,7 +157,7 @@ class AptArea:
         return [row[1].strip() for row in rows if len(row) == 3 and row[0].strip() == package]
 
     def download(self, package: str, version: str, folder: Path) -> Path:
-        """Fetches a package into a folder, checked against the signed lists."""
+        """Fetches a package into a directory, checked against the signed lists."""
         folder.mkdir(parents=True, exist_ok=True)
         run("apt-get", *self.options(), "download", f"{package}={version}", cwd=folder)
         (found,) = folder.glob(f"{package}_*.deb")

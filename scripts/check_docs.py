@@ -3,7 +3,7 @@
 """Runs the code in the README and the documentation, and checks hand-written lists.
 
 Every block of code is run: the Python of a page as one program, block after block; C compiled
-against libvmem; shell commands in an empty folder, which is their home. A block that cannot run
+against libvmem; shell commands in an empty directory, which is their home. A block that cannot run
 everywhere is followed by a line that says what it needs and links to what ran it, a test, a log or
 a result:
 
@@ -68,7 +68,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """What is checked."""
+    """The checked files."""
     taken = [path for pattern in TAKEN for path in sorted(ROOT.glob(pattern))]
     return [ROOT / name for name in PAGES] + taken + sorted((ROOT / "docs").rglob("*.md"))
 
@@ -155,7 +155,7 @@ def run_c(block: Block) -> list[str]:
 
 
 def run_shell(block: Block) -> list[str]:
-    """Runs commands in an empty folder, which is their home."""
+    """Runs commands in an empty directory, which is their home."""
     with tempfile.TemporaryDirectory(prefix="vmem-docs-") as folder:
         return outcome(block, *run(["sh", "-eu"], folder, block.code, HOME=folder))
 
@@ -285,7 +285,7 @@ def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
 
 
 def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
-    """Errnos in the C below a folder, comments aside."""
+    """Errnos in the C below a directory, comments aside."""
     found: set[str] = set()
     for path in sorted((ROOT / folder).rglob(f"*{suffix or '.[ch]'}")):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(encoding="utf-8"), flags=re.S)

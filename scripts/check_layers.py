@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "libvmem" / "src"
 OBJECTS = ROOT / "build" / "lib" / "obj"
 
-# Each folder may use the folders before it. A back end implements backend/backend.h.
+# Each directory may use the directories before it. A back end implements backend/backend.h.
 LAYERS = (
     "base",
     "interface",
@@ -99,7 +99,7 @@ def cycle(graph: Graph) -> list[str]:
 
 
 def upward(graph: Graph, layers: Iterable[str] = LAYERS) -> list[str]:
-    """Reports each edge to a layer above, or from a folder that is not a layer."""
+    """Reports each edge to a layer above, or from a directory that is not a layer."""
     rank = {layer: i for i, layer in enumerate(layers)}
     problems = []
     for name, edges in graph.items():

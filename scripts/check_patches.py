@@ -165,7 +165,7 @@ class Clone:
 
 
 def fitting_series(clone: Clone) -> dict[str, list[str]]:
-    """For each version of a clone, the folders whose series applies unambiguously.
+    """For each version of a clone, the directories whose series applies unambiguously.
 
     Versions with equal hooked files are checked once.
     """

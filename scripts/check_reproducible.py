@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds a tree again from scratch in another folder, and compares the modules byte by byte.
+"""Builds a tree again from scratch in another directory, and compares the modules byte by byte.
 
 The first build is the usual build, which reuses conftest results and objects of earlier builds; the
 second reuses nothing. So this also shows that reuse changes nothing.

@@ -80,7 +80,7 @@ def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
 
 
 def prepare(folder: Path, when: int) -> Path:
-    """The upstream archive in a folder, and beside it the tree to build; returns the tree."""
+    """Makes the upstream archive and, next to it, the tree to build; returns the tree."""
     upstream = version()
     tree = folder / f"vmem-{upstream}"
     copy_tracked(tree)
@@ -100,7 +100,7 @@ def prepare(folder: Path, when: int) -> Path:
 
 
 def make_deb(out: Path, *, check: bool = True) -> list[Path]:
-    """Builds everything into a folder, with the library's tests if `check`; returns the files.
+    """Builds everything into a directory, with the library's tests if `check`; returns the files.
 
     Raises:
         DistError: a tool failed; contains its output.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """New Debian systems for the packages' checks, made from the archive that this machine uses.
 
-mmdebstrap creates a system in a temporary folder, as root or in a user namespace. Hooks run the
+mmdebstrap creates a system in a temporary directory, as root or in a user namespace. Hooks run the
 checks in it. Afterwards it is deleted, or kept as a disk image on request.
 """
 
@@ -36,7 +36,7 @@ def system_mode() -> str | None:
 
 
 def copy_in(*paths: Path) -> str:
-    """The hook that copies files and folders into the system's root."""
+    """The hook that copies files and directories into the system's root."""
     return "copy-in " + " ".join(f'"{path}"' for path in paths) + " /"
 
 
@@ -52,7 +52,7 @@ def conduct(name: str, text: str | None, check: Callable[[Path], int]) -> int:
     Args:
         name: of the check.
         text: for ``--help``.
-        check: gets a temporary folder, and returns the exit status.
+        check: gets a temporary directory, and returns the exit status.
     """
     argparse.ArgumentParser(description=text).parse_args()
     try:

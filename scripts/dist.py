@@ -5,7 +5,7 @@
 The wheel is built from the sdist, which proves the sdist complete. The same commit gives the same
 bytes wherever it is built: times are the commit's (or SOURCE_DATE_EPOCH), owners are root,
 permissions do not depend on the umask, and the extension is compiled without the folder's name.
-`--check` builds a second time, in another folder, time zone and umask, and compares. The wheel's
+`--check` builds a second time, in another directory, time zone and umask, and compares. The wheel's
 platform is the oldest that auditwheel finds it to fit.
 """
 
@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / "build" / "venv" / "bin" / "python"
-# A folder per build would put differing names into the debug information.
+# A directory per build would put differing names into the debug information.
 FLAGS = "-g0 -ffile-prefix-map={folder}=. -fdebug-prefix-map={folder}=."
 
 

@@ -94,8 +94,8 @@ def main() -> int:
     print("# Command line\n")
     print("Generated from the programs' own parsers. `vmem COMMAND --help` prints the same.\n")
     print(
-        "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 where nobody reads "
-        "the output any more. A command that has others names them.\n"
+        "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 if the reader of the "
+        "output has closed it. A command that has others names them.\n"
     )
     print(
         "`vmem bench` has pages of its own: [benchmarks](bench.md), [serving](bench-serving.md).\n"

@@ -193,7 +193,7 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 
 
 def publish(path: str, files: Files, config: MkDocsConfig) -> str:
-    """Puts a file of the repository, or the list of a folder, on the site; its name there."""
+    """Puts a file of the repository, or the list of a directory, on the site; its name there."""
     if (ROOT / path).is_dir():
         name = f"files/{path.strip('/')}/index.md"
         if files.get_file_from_path(name) is None:

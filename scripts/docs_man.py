@@ -135,7 +135,7 @@ class Inline:
         return word
 
     def _rest(self) -> tuple[str, str]:
-        """What a quoting macro encloses, and the punctuation after it."""
+        """The words that a quoting macro encloses, and the punctuation after them."""
         words = self._words[self._at :]
         tail = ""
         while words and words[-1] in CLOSING:

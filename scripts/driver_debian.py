@@ -18,7 +18,7 @@ SUITES = {"535.261.03": "bookworm", "550.163.01": "trixie", "555.58.02": "experi
 
 
 def fetch(version: str, folder: Path) -> Path:
-    """Unpacks the kernel-open tree of a version into a folder and returns its path.
+    """Unpacks the kernel-open tree of a version into a directory and returns its path.
 
     The package holds one archive, `ARCHIVE`.
     """
@@ -50,7 +50,7 @@ def installed(root: Path = Path("/")) -> Path | None:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpacks the kernel-open tree of the archive into a folder and returns its path.
+    """Unpacks the kernel-open tree of the archive into a directory and returns its path.
 
     The two precompiled parts in it (most of its size) are for nvidia.ko and nvidia-modeset.ko and
     are left out.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The patch series of a driver version, and how it is applied.
 
-patches/series.json says which folder serves which versions: `built` are those that the project
+patches/series.json says which directory serves which versions: `built` are those that the project
 builds and tests, `applies` the versions in NVIDIA's public repository to which its hunks apply,
 each in exactly one place without fuzz.
 """
@@ -55,12 +55,12 @@ def series_table() -> dict[str, dict[str, list[str]]]:
 
 
 def built_versions() -> dict[str, str]:
-    """Each version that the project builds, with the folder of its series."""
+    """Each version that the project builds, with the directory of its series."""
     return {v: folder for folder, known in series_table().items() for v in known["built"]}
 
 
 def series_folder(version: str) -> Path:
-    """The folder whose series is for a version.
+    """The directory whose series is for a version.
 
     For an untested version: the series of the newest older version, in its own branch if possible.
     Applying it succeeds, or names the hunks that do not fit.
@@ -85,7 +85,7 @@ def series_folder(version: str) -> Path:
 
 
 def patches_in(folder: Path) -> list[Path]:
-    """The patches of a folder in their order, without the cover letter."""
+    """The patches of a directory in their order, without the cover letter."""
     patches = sorted(folder.glob("[0-9][0-9][0-9][0-9]-*.patch"))
     return [path for path in patches if not path.name.startswith("0000-")]
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Makes build/kernel/src/VERSION, the kernel-open tree of one driver version, and prints its path.
 
-The first of these that has it is copied: NV_SRC (a driver source tree), the folder of driver
+The first of these that has it is copied: NV_SRC (a driver source tree), the directory of driver
 sources that VMEM_DRIVER_SRC_DIR names (kernel-open trees named by version), the installed driver's
 DKMS tree, Debian's package, installed or fetched.
 """
@@ -55,7 +55,7 @@ def version_of(tree: Path) -> str | None:
 
 
 def kernel_open_below(path: Path) -> Path | None:
-    """The kernel-open tree that a path names: itself, or the folder of that name in it."""
+    """The kernel-open tree that a path names: itself, or the directory of that name in it."""
     for tree in (path, path / "kernel-open", path / "kernel"):
         if version_of(tree):
             return tree
@@ -111,7 +111,7 @@ def debian_source(version: str, folder: Path, download: bool) -> Path:
 
 
 def driver_source(version: str, *, download: bool = True) -> Path:
-    """The folder of a version's pristine sources, created if missing.
+    """The directory of a version's pristine sources, created if missing.
 
     An existing folder is kept, unless NV_SRC now names another. Without `download` a version that
     is not on this machine is an error.

@@ -62,7 +62,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
 
 
 def noted_folder(tree: Tree) -> Path:
-    """The folder that recorded commands run in: since Linux 6.13 the module's."""
+    """The directory that recorded commands run in: since Linux 6.13 the module's."""
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:
         raise KernelBuildError(f"{tree.headers.release} is not a Linux release")

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-# A test may set another folder, to build separately.
+# A test may set another directory, to build separately.
 KERNEL_BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
 
 VERSION = re.compile(r"[0-9]{3}\.[0-9]{2,3}(\.[0-9]{2})?")
@@ -109,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
-    """All plain files below the named parts of a folder, relative to it, in order."""
+    """All plain files below the named parts of a directory, relative to it, in order."""
     found: list[Path] = []
     for name in names:
         top = folder / name
@@ -119,7 +119,7 @@ def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
 
 
 def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
-    """SHA-256 over the names and contents of the files of a folder, whatever their dates."""
+    """SHA-256 over the names and contents of the files of a directory, whatever their dates."""
     digest = hashlib.sha256()
     for path in tree_files(folder, names):
         content = hashlib.sha256((folder / path).read_bytes()).hexdigest()
@@ -142,7 +142,7 @@ def write_if_changed(path: Path, content: bytes) -> bool:
 
 
 def replace_folder(new: Path, final: Path) -> None:
-    """Moves a finished folder into place; an incomplete folder is never visible there."""
+    """Moves a finished directory into place; an incomplete directory is never visible there."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

@@ -34,7 +34,7 @@ def unpack(packages: list[Path], root: Path) -> None:
 
 
 def use_libraries(root: Path, libraries: Path) -> None:
-    """Makes all programs below a folder use the C library in another."""
+    """Makes all programs below a directory use the C library in another."""
     programs = []
     for path in root.rglob("*"):
         if path.is_symlink() or not path.is_file() or not path.stat().st_mode & 0o100:
@@ -51,7 +51,7 @@ def use_libraries(root: Path, libraries: Path) -> None:
 
 
 def compiler_folder(suite: str, compiler: str) -> Path:
-    """The folder with a suite's compiler, created if missing."""
+    """The directory with a suite's compiler, created if missing."""
     final = FOLDER / f"{suite}-{compiler}"
     with locked(FOLDER / f".{final.name}.lock"):
         if final.is_dir():

@@ -21,7 +21,7 @@ class KernelHeaders:
         build: its build folder.
         source: its sources.
         release: its `uname -r`.
-        tools: the folder of the compiler and the binutils for it; None: those of this system.
+        tools: the directory of the compiler and the binutils for it; None: those of this system.
     """
 
     build: Path
@@ -44,7 +44,7 @@ class KernelHeaders:
 
 
 def kernel_headers(folder: Path) -> KernelHeaders:
-    """Describes the build folder of a kernel (what /lib/modules/RELEASE/build points at)."""
+    """Describes the build directory of a kernel (what /lib/modules/RELEASE/build points at)."""
     folder = folder.resolve()
     release_file = folder / "include" / "generated" / "utsrelease.h"
     makefile = folder / "Makefile"
@@ -55,7 +55,7 @@ def kernel_headers(folder: Path) -> KernelHeaders:
     if quoted is None:
         raise KernelBuildError(f"{release_file} names no release")
     release = quoted.group(1)
-    # A build folder apart from its sources has a Makefile of one line that includes theirs.
+    # A build directory apart from its sources has a Makefile of one line that includes theirs.
     included = re.search(r"^include (/\S+)/Makefile$", makefile.read_text("utf-8"), re.MULTILINE)
     source = Path(included.group(1)) if included else folder
     return KernelHeaders(build=folder, source=source, release=release)

@@ -4,7 +4,7 @@
 The results of the driver's conftests (some 300 small compilations) depend only on the script, the
 tests, the compiler and the kernel's headers; they are cached under a key made of these. A mutant's
 folder starts as a copy of the original tree: the objects contain no paths (-ffile-prefix-map), so a
-build in that folder would produce the same ones.
+build in that directory would produce the same ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def conftest_key(work: Path, headers: KernelHeaders) -> str:
 
 
 def take_conftests(work: Path, headers: KernelHeaders) -> bool:
-    """Restores cached results into a build folder without any; returns True if found."""
+    """Restores cached results into a build directory without any; returns True if found."""
     kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
     if (work / "conftest").exists() or not kept.is_dir():
         return False
@@ -69,7 +69,7 @@ def keep_conftests(work: Path, headers: KernelHeaders) -> None:
 
 
 def copy_build(base: Path, work: Path) -> None:
-    """Copies a finished build folder, and adapts the paths that make recorded."""
+    """Copies a finished build directory, and adapts the paths that make recorded."""
     # Not a longer name that begins with this.
     named = re.compile(re.escape(str(base)) + r"(?![\w.-])")
     with tempfile.TemporaryDirectory(dir=work.parent, prefix=".new-") as name:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds nvidia-uvm.ko (patched) and the software GPU's nvidia.ko; prints the folder with both.
+"""Builds nvidia-uvm.ko (patched) and the software GPU's nvidia.ko; prints the directory with both.
 
 The build is incremental and happens in build/kernel/work/NAME; build/kernel/trees/NAME gets the two
 modules without debug information, each replaced atomically, and links to the headers. Concurrent
@@ -86,7 +86,7 @@ class Tree:
 
     @property
     def base(self) -> str:
-        """The name of the work folder; all mutants of a kind of tree share one."""
+        """The name of the work directory; all mutants of a kind of tree share one."""
         name = f"{self.version}-{self.type}" + ("" if self.patched else "-unpatched")
         if self.own_kernel:
             name += f"-{self.headers.release}"
@@ -98,7 +98,7 @@ class Tree:
 
     @property
     def name(self) -> str:
-        """The name of the folder with the modules."""
+        """The name of the directory with the modules."""
         return self.base.removesuffix("s") + f"-{self.mutant}" if self.mutant else self.base
 
     @property
@@ -179,7 +179,7 @@ def features(source: Path) -> str:
 def exports(folder: Path, source: Path) -> str:
     """An EXPORT_SYMBOL for each function that this version of UVM calls in nvidia.ko.
 
-    A file exports.txt in the software GPU's folder restricts them to the names in it.
+    A file exports.txt in the software GPU's directory restricts them to the names in it.
     """
     called: set[str] = set()
     for path in (source / "nvidia-uvm").glob("*.c"):
@@ -227,7 +227,7 @@ def add_lock_classes(files: dict[str, bytes]) -> None:
 
 
 def update_work(tree: Tree) -> None:
-    """Writes changed files into the work folder and removes deleted sources."""
+    """Writes changed files into the work directory and removes deleted sources."""
     files = wanted_files(tree)
     listing = tree.work / ".sources"
     if listing.is_file():
@@ -278,7 +278,7 @@ def publish(tree: Tree) -> None:
 
 
 def build_tree(tree: Tree, jobs: int = 2) -> Path:
-    """Builds a tree, or what has changed in it, and returns the folder with the modules."""
+    """Builds a tree, or what has changed in it, and returns the directory with the modules."""
     with locked(tree.lock):
         if tree.mutant and not tree.work.is_dir():
             unchanged = replace(tree, mutant=None)
@@ -291,7 +291,7 @@ def build_tree(tree: Tree, jobs: int = 2) -> Path:
         make(tree, jobs)
         keep_conftests(tree.work, tree.headers)
         if tree.mutant:
-            # The work folder held another mutant before, or an older build of this.
+            # The work directory held another mutant before, or an older build of this.
             for module in MODULES:
                 (tree.out / f"{module}.ko").unlink(missing_ok=True)
         publish(tree)

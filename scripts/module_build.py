@@ -27,7 +27,7 @@ __all__ = ["build_module", "headers_for", "module_folder"]
 
 
 def module_folder(version: str, release: str) -> Path:
-    """The output folder of the module for a driver and a kernel."""
+    """The output directory of the module for a driver and a kernel."""
     return KERNEL_BUILD / "module" / f"{version}-{release}"
 
 
@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--sign-key", default=environment("SIGN_KEY", ""))
     parser.add_argument("--sign-cert", default=environment("SIGN_CERT", ""))
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="where the machine lies")
+    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="root to build for")
     options = parser.parse_args()
     if bool(options.sign_key) != bool(options.sign_cert):
         parser.error("SIGN_KEY and SIGN_CERT go together")

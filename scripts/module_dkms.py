@@ -48,7 +48,7 @@ def providers(tree: Path) -> list[str]:
 
 
 def make_package(tree: Path, folder: Path, depends: list[str]) -> Path:
-    """Creates the package's source folder from a staged tree; returns it."""
+    """Creates the package's source directory from a staged tree; returns it."""
     version = version_of(tree)
     if version is None:
         raise KernelBuildError(f"{tree} is not a driver source")
@@ -89,12 +89,12 @@ class Dkms:
 
     @property
     def sources(self) -> Path:
-        """DKMS's folder of package sources."""
+        """DKMS's directory of package sources."""
         return self.system.root / "usr/src"
 
     @property
     def tree(self) -> Path:
-        """DKMS's folder of builds."""
+        """DKMS's directory of builds."""
         return self.system.root / "var/lib/dkms"
 
     def dkms(self, *words: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A machine's kernel, NVIDIA driver, and the driver's users.
 
-Everything is read below a root folder, so that a test can describe any machine as plain files.
+Everything is read below a root directory, so that a test can describe any machine as plain files.
 """
 
 from __future__ import annotations

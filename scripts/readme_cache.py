@@ -72,7 +72,7 @@ def part_overlap(_: list[Result]) -> list[str]:
             body.append([words, *times, over(row, base, "p99"), str(spikes)])
         options = run["options"]
         count = base["n"] if base else 0
-        head = ["", "median ms", "99th percentile", "longest", "99th, over the first"]
+        head = ["", "median ms", "99th percentile", "longest", "99th, relative to the first"]
         lines += [
             f"Iterations of decoding, Llama-3-8B's shape, {options['batch']} requests of "
             f"{options['low']:,} to {options['high']:,} tokens, {count:,} iterations each, "
@@ -101,7 +101,7 @@ def part_deferred(_: list[Result]) -> list[str]:
             f"Prefill of {run['options']['tokens']:,} tokens, Llama-3-8B's shape, medians of "
             f"{base['n'] if base else 0}, pages of {page_words(run)}, {title(run)}:",
             "",
-            *table(["", "ms", "of that, step", "spread", "over the first"], body),
+            *table(["", "ms", "of that, step", "spread", "relative to the first"], body),
             "",
         ]
     return lines[:-1]
@@ -149,7 +149,7 @@ def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -
     heads = "heads of 128, as named" if own else "32 query and 8 KV heads of 128"
     head = ["", f"contiguous, {page} pages: ms", "contiguous, cudaMalloc", *blocks]
     return [
-        f"{name}, bfloat16, {heads}: time over that of contiguous {page} "
+        f"{name}, bfloat16, {heads}: time relative to contiguous {page} "
         f"pages (above 1: paging costs that), {title(run)}:",
         "",
         *table(head, body),
@@ -189,8 +189,8 @@ def part_footprint(_: list[Result]) -> list[str]:
             ]
             body.append([_layout_words(layout), _case_words(case), *cells])
         lines += [
-            "Attention over all layers of Llama-3-8B's shape, FlashAttention-3: time over that "
-            f"from cudaMalloc memory, by bytes of keys and values; through {words}, {title(run)}:",
+            "Attention over all layers of Llama-3-8B's shape, FlashAttention-3: time relative to "
+            f"cudaMalloc memory, by bytes of keys and values; through {words}, {title(run)}:",
             "",
             *table(["layout", "", *(f"{size[:-1]} GiB" for size in sizes)], body),
             "",
@@ -226,7 +226,7 @@ def part_prefix_map(_: list[Result]) -> list[str]:
             times = [number(row["median"]), number(row["p99"]), number(match["median"])]
             body.append([words, *times, f"{pieces['value']:,}"])
         where = title(run) if run["machine"]["gpu"] else f"back end `host` ([raw]({run['file']}))"
-        head = ["the prefix lies in", "median ms", "99th percentile", "of that, match: µs"]
+        head = ["prefix in", "median ms", "99th percentile", "of that, match: µs"]
         lines += [
             f"A request begins with {run['options']['tokens']:,} recorded tokens of Llama-3-8B's "
             f"shape (64 tensors), {where}:",
@@ -326,7 +326,7 @@ def part_swap(_: list[Result]) -> list[str]:
             words = "the cache's pages" if way == "pages" else f"blocks of {way.partition('/')[2]}"
             body.append([words, *cells])
         lengths = dict.fromkeys(int(name[1]) for name in names)
-        head = [one for n in lengths for one in (f"{n:,} tokens: ms", "over computing again")]
+        head = [one for n in lengths for one in (f"{n:,} tokens: ms", "relative to recomputing")]
         lines += [
             f"Out and back, medians, Llama-3-8B's shape, {title(run)}:",
             "",

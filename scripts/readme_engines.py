@@ -21,7 +21,7 @@ _GB = 1e9
 
 
 def arrivals(options: Result) -> str:
-    """How the requests of a serving run arrive."""
+    """The arrival pattern of a serving run's requests."""
     if options["workload"] == "offline":
         return "all there at the start"
     if options["workload"] == "azure":
@@ -127,7 +127,7 @@ def load_table(run: Result) -> Iterator[str]:
                     f"{same['value']} of {same['of']}",
                 ]
             )
-    head = ["requests", "engine", "tokens/s", "over stock", "first token p50 ms", "p99"]
+    head = ["requests", "engine", "tokens/s", "relative to stock", "first token p50 ms", "p99"]
     split = "".join(
         f"{kind} parallel on {count} GPUs, "
         for kind in ("tensor", "pipeline")
@@ -197,7 +197,7 @@ def idle_table(run: Result) -> Iterator[str]:
     if "kv" in found:
         held, settled = found["kv"], found["settled"]["value"]
         text += (
-            f"; the KV cache lacks {held['value'] / _GB:.2f} GB to another process, "
+            f"; the KV cache keeps {held['value'] / _GB:.2f} GB from other processes, "
             f"{held['over_live']:.3f} of the live bytes, {settled:.2f} s after the last request"
         )
     yield text + "."
@@ -376,11 +376,11 @@ def full_table(run: Result) -> Iterator[str]:
     yield (
         f"A full card: {run['options']['requests']} requests fill "
         f"{found['memory']['value'] / _GB:.1f} GB of keys and values; one engine at a time, "
-        f"{engines} of each in turns there and back, ± of 95 % confidence; {heading(run)}"
+        f"{engines} of each in alternating order, ± of 95 % confidence; {heading(run)}"
     )
     yield ""
-    head = ["engine", "tokens/s", "decode step ms", "tokens/s over stock's", "in the first load"]
-    head.append("step's speed over")
+    head = ["engine", "tokens/s", "decode step ms", "tokens/s relative to stock"]
+    head += ["in the first load", "step's speed relative to stock"]
     head += ["host waits for the GPU", "GB mapped", "answers as stock's"]
     yield from table(head, body)
 
@@ -397,10 +397,10 @@ def first_table(run: Result) -> Iterator[str]:
     each = found[f"{sizes[0]}/{arms[0]}"]["n"]
     yield (
         f"The first token of an engine at rest, ms; {each} of each in "
-        f"turns there and back, ± of 95 % confidence; {heading(run)}"
+        f"alternating order, ± of 95 % confidence; {heading(run)}"
     )
     yield ""
-    yield from table(["tokens of the prompt", *arms, f"{arms[-1]} over {arms[0]}"], body)
+    yield from table(["tokens of the prompt", *arms, f"{arms[-1]} relative to {arms[0]}"], body)
 
 
 def cost_table(run: Result) -> Iterator[str]:
@@ -434,13 +434,14 @@ def offload_table(run: Result) -> Iterator[str]:
     alike = found["alike"]
     yield (
         f"Prompts that are computed, and the same from host memory after a rest: the first token, "
-        f"ms; {each} of each in turns there and back, ± of 95 % confidence; "
+        f"ms; {each} of each in alternating order, ± of 95 % confidence; "
         f"{alike['value']} of {alike['of']} answered alike by each engine when computed and when "
         f"loaded; {heading(run)}"
     )
     yield ""
     head = [f"{how}, {arm}" for how, arm in ways]
-    yield from table(["tokens of the prompt", *head, f"loaded, {arms[-1]} over {arms[0]}"], firsts)
+    head.append(f"loaded, {arms[-1]} relative to {arms[0]}")
+    yield from table(["tokens of the prompt", *head], firsts)
     yield ""
     hows = ("none", "loaded", "computed")
     body = [
@@ -495,7 +496,7 @@ def part_sglang(_: list[Result]) -> list[str]:
 
 
 def turns_words(options: Result) -> str:
-    """How SGLang was measured beside stock SGLang."""
+    """The measurements of SGLang and stock SGLang."""
     return (
         f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
         f"{options['prompt']:,} tokens, answers of {options['answer']}, `--page-size "
@@ -504,7 +505,7 @@ def turns_words(options: Result) -> str:
 
 
 def shared_words(options: Result, found: Result) -> str:
-    """How vLLM and SGLang shared a card."""
+    """The measurements of vLLM and SGLang on one card."""
     prefixes = "" if options["prefixes"] else ", without a cache of prefixes"
     return (
         f"vLLM {options['vllm']} and SGLang {options['sglang']} on one card, shape "

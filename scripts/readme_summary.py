@@ -162,8 +162,8 @@ def headline() -> list[str]:
     return [
         f"| **up to {number(max(found))} times sooner** | **{given_back}** | **{kept}** |",
         "| --- | --- | --- |",
-        f"| [first tokens]({page}) (p99) of {engines} vLLM servers that share memory, over servers "
-        f"with an equal part each; {number(min(found), 2)} times at heavier load "
+        f"| [first tokens]({page}) (p99) of {engines} vLLM servers that share memory, versus "
+        f"servers with a fixed equal share each; {number(min(found), 2)} times at heavier load "
         f"({machines(shared)}) | of KV cache stay [mapped]({page}) {seconds:.1f} s after the last "
         f"request ({machines(idle)}) | stock vLLM's [tokens a second]({page}) with 48 GiB of keys "
         f"and values, and the same answers ({machines([run for run, _ in full])}) |",
@@ -191,18 +191,18 @@ def part(results: list[Result]) -> list[str]:
     calls = aims(results, lambda name: name == "map_64K")
     body = [
         (
-            "Requests that fit in 80 GB, 64 KB pages over 2 MB pages",
+            "Requests that fit in 80 GB: 64 KB pages relative to 2 MB pages",
             capacity(),
             "benchmarks/capacity/README.md",
         ),
         (
-            "Mapping a 64 KB page, over CUDA's time for a 2 MB page",
+            "Time to map a 64 KB page, relative to CUDA's for a 2 MB page",
             (f"{spread(calls, '.2f')} times", where) if calls else (NOT_MEASURED, ""),
             "benchmarks/api/README.md",
         ),
         (
-            "FlashAttention-3 over scattered 64 KB pages, over cudaMalloc memory, up to 4 GiB of "
-            "keys and values",
+            "FlashAttention-3 on scattered 64 KB pages: time relative to cudaMalloc memory, up to "
+            "4 GiB of keys and values",
             (f"{spread(attention, '.3f')} times", where) if attention else (NOT_MEASURED, ""),
             "benchmarks/api/README.md",
         ),
@@ -212,17 +212,18 @@ def part(results: list[Result]) -> list[str]:
             "benchmarks/kernels/README.md",
         ),
         (
-            "64 KB pages with page-table entries of 2 MB",
+            "The same: 64 KB pages with page-table entries of 2 MB",
             full_card("entries", ".3f"),
             "benchmarks/kernels/README.md",
         ),
         (
-            "2 MB pages",
+            "The same: 2 MB pages",
             full_card("2M", ".3f"),
             "benchmarks/kernels/README.md",
         ),
         (
-            "99th percentile of decoding, mapped in the background, over all mapped before",
+            "99th percentile of a decode iteration: memory mapped in the background, relative to "
+            "all mapped beforehand",
             overlap(),
             "benchmarks/overlap/README.md",
         ),
@@ -233,7 +234,7 @@ def part(results: list[Result]) -> list[str]:
             "docs/driver/evidence.md",
         ),
         (
-            "vLLM with the plug-in: tokens a second over those without it",
+            "vLLM with the plug-in: tokens a second relative to stock vLLM",
             vllm(),
             "benchmarks/vllm/README.md",
         ),
@@ -244,7 +245,7 @@ def part(results: list[Result]) -> list[str]:
         ),
         (
             "Several vLLM servers that share a GPU's memory: 99th percentile of the time to the "
-            "first token, over servers with an equal part each",
+            "first token, versus servers with a fixed equal share each",
             sharing(),
             "benchmarks/vllm/README.md",
         ),

@@ -45,7 +45,7 @@ OPERATIONS = [
     ("map a page, access enabled", "map_access", True),
     ("unmap it", "unmap", True),
     ("release it", "release", True),
-    ("give the addresses back", "free", False),
+    ("free the addresses", "free", False),
 ]
 COLUMNS = [
     ("stock", "64K"),
@@ -114,9 +114,9 @@ SLOTS = (
     ("`alloc_reqid`", "alloc"),
     ("`free_reqid`", "free"),
     ("`can_admit`", "can_admit"),
-    ("a step of which none needs a page", "idle"),
-    ("a step that says -1", "short"),
-    ("a request that grows, one in 32 does, without the driver", "grow"),
+    ("a step in which no request needs a page", "idle"),
+    ("a step that returns -1", "short"),
+    ("per growing request (one in 32), without the driver", "grow"),
 )
 SLOT_COUNTS = (256, 1024, 4096)
 
@@ -196,7 +196,7 @@ COUNTS = [
     ("the same, `stock`'s calls", "stock path: grow 64 tensors, first touch"),
     ("a page less in each of 64 tensors", "unmap one page of 64 tensors"),
     ("the same, `stock`'s calls", "stock path: unmap one page of 64 tensors"),
-    ("beside 100,000 live pages, a page more in each", "grow 64 tensors beside 100,000 live pages"),
+    ("with 100,000 live pages, a page more in each", "grow 64 tensors beside 100,000 live pages"),
     ("growing from 0 to 8K tokens in 256 steps", "grow from 0 to 8K tokens, 256 steps"),
     ("unmapping the 8K tokens", "unmap a request of 8K tokens"),
 ]

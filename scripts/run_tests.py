@@ -227,7 +227,7 @@ def pytest_on(
 ) -> None:
     """pytest on a back end: a process for each processor, each with whole files.
 
-    `libraries`: the folder searched first for shared libraries. `preload`: LD_PRELOAD. `told`:
+    `libraries`: the directory searched first for shared libraries. `preload`: LD_PRELOAD. `told`:
     pytest's verbosity.
     """
     workers = len(os.sched_getaffinity(0))

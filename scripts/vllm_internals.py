@@ -5,7 +5,7 @@
     python scripts/vllm_internals.py 0.32.0 0.33.0          # downloads both wheels
     python scripts/vllm_internals.py 0.32.0 vllm.whl --diff
 
-A version is a number, a wheel, or the folder of the package. Exit status 1: the second version
+A version is a number, a wheel, or the directory of the package. Exit status 1: the second version
 lacks a symbol that pyvmem uses, so pyvmem refuses it.
 """
 

@@ -6,7 +6,7 @@
     VLLM_TESTS=FOLDER build/venv/bin/python scripts/vllm_tests.py
 
 The tests come from the source distribution of that version, which is downloaded and not kept in the
-repository; or from a folder with vLLM's `tests`, such as a clone. They run unchanged, and again
+repository; or from a directory with vLLM's `tests`, such as a clone. They run unchanged, and again
 with every scheduler, manager and pool on the elastic pool (tests/vllm/vllm_tests.py). A test that
 passes on stock must pass on the pool, except those in `DIFFERENT`. Exit status 77: the tests are
 unavailable.
@@ -64,7 +64,7 @@ def version_of(environment: Path) -> str:
 
 
 def fetch(version: str) -> Path | None:
-    """The folder that contains vLLM's `tests`; None: unavailable."""
+    """The directory that contains vLLM's `tests`; None: unavailable."""
     if given := os.environ.get("VLLM_TESTS"):
         folder = Path(given).resolve()
         if not (folder / "tests" / "v1" / "core").is_dir():

@@ -14,11 +14,11 @@
  *                whole.
  *   entry        of the GPU's page tables: 4 KiB, 64 KiB or 2 MiB. With VMEM_OPEN_LARGE_ENTRIES a block (2 MiB of
  *                addresses on their boundary) of small pages gets a large entry where its pages are neighbours and
- *                begin at a multiple of 2 MiB in their slab, as whoever populates 2 MiB or more finds them. Within a
- *                large entry nothing can be unmapped or replaced; a batch with VMEM_OP_SPLIT splits it first, and
- *                vmem_join joins what can be joined.
+ *                begin at a multiple of 2 MiB in their slab; a call that populates 2 MiB or more gets such pages.
+ *                Part of a large entry cannot be unmapped or replaced; a batch with VMEM_OP_SPLIT splits the entry
+ *                first, and vmem_join joins what can be joined.
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
- *   mapping      what one vMemMap made (a partial unmap may cut it in two).
+ *   mapping      the range that one vMemMap mapped (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
  *   ticket       names a batch given to the worker thread, and holds its result until vmem_ticket_drop.
  *
@@ -97,8 +97,8 @@ extern "C" {
 #endif
 
 typedef uint64_t vmem_t;      /* a context; never 0 */
-typedef uint64_t vmem_handle; /* physical pages; never 0. One that was given back is recognised until its context has
-                                 made 2^30 more, or the process has opened 3,839 more contexts */
+typedef uint64_t vmem_handle; /* physical pages; never 0. A released handle is recognised until its context has made
+                                 2^30 more, or the process has opened 3,839 more contexts */
 typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_MAX_DEVICES 16
@@ -117,11 +117,12 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
 #define VMEM_CAP_JOIN (1u << 8)        /* vmem_join saves something */
-#define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch in one reservation are one driver call, as far as
-                                          the driver takes so many at a time; a call does all or nothing */
-#define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page replaces the zeros of a sparse reservation in one step, and zeros
-                                             a page: a reader meanwhile does not fault */
-#define VMEM_CAP_LARGE_ENTRIES (1u << 11) /* of a context: opened with VMEM_OPEN_LARGE_ENTRIES, which matters here */
+#define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch in one reservation are one driver call, up to
+                                          the driver's limit on operations; a call is all or nothing */
+#define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* in a sparse reservation a page replaces zeros, and zeros replace a page, in
+                                             one step: a concurrent reader does not fault */
+#define VMEM_CAP_LARGE_ENTRIES (1u << 11) /* of a context: opened with VMEM_OPEN_LARGE_ENTRIES, and its back end has
+                                             them */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
@@ -178,8 +179,8 @@ struct vmem_info {
   char device_name[64]; /* of devices[0] */
   uint8_t uuid[VMEM_MAX_DEVICES][16];
   char why[512];        /* "auto": why the back ends before this one were passed over */
-  char warning[192];    /* what an operator should know, "" = nothing: a driver of an unknown branch, whose proof
-                           was strict (stock, uvm) */
+  char warning[192];    /* what an operator should know, "" = nothing: a driver of an unknown branch, tested
+                           more strictly (stock, uvm) */
 };
 
 struct vmem_probe_info {
@@ -192,7 +193,7 @@ struct vmem_probe_info {
   char backend[16];
   char driver[64];
   char device_name[64];
-  char reason[512];     /* why not usable, or what was proved */
+  char reason[512];     /* why not usable, or what was tested */
 };
 
 /* Counters since vmem_open ("calls", "ns") and present state (the rest). */
@@ -441,7 +442,7 @@ struct vmem_op {
   uint64_t page_size; /* POPULATE: 0 = granule */
   uint64_t value;     /* FILL: 0 to 255 */
   /* POPULATE with COPY. The source is mapped, and not changed by a call meanwhile; until the batch is over,
-   * taking it away is -EBUSY. It need not be aligned. */
+   * unmapping it is -EBUSY. It need not be aligned. */
   uint64_t src;        /* address of the first piece's contents */
   uint64_t src_stride; /* between those of the pieces; 0: all pieces hold the same */
   uint64_t src_bytes;  /* of one piece; 0 = bytes. What is beyond is zero */
@@ -486,7 +487,7 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
 
 /* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
  * the call returns: -ENOMEM comes now or never, and so do -EAGAIN (VMEM_MAX_PENDING unfinished batches) and
- * -ENOBUFS (VMEM_MAX_TICKETS tickets that nobody dropped). Until the batch is finished its ranges are -EBUSY for
+ * -ENOBUFS (VMEM_MAX_TICKETS undropped tickets). Until the batch is finished its ranges are -EBUSY for
  * other calls. Batches start in order, but one that waits (for GPU work, for a fill of an earlier batch, or, before
  * its unmaps, for its own fills) lets later ones pass: one that never ends holds up only those that need its ranges.
  * The result is kept until vmem_ticket_drop, after any number of later batches. flags: VMEM_SUBMIT_*. With

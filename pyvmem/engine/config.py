@@ -109,8 +109,9 @@ class Policy:
         max_seq_len: tokens per request; 0: the model's.
         memory: bytes of keys and values; 0: `memory_share` of the free memory.
         memory_share: fraction of the device's free memory to use (on host: of the memory that this
-            process may still allocate: `Context.memory`); the rest is for activations and others.
-            Above 0, at most 1.
+            process may still allocate: `Context.memory`). Above 0, at most 1. The rest is for
+            activations and other allocations, so the default is below the 0.9 of
+            `KVCacheConfig.memory_limit`, which leaves no room for activations.
         page_size: bytes; 0: as advised.
         layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
         ahead_tokens: `KVCacheConfig.ahead_tokens`.

@@ -91,7 +91,9 @@ class FairLock(RLock):  # type: ignore[misc]  # final for the checkers alone
             raise
 
 
-_PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need the rest
+# Of a GPU's free memory: kernels, libraries and graphs need the rest. `Policy.memory_share` is
+# less, since it leaves room for a whole engine's activations, too.
+_PART_OF_CARD = 0.9
 _HEADROOM = 256 << 20  # on a ledger, and at most a sixteenth of the budget
 
 

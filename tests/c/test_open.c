@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: opening proves a page, and what fails its proof is passed over; a back end odd in vMemFree, and in room. */
+/* Description: opening tests a page, and auto skips a back end that fails; a back end odd in vMemFree, and in room. */
 #include "api/api.h"
 #include "check.h"
 
@@ -153,7 +153,7 @@ static void each_failure_is_named_and_leaves_nothing(void) {
     EQ(vm, 77);
     OK(vmem_get_error(&e));
     EQ(e.code, faults[i].error);
-    CHECK(strstr(e.text, "back end odd opened, but failed its proof"));
+    CHECK(strstr(e.text, "back end odd opened, but failed its opening test"));
     CHECK(strstr(e.text, faults[i].text));
     EQ(opened, 1);
     EQ(closed, 1);
@@ -210,8 +210,8 @@ static void probe_says_the_same(void) {
   EQ(closed, 1);
 }
 
-/* The proof is over when the context begins: no trace in what its user sees, no limit touched. */
-static void nothing_of_the_proof_shows(void) {
+/* The opening test leaves no trace in what the context's user sees, and reaches no limit. */
+static void opening_test_leaves_no_trace(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .backend = "odd", .mem_limit = PAGE, .slab_size = PAGE};
   struct vmem_stats s;
   uint64_t va;
@@ -233,7 +233,7 @@ static void nothing_of_the_proof_shows(void) {
   EQ(reserved + slabs, 0);
 }
 
-static void each_granule_is_proved(void) {
+static void each_granule_is_tested(void) {
   for (uint64_t granule = KIB(4); granule <= MIB(2); granule <<= 1) {
     struct vmem_open_opts o = {.size = sizeof(o), .backend = "odd", .granule = granule};
     vmem_t vm;
@@ -343,6 +343,6 @@ static void a_refusal_is_counted_again_without_the_lock(void) {
 }
 
 MAIN(TEST(each_failure_is_named_and_leaves_nothing), TEST(the_byte_that_differs_is_named), TEST(auto_passes_it_over),
-     TEST(probe_says_the_same), TEST(nothing_of_the_proof_shows), TEST(each_granule_is_proved),
+     TEST(probe_says_the_same), TEST(opening_test_leaves_no_trace), TEST(each_granule_is_tested),
      TEST(a_range_that_is_gone_shows_no_mappings), TEST(a_range_that_is_not_gone_keeps_its_mappings),
      TEST(a_refusal_is_counted_again_without_the_lock))

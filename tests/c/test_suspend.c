@@ -83,13 +83,13 @@ static struct rm rm = {.fd = FAKE_FD, .client = 1};
 /* ---- one call ---------------------------------------------------------------------------------- */
 
 static void a_call_waits_for_a_suspend(void) {
-  suspend(VM_PATIENCE_S - 1);
+  suspend(VM_SUSPEND_RETRY_S - 1);
   driver.interrupts = 3;
   OK(rm_free(&rm, 1, 2));
   fake_time = false;
-  CHECK(waited_s() >= VM_PATIENCE_S - 2);
+  CHECK(waited_s() >= VM_SUSPEND_RETRY_S - 2);
   /* Asleep, not turning. */
-  CHECK(driver.calls < VM_PATIENCE_S * 12);
+  CHECK(driver.calls < VM_SUSPEND_RETRY_S * 12);
   EQ(longest_pause_ns, SECOND / 10);
 }
 
@@ -102,7 +102,7 @@ static void a_call_gives_up_after_a_while(void) {
     driver.status = statuses[i];
     EQ(rm_free(&rm, 1, 2), -EAGAIN);
     fake_time = false;
-    CHECK(waited_s() >= VM_PATIENCE_S - 1 && waited_s() <= VM_PATIENCE_S + 1);
+    CHECK(waited_s() >= VM_SUSPEND_RETRY_S - 1 && waited_s() <= VM_SUSPEND_RETRY_S + 1);
     OK(vmem_get_error(&e));
     EQ(e.code, -EAGAIN);
     EQ(e.status, statuses[i]);
@@ -154,7 +154,7 @@ static void every_rm_call_does_so(void) {
        -EAGAIN);
     fake_time = false;
     CHECK(strstr(vmem_last_error(), kind ? "an allocation" : "a question"));
-    CHECK(waited_s() >= VM_PATIENCE_S - 1);
+    CHECK(waited_s() >= VM_SUSPEND_RETRY_S - 1);
   }
 }
 

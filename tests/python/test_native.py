@@ -171,7 +171,7 @@ def test_cli_probe(capsys: pytest.CaptureFixture[str]) -> None:
         assert record["page_sizes"] == list(one.page_sizes)
         what, _, times = record["reason"].partition(": opened in ")
         assert what == one.reason.partition(": opened in ")[0]
-        assert "proved in" in times or not record["usable"]
+        assert "tested in" in times or not record["usable"]
         assert {cap for cap in pyvmem.Caps if cap in one.caps} == {
             pyvmem.Caps[name] for name in record["caps"]
         }

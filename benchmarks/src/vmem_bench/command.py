@@ -54,7 +54,7 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
         type=positive,
         default=seconds,
         metavar="S",
-        help=f"stop after so many seconds ({seconds})",
+        help=f"stop after S seconds ({seconds})",
     )
     add("--quick", action="store_true", help="a tiny model and a few samples: a smoke test")
     add("--out", type=replaced, metavar="FILE", help="write JSON here, raw samples in raw/")

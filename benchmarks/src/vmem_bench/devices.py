@@ -62,7 +62,7 @@ def _counts(most: int) -> list[int]:
 
 
 def _opened(command: Command, devices: int) -> Context:
-    """A context on the first so many devices."""
+    """A context on the first `devices` devices."""
     return Context(command.backend, devices=range(devices), granule=command.page)
 
 
@@ -350,7 +350,7 @@ def _rank(
 
 
 def _walk(cache: KVCache | ParallelKVCache, call: _Call, samples: Samples) -> None:
-    """Some steps, in each of which one request, by turns, outgrows its pages."""
+    """Some steps; in each, the next request in turn outgrows its pages."""
     into = samples.new_round()
     requests, rows = cache.config.max_batch, cache.layout.page_size // cache.layout.row_bytes
     reqids = [cache.alloc_reqid() for _ in range(requests)]

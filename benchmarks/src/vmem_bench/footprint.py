@@ -37,7 +37,7 @@ __all__ = ["CACHE", "ENTRIES", "MALLOC", "Footprint", "Model", "memories"]
 
 MALLOC = "malloc"
 ENTRIES = "entries"
-"""Small pages that entries of 2 MB map wherever whole blocks of them lie together."""
+"""Small pages, of which entries of 2 MB map the blocks that are contiguous."""
 CACHE = "cache"
 """Pages of a `KVCache` whose requests had a prefill each and grew to the end, in steps."""
 
@@ -173,7 +173,7 @@ class Footprint:
     # ---- memory ----------------------------------------------------------------------------------
 
     def _in_memory(self, nbytes: int, kind: str, use: Callable[[torch.Tensor], None]) -> None:
-        """Calls `use` with a flat bfloat16 tensor of so many bytes, and frees it."""
+        """Calls `use` with a flat bfloat16 tensor of `nbytes` bytes, and frees it."""
         import torch
 
         if kind == MALLOC:
@@ -337,7 +337,7 @@ class Footprint:
         )
 
     def _blocks(self, size: str, case: Case, together: int) -> _Work:
-        """Blocks of 16 tokens in random order; those of `together` layers lie side by side."""
+        """Blocks of 16 tokens in random order; those of `together` layers are adjacent."""
         import torch
 
         layers, model = self.model.layers, self.model

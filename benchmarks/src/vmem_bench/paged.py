@@ -149,7 +149,7 @@ def add_parser(which: Any) -> None:
         type=sizes,
         default=[],
         metavar="SIZE,...",
-        help="instead of the cases: attention over all layers of caches of so many bytes, as "
+        help="instead of the cases: attention over all layers of caches of these sizes, as "
         "8G,48G, by layout and by the size of page-table entries",
     )
     parser.set_defaults(run=run)

@@ -287,7 +287,7 @@ class Sliding:
             self.evicted += sum(span.pages for span in spans)
 
     def _need(self, tokens: int) -> int:
-        """The first unit that sliding layers need after so many tokens."""
+        """The first unit that sliding layers need after `tokens` tokens."""
         whole = tokens // self.tree.unit * self.tree.unit
         return max(0, whole - self._kept) // self.tree.unit
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench prefixes`: what the prefix tree finds, and how long a look-up takes.
+"""`vmem bench prefixes`: hit rates of the prefix tree, and the time of a look-up.
 
 - Part ``hits``: Mooncake's trace against the tree, with the units of several layouts, and against
   blocks of 16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` describes

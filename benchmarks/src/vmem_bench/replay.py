@@ -38,7 +38,7 @@ class Memory(Protocol):
     """The cache under test; requests are numbered in order of admission."""
 
     def hold(self, lengths: Lengths) -> bool:
-        """Makes each request hold so many tokens; extra lengths at the end are new requests.
+        """Makes each request hold its number of tokens; extra lengths at the end are new requests.
 
         Returns False, with nothing changed, if memory is short.
         """
@@ -56,7 +56,7 @@ class Memory(Protocol):
 class Pages:
     """Memory computed by the cache's arithmetic alone, `Layout.pages_for_step`; maps nothing.
 
-    A block of PagedAttention is a page of so many rows of one layer.
+    A PagedAttention block of N tokens is a page of N rows of one layer.
     """
 
     def __init__(self, layout: Layout, memory_bytes: int) -> None:

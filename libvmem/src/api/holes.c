@@ -2,8 +2,8 @@
 /*
  * Holes that temporarily read as zeros, for a SIGSEGV handler.
  *
- * All of it happens under the context's lock, so that no call maps a page there meanwhile. A handler may take that
- * lock, for nothing reads a reservation's memory while it holds one.
+ * All of this happens under the context's lock, so that no call maps a page there at the same time. The signal handler
+ * may take that lock, because no code reads a reservation's memory while holding it.
  */
 #include "api/api.h"
 

@@ -119,7 +119,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   if (o->slab_size) c->info->pub.slab_size = o->slab_size;
   if (c->info->pub.slab_size < c->granule) c->info->pub.slab_size = c->granule;
   snprintf(c->info->pub.backend, sizeof(c->info->pub.backend), "%s", be->name);
-  if (c->info->unproved) snprintf(c->info->pub.warning, sizeof(c->info->pub.warning), "%s", c->info->about);
+  if (c->info->unknown_branch) snprintf(c->info->pub.warning, sizeof(c->info->pub.warning), "%s", c->info->about);
   if (!c->opts.pool_high) {
     c->opts.pool_high = c->info->pool_high;
     c->phys->surplus.delay = c->info->pool_delay;

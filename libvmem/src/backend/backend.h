@@ -38,9 +38,9 @@ struct vm_be_info {
   uint64_t all_page_sizes;        /* with any granule; 0 = as in pub */
   const char *how;                /* for logs, how a page is mapped: " through UVM"; NULL = "" */
   char about[192];                /* notes on the driver, "" = none */
-  bool unproved;                  /* unknown driver branch: the proof is stricter, and `about` is a warning */
+  bool unknown_branch;            /* of the driver: the opening test is stricter, and `about` is a warning */
   const struct vm_backend *table; /* table to use from now on; NULL = the one opened */
-  uint64_t open_ns, prove_ns;     /* how long opening and proving took: vm_backend_open */
+  uint64_t open_ns, test_ns;      /* durations of opening and of the opening test: vm_backend_open */
 };
 
 struct vm_be_range {
@@ -60,7 +60,7 @@ enum vm_bind_kind {
   VM_BIND_MAP = 1, /* as `map` */
   VM_BIND_REMAP,   /* over what is mapped there, to pages that are its own or were: as `remap`; what a
                       back end with `bind` is given to take a REPLACE back, a large page perhaps in parts */
-  VM_BIND_REPLACE, /* the same, to any pages; large ones come and go as wholes */
+  VM_BIND_REPLACE, /* the same, to any pages; large pages are mapped and unmapped whole */
   VM_BIND_UNMAP    /* as `unmap` */
 };
 
@@ -94,7 +94,7 @@ struct vm_backend {
   const char *name;
 
   /* opts has all fields of this version of the library. *be is the back end's own state. Called only by
-   * vm_backend_open, which runs the proof. */
+   * vm_backend_open, which runs the opening test. */
   int (*open)(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
   /* Called after everything was unreserved and destroyed, as far as that succeeded. */
   void (*close)(void *be);
@@ -129,7 +129,7 @@ struct vm_backend {
 
   /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
    * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
-   * where it fills pages in between; map and unmap then serve the proof of opening alone. With one driver
+   * where it fills pages in between; then only the opening test calls map and unmap. With one driver
    * call it is all or nothing; for more, and for a driver that fails in the middle, *result says what was
    * done. -ENOTRECOVERABLE if and only if result->lost. */
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
@@ -167,7 +167,7 @@ struct vm_backend {
   void (*recount)(void *be, uint64_t segments);
 };
 
-/* prove.c: opens a back end and proves that it works on its device; fills *info, including the table. Closes it on
+/* open.c: opens a back end and tests that it works on its device; fills *info, including the table. Closes it on
  * failure. */
 int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
 /* Opens and closes a back end on a device, as "auto" would. Fills *found and returns its error. */

@@ -57,8 +57,7 @@ int vm_drv_event_finish(struct vm_ctx *c, vm_event *e);
 void vm_drv_event_follow(struct vm_ctx *c, vm_event *last, vm_event e);
 void vm_drv_mark_worker(void); /* this thread's time is the worker's */
 
-/* Maps a whole slab at addresses of its own, and unmaps it. As part of the slab's life they count as slab calls;
- * kind: of the failures that are injected. */
+/* Map a whole slab at addresses reserved for it, and unmap it. They count as slab calls; kind: of injected failures. */
 int vm_drv_alias(struct vm_ctx *c, uint64_t slab, uint64_t bytes, uint32_t kind, uint64_t *addr, uint64_t *priv);
 int vm_drv_unalias(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t priv);
 
@@ -70,10 +69,10 @@ int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_r
 
 /* ---- room.c (lock held) ------------------------------------------------------------------------ */
 
-/* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings applies too. On success they
- * count as planned. */
+/* Reserves pieces and mappings for a plan; -ENOSPC if `more` do not fit. `limited`: max_mappings applies too. On
+ * success they count as planned. */
 int vm_room_take(struct vm_ctx *c, struct vm_room more, bool limited);
-/* Ends a plan's share: its mappings are counted by now, or will never be made. */
+/* Drops a plan's reservation: its mappings have been counted, or will never be made. */
 void vm_room_end(struct vm_ctx *c, struct vm_room planned);
 /* True if the caller should retry after `err`, because a stale count was refreshed. Lock not held. */
 bool vm_recount(struct vm_ctx *c, int err);

@@ -15,9 +15,8 @@
 
 #define TEXT 16384 /* longer than memory.stat, and than /proc/self/cgroup with one long path */
 
-/* What the kernel charges to a group beside the pages: a page table of 4 KiB for each page of 64 KiB where none has a
- * neighbour, for the 65,530 mappings that a process may have by default; and what this process's heap needs
- * meanwhile. */
+/* Other memory that the kernel charges to a group: page tables, at worst 4 KiB for each scattered page of 64 KiB, for
+ * the 65,530 mappings that a process may have by default; and this process's heap. */
 #define TABLES_PART 16
 #define TABLES_MOST (256ull << 20)
 #define HEAP_PART 16 /* of the limit */

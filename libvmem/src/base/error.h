@@ -5,7 +5,7 @@
 
 #include <vmem.h>
 
-#include "base/retry.h"
+#include "base/suspend_retry.h"
 
 /* Records the error and returns `code` (a negative errno). The text needs no newline and no function
  * name: the public entry point sets that with vm_error_begin. */
@@ -27,8 +27,8 @@ void vm_error_restore(const struct vmem_error *in);
 
 const struct vmem_error *vm_error_last(void);
 
-/* Undoes something: the error recorded before stays the one that is reported, and a suspended driver is waited
- * for (retry.h). */
+/* Makes a call that undoes something: the error recorded before stays the reported one, and the call is retried while
+ * the driver is suspended (suspend_retry.h). */
 #define VM_UNDO(call)                                                                                                  \
   do {                                                                                                                 \
     struct vmem_error why_;                                                                                            \

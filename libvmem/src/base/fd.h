@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * fd.h - file descriptors that the library keeps. None is 0, 1 or 2: in a process that was started without
- * standard output, say, printf would write into what has its number.
+ * standard output, printf would write into the file that has number 1.
  */
 #ifndef VMEM_BASE_FD_H
 #define VMEM_BASE_FD_H
 
-/* Another descriptor of the same file, which exec closes; -1 with errno. */
+/* Duplicates a descriptor, with close-on-exec; -1 with errno. */
 int vm_duplicate(int fd);
 
-/* `fd`, which exec closes, or one that replaces it, and `fd` is closed. -1 with errno: `fd` was -1, or there is none to
- * replace it, and it is closed. */
+/* Returns `fd` if it is above 2, else closes it and returns a duplicate above 2; `fd` has close-on-exec set already. -1
+ * with errno: `fd` was -1, or it could not be duplicated and is closed. */
 int vm_above_stdio(int fd);
 
 #endif

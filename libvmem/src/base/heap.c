@@ -30,12 +30,12 @@ void vm_inject_arm(struct vm_ctx *c, uint32_t kinds, uint64_t skip, uint64_t cou
 
 /* As in the back ends, an undo is retried while the driver is suspended; other calls have been retried by now. */
 int vm_injected(struct vm_ctx *c, uint32_t kind) {
-  struct vm_patience p = {0};
+  struct vm_suspend_retry p = {0};
   int error;
   do {
     if (!injection_hit(c, kind)) return 0;
     error = -__atomic_load_n(&c->inject.error, __ATOMIC_RELAXED);
-  } while (error == -EAGAIN && vm_undoing() && vm_again(&p));
+  } while (error == -EAGAIN && vm_undoing() && vm_suspend_wait(&p));
   return vm_fail(error, "failure injected");
 }
 

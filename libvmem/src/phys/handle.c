@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * The handle table. A handle is 12 bits of context tag, 20 bits of generation, 32 bits of index, so that a stale
- * handle, or one of another context, is recognised. The entry that has been free for longest is taken, and none before
- * LEAST_FREE are: so a number comes again after 2^30 more handles (sooner where heap memory lacks for as many entries).
+ * handle, or one of another context, is recognised. Entries are reused in the order in which they became free,
+ * and only when LEAST_FREE are free: so a number recurs after 2^30 more handles (sooner if heap memory is too short for
+ * as many entries).
  * An entry outlives its handle while mappings made with it exist, because their ptes refer to it. The caller holds
  * vm_ctx.lock.
  */

@@ -72,7 +72,7 @@ struct vm_slab *vm_slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes
 /* Frees the slab's memory, mapping and structure; it must be in no table. Memory that the driver does not take back
  * is leaked. Lock not held. */
 int vm_slab_destroy(struct vm_ctx *c, struct vm_slab *s);
-/* Gives it an index, and takes that away. Lock held. */
+/* Add a slab to the table of slabs and give it an index; remove it. Lock held. */
 int vm_slab_enter(struct vm_ctx *c, struct vm_slab *s);
 void vm_slab_forget(struct vm_ctx *c, struct vm_slab *s);
 
@@ -115,7 +115,7 @@ struct vm_pool { /* the slabs of one location and kind */
   bool large; /* of large pages */
   uint64_t free_units, soiled;
   uint64_t used_units, peak_units; /* in use; the most since the period of vm_surplus began */
-  uint64_t promised;               /* of the free units, to late batches that were not started: only those look at it */
+  uint64_t promised;               /* free units promised to late batches that have not started; only those check it */
   struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing to be taken */
   uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
   uint64_t mixed_units;                         /* free ones of chunks in the slabs' mixed_map */
@@ -321,7 +321,7 @@ struct vm_phys {
   uint64_t limbo_units;   /* without a reference, and not free yet: the driver has them */
   uint64_t growing_bytes; /* of slabs being made */
   uint64_t leaving_bytes; /* of slabs in no table any more, which the driver does not have back yet */
-  uint64_t leaving[2];    /* how many these are, by whether they began in an even epoch or an odd one */
+  uint64_t leaving[2];    /* their number, by whether they began in an even or an odd epoch */
   uint64_t epoch;         /* changes when a trim has begun to wait for them */
   uint64_t departures;    /* how often such a list of slabs has gone */
 };

@@ -491,7 +491,7 @@ static struct vm_run take_for_entries(struct vm_ctx *c, struct vm_pool *p, uint3
     uint32_t behind = blocks ? 0 : fits_behind(c, p, *n, align, place);
     if (behind) return take_units(c, s, place->unit, behind);
     if (blocks && (r = take_blocks(c, p, *n, align, place)).n) return r;
-    /* Its pages in this block lie elsewhere: an empty chunk would not make it whole. */
+    /* The stretch's other pages of this block are in another chunk, so an empty chunk would not complete the block. */
     if (!blocks && begun && find_mixed(c, p, *n, align, &r)) return take_units(c, r.slab, r.unit, r.n);
     if (!blocks && find_empty_chunk(c, p, place->offset, *n, &r)) return take_units(c, r.slab, r.unit, r.n);
     if (!merge_soiled(c, p)) break;
@@ -589,7 +589,7 @@ static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint3
     dirty = vm_drv_discard(c, s->priv, vm_bytes(c, unit), vm_bytes(c, n)) != 0 || !c->info->fresh_is_zero;
     pthread_mutex_lock(&c->lock);
     c->phys->limbo_units -= n;
-    pthread_cond_broadcast(&c->done_cond); /* who lacks pages looks at them; vmem_check waits for the last */
+    pthread_cond_broadcast(&c->done_cond); /* wakes calls that wait for pages, and vmem_check */
   }
   vm_units_set_dirty(s, unit, n, dirty);
   give(c, s, unit, n);

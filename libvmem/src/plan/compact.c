@@ -95,7 +95,7 @@ static int look_at_space(struct vm_ctx *c, struct vm_space *s, struct vm_list *s
 }
 
 /* Lock held. */
-static int look(struct vm_ctx *c, struct survey *v) {
+static int survey_run(struct vm_ctx *c, struct survey *v) {
   struct vm_phys *phys = c->phys;
   int err = 0;
   for (uint32_t i = 1; i < phys->nslabs; i++) {
@@ -252,8 +252,8 @@ static bool follows(const struct vm_moved *a, const struct vm_moved *b) {
   return a->slab == b->slab && a->unit + 1 == b->unit;
 }
 
-/* Whether a call for the run may take one more granule, at `addr`: none has both large entries and small ones, and what
- * small ones map stays so. */
+/* True if the call for the run may also cover the granule at `addr`: a call has either large entries or small ones, and
+ * a range mapped by small entries keeps them. */
 static bool may_grow(const struct vm_ctx *c, const struct vm_pte *p, uint64_t addr, const struct vm_seg *seg,
                      struct vm_run run, bool large) {
   run.n++;
@@ -444,7 +444,7 @@ static int compact_all(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
   struct survey v = {0};
   const struct vm_pool *full[VM_POOLS];
   size_t nfull = 0;
-  int err = look(c, &v);
+  int err = survey_run(c, &v);
   for (size_t i = 0; i < v.victims.n && !err && *freed < want && !c->closing; i++) {
     const struct victim *e = VM_AT(v.victims, struct victim, i);
     struct vm_slab *s = e->index < c->phys->nslabs && c->phys->slabs[e->index] == e->slab ? e->slab : NULL;

@@ -324,7 +324,7 @@ static void add_cuts(struct vm_ctx *c, struct vm_room *room, const struct vm_pie
 int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
   uint64_t mappings = p->maps.n + p->replaces.n + p->kept.n;
   struct vm_room room = {2 * mappings, mappings};
-  /* An unmap that cuts one mapping in two, or splits an entry, gives memory back: the limit does not stop it. */
+  /* The limit does not apply to an unmap that cuts a mapping in two or splits an entry, since it frees memory. */
   bool maps = p->maps.n + p->replaces.n;
   int err;
   for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &room, VM_AT(p->replaced, struct vm_piece, i));
@@ -361,7 +361,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     struct maker m = {.c = c, .p = p};
     uint64_t free_units = 0, need = 0;
     struct vmem_error why;
-    bool lacked = false; /* the pool had fewer, however they lie */
+    bool lacked = false; /* the pool had too few pages, contiguous or not */
     int err = 0;
     memset(p, 0, sizeof(*p));
     p->grow_id = grow_id;

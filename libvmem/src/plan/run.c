@@ -303,8 +303,8 @@ static int start_fills(struct vm_ctx *c, struct vm_plan *p, const vm_event *afte
   return err;
 }
 
-/* Waits for the plan's own copies and fills; or, with `over`, says whether they have ended. Meanwhile the fills hold up
- * other plans as those of a committed one do. */
+/* Waits for the plan's own copies and fills; with `over`, only reports whether they have ended. Until then the fills
+ * block other plans, as those of a committed plan do. */
 static int end_own(struct vm_ctx *c, struct vm_plan *p, bool *over) {
   struct vm_fill *f = p->fill;
   int err = 0;

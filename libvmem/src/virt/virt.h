@@ -123,7 +123,7 @@ uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
 static inline uint32_t vm_call_marks(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, struct vm_run r) {
   return PTE_CALL | (vm_is_whole(c, s, addr, r) ? PTE_LARGE : 0);
 }
-/* Bytes from addr on, at most max, that one driver call may map again with the entries they have. */
+/* The number of bytes from addr on, at most max, that one driver call may remap with their present entries. */
 uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
 /* True if the granule is the first of a large entry. */
 bool vm_is_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
@@ -134,8 +134,8 @@ bool vm_is_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
  * `flags` PTE_START and PTE_CALL are the first granule's, PTE_LARGE that of each block. */
 int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle, uint32_t flags,
                  uint32_t *marked);
-/* Busy ptes, from addr on, name the run's units instead, for as long as what they named before follows one another:
- * that is the result. */
+/* Makes busy ptes from addr on refer to the run's units, up to where the units that they referred to stop being
+ * contiguous. Returns the run of those old units. */
 struct vm_run vm_ptes_rename(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle,
                              uint32_t flags);
 /* Marks live ptes busy up to the first that is not live; returns their number. */

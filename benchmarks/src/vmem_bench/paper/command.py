@@ -30,15 +30,15 @@ hide: [toc]  # the tables are wide
 
 One row for each table and figure of the three papers: their number, ours, the command that makes
 it, and why the two differ. Theirs are of one or more A100 of 80 GB, ours of the GPU that the row
-names, or arithmetic. "not run" names the result that is not kept yet; what no machine here can
-show says so. Letters in brackets say [where a number of theirs is
-from](#where-the-papers-numbers-are-from). Figures of vAttention have the numbers of arXiv's third
-version; its artifact counts one less from figure 7 on.
+names, or arithmetic. "A over B, 1.2x" is A divided by B. "not run" names the missing result;
+"cannot be shown here" says what this project's machines lack. A letter in brackets names [the
+source of a number of theirs](#where-the-papers-numbers-are-from). Figures of vAttention have the
+numbers of arXiv's third version; its artifact counts one less from figure 7 on.
 
 AZURE, ARXIV and MOONCAKE stand for the traces that [the benchmarks' page](../benchmarks/README.md)
 names, FILE for FlashAttention-3's shared object. A ratio of equal arms ("again") shows how much two
-runs of the same thing differ. The same results are drawn as the papers draw theirs:
-[pictures](reproduction/pictures.md)."""
+runs of the same arm differ. The results are also drawn
+[as in the papers](reproduction/pictures.md)."""
 _PICTURES = "pictures.md"
 _PICTURES_HEAD = """---
 hide: [toc]

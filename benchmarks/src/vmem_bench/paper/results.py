@@ -71,7 +71,7 @@ class Result:
 
 
 class Results:
-    """The folder; `results["h100"]` is ``h100.json``."""
+    """The directory; `results["h100"]` is ``h100.json``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

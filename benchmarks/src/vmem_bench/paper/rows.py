@@ -403,7 +403,7 @@ def _swapping(results: Results) -> str:
         parts.append(
             f"{tokens:,} tokens: pages {pages:.2f}x, blocks of 16 / 64 {' / '.join(blocks)}x"
         )
-    return "out and back over computing again, " + "; ".join(parts)
+    return "out and back over recomputing, " + "; ".join(parts)
 
 
 _HEADS = ("decode_mha", "decode_llama", "decode_yi_6b", "decode_yi_34b", "decode_mqa")
@@ -857,7 +857,7 @@ ROWS = (
         "the same by the part that is shared",
         "2.12x on average, at most 3.92x (A100)",
         "a",
-        "Two prompts of 16K of which nothing, half or seven eighths lie in the cache.",
+        "Two prompts of 16K of which nothing, half or seven eighths are cached.",
         "kernels-prefix-h100",
         _over_blocks("kernels-prefix-h100", "fa3", "prefix_none", "prefix_half", "prefix_most"),
         f"{_KERNELS} --cases prefix",
@@ -868,7 +868,7 @@ ROWS = (
         "what beginning with a recorded prefix costs",
         "no number in the texts at hand",
         "a",
-        "Mapping replaces computing; how long it takes depends on how the pages lie.",
+        "Mapping replaces computing; how long it takes depends on how scattered the pages are.",
         "prefix-map-h200",
         _prefix,
         "vmem bench prefix-map",
@@ -1000,7 +1000,7 @@ ROWS = (
         "swapping against recomputation",
         "comparable at blocks of 16 to 64; recomputation never above 20 % of swapping's latency",
         "t",
-        "One request at a time; the cache copies what lies together in one piece.",
+        "One request at a time; the cache copies contiguous pages in one piece.",
         "swap-h200",
         _swapping,
         "vmem bench swap --fa3 FILE",

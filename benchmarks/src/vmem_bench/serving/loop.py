@@ -335,8 +335,8 @@ def serve(
         arrivals: the requests, sorted by time.
         tokens: returns the ids of a request's prompt and answer, given its number and itself.
         budget: most new tokens in a step.
-        ahead: how many tokens ahead a store is told to prepare.
-        limit_s: stop after so many seconds.
+        ahead: tokens ahead of a request's length that a store is told to prepare.
+        limit_s: stop after this time, in seconds.
         observer: gets every step's requests and logits; with it, nothing overlaps.
 
     Raises:

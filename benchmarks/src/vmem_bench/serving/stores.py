@@ -114,7 +114,7 @@ class Store(ABC):
 
     @abstractmethod
     def hold(self, slots: list[int], lengths: list[int]) -> bool:
-        """Makes memory for so many tokens of each slot; False, changing nothing, if it is short."""
+        """Maps memory for these lengths; False, changing nothing, if memory is short."""
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
         """Begins to make the memory that the next `hold` of these slots will ask for.
@@ -241,8 +241,8 @@ class Slots(Store):
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
         """See `Store`; by pages.
 
-        Beside requests that run some pages are left to them: those of a request that ends come back
-        only after its last step, and the next one is planned before that is over.
+        While requests run, some pages are left to them: the pages of a request that ends are
+        returned only after its last step, and the next step is planned before that.
         """
         memory, page = self.cache.memory, self.cache.layout.page_size
         missing = memory.for_request(None, tokens)
@@ -364,7 +364,7 @@ class Static(Store):
 class Paged(Store):
     """Blocks of a pool that is allocated up front, a block table, and a stack of free blocks.
 
-    The table lies on the device, where only new entries are copied; a forward pass gathers its
+    The table is on the device, to which only new entries are copied; a forward pass gathers its
     requests' rows of it. A freed block is given out again at once, as work on one stream is in
     order.
     """
@@ -409,7 +409,7 @@ class Paged(Store):
         return len(self._free)
 
     def _grab(self, count: int) -> list[int]:
-        """Takes so many of the available blocks."""
+        """Takes `count` of the available blocks."""
         taken = self._free[-count:]
         del self._free[-count:]
         return taken

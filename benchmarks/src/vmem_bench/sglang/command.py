@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench sglang`: SGLang on the elastic pool beside stock SGLang, on one device.
 
-One engine at a time, in a process of its own: stock and elastic in turns there and back, so that a
-drift of the machine meets both alike. A ratio is the mean over neighbouring turns, with its
+One engine at a time, in a process of its own: stock, elastic, elastic, stock, so that drift of
+the machine affects both equally. A ratio is the mean over neighbouring turns, with its
 confidence interval. The result file is written after each turn. The part ``share`` has a module of
 its own.
 """
@@ -212,7 +212,7 @@ def _report(command: Command, part: Part) -> str:
 
 PARTS: dict[str, tuple[str, dict[str, str], Callable[[Command, Part], None]]] = {
     "sglang": ("the elastic pool beside stock SGLang", _METHOD, measure),
-    "share": ("vLLM and SGLang, busy by turns", share.METHOD, share.measure),
+    "share": ("vLLM and SGLang, busy in turns", share.METHOD, share.measure),
 }
 _NAMES = {
     "sglang": ("requests", "turns", "prompt", "answer", "page_size", "idle", "repeats"),

@@ -25,15 +25,15 @@ STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 """The steps, in their order; sleep is the elastic engine's."""
 
 _NEW = 48  # tokens of an answer that is compared
-_LOOK = 0.05  # s between looks at the memory under load
+_LOOK = 0.05  # s between samples of the memory under load
 _IDLE = 20.0  # s that it may take to become idle
-_EMPTY = 1.5  # s that memory may take to come back after a flush
+_EMPTY = 1.5  # s that memory may take to be returned after a flush
 
 Ids = list[list[int]]
 
 
 def greedy(new: int) -> dict[str, Any]:
-    """Sampling parameters of so many new tokens."""
+    """Sampling parameters for `new` tokens."""
     return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
 
 
@@ -86,7 +86,7 @@ class _Engine:
         return [draw.choices(tokens, k=length) for _ in range(count)]
 
     def ask(self, ids: Ids, new: int) -> Ids:
-        """Greedy answers of so many tokens, to prompts that are all there at once."""
+        """Greedy answers of `new` tokens to prompts that are submitted at once."""
         found = self.sglang.generate(input_ids=ids, sampling_params=greedy(new))
         answers = [one["output_ids"] for one in found]
         if any(len(one) != new for one in answers):
@@ -155,7 +155,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
             add("rate", count=count, rates=rates)
         time.sleep(1)
         memory["after"] = engine.memory()
-        for key, value in memory["after"].items():  # a short load ends between two looks
+        for key, value in memory["after"].items():  # a short load ends between two samples
             memory["highest"][key] = max(memory["highest"][key], value)
         time.sleep(plan["idle"])
         memory["rest"] = engine.memory()

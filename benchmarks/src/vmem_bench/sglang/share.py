@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``share`` of `vmem bench sglang`: vLLM and SGLang on one device, busy by turns.
+"""The part ``share`` of `vmem bench sglang`: vLLM and SGLang on one device, busy in turns.
 
 All four engines are alive at once: vLLM and SGLang on the elastic pool, which share memory by one
 ledger, and both stock, each with half as much. A burst of requests needs most of the shared memory,

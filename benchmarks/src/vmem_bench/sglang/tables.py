@@ -10,8 +10,8 @@ from vmem_bench.vllm.full import interval
 
 __all__ = ["HEAD", "SHARED", "body", "shared", "spread"]
 
-HEAD = ["", "stock", "elastic", "elastic over stock"]
-SHARED = ["", "static halves", "elastic", "elastic over static"]
+HEAD = ["", "stock", "elastic", "elastic relative to stock"]
+SHARED = ["", "static halves", "elastic", "elastic relative to static"]
 
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -44,7 +44,7 @@ class _Lines:
         self._put(title, [*cells, _measured(self.rows.get(f"over/{name}"), 3)])
 
     def count(self, title: str, name: str) -> None:
-        """How many of how many, of each arm."""
+        """A count and its total, for each arm."""
         found = [self.rows.get(f"{name}/{arm}") for arm in self.arms]
         self._put(title, [*(f"{one['value']} of {one['of']}" if one else "" for one in found), ""])
 

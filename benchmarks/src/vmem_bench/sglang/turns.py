@@ -54,7 +54,7 @@ def engine_options(
 
     Args:
         command: of the run.
-        model: folder of its configuration.
+        model: directory of its configuration.
         longest: tokens of the longest request.
         tokens: of the KV cache.
         most: requests that run at a time.
@@ -121,7 +121,7 @@ class Turns:
     Args:
         command: of the run.
         folder: for the model, the ledger, and what engines say.
-        requests: so many at once, ascending.
+        requests: numbers of requests at once, ascending.
         order: the arms of the turns.
     """
 
@@ -258,7 +258,7 @@ def _read(out: Path) -> Found:
 
 
 def make_site(folder: Path, path: str = "") -> Path:
-    """A folder for an engine's path, with the entry points that the engine needs.
+    """A directory for an engine's path, with the entry points that the engine needs.
 
     They are our plug-in of SGLang, and pyvmem's where that is not installed.
 

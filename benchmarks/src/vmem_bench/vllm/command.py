@@ -65,9 +65,9 @@ _METHOD = {
 
 PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "load": ("the elastic pool beside stock vLLM", load.measure),
-    "idle": ("an engine that comes to rest", idle.measure),
+    "idle": ("an engine that becomes idle", idle.measure),
     "share": ("engines with bursts in turns", share.measure),
-    "sleep": ("engines that sleep by turns", sleep.measure),
+    "sleep": ("engines that sleep in turns", sleep.measure),
     "blocks": ("blocks of 16 tokens and of 128", blocks.measure),
     "rough": ("aborts, resets and trims at random", rough.measure),
     "limit": ("a limit lowered while requests run", limit.measure),

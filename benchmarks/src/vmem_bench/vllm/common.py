@@ -36,7 +36,7 @@ ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
 MIB = 1 << 20
 GIB = 1 << 30
 REST = 8.0
-"""Seconds that memory may take to come back."""
+"""Seconds that memory may take to be returned."""
 
 
 class Book:
@@ -76,7 +76,7 @@ def kv_memory(command: Command, default: int) -> int:
 
 
 def offloading(nbytes: int) -> dict[str, Any]:
-    """Options of an engine whose prefixes may lie in so much host memory."""
+    """Options of an engine with this much host memory for prefixes."""
     return {"kv_offloading_size": nbytes / GIB, "kv_offloading_backend": "native"}
 
 

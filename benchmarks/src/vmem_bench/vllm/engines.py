@@ -39,7 +39,7 @@ LONGEST = 4096
 """Tokens of the longest request, unless a fleet allows longer ones."""
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-"""What the configurations of all models of this architecture begin with."""
+"""Fields that the configurations of all models of this architecture have."""
 
 _LLAMA_3: dict[str, Any] = {
     **LLAMA,
@@ -214,7 +214,7 @@ class Engine:
             raise self._ended() from None
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """The next answer; None if none came within so many seconds."""
+        """The next answer; None if none came within `seconds`."""
         try:
             line = self._said.get(timeout=max(seconds, 1e-3))
         except queue.Empty:
@@ -427,7 +427,7 @@ class Fleet:
         look: Callable[[], None] = lambda: None,
         every: float = 0.05,
     ) -> dict[str, dict[str, Any]]:
-        """Gives several engines an order each; calls `look` now and then until all answer."""
+        """Gives several engines an order each; calls `look` regularly until all answer."""
         for name, what in orders.items():
             self.engines[name].send(**what)
         answers: dict[str, dict[str, Any]] = {}

@@ -2,8 +2,8 @@
 """The parts ``first`` and ``cost`` of `vmem bench vllm`: a user's wait, and the host's work.
 
 ``first``: the first token of an engine that was idle, so that an elastic one has given its memory
-back and maps the prompt's. Engines take turns, there and back, each after the same rest; while one
-answers, the others do nothing.
+back and maps the prompt's. Engines take turns in alternating order, each after the same rest; while
+one answers, the others do nothing.
 
 ``cost``: the time that an elastic engine's process spends in the pool's code in a step of decoding,
 counted where the code is entered. Two engines' steps differ by more than that from run to run.
@@ -78,7 +78,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
 
 
 def one_prompt(tokens: int, vocabulary: int, seed: int) -> Load:
-    """A request of so many random tokens, and four new ones."""
+    """A request of `tokens` random tokens, and four new tokens."""
     return Load.of([Arrival(0.0, Request(tokens, 4))], vocabulary, seed)
 
 

@@ -3,11 +3,11 @@
 
 Two equal engines alive side by side differ by several percent in every round: the process makes
 the difference, not the pool. So an engine has the card to itself, serves a load that fills its KV
-cache, rests, serves the load again, and ends; arms follow one another there and back (stock,
-elastic, elastic, stock), so that a drift of the machine meets both alike. At both loads' beginnings
-the elastic engine has next to nothing mapped. The first load of a process also pays for what torch
-and the driver do once, so it has rows of its own. A ratio is the mean over neighbouring engines,
-with its confidence interval.
+cache, rests, serves the load again, and ends; arms alternate (stock, elastic, elastic, stock), so
+that drift of the machine affects both equally. When either load begins, the elastic engine has next
+to nothing mapped. The first load of a process also pays for one-time work of torch and the driver,
+so it has rows of its own. A ratio is the mean over neighbouring engines, with its confidence
+interval.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def filling(
         seed: of the prompts and their lengths, which vary by a tenth.
 
     Raises:
-        InvalidArgument: the memory is too small for so many requests, or too large.
+        InvalidArgument: the memory is too small for `count` requests, or too large.
     """
     each = int(memory * _FILLED / token_bytes / count)
     prompt = each - output

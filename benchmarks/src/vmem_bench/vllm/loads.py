@@ -142,7 +142,7 @@ def _moved(one: Arrival, at: float) -> Arrival:
 
 
 def later(found: Sequence[Arrival], seconds: float) -> list[Arrival]:
-    """The same requests, so many seconds later; earlier if negative."""
+    """The same requests, `seconds` later; earlier if negative."""
     return [_moved(one, one.at + seconds) for one in found]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The part ``offload`` of `vmem bench vllm`: prompts whose keys and values lie in host memory.
+"""The part ``offload`` of `vmem bench vllm`: prompts whose keys and values are in host memory.
 
-A stock and an elastic engine, both with vLLM's offloading, take turns there and back. A prompt is
-computed, and stored as it is; then the engine forgets its prefixes, rests, and gets the prompt
+A stock and an elastic engine, both with vLLM's offloading, take turns in alternating order. A
+prompt is computed and stored; then the engine forgets its prefixes, rests, and gets the prompt
 again. While the elastic engine rests it gives its memory back, so that its second answer waits for
 pages as well as for the copy. Bytes a second are those of the copies alone, as each engine tells
 vLLM. Both engines get the same prompts, and have to answer alike: computed as the other computed,
@@ -140,7 +140,7 @@ def _forget(fleet: Fleet, arm: str) -> None:
 
 
 def _beside(fleet: Fleet, arm: str, tokens: int, seed: int, quick: bool) -> dict[str, list[float]]:
-    """Gaps of decoding requests, by what other requests meanwhile do."""
+    """Gaps of decoding requests, by what other requests do at the same time."""
     output = 48 if quick else 400
 
     def some(count: int, length: int, number: int) -> Load:

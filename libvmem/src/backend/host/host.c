@@ -4,13 +4,13 @@
  * (parts of one memfd), mapped with MAP_FIXED; a freed page is punched out of the file.
  *
  * Every scattered page is a VMA of the process, and the kernel allows vm.max_map_count of them (65,530
- * by default). The core counts the pieces; room() holds those of all contexts below the limit with a margin, so that an
- * undo, which may need a VMA more for a moment, does not fail. Where the rest of the process has taken the margin,
- * the kernel may let a map call reach one VMA above the limit, and then refuses every mmap, those of the undo
- * included: spare mappings are given up for them.
+ * by default). The core counts the pieces; room() keeps the sum over all contexts below the limit by a margin, so that
+ * an undo, which may briefly need one VMA more, does not fail. If other code in the process has used up the margin, the
+ * kernel may let a map call reach one VMA above the limit, and then refuses every further mmap, including the undo's:
+ * the undo then frees spare mappings first.
  *
  * A GPU's driver maps a slab of pages of 2 MiB with entries of that size where it can, and then changes none in part.
- * So does this one (entries.h): what works here works there.
+ * So does this back end (entries.h): code that works here works on a GPU.
  *
  * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages, nor keep them when the parent
  * has ended. A fork waits for calls that have made a mapping but not yet marked it.
@@ -193,7 +193,7 @@ static uint64_t count_vmas(void) {
   uint64_t lines = 0;
   off_t at = 0;
   ssize_t n;
-  pthread_mutex_lock(&process.counting); /* else each read would look for its place from the beginning */
+  pthread_mutex_lock(&process.counting); /* else each read would search from the beginning for its position */
   while ((n = pread(process.sources[MAPS], buf, sizeof(buf), at)) > 0 || (n < 0 && errno == EINTR))
     for (ssize_t i = 0; i < n; i++) lines += buf[i] == '\n', at++;
   pthread_mutex_unlock(&process.counting);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Opening NVIDIA's kernel modules beside CUDA, and refusing by name what is not supported. */
+/* Opens NVIDIA's kernel modules in a process that may use CUDA, and refuses unsupported GPUs with the reason. */
 #include "backend/nvidia/nvidia.h"
 
 #include <errno.h>
@@ -10,8 +10,7 @@
 #include "base/error.h"
 
 /* libcuda says no more than "no device" when a card's node is missing or this user may not open it.
- * A container that was given one card sees only that card's node, so a node that works clears the
- * rest. */
+ * A container that was given one card sees only that card's node, so one usable node is enough. */
 static int explain_no_device(struct rm *rm, int err) {
   struct nv_card_info cards[NV_MAX_CARDS];
   char node[32] = "", missing[32] = "";

@@ -17,21 +17,21 @@ enum { FIRST_HANDLE = 0xcaf00001 };
 static bool is_suspended(uint32_t status) { return status == NV_ERR_BUSY_RETRY || status == NV_ERR_GPU_NOT_FULL_POWER; }
 
 int rm_ioctl(int fd, unsigned long request, void *arg) {
-  struct vm_patience patience = {0};
+  struct vm_suspend_retry retry = {0};
   int err;
   do err = ioctl(fd, request, arg) ? -errno : 0;
-  while (err == -EINTR || (err == -EAGAIN && vm_again(&patience)));
+  while (err == -EINTR || (err == -EAGAIN && vm_suspend_wait(&retry)));
   return err;
 }
 
 static int call(int fd, unsigned long request, void *arg, uint32_t *status) {
-  struct vm_patience patience = {0};
+  struct vm_suspend_retry retry = {0};
   int err;
   if (!status) return rm_ioctl(fd, request, arg);
   do {
     *status = NV_UNTOUCHED;
     err = rm_ioctl(fd, request, arg);
-  } while (!err && is_suspended(*status) && vm_again(&patience));
+  } while (!err && is_suspended(*status) && vm_suspend_wait(&retry));
   return err || *status != NV_UNTOUCHED ? err : -RM_UNTOUCHED;
 }
 

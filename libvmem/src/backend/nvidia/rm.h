@@ -3,8 +3,8 @@
  * rm.h - a client of NVIDIA's resource manager (RM), through /dev/nvidiactl.
  *
  * No answer is trusted unchecked. The status is preset to a value that no driver returns, and must change. With a
- * driver of an unknown branch, structures may differ, so each goes to it as a copy with zeros behind: a longer one of
- * the driver reads fields of 0, and what it writes behind ours is noticed.
+ * driver of an unknown branch, structures may differ, so the driver gets a copy of each with zeros after it: if its
+ * structure is longer, it reads 0 in the extra fields, and writes to them are detected.
  */
 #ifndef VMEM_RM_H
 #define VMEM_RM_H
@@ -28,8 +28,8 @@ struct rm_gpu {
   uint32_t minor_number; /* of the device node */
 };
 
-/* ioctl, repeated after EINTR and, as retry.h says, while the driver is suspended. 0 or a negative errno, nothing
- * recorded. */
+/* ioctl, repeated after EINTR and while the driver is suspended (suspend_retry.h). Returns 0 or a negative errno;
+ * records no error. */
 int rm_ioctl(int fd, unsigned long request, void *arg);
 /* The same for a structure of NVIDIA's, with the driver's result in *status, inside it (NULL: it has none). Also
  * -RM_UNTOUCHED and -RM_BEHIND. */
@@ -44,13 +44,13 @@ int rm_open_node(const char *path, int *fd);
 int rm_open(struct rm *rm);
 /* The same, with a version that was read before. */
 int rm_open_again(struct rm *rm, const struct rm *before);
-/* Makes a client. On failure rm_close is still the caller's. */
+/* Makes a client. The caller must call rm_close even after a failure. */
 int rm_client(struct rm *rm);
 void rm_close(struct rm *rm);
-/* Notes for the user on the driver; "" = none. */
+/* Writes notes on the driver for the user; "" = none. */
 void rm_describe(const struct rm *rm, char *text, size_t size);
 
-/* All of the machine, one by one; an errno, nothing recorded. */
+/* Lists the cards of the machine. Returns 0 or a negative errno; records no error. */
 int rm_cards(const struct rm *rm, struct nv_card_info cards[NV_MAX_CARDS]);
 int rm_find_gpu(struct rm *rm, const uint8_t uuid[16], struct rm_gpu *gpu);
 

@@ -171,7 +171,7 @@ int rm_fail_errno(int err, uint64_t addr, uint64_t bytes, const char *what) {
   int code = as_it_is ? err : err == -EPERM ? -EACCES : -EIO;
   if (err == -EAGAIN)
     return vm_fail_at(err, addr, bytes, 0, "%s: the driver has been suspended for %d s, as the machine is (EAGAIN)",
-                      what, VM_PATIENCE_S);
+                      what, VM_SUSPEND_RETRY_S);
   if (err == -RM_UNTOUCHED)
     return vm_fail_at(code, addr, bytes, 0,
                       "%s: the driver left the status as it was: its structure is not the one that this library knows, "

@@ -96,8 +96,8 @@ static int enable_peers(struct nvidia *n) {
   return 0;
 }
 
-/* The second descriptor lets UVM clean up when this process's memory goes away, before its files do. A driver that
- * does not need it refuses it. */
+/* The second descriptor lets UVM clean up when this process's memory is freed, before its files are closed. A
+ * driver that does not need it refuses it. */
 static int tie_to_memory(struct nvidia *n) {
   struct uvm_mm_initialize mm = {.uvm_fd = n->uvm_fd};
   int err = rm_open_node(UVM_NODE, &n->mm_fd);

@@ -85,7 +85,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   info->all_page_sizes = 2 * LARGEST_PAGE - SMALLEST_GRANULE;
   info->how = " through UVM";
   rm_describe(&s->rm, info->about, sizeof(info->about));
-  info->unproved = s->rm.careful;
+  info->unknown_branch = s->rm.careful;
   info->pub.slab_size = DEFAULT_SLAB;
   info->most_mappings = STOCK_MAX_MAPPINGS / s->num_devices;
   info->pub.max_mappings = info->most_mappings / 2; /* other processes draw from the same handles */

@@ -4,8 +4,8 @@
  * context.
  *
  * A forked child cannot use CUDA, nor, since other threads may have held any lock, the heap or stdio. So it uses only
- * RM and UVM, as in without_cuda.c. It is made without fork's handlers, which belong to CUDA and to others, and
- * without a signal at its end, so that nobody else's wait() sees it.
+ * RM and UVM, as in without_cuda.c. It is created without running fork handlers, which belong to CUDA and other
+ * libraries, and without an exit signal, so that the program's own wait() does not see it.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -22,10 +22,10 @@
 #include "base/error.h"
 #include "base/fd.h"
 
-enum { PAGES = 4, TIME_LIMIT_S = VM_PATIENCE_S + 30 };
+enum { PAGES = 4, TIME_LIMIT_S = VM_SUSPEND_RETRY_S + 30 };
 #define SPAN (2ull << 20) /* of the range */
 
-/* Expects a refusal: a driver that accepts the call does not do what it is told. */
+/* Expects an error: a driver that accepts this call does not follow the interface that we know. */
 static int refused(int err, const char *what) {
   return err ? 0 : vm_fail(-EIO, "%s was not refused: the driver does not do what its answers say", what);
 }

@@ -23,7 +23,7 @@ struct group {
   size_t first, count; /* the core's operations in it */
 };
 
-/* The kernel's operations that a map takes: one for each object that it touches. */
+/* The number of kernel operations for a map: one for each object that it touches. */
 static uint32_t pieces(const struct vm_bind_op *op) {
   uint64_t object;
   if (op->kind == VM_BIND_UNMAP) return 1;
@@ -33,7 +33,7 @@ static uint32_t pieces(const struct vm_bind_op *op) {
 
 static uint64_t units(const struct vm_bind_op *op) { return op->bytes >> UVM_VMEM_UNIT_SHIFT; }
 
-/* A block that the core takes for one entry is one, or the kernel refuses. */
+/* True if the core expects the operation to make a large entry; the kernel then makes one or refuses the batch. */
 static bool is_large(const struct uvm *u, const struct vm_bind_op *op) {
   return u->entries && !op->sparse && !((op->addr | op->offset | op->bytes) & (SLOT - 1)) &&
          uvm_slab_is_contiguous(op->slab);

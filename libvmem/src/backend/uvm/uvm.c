@@ -141,7 +141,7 @@ static void describe(const struct uvm *u, struct vm_be_info *info) {
   rm_describe(&u->nv.rm, driver, sizeof(driver));
   snprintf(info->about, sizeof(info->about), "patched driver, ABI %u%s%s", u->query.out_abi_version,
            driver[0] ? "; " : "", driver);
-  info->unproved = u->nv.rm.careful;
+  info->unknown_branch = u->nv.rm.careful;
   info->table = u->nv.base.gpu ? NULL : &without_cuda;
 }
 

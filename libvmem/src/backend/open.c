@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * prove.c - opening a back end, with a proof that it can map a page.
+ * open.c - opens a back end and tests that it can map a page.
  *
- * The driver interfaces are not guaranteed to be stable, so every open runs a proof: a page is mapped at two
- * addresses, written through each, read through the other, and unmapped. vmem_open and vmem_probe both open here. The
- * proof calls the back end directly: no statistics count it, and vmem_inject does not affect it.
+ * The driver interfaces are not guaranteed to be stable, so every open runs the opening test: it maps a page at two
+ * addresses, writes through each, reads through the other, and unmaps it. vmem_open and vmem_probe both open here. The
+ * test calls the back end directly: no statistics count it, and vmem_inject does not affect it.
  *
- * With a driver of an unknown branch, memory contents are checked after every call: four pages that differ,
- * each alone and all in one run, read-only, at an address that another page had; and that freed memory comes back.
- * A kernel's write to a read-only page would end this process's context, so only `vmem selftest` tries it.
+ * With a driver of an unknown branch the test also checks memory contents after every call: four different pages,
+ * mapped one by one, as one run, read-only, and at an address that another page had. Last it checks that freed memory
+ * is returned. A kernel's write to a read-only page would end this process's context, so only `vmem selftest` tries it.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -75,7 +75,7 @@ static int map_and_check(const struct vm_backend *t, void *be, const struct vm_b
   return first.code;
 }
 
-static int prove(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
+static int test_page(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
   uint64_t page = info->pub.granule, bytes = info->one_page_slabs ? page : 4 * page, addr, slab, priv;
   uint32_t flags = info->pub.caps & VMEM_CAP_PLAIN ? VMEM_RESERVE_PLAIN : 0, kind;
   struct vmem_error first = {0};
@@ -100,23 +100,23 @@ enum { PAGES = 4, SPAN = 16, TRIES = 8 };
 #define LOT (32ull << 20)
 #define LITTLE (4ull << 20)
 
-struct proof {
+struct page_test {
   const struct vm_backend *t;
   void *be;
   uint64_t page, addr, slab;
   uint8_t *seen; /* a page */
 };
 
-static int map_page(const struct proof *p, unsigned place, unsigned page, uint32_t flags) {
+static int map_page(const struct page_test *p, unsigned place, unsigned page, uint32_t flags) {
   return p->t->map(p->be, p->addr + place * p->page, p->page, p->slab, page * p->page, flags, false);
 }
 
-static int fill_place(const struct proof *p, unsigned place, uint8_t value) {
+static int fill_place(const struct page_test *p, unsigned place, uint8_t value) {
   return fill(p->t, p->be, p->addr + place * p->page, p->page, value);
 }
 
 /* Checks every byte of the page at a place. */
-static int holds(const struct proof *p, unsigned place, uint8_t value, const char *when) {
+static int holds(const struct page_test *p, unsigned place, uint8_t value, const char *when) {
   uint64_t addr = p->addr + place * p->page;
   int err = p->t->read(p->be, p->seen, addr, p->page);
   for (uint64_t i = 0; i < p->page && !err; i++)
@@ -128,7 +128,7 @@ static int holds(const struct proof *p, unsigned place, uint8_t value, const cha
 
 static uint8_t mark(unsigned page) { return (uint8_t)(0x11 * (page + 1)); }
 
-static int pages_are_themselves(const struct proof *p) {
+static int pages_are_themselves(const struct page_test *p) {
   int err = 0;
   for (unsigned i = 0; i < PAGES && !err; i++) err = map_page(p, 2 * i, i, 0);
   for (unsigned i = 0; i < PAGES && !err; i++) err = fill_place(p, 2 * i, mark(i));
@@ -138,7 +138,7 @@ static int pages_are_themselves(const struct proof *p) {
   return err;
 }
 
-static int read_only_follows(const struct proof *p) {
+static int read_only_follows(const struct page_test *p) {
   const unsigned place = SPAN - 3, page = 2;
   int err = map_page(p, place, page, VMEM_MAP_READONLY);
   if (!err) err = holds(p, place, mark(page), "a page mapped read-only");
@@ -146,7 +146,7 @@ static int read_only_follows(const struct proof *p) {
   return err ? err : holds(p, place, 0x99, "a page mapped read-only, written through another address");
 }
 
-static int address_changes_page(const struct proof *p) {
+static int address_changes_page(const struct page_test *p) {
   int err = p->t->unmap(p->be, p->addr, p->page, false);
   if (!err) err = map_page(p, 0, 1, 0);
   if (!err) err = holds(p, 0, mark(1), "an address that another page had");
@@ -154,8 +154,8 @@ static int address_changes_page(const struct proof *p) {
   return err ? err : holds(p, SPAN - 1, mark(0), "a page that was unmapped, at another address");
 }
 
-static int prove_contents(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
-  struct proof p = {.t = t, .be = be, .page = info->pub.granule};
+static int test_contents(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
+  struct page_test p = {.t = t, .be = be, .page = info->pub.granule};
   struct vmem_error first = {0};
   uint64_t priv;
   uint32_t kind;
@@ -194,7 +194,7 @@ static int lose(const struct vm_backend *t, void *be, uint64_t addr, uint64_t by
 
 /* A mapping must keep its memory even after the memory is freed. At addresses that differ, because a map replaces
  * what was there; several times, because other processes take memory meanwhile. */
-static int prove_release(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
+static int test_release(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
   uint64_t page = info->pub.granule, bytes = page > LOT ? page : LOT, addr, priv;
   struct vmem_error first = {0};
   int64_t lost = 0;
@@ -215,19 +215,20 @@ static int prove_release(const struct vm_backend *t, void *be, const struct vm_b
   return first.code;
 }
 
-static int prove_all(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
-  int err = prove(t, be, info);
-  if (!err && info->unproved) err = prove_contents(t, be, info);
-  return err || !info->unproved ? err : prove_release(t, be, info);
+static int test_back_end(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
+  int err = test_page(t, be, info);
+  if (!err && info->unknown_branch) err = test_contents(t, be, info);
+  return err || !info->unknown_branch ? err : test_release(t, be, info);
 }
 
-/* Adds to the error that the proof failed. Closing the back end cleans up a range in an unknown state. */
+/* Adds to the error that the opening test failed. Closing the back end cleans up a range in an unknown state. */
 static int name_failure(const struct vm_backend *t) {
   struct vmem_error why, named;
   vm_error_save(&why);
   named = why;
   if (why.code == -ENOTRECOVERABLE) named.code = -EIO;
-  snprintf(named.text, sizeof(named.text), "back end %s opened, but failed its proof: %.400s", t->name, why.text);
+  snprintf(named.text, sizeof(named.text), "back end %s opened, but failed its opening test: %.400s", t->name,
+           why.text);
   vm_error_restore(&named);
   return named.code;
 }
@@ -238,9 +239,9 @@ int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opt
   if (err) return err;
   opened = vm_now_ns();
   if (!info->table) info->table = t;
-  err = prove_all(info->table, *be, info);
+  err = test_back_end(info->table, *be, info);
   info->open_ns = opened - begun;
-  info->prove_ns = vm_now_ns() - opened;
+  info->test_ns = vm_now_ns() - opened;
   if (!err) return 0;
   err = name_failure(t);
   VM_UNDO(info->table->close(*be));
@@ -266,9 +267,9 @@ int vm_backend_probe(const struct vm_backend *t, int32_t device, struct vmem_pro
   }
   info.table->close(be);
   snprintf(found->reason, sizeof(found->reason),
-           "%s%sa page of %llu bytes was mapped%s, written, read and unmapped%s: opened in %.1f ms, proved in %.1f ms",
+           "%s%sa page of %llu bytes was mapped%s, written, read and unmapped%s: opened in %.1f ms, tested in %.1f ms",
            info.about, info.about[0] ? ": " : "", (unsigned long long)info.pub.granule, info.how ? info.how : "",
-           info.unproved ? ", and the driver did what a known one does in all that was tried" : "",
-           (double)info.open_ns / 1e6, (double)info.prove_ns / 1e6);
+           info.unknown_branch ? ", and the driver did what a known driver does in every check" : "",
+           (double)info.open_ns / 1e6, (double)info.test_ns / 1e6);
   return 0;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-#include "base/retry.h"
+#include "base/suspend_retry.h"
 
 #include "base/clock.h"
 
@@ -14,11 +14,11 @@ void vm_undo_end(void) { undoing--; }
 
 bool vm_undoing(void) { return undoing != 0; }
 
-bool vm_again(struct vm_patience *p) {
+bool vm_suspend_wait(struct vm_suspend_retry *p) {
   uint64_t now = vm_now_ns();
   struct timespec t;
-  if (!p->pause_ns) *p = (struct vm_patience){now, FIRST_PAUSE_NS};
-  if (!undoing && now - p->since_ns >= VM_PATIENCE_S * 1000000000ull) return false;
+  if (!p->pause_ns) *p = (struct vm_suspend_retry){now, FIRST_PAUSE_NS};
+  if (!undoing && now - p->since_ns >= VM_SUSPEND_RETRY_S * 1000000000ull) return false;
   t = (struct timespec){.tv_nsec = p->pause_ns};
   nanosleep(&t, NULL);
   p->pause_ns = p->pause_ns < LONGEST_PAUSE_NS / 2 ? 2 * p->pause_ns : LONGEST_PAUSE_NS;
