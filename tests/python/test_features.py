@@ -389,7 +389,7 @@ def test_what_is_missing_is_named() -> None:
         by_key["peer_pages"].require(info, "move")
     assert str(caught.value) == text
     assert caught.value.errno == errno.EOPNOTSUPP
-    with pytest.raises(InvalidArgument, match=r"page_size 4096 is none .*\(poor\): 2097152"):
+    with pytest.raises(InvalidArgument, match=r"page_size must be one of .*, 2097152, not 4096"):
         require_page_size(info, 4096)
     sparse = Probed("rich", Caps.SPARSE, (), ())
     SPARSE.require(sparse, "sparse")

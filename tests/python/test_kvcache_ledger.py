@@ -286,7 +286,7 @@ def test_bad_input(folder: Path, host: Context) -> None:
     ):
         Budget(host, total, floor_bytes=1)
     with ledger(folder) as book:
-        with pytest.raises(InvalidArgument, match=f"floor_bytes {total + 1}: 0 to {total}"):
+        with pytest.raises(InvalidArgument, match=f"floor_bytes {total + 1}: must be 0 to {total}"):
             Budget(host, total, ledger=book, floor_bytes=total + 1)
         assert not book.closed
     with Budget(host, total, ledger=ledger(folder), name="a"):

@@ -451,7 +451,7 @@ def test_check_finds_what_is_wrong() -> None:
     assert "its parent ends at token 4" in broken(set_node("end", 9))
     assert "under another unit" in broken(set_node("_run", bytes(16)))
     assert "are not 2 units" in broken(set_node("units", 2))
-    assert "2 nodes stand" in broken(lambda tree, node: tree._order.pop(node))
+    assert "2 nodes are" in broken(lambda tree, node: tree._order.pop(node))
 
 
 # ---- token ids -----------------------------------------------------------------------------------
