@@ -367,7 +367,7 @@ def test_ranks_are_asked_where_they_are(
     assert rank.geometry() == one.geometry
     rank.close()
     parallel.tensor_parallel_size = 2
-    with pytest.raises(RuntimeError, match=r"calls 2 ranks of 4 \(each has a scheduler"):
+    with pytest.raises(RuntimeError, match=r"calls 2 ranks of 4 \(each has its own scheduler"):
         rank_discovery.connect(config, settings)
     monkeypatch.setattr(Executor, "collective_rpc", lambda *_: 1 // 0)
     with pytest.raises(RuntimeError, match="on every machine of the engine"):
