@@ -264,8 +264,8 @@ class Internals(Facet):
             several calls one. No other thread's call comes in between, and an exception from
             outside (Ctrl-C) completes or undoes all of them together.
         journal: undoes a call that was not completed. A caller that makes several calls one
-            registers here how to undo changes of its own records: `Journal.undo`, `Journal.keep`,
-            `Journal.keep_dict`, `Journal.on_abort`.
+            makes changes of its own records here, too (`Journal.change`), or registers how to undo
+            them (`Journal.on_abort`).
         users: objects with `requests` in the cache, such as a `pyvmem.engine.RequestCache`: while
             one of them has any, the cache is not closed.
     """

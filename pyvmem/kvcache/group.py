@@ -219,13 +219,6 @@ class Group:
 
     # ---- after an exception from outside ---------------------------------------------------------
 
-    def rebuild(self) -> None:
-        """See `Recoverable.rebuild`."""
-        if not self.place:
-            self.prefixes.host.rebuild()
-        self.reclaimer.own_away = None
-        self.reclaim_due = self.unprepared = True
-
     def owns(self, held: object) -> bool:
         """See `Recoverable.owns`."""
         return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
@@ -318,9 +311,9 @@ class Group:
             edits += self.window.forgetting(slot)
         if slot.span.pages and not slot.stale:
             edits += self.reclaimer.shared.using({slot.span: -1})
-        self.table.give_back(slot, event, self.clock, edits)
         if (slot.span.pages or slot.head or slot.places.noted) and not slot.lost:  # it is stale
-            self.reclaim_due = True
+            edits.append([self, "reclaim_due", True])
+        self.table.give_back(slot, event, self.clock, edits)
 
     def entering(self, slot: Slot, length: int) -> list[list[Any]]:
         """The edits where a slot holds so many rows, independent of `step`."""
@@ -554,6 +547,7 @@ class Group:
     def reclaim_idle(self) -> None:
         """Begins to unmap what the policy does not keep: see `KVCacheConfig`."""
         reclaimer, config = self.reclaimer, self.config
+        self.reclaim_due = True  # until it is done
         stale = not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
@@ -616,7 +610,7 @@ class Group:
         self.reclaimer.shared.close()
         self.scratch.close()
         try:
-            self.mapper.close(reservation)
+            reservation.abandon()
         except NotRecoverable:
             # Quarantined pages keep their addresses; both go when the context is closed.
             reservation.leave()

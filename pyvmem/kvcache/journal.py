@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pyvmem import _native
 from pyvmem._native import Outcome
@@ -44,24 +44,11 @@ class Made(Protocol):
 class Recoverable(Protocol):
     """The records of one cache, which recover with a journal."""
 
-    def rebuild(self) -> None:
-        """Computes again what follows from the records and is kept beside them."""
-
     def owns(self, held: Made) -> bool:
         """True if the records name what a call has made."""
 
     def failed(self, error: VMemError) -> None:
         """Notes a failure that the next `step` raises."""
-
-
-class _Abort(NamedTuple):
-    """A part of a call that is to be taken back if the call is not completed.
-
-    `final`: it is to be done in any case, and what is before it stays.
-    """
-
-    run: Callable[[], None]
-    final: bool
 
 
 class Journal:
@@ -94,16 +81,7 @@ class Journal:
 
     def on_abort(self, run: Callable[[], None]) -> None:
         """Notes what takes back a part of the call; `run` must be safe to run again."""
-        self.entries.append(_Abort(run, final=False))
-
-    def must(self, run: Callable[[], None]) -> None:
-        """Notes what follows from the records by now, and runs it; it must be safe to run again."""
-        self.entries.append(_Abort(run, final=True))
-        call_part(run)
-
-    def checkpoint(self) -> None:
-        """Makes what the records say final: something outside them is about to follow from it."""
-        self.entries.append(_Abort(_nothing, final=True))
+        self.entries.append(run)
 
     # ---- around a call ---------------------------------------------------------------------------
 
@@ -142,20 +120,17 @@ class Journal:
     def recover(self) -> None:
         """Settles what an exception interrupted, by what the context has done."""
         entries = self.entries
-        while entries and not _stays(entries[-1]):
+        while entries:
             entry = entries[-1]
+            if type(entry) is Outcome and entry.happened:
+                break
             if type(entry) is list:
                 _native.change_back(entry)
             elif type(entry) is tuple:
                 entry[0](*entry[1:])
             entries.pop()
-        for owner in self.recoverables:
-            owner.rebuild()
         if entries:
-            self._pending = [
-                *self._pending,
-                *(entry.run for entry in entries if type(entry) is _Abort),
-            ]
+            self._pending = [*self._pending, *(one for one in entries if callable(one))]
             entries.clear()
         while self._pending:
             try:
@@ -179,14 +154,3 @@ class Journal:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
             self.held.pop(made, None)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _stays(entry: Any) -> bool:
-    """True if what is before an entry is true, and stays."""
-    if type(entry) is Outcome:
-        return entry.happened
-    return type(entry) is _Abort and entry.final

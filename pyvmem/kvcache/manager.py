@@ -114,7 +114,8 @@ class Manager:
         """Gives back what `make` has made, after an exception."""
         if hasattr(self, "context"):
             with self.lock, self.journal:
-                self.journal.must(self._give_back)
+                self.journal.on_abort(self._give_back)
+                self._give_back()
 
     def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:
         budget, journal = self.budget, self.journal

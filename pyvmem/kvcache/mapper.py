@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Mapper", "Scratch"]
 
+_MADE = Outcome()
+"""Of a call that counts as made when it begins: what is in the journal before it stays."""
+_MADE.cell.called = 1
+
 
 class Mapper:
     """A cache's access to its context."""
@@ -75,10 +79,6 @@ class Mapper:
         self.journal.held[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
 
-    def drop(self, pages: Pages) -> None:
-        """Drops a handle that the records no longer refer to."""
-        self.journal.must(pages.abandon)
-
     def drop_range(
         self,
         edits: list[list[Any]],
@@ -99,10 +99,6 @@ class Mapper:
         self.journal.held[found] = None
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
-    def close(self, addresses: Reservation) -> None:
-        """Frees addresses that the records no longer refer to, with what is mapped there."""
-        self.journal.must(addresses.abandon)
-
     # ---- calls that change no records ------------------------------------------------------------
 
     def query(self, addr: int) -> RangeInfo:
@@ -110,7 +106,8 @@ class Mapper:
         return self.context.query(addr)
 
     def join(self, addr: int, size: int) -> int:
-        """See `Context.join`."""
+        """See `Context.join`; an interrupted one may have made some entries."""
+        self.journal.entries.append(_MADE)
         return self.context.join(addr, size)
 
     def copy(
@@ -124,7 +121,11 @@ class Mapper:
             host: the same pieces, which follow one another in each part.
             out: to host memory. Complete on return, whichever the direction.
         """
-        if not len(addresses) or self._by_kernel(size, addresses, host, out):
+        if not len(addresses):
+            return
+        if not out:  # pages that are written are never clean: they stay granted
+            self.journal.entries.append(_MADE)
+        if self._by_kernel(size, addresses, host, out):
             return
         pieces = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))
         for address, piece in zip(map(int, addresses), pieces, strict=True):
@@ -184,8 +185,7 @@ class Scratch:
             self._mapper.journal.held[kept] = None
             self._kept = None
             if kept.nbytes >= nbytes:
-                return kept
-            self._mapper.close(kept)
+                return kept  # else it is freed at the end of the call
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
         return self._mapper.reserve(nbytes, self._align, visible)
 

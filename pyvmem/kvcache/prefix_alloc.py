@@ -86,7 +86,6 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
         return held
-    groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
     prefixes.host.load(slots, held // prefixes.unit, keys)
     for group, slot in both:
         group.enter(slot, length)

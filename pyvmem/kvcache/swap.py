@@ -191,7 +191,6 @@ def swap_in(
             group.pager.settle(stream)
         # Zero-fills, and earlier owners' work where nothing is filled: ordered before it just now.
         wait_for(record(stream, groups[0].device))
-        groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
         both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
         for group, slot, head, rows in both:
             size, addresses = _pieces(group, slot, head, length)

@@ -22,7 +22,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from conftest import open_context
@@ -2008,22 +2008,24 @@ def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
 
 
 def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() -> None:
-    """Counts that are no record are made again, from the beginning."""
+    """What the call has made is asked for again."""
 
-    class Counts:
-        made = 0
+    class Records:
+        asked = 0
 
-        def rebuild(self) -> None:
-            self.made += 1
-            if self.made < 3:
+        def owns(self, held: object) -> bool:
+            self.asked += 1
+            if self.asked < 3:
                 raise Interrupted
+            return True
 
-    counts, journal = Counts(), Journal()
-    journal.recoverables.append(counts)  # type: ignore[arg-type]
+    records, journal = Records(), Journal()
+    journal.recoverables.append(records)  # type: ignore[arg-type]
 
     def call(error: type[BaseException] | None = None) -> None:
         with journal:
             if error is not None:
+                journal.held[cast(Any, records)] = None
                 raise error
 
     for error in (Interrupted, None):
@@ -2031,7 +2033,7 @@ def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() 
             call(error)
     for _ in range(2):
         call()
-    assert counts.made == 3
+    assert records.asked == 3
 
 
 # ---- the tracer itself ---------------------------------------------------------------------------
