@@ -20,7 +20,7 @@ from pyvmem.errors import (
 from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.group import Group, prepare
 from pyvmem.kvcache.growth import Source, have
 from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
@@ -234,8 +234,7 @@ def fork_all(
             if slot.span.pages:
                 group.journal.change(group.prefixes.keeping(slot, parent.pins[:]))
         group.note_peaks()
-    for group in groups:
-        group.prepare()
+    prepare(groups)
     return list(into or ())
 
 

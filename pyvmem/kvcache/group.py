@@ -45,7 +45,7 @@ from pyvmem.memory.reservation import Reservation
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
 
-__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool_low"]
+__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool_low", "prepare"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
@@ -563,32 +563,6 @@ class Group:
         ):
             self.keep_watermark()
 
-    def prepare(self) -> None:
-        """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped.
-
-        What requests wait for is mapped first; ranks, whose answers must not depend on how far
-        the background is, do not look.
-        """
-        table, reclaimer, pages = self.table, self.reclaimer, self._eager_pages
-        self.unprepared = False
-        stale = table.columns.count(Kind.STALE, Kind.LOST)  # all kept ones, and perhaps others
-        if stale and table.free_count < self._newcomers + stale:
-            self.unprepared = not reclaimer.spare_slots(self._newcomers)
-        if not pages:
-            return
-        self.pager.poll()
-        self._prepared = slot = table.to_prepare(pages)
-        if slot is None or slot.mapped >= pages:
-            return
-        if self.pager.growths and not table.lockstep:
-            self.unprepared = True
-            return
-        new_pages = (pages - slot.mapped) * self.layout.num_tensors
-        if reclaimer.outlook - new_pages < reclaimer.low_pages:
-            return
-        with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
-            grow([(self.pager, [(slot, pages)])], background=True, reclaim=False)
-
     def close(self, stream: Any) -> None:
         """Waits for everything, then gives pages and reservation back; may be repeated."""
         reservation = self.parts.reservation
@@ -616,6 +590,35 @@ class Group:
             reservation.leave()
         if self in self.journal.recoverables:
             self.journal.recoverables.remove(self)
+
+
+def prepare(groups: Sequence[Group]) -> None:
+    """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped.
+
+    What requests wait for is mapped first; ranks, whose answers must not depend on how far the
+    background is, do not look.
+    """
+    wants, taken = [], 0
+    for group in groups:
+        table, reclaimer, pages = group.table, group.reclaimer, group._eager_pages
+        group.unprepared = True  # until it is done
+        stale = table.columns.count(Kind.STALE, Kind.LOST)  # all kept ones, and perhaps others
+        few = stale and table.free_count < group._newcomers + stale
+        waits = bool(few) and not reclaimer.spare_slots(group._newcomers)
+        if pages:
+            group.pager.poll()
+            group._prepared = slot = table.to_prepare(pages)
+            if slot is not None and slot.mapped < pages:
+                new, size = taken + (pages - slot.mapped) * group.page_bytes, group.layout.page_size
+                if group.pager.growths and not table.lockstep:
+                    waits = True
+                elif reclaimer.outlook - new // size >= reclaimer.low_pages:
+                    wants.append((group.pager, [(slot, pages)]))
+                    taken = new
+        group.unprepared = waits
+    if wants:
+        with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
+            grow(wants, background=True, reclaim=False)
 
 
 class Loan(NamedTuple):

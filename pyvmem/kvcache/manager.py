@@ -18,7 +18,7 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.kvcache.group import Group, make_parts, open_context, pool_low
+from pyvmem.kvcache.group import Group, make_parts, open_context, pool_low, prepare
 from pyvmem.kvcache.growth import OPS
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.prefix_cache import PrefixCache
@@ -137,8 +137,7 @@ class Manager:
         if budget is not None:
             for group in self.groups:
                 call_part(partial(budget.join, group.pager, group.config.memory_floor))
-        for group in self.groups:
-            group.prepare()
+        prepare(self.groups)
 
     def open(self) -> tuple[Group, ...]:
         """The groups, for a call that holds the lock.
