@@ -21,7 +21,7 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, prepare
-from pyvmem.kvcache.growth import Source, have
+from pyvmem.kvcache.growth import Source, bring_back, have
 from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
@@ -276,28 +276,13 @@ def _fork(parts: Sequence[_Fork]) -> bool:
             found = [part.mark_broken(error) for part in parts]
             raise next((one for one in found if one is not error), error) from error
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
-            if not ahead and not _make_room(parts, error):  # perhaps it wanted more than it needs
+            needs = [(part.group.pager, part.new_pages) for part in parts]
+            if not ahead and not bring_back(needs, {}, error):  # perhaps it wanted more than needed
                 return False
     for part in parts:
         if part.job is not None and part.group.pager.runs.limit:
             part.group.pager.runs.grown(part.job.pieces)
     return True
-
-
-def _make_room(parts: Sequence[_Fork], error: VMemError) -> bool:
-    """Brings pages or mappings back for the new pages of a fork that failed; whether some came."""
-    if parts[0].group.table.lockstep:
-        raise error
-    made = False
-    for part in parts:
-        pages, group = part.new_pages, part.group
-        if isinstance(error, TooManyMappings):
-            made |= group.pager.fewer_mappings(pages, {})
-        else:
-            made |= pages > 0 and group.reclaimer.make_room(pages, {})
-    for part in () if made else parts:
-        part.group.reclaimer.raise_errors()
-    return made
 
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:

@@ -187,7 +187,8 @@ class Group:
             parts.limit_pages,
             config.low_watermark,
             self.counters,
-            prefixes.of(place),
+            prefixes,
+            place,
         )
         self.scratch = Scratch(self.mapper, layout.page_size)
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)

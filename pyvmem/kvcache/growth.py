@@ -41,6 +41,7 @@ __all__ = [
     "Pager",
     "Source",
     "Want",
+    "bring_back",
     "can_have",
     "extend",
     "fit",
@@ -653,8 +654,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
         keep.update(want)
     if not keep:
         return True
-    share, lockstep = first.reclaimer.share, first.reclaimer.table.lockstep
-    exact = lacking = False
+    share, exact = first.reclaimer.share, False
     while True:
         for pager, want in wants:
             for slot, _ in want:
@@ -666,10 +666,9 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             for slot, pages in want:
                 more += max(0, pages - slot.mapped)
             needs.append((pager, more * pager.layout.num_tensors))
-        if lacking or not fit(needs):
-            if not reclaim or not have(needs, keep, more=lacking):
+        if not fit(needs):
+            if not reclaim or not have(needs, keep):
                 return False
-            lacking = False
             continue  # pages beyond what these slots need may have gone
         parts, after = [], list[Any]()
         first.ops.clear()
@@ -688,17 +687,9 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             return True
         if beyond:  # nothing is reclaimed for more than is needed
             exact = True
-        elif not isinstance(error, TooManyMappings):
-            if lockstep:
-                raise error
-            lacking = True
-        elif not any(
-            pager.fewer_mappings(pages, keep if reclaim else None, background=background)
-            for pager, pages in needs
-        ):
-            if lockstep:
-                raise error
-            first.runs.refused = str(error)
+        elif not bring_back(needs, keep if reclaim else None, error, background=background):
+            if isinstance(error, TooManyMappings):
+                first.runs.refused = str(error)
             return False
 
 
@@ -867,6 +858,29 @@ def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
             return False
         more = False
     return True
+
+
+def bring_back(
+    needs: Needs, keep: Mapping[Slot, int] | None, error: VMemError, *, background: bool = False
+) -> bool:
+    """Brings back what the context lacked, though the records have it; False when none came.
+
+    On several ranks that raises the error.
+
+    Args:
+        needs: by group.
+        keep: see `Reclaimer.make_room`; None: nothing is unmapped.
+        error: mappings, or memory.
+        background: see `Pager.fewer_mappings`.
+    """
+    lockstep = needs[0][0].reclaimer.table.lockstep
+    if isinstance(error, TooManyMappings):
+        back = any(one.fewer_mappings(pages, keep, background=background) for one, pages in needs)
+    else:
+        back = keep is not None and not lockstep and have(needs, keep, more=True)
+    if lockstep and not back:  # the other ranks have theirs
+        raise error
+    return back
 
 
 def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:

@@ -51,7 +51,7 @@ import math
 import operator
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle
 from pyvmem.features.table import PREFIXES
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.window import Window
     from pyvmem.memory.info import ContextInfo
 
-__all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
+__all__ = ["Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
 
 _log = logging.getLogger(__name__)
@@ -286,10 +286,6 @@ class PrefixCache:
         self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
         self.host = HostPrefixes(layouts, self.unit_pages)
 
-    def of(self, place: int) -> GroupPrefixes:
-        """The prefixes as a group's reclaimer uses them."""
-        return GroupPrefixes(self, place)
-
     def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
         """Takes the next group in, when it is made."""
         if not self._groups:
@@ -306,11 +302,8 @@ class PrefixCache:
 
     def record(self, slot: Slot, tokens: Any, work: PriorWork, namespace: Hashable = None) -> int:
         """See `KVCache.record`."""
-        ids, units = self._check(slot, tokens, namespace)
-        if not self._restores:
-            return 0
-        each, found = self._each(slot), self.tree.match(ids)
-        if self._lacks(slot, found, units):
+        ids, each, found, units = self._look(slot, tokens, namespace)
+        if units:
             for group, one, _ in each:
                 group.mover.finish(one, work)
             for group, one, _ in each:
@@ -332,21 +325,8 @@ class PrefixCache:
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
         """True if `record` would make pages shared, after the work that writes them."""
-        ids, units = self._check(slot, tokens, namespace)
-        if not self._restores or not self._lacks(slot, self.tree.match(ids), units):
-            return False
-        return any(units * unit > one.shared for _, one, unit in self._each(slot))
-
-    def _lacks(self, slot: Slot, found: Match[_Spans], units: int) -> bool:
-        """True if less than these units is recorded, and the slot has what is missing."""
-        known = self._ends(found) if self._sliding else found.length
-        return known < units * self.unit and (
-            not self._sliding
-            or all(
-                first <= self._layouts[place].window_page(units * self.unit)
-                for place, first in self._firsts(slot)
-            )
-        )
+        _, each, _, units = self._look(slot, tokens, namespace)
+        return any(units * unit > one.shared for _, one, unit in each)
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
         """For each group with a window, the first page of a request whose rows are there."""
@@ -364,11 +344,8 @@ class PrefixCache:
             Whether all that the slot shares now is what is recorded: a request that begins with it
             can go on there.
         """
-        ids, units = self._check(slot, tokens, namespace)
-        if not self._restores:
-            return False
-        each, found = self._each(slot), self.tree.match(ids)
-        if self._lacks(slot, found, units):
+        ids, each, found, units = self._look(slot, tokens, namespace)
+        if units:
             for group, one, _ in each:
                 if one.job is not None or one.stale:
                     group.pager.release(one)
@@ -392,22 +369,31 @@ class PrefixCache:
                 return False
         return True
 
-    def _each(self, slot: Slot) -> list[tuple[Sharing, Slot, int]]:
-        """For each group, the request's slot and the pages per tensor of a unit."""
-        index, found = slot.index, []
-        for group, unit in zip(self._groups, self.unit_pages, strict=True):
-            found.append((group, group.table.slots[index], unit))
-        return found
+    def _look(
+        self, slot: Slot, tokens: Any, namespace: Hashable
+    ) -> tuple[TokenIds, list[tuple[Sharing, Slot, int]], Match[_Spans], int]:
+        """The ids of the rows that a request holds, and what recording them begins with.
 
-    def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
-        """The ids of the rows that are held, and how many whole units they are."""
+        Returns:
+            The ids; for each group, the request's slot and the pages per tensor of a unit; what is
+            recorded; the whole units, if that is less and the slot has what is missing, else 0.
+        """
         if self._groups[0].mapper.context.info is not self._supported:
             self.require("record")
-        ids = TokenIds.of(tokens, namespace)
-        held, count = self._rows.held[slot.index], len(ids.data) // ID_BYTES
+        ids, index = TokenIds.of(tokens, namespace), slot.index
+        held, count = self._rows.held[index], len(ids.data) // ID_BYTES
         if count > held:
             ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
-        return ids, count // self.unit
+        each, units, found = [], count // self.unit, self.tree.match(ids)
+        for group, unit in zip(self._groups, self.unit_pages, strict=True):
+            each.append((group, group.table.slots[index], unit))
+        length = units * self.unit
+        if not self._restores or (self._ends(found) if self._sliding else found.length) >= length:
+            units = 0
+        for place, first in self._firsts(slot) if self._sliding and units else ():
+            if first > self._layouts[place].window_page(length):
+                units = 0
+        return ids, each, found, units
 
     def require(self, what: str) -> None:
         """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
@@ -423,8 +409,8 @@ class PrefixCache:
         Returns:
             The node of the last recorded unit, and the tokens up to there.
         """
-        count = units = len(ids.data) // ID_BYTES // self.unit
-        for _, one, unit in each:
+        count = units = len(ids.data) // ID_BYTES // self.unit if self._restores else 0
+        for _, one, unit in each if units else ():
             units = min(units, (one.head + one.span.pages) // unit if one.span.pages else 0)
         node, length = found.node, found.length
         if units * self.unit > length:
@@ -744,18 +730,3 @@ class PrefixCache:
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
         return found + self.host.check()
-
-
-class GroupPrefixes(NamedTuple):
-    """The prefixes as the reclaimer of one group sees them."""
-
-    cache: PrefixCache
-    place: int
-
-    def evict(self, pages: int) -> int:
-        """See `PrefixCache.evict`."""
-        return self.cache.evict(self.place, pages)
-
-    def leased(self) -> int:
-        """See `PrefixCache.leased`."""
-        return self.cache.leased(self.place)

@@ -41,10 +41,10 @@ _SLICE_S = 0.0005  # how long to wait for one of several unfinished unmaps befor
 class Evictable(Protocol):
     """Pages that no request uses and that are evicted when memory is short: recorded prefixes."""
 
-    def evict(self, pages: int) -> int:
+    def evict(self, place: int, pages: int) -> int:
         """Evicts so many pages per tensor, or all that it can; returns how many come back."""
 
-    def leased(self) -> int:
+    def leased(self, place: int) -> int:
         """Pages per tensor that cannot be evicted."""
 
 
@@ -138,6 +138,7 @@ class Reclaimer:
         low_watermark: float,
         counters: Counters,
         prefixes: Evictable,
+        place: int,
     ) -> None:
         self.mapper = mapper
         self.journal = mapper.journal
@@ -150,7 +151,7 @@ class Reclaimer:
         self.away: Counter[Tier] = Counter()
         self.own_away: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
-        self._prefixes = prefixes
+        self._prefixes, self._place = prefixes, place
         self.unmaps: list[Unmap | Slide] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
@@ -164,11 +165,11 @@ class Reclaimer:
 
     def evict(self, pages: int) -> int:
         """Evicts recorded prefixes until so many pages per tensor come back; how many do."""
-        return self._prefixes.evict(pages)
+        return self._prefixes.evict(self._place, pages)
 
     def leased(self) -> int:
         """Pages per tensor that cannot be evicted, though no request uses them."""
-        return self._prefixes.leased()
+        return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
