@@ -216,12 +216,13 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        journal.change([[journal, "recoverables", [*journal.recoverables, self]]])
+        made = [journal.held, parts.reservation, ...]
+        journal.change([made, [journal, "recoverables", [*journal.recoverables, self]]])
 
     # ---- after an exception from outside ---------------------------------------------------------
 
     def owns(self, held: object) -> bool:
-        """See `Recoverable.owns`."""
+        """Whether a reservation is the group's."""
         return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
 
     def failed(self, error: VMemError) -> None:

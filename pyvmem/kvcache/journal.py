@@ -44,9 +44,6 @@ class Made(Protocol):
 class Recoverable(Protocol):
     """The records of one cache, which recover with a journal."""
 
-    def owns(self, held: Made) -> bool:
-        """True if the records name what a call has made."""
-
     def failed(self, error: VMemError) -> None:
         """Notes a failure that the next `step` raises."""
 
@@ -59,8 +56,8 @@ class Journal:
 
     Attributes:
         entries: see the module.
-        held: handles and reservations that the call makes, each put here before it is made. What
-            the records do not name when the call ends is given back.
+        held: handles and reservations that the call makes, each put here before it is made. The
+            edits that name one in the records take it out; the others are given back at the end.
         recoverables: what recovers, one for each cache.
     """
 
@@ -147,10 +144,6 @@ class Journal:
         """Drops what the call made and the records do not name."""
         while self.held:
             made = next(reversed(self.held))
-            for owner in self.recoverables:
-                if owner.owns(made):
-                    break
-            else:
-                with suppress(VMemError):  # consumed or dropped before: as it should be
-                    made.abandon()
+            with suppress(VMemError):  # consumed or dropped before: as it should be
+                made.abandon()
             self.held.pop(made, None)

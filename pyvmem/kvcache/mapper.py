@@ -182,8 +182,8 @@ class Scratch:
         self.retry()
         kept = self._kept
         if kept is not None:
-            self._mapper.journal.held[kept] = None
-            self._kept = None
+            journal = self._mapper.journal
+            journal.change([[self, "_kept", None], [journal.held, kept, None]])
             if kept.nbytes >= nbytes:
                 return kept  # else it is freed at the end of the call
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
@@ -191,8 +191,9 @@ class Scratch:
 
     def give(self, addresses: Reservation) -> None:
         """Takes back addresses of the call, with nothing mapped there, unless they were left."""
-        if self._kept is None and addresses.is_open:
-            self._kept = addresses  # others are freed at the end of the call
+        if self._kept is None and addresses.is_open:  # others are freed at the end of the call
+            journal = self._mapper.journal
+            journal.change([[self, "_kept", addresses], [journal.held, addresses, ...]])
 
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
@@ -206,8 +207,9 @@ class Scratch:
         try:
             self._mapper.commit([*edits], ops)
         except VMemError:
-            self._full = [*self._full, addresses]
-            self._mapper.journal.change([*edits])
+            journal = self._mapper.journal
+            full = [[self, "_full", [*self._full, addresses]], [journal.held, addresses, ...]]
+            journal.change([*edits, *full])
         else:
             self.give(addresses)
 

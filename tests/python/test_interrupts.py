@@ -22,7 +22,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from conftest import open_context
@@ -2008,24 +2008,22 @@ def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
 
 
 def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() -> None:
-    """What the call has made is asked for again."""
+    """What the call has made is given back again."""
 
-    class Records:
-        asked = 0
+    class Made:
+        given = 0
 
-        def owns(self, held: object) -> bool:
-            self.asked += 1
-            if self.asked < 3:
+        def abandon(self) -> None:
+            self.given += 1
+            if self.given < 3:
                 raise Interrupted
-            return True
 
-    records, journal = Records(), Journal()
-    journal.recoverables.append(records)  # type: ignore[arg-type]
+    made, journal = Made(), Journal()
 
     def call(error: type[BaseException] | None = None) -> None:
         with journal:
             if error is not None:
-                journal.held[cast(Any, records)] = None
+                journal.held[made] = None
                 raise error
 
     for error in (Interrupted, None):
@@ -2033,7 +2031,7 @@ def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() 
             call(error)
     for _ in range(2):
         call()
-    assert records.asked == 3
+    assert made.given == 3
 
 
 # ---- the tracer itself ---------------------------------------------------------------------------
