@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem._native import Kind, Outcome
@@ -45,7 +44,17 @@ from pyvmem.memory.reservation import Reservation
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
 
-__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool_low", "prepare"]
+__all__ = [
+    "Group",
+    "Loan",
+    "Parts",
+    "free_on_abort",
+    "lend",
+    "make_parts",
+    "open_context",
+    "pool_low",
+    "prepare",
+]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
@@ -275,13 +284,7 @@ class Group:
 
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner; free again if the call is not completed."""
-        owner = slot.owner + 1
-
-        def free() -> None:
-            if slot.active and slot.owner == owner:
-                self.release(slot, None)
-
-        self.journal.on_abort(free)
+        free_on_abort([(self, slot)])
         self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
@@ -450,16 +453,6 @@ class Group:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def free_on_abort(self, slots: Sequence[Slot]) -> None:
-        """Frees slots that the call is about to take, if it is not completed."""
-        before = list(map(attrgetter("owner"), slots))
-
-        def free() -> None:
-            taken = zip(slots, before, strict=True)
-            self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner + 1])
-
-        self.journal.on_abort(free)
-
     def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
         """The edits that give the slots of loans to requests."""
         reclaimer, table, pager = self.reclaimer, self.table, self.pager
@@ -500,16 +493,6 @@ class Group:
             [reclaimer, "slid", slid],
             *reclaimer.shared.using(uses, holds),
         ]
-
-    def detach(self, slots: Sequence[Slot]) -> None:
-        """Undoes `lend` and any growth since: frees the slots and waits until they are free."""
-        for slot in slots:
-            with suppress(VMemError):
-                self.pager.release(slot)
-            self.release(slot, None)
-        for slot in slots:
-            with suppress(VMemError):
-                self.pager.release(slot)
 
     def keep(self, slot: Slot, first: int) -> None:
         """Keeps a freed slot's shared pages mapped, read-only, for a request that begins with them.
@@ -639,6 +622,23 @@ class Loan(NamedTuple):
     head: int
 
 
+def free_on_abort(taken: Sequence[tuple[Group, Slot]]) -> None:
+    """Frees slots that the call is about to take, if it is not completed; waits until they are."""
+    before = [(group, slot, slot.owner) for group, slot in taken]
+
+    def free() -> None:
+        found = [one for one in before if one[1].active and one[1].owner == one[2] + 1]
+        for group, slot, _ in found:
+            with suppress(VMemError):
+                group.pager.release(slot)
+            group.release(slot, None)
+        for group, slot, _ in found:
+            with suppress(VMemError):
+                group.pager.release(slot)
+
+    taken[0][0].journal.on_abort(free)
+
+
 def lend(loans: Sequence[Loan]) -> None:
     """Takes slots and maps shared pages there, in one batch for all groups; on failure takes none.
 
@@ -660,8 +660,8 @@ def lend(loans: Sequence[Loan]) -> None:
     by_group: dict[Group, list[Loan]] = {}
     for loan in loans:
         by_group.setdefault(loan.group, []).append(loan)
+    free_on_abort([loan[:2] for loan in loans])
     for group, own in by_group.items():
-        group.free_on_abort([loan.slot for loan in own])
         edits += group.lending(own)
     try:
         if missing:

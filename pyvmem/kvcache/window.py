@@ -214,10 +214,10 @@ class Window:
         """The edits of a request with the window of a recorded prefix, from page `head` on."""
         return self._setting(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
-    def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
-        """Notes that requests begin with the rows that another's window holds."""
-        for slot in slots:
-            self._set(slot.index, self._next[parent.index], self._least[parent.index])
+    def following(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
+        """The edits of requests that begin with the rows that another's window holds."""
+        noted = [(values, values[parent.index]) for values in (self._next, self._least)]
+        return [[values, slot.index, value] for slot in slots for values, value in noted]
 
     def resume(self, slot: Slot, head: int) -> None:
         """A request is back whose rows in the pages below `head` were gone: they go again.
