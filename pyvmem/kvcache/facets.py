@@ -264,8 +264,8 @@ class Internals(Facet):
             several calls atomic: no other thread's call comes in between, and an exception from
             outside (Ctrl-C) completes or undoes all of them together.
         journal: undoes a call that did not complete. A caller that makes several calls atomic
-            registers here how to undo changes of its own records: `Journal.undo`, `Journal.keep`,
-            `Journal.keep_dict`, `Journal.on_abort`.
+            makes the changes of its own records through it (`Journal.change`), or registers how to
+            undo them (`Journal.on_abort`).
         users: objects with `requests` in the cache, such as a `pyvmem.engine.RequestCache`: the
             cache cannot be closed while one of them has requests.
     """

@@ -20,8 +20,8 @@ from pyvmem.errors import (
 from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.growth import Source, have
+from pyvmem.kvcache.group import Group, free_on_abort, prepare
+from pyvmem.kvcache.growth import Source, bring_back, have
 from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
@@ -142,6 +142,11 @@ class _Fork:
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
             [group, "used_tokens", group.used_tokens + self.rows * count],
         )
+        if group.window is not None:
+            edits += group.window.following(slots, parent)
+        if parent.pins and span.pages:
+            edits += group.prefixes.tree.pinning(parent.pins * count, ())
+            edits.append([slots, "pins", [parent.pins[:] for _ in slots]])
         if parent.block:
             wholes = map(Slot.whole_with, slots, repeat(head), goals, repeat(0))
             edits.append([slots, "whole", list(wholes)])
@@ -227,15 +232,8 @@ def fork_all(
     elif not _fork(parts):
         return None
     for part in parts:
-        group, parent, slots = part.group, part.parent, part.slots
-        if group.window is not None:
-            group.window.follow(slots, parent)
-        for slot in slots if parent.pins else ():
-            if slot.span.pages:
-                group.journal.change(group.prefixes.keeping(slot, parent.pins[:]))
-        group.note_peaks()
-    for group in groups:
-        group.prepare()
+        part.group.note_peaks()
+    prepare(groups)
     return list(into or ())
 
 
@@ -247,21 +245,13 @@ def _fork(parts: Sequence[_Fork]) -> bool:
     Raises:
         NotRecoverable: a rollback failed; the message says if the parent has lost rows.
     """
-    first, journal = parts[0].group, parts[0].group.journal
-    share, most = first.reclaimer.share, 0
-    before = []
+    first, share, most = parts[0].group, parts[0].group.reclaimer.share, 0
+    taken: list[tuple[Group, Slot]] = []
     for part in parts:
         pieces = 1 + 2 * len(part.parent.places.noted)
         most += pieces + len(part.slots) * (max(_FEW_PARTS, pieces) + 3)
-        for slot in part.slots:
-            before.append((part.group, slot, slot.owner))
-
-    def free() -> None:
-        for group, slot, owner in before:
-            if slot.active and slot.owner == owner + 1:
-                group.detach([slot])
-
-    journal.on_abort(free)
+        taken += zip(repeat(part.group), part.slots)
+    free_on_abort(taken)
     for ahead in chain((True, False), repeat(False)):
         room = None if share is None else share.room()
         edits: list[list[Any]] = []
@@ -277,28 +267,13 @@ def _fork(parts: Sequence[_Fork]) -> bool:
             found = [part.mark_broken(error) for part in parts]
             raise next((one for one in found if one is not error), error) from error
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
-            if not ahead and not _make_room(parts, error):  # try again without surplus
+            needs = [(part.group.pager, part.new_pages) for part in parts]
+            if not ahead and not bring_back(needs, {}, error):  # try again without surplus
                 return False
     for part in parts:
         if part.job is not None and part.group.pager.runs.limit:
             part.group.pager.runs.grown(part.job.pieces)
     return True
-
-
-def _make_room(parts: Sequence[_Fork], error: VMemError) -> bool:
-    """Free pages or mappings for a fork that failed; return whether some were freed."""
-    if parts[0].group.table.lockstep:
-        raise error
-    made = False
-    for part in parts:
-        pages, group = part.new_pages, part.group
-        if isinstance(error, TooManyMappings):
-            made |= group.pager.fewer_mappings(pages, {})
-        else:
-            made |= pages > 0 and group.reclaimer.make_room(pages, {})
-    for part in () if made else parts:
-        part.group.reclaimer.raise_errors()
-    return made
 
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:

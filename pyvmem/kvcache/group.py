@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem._native import Kind, Outcome
@@ -45,7 +44,17 @@ from pyvmem.memory.reservation import Reservation
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
 
-__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool_low"]
+__all__ = [
+    "Group",
+    "Loan",
+    "Parts",
+    "free_on_abort",
+    "lend",
+    "make_parts",
+    "open_context",
+    "pool_low",
+    "prepare",
+]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
@@ -188,7 +197,8 @@ class Group:
             parts.limit_pages,
             config.low_watermark,
             self.counters,
-            prefixes.of(place),
+            prefixes,
+            place,
         )
         self.scratch = Scratch(self.mapper, layout.page_size)
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
@@ -216,19 +226,13 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        journal.change([[journal, "recoverables", [*journal.recoverables, self]]])
+        made = [journal.held, parts.reservation, ...]
+        journal.change([made, [journal, "recoverables", [*journal.recoverables, self]]])
 
     # ---- after an exception from outside ---------------------------------------------------------
 
-    def rebuild(self) -> None:
-        """See `Recoverable.rebuild`."""
-        if not self.place:
-            self.prefixes.host.rebuild()
-        self.reclaimer.own_away = None
-        self.reclaim_due = self.unprepared = True
-
     def owns(self, held: object) -> bool:
-        """See `Recoverable.owns`."""
+        """Whether a reservation is the group's."""
         return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
 
     def failed(self, error: VMemError) -> None:
@@ -281,13 +285,7 @@ class Group:
 
     def take(self, slot: Slot) -> None:
         """Give a free slot to a new owner; freed again if the current call fails."""
-        owner = slot.owner + 1
-
-        def free() -> None:
-            if slot.active and slot.owner == owner:
-                self.release(slot, None)
-
-        self.journal.on_abort(free)
+        free_on_abort([(self, slot)])
         self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
@@ -319,9 +317,9 @@ class Group:
             edits += self.window.forgetting(slot)
         if slot.span.pages and not slot.stale:
             edits += self.reclaimer.shared.using({slot.span: -1})
-        self.table.give_back(slot, event, self.clock, edits)
         if (slot.span.pages or slot.head or slot.places.noted) and not slot.lost:  # it is stale
-            self.reclaim_due = True
+            edits.append([self, "reclaim_due", True])
+        self.table.give_back(slot, event, self.clock, edits)
 
     def entering(self, slot: Slot, length: int) -> list[list[Any]]:
         """Return the edits that set a slot's rows to `length`, independent of `step`."""
@@ -456,16 +454,6 @@ class Group:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def free_on_abort(self, slots: Sequence[Slot]) -> None:
-        """Free the slots that the current call is about to take, if it fails."""
-        before = list(map(attrgetter("owner"), slots))
-
-        def free() -> None:
-            taken = zip(slots, before, strict=True)
-            self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner + 1])
-
-        self.journal.on_abort(free)
-
     def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
         """Return the edits that give the slots of loans to requests."""
         reclaimer, table, pager = self.reclaimer, self.table, self.pager
@@ -507,16 +495,6 @@ class Group:
             *reclaimer.shared.using(uses, holds),
         ]
 
-    def detach(self, slots: Sequence[Slot]) -> None:
-        """Undo `lend` and any growth since: free the slots, and wait for their batches."""
-        for slot in slots:
-            with suppress(VMemError):
-                self.pager.release(slot)
-            self.release(slot, None)
-        for slot in slots:
-            with suppress(VMemError):
-                self.pager.release(slot)
-
     def keep(self, slot: Slot, first: int) -> None:
         """Keep a freed slot's shared pages mapped read-only for a request that begins with them.
 
@@ -556,6 +534,7 @@ class Group:
     def reclaim_idle(self) -> None:
         """Begin to unmap free slots' pages that the policy does not keep: see `KVCacheConfig`."""
         reclaimer, config = self.reclaimer, self.config
+        self.reclaim_due = True  # until it is done
         stale = not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
@@ -570,32 +549,6 @@ class Group:
             or reclaimer.limit - reclaimer.held < reclaimer.watermark * reclaimer.limit
         ):
             self.keep_watermark()
-
-    def prepare(self) -> None:
-        """Keep slots ready for new requests and, with ample memory, map `eager_pages` in one.
-
-        Growths that requests wait for go first, except with several ranks, whose results must not
-        depend on the progress of background batches.
-        """
-        table, reclaimer, pages = self.table, self.reclaimer, self._eager_pages
-        self.unprepared = False
-        stale = table.columns.count(Kind.STALE, Kind.LOST)  # includes all kept slots
-        if stale and table.free_count < self._newcomers + stale:
-            self.unprepared = not reclaimer.spare_slots(self._newcomers)
-        if not pages:
-            return
-        self.pager.poll()
-        self._prepared = slot = table.to_prepare(pages)
-        if slot is None or slot.mapped >= pages:
-            return
-        if self.pager.growths and not table.lockstep:
-            self.unprepared = True
-            return
-        new_pages = (pages - slot.mapped) * self.layout.num_tensors
-        if reclaimer.outlook - new_pages < reclaimer.low_pages:
-            return
-        with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
-            grow([(self.pager, [(slot, pages)])], background=True, reclaim=False)
 
     def close(self, stream: Any) -> None:
         """Wait for all batches, then release the pages and the reservation; may be repeated."""
@@ -618,12 +571,41 @@ class Group:
         self.reclaimer.shared.close()
         self.scratch.close()
         try:
-            self.mapper.close(reservation)
+            reservation.abandon()
         except NotRecoverable:
             # Quarantined pages keep their addresses until the context is closed.
             reservation.leave()
         if self in self.journal.recoverables:
             self.journal.recoverables.remove(self)
+
+
+def prepare(groups: Sequence[Group]) -> None:
+    """Keep slots ready for new requests and, with ample memory, map `eager_pages` in one of them.
+
+    Growths that requests wait for go first, except with several ranks, whose results must not
+    depend on the progress of background batches.
+    """
+    wants, taken = [], 0
+    for group in groups:
+        table, reclaimer, pages = group.table, group.reclaimer, group._eager_pages
+        group.unprepared = True  # until it is done
+        stale = table.columns.count(Kind.STALE, Kind.LOST)  # includes all kept slots
+        few = stale and table.free_count < group._newcomers + stale
+        waits = bool(few) and not reclaimer.spare_slots(group._newcomers)
+        if pages:
+            group.pager.poll()
+            group._prepared = slot = table.to_prepare(pages)
+            if slot is not None and slot.mapped < pages:
+                new, size = taken + (pages - slot.mapped) * group.page_bytes, group.layout.page_size
+                if group.pager.growths and not table.lockstep:
+                    waits = True
+                elif reclaimer.outlook - new // size >= reclaimer.low_pages:
+                    wants.append((group.pager, [(slot, pages)]))
+                    taken = new
+        group.unprepared = waits
+    if wants:
+        with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
+            grow(wants, background=True, reclaim=False)
 
 
 class Loan(NamedTuple):
@@ -640,6 +622,23 @@ class Loan(NamedTuple):
     slot: Slot
     span: Span
     head: int
+
+
+def free_on_abort(taken: Sequence[tuple[Group, Slot]]) -> None:
+    """Free slots that the current call is about to take, if it fails; waits for their batches."""
+    before = [(group, slot, slot.owner) for group, slot in taken]
+
+    def free() -> None:
+        found = [one for one in before if one[1].active and one[1].owner == one[2] + 1]
+        for group, slot, _ in found:
+            with suppress(VMemError):
+                group.pager.release(slot)
+            group.release(slot, None)
+        for group, slot, _ in found:
+            with suppress(VMemError):
+                group.pager.release(slot)
+
+    taken[0][0].journal.on_abort(free)
 
 
 def lend(loans: Sequence[Loan]) -> None:
@@ -663,8 +662,8 @@ def lend(loans: Sequence[Loan]) -> None:
     by_group: dict[Group, list[Loan]] = {}
     for loan in loans:
         by_group.setdefault(loan.group, []).append(loan)
+    free_on_abort([loan[:2] for loan in loans])
     for group, own in by_group.items():
-        group.free_on_abort([loan.slot for loan in own])
         edits += group.lending(own)
     try:
         if missing:

@@ -44,6 +44,7 @@ __all__ = [
     "Pager",
     "Source",
     "Want",
+    "bring_back",
     "can_have",
     "extend",
     "fit",
@@ -659,8 +660,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
         keep.update(want)
     if not keep:
         return True
-    share, lockstep = first.reclaimer.share, first.reclaimer.table.lockstep
-    exact = lacking = False
+    share, exact = first.reclaimer.share, False
     while True:
         for pager, want in wants:
             for slot, _ in want:
@@ -672,10 +672,9 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             for slot, pages in want:
                 more += max(0, pages - slot.mapped)
             needs.append((pager, more * pager.layout.num_tensors))
-        if lacking or not fit(needs):
-            if not reclaim or not have(needs, keep, more=lacking):
+        if not fit(needs):
+            if not reclaim or not have(needs, keep):
                 return False
-            lacking = False
             continue  # reclaiming may also have unmapped surplus pages of these slots
         parts, after = [], list[Any]()
         first.ops.clear()
@@ -694,17 +693,9 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             return True
         if beyond:  # nothing is reclaimed for surplus pages
             exact = True
-        elif not isinstance(error, TooManyMappings):
-            if lockstep:
-                raise error
-            lacking = True
-        elif not any(
-            pager.fewer_mappings(pages, keep if reclaim else None, background=background)
-            for pager, pages in needs
-        ):
-            if lockstep:
-                raise error
-            first.runs.refused = str(error)
+        elif not bring_back(needs, keep if reclaim else None, error, background=background):
+            if isinstance(error, TooManyMappings):
+                first.runs.refused = str(error)
             return False
 
 
@@ -873,6 +864,34 @@ def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
             return False
         more = False
     return True
+
+
+def bring_back(
+    needs: Needs, keep: Mapping[Slot, int] | None, error: VMemError, *, background: bool = False
+) -> bool:
+    """Free memory or mappings after a batch failed for lack of them.
+
+    Args:
+        needs: physical pages that are lacking, by group.
+        keep: see `Reclaimer.make_room`; None: unmap nothing.
+        error: why the batch failed: `TooManyMappings` or a shortage of memory.
+        background: see `Pager.fewer_mappings`.
+
+    Returns:
+        False if nothing was freed.
+
+    Raises:
+        VMemError: `error`, if nothing was freed on one of several ranks: the other ranks have
+            theirs.
+    """
+    lockstep = needs[0][0].reclaimer.table.lockstep
+    if isinstance(error, TooManyMappings):
+        back = any(one.fewer_mappings(pages, keep, background=background) for one, pages in needs)
+    else:
+        back = keep is not None and not lockstep and have(needs, keep, more=True)
+    if lockstep and not back:
+        raise error
+    return back
 
 
 def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:

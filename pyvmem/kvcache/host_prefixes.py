@@ -230,6 +230,8 @@ class HostPrefixes:
 
     def _take(self, count: int) -> list[int]:
         """Take up to `count` cells that no key refers to, reusing the least recently used."""
+        if len(self._free) + len(self._rows) < len(self._cells):  # an interruption lost some
+            self._free = self._unused()
         found: list[int] = []
         while len(found) < count:
             if not self._free and len(self._cells) < self._most:
@@ -259,15 +261,14 @@ class HostPrefixes:
         self._cells += [view[at * self._cell : (at + 1) * self._cell] for at in range(count)]
         self._free += range(first, first + count)
 
-    def rebuild(self) -> None:
-        """Recompute the free cells after a failure: those that no key refers to."""
-        taken = set(self._rows.values())
-        self._free = [cell for cell in range(len(self._cells)) if cell not in taken]
+    def _unused(self) -> list[int]:
+        """Return the cells that no key refers to."""
+        return list(set(range(len(self._cells))).difference(self._rows.values()))
 
     def clear(self) -> None:
         """Drop all rows; keep the cells."""
         self._rows.clear()
-        self.rebuild()
+        self._free = self._unused()
 
     def close(self) -> None:
         """Release the host memory. Idempotent."""
@@ -280,7 +281,6 @@ class HostPrefixes:
 
     def check(self) -> list[str]:
         """Return contradictions between the cells and the keys, as text."""
-        cells = [*self._rows.values(), *self._free]
-        if sorted(cells) != list(range(len(self._cells))):
-            return [f"{len(self._cells)} cells of host memory, {len(cells)} are used or free"]
+        if not set(self._unused()).issuperset(self._free):
+            return ["a cell of host memory is both used and free"]
         return []

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pyvmem import _native
 from pyvmem._native import Outcome
@@ -44,24 +44,8 @@ class Made(Protocol):
 class Recoverable(Protocol):
     """The records of one group, recovered by the journal."""
 
-    def rebuild(self) -> None:
-        """Recompute the state that is derived from the records."""
-
-    def owns(self, held: Made) -> bool:
-        """Return whether the records refer to `held`."""
-
     def failed(self, error: VMemError) -> None:
         """Record a failure that the next `step` raises."""
-
-
-class _Abort(NamedTuple):
-    """A part of a call to be undone if the call does not complete.
-
-    `final`: `run` in any case, and undo nothing before it.
-    """
-
-    run: Callable[[], None]
-    final: bool
 
 
 class Journal:
@@ -72,8 +56,8 @@ class Journal:
 
     Attributes:
         entries: see the module.
-        held: handles and reservations that the call makes, each added before it is made. Those that
-            the records do not refer to when the call ends are released.
+        held: handles and reservations that the call makes, each added before it is made. The edits
+            that store one in the records remove it; the rest are released when the call ends.
         recoverables: the groups whose records it recovers.
     """
 
@@ -94,16 +78,7 @@ class Journal:
 
     def on_abort(self, run: Callable[[], None]) -> None:
         """Register an undo for a part of the call; `run` must be safe to run again."""
-        self.entries.append(_Abort(run, final=False))
-
-    def must(self, run: Callable[[], None]) -> None:
-        """Run a consequence of the records, also after an interruption; must be safe to repeat."""
-        self.entries.append(_Abort(run, final=True))
-        call_part(run)
-
-    def checkpoint(self) -> None:
-        """Make the records' present state final, before an action outside them depends on it."""
-        self.entries.append(_Abort(_nothing, final=True))
+        self.entries.append(run)
 
     # ---- around a call ---------------------------------------------------------------------------
 
@@ -142,20 +117,17 @@ class Journal:
     def recover(self) -> None:
         """Undo an interrupted call, up to the last context call that succeeded."""
         entries = self.entries
-        while entries and not _stays(entries[-1]):
+        while entries:
             entry = entries[-1]
+            if type(entry) is Outcome and entry.happened:
+                break
             if type(entry) is list:
                 _native.change_back(entry)
             elif type(entry) is tuple:
                 entry[0](*entry[1:])
             entries.pop()
-        for owner in self.recoverables:
-            owner.rebuild()
         if entries:
-            self._pending = [
-                *self._pending,
-                *(entry.run for entry in entries if type(entry) is _Abort),
-            ]
+            self._pending = [*self._pending, *(one for one in entries if callable(one))]
             entries.clear()
         while self._pending:
             try:
@@ -172,21 +144,6 @@ class Journal:
         """Release handles and reservations that the call made and the records do not refer to."""
         while self.held:
             made = next(reversed(self.held))
-            for owner in self.recoverables:
-                if owner.owns(made):
-                    break
-            else:
-                with suppress(VMemError):  # already consumed or dropped
-                    made.abandon()
+            with suppress(VMemError):  # already consumed or dropped
+                made.abandon()
             self.held.pop(made, None)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _stays(entry: Any) -> bool:
-    """Return whether recovery stops here: what precedes the entry took effect."""
-    if type(entry) is Outcome:
-        return entry.happened
-    return type(entry) is _Abort and entry.final

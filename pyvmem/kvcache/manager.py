@@ -18,7 +18,7 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.kvcache.group import Group, make_parts, open_context, pool_low
+from pyvmem.kvcache.group import Group, make_parts, open_context, pool_low, prepare
 from pyvmem.kvcache.growth import OPS
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.prefix_cache import PrefixCache
@@ -113,7 +113,8 @@ class Manager:
         """Release what `make` has made, after an exception."""
         if hasattr(self, "context"):
             with self.lock, self.journal:
-                self.journal.must(self._give_back)
+                self.journal.on_abort(self._give_back)
+                self._give_back()
 
     def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:
         budget, journal = self.budget, self.journal
@@ -135,8 +136,7 @@ class Manager:
         if budget is not None:
             for group in self.groups:
                 call_part(partial(budget.join, group.pager, group.config.memory_floor))
-        for group in self.groups:
-            group.prepare()
+        prepare(self.groups)
 
     def open(self) -> tuple[Group, ...]:
         """Return the groups, for a call that holds the lock.

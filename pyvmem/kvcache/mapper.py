@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Mapper", "Scratch"]
 
+_MADE = Outcome()
+"""The outcome of a call that counts as successful once it begins: recovery stops there."""
+_MADE.cell.called = 1
+
 
 class Mapper:
     """A group's access to its context. The caller holds the cache's lock and journal."""
@@ -75,10 +79,6 @@ class Mapper:
         self.journal.held[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
 
-    def drop(self, pages: Pages) -> None:
-        """Drop a handle that the records no longer use."""
-        self.journal.must(pages.abandon)
-
     def drop_range(
         self,
         edits: list[list[Any]],
@@ -99,10 +99,6 @@ class Mapper:
         self.journal.held[found] = None
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
-    def close(self, addresses: Reservation) -> None:
-        """Frees addresses that the records no longer refer to, with what is mapped there."""
-        self.journal.must(addresses.abandon)
-
     # ---- calls that change no records ------------------------------------------------------------
 
     def query(self, addr: int) -> RangeInfo:
@@ -110,7 +106,8 @@ class Mapper:
         return self.context.query(addr)
 
     def join(self, addr: int, size: int) -> int:
-        """See `Context.join`."""
+        """See `Context.join`; an interrupted one may have made some entries."""
+        self.journal.entries.append(_MADE)
         return self.context.join(addr, size)
 
     def copy(
@@ -124,7 +121,11 @@ class Mapper:
             host: buffers that hold the same pieces back to back.
             out: copy to host memory.
         """
-        if not len(addresses) or self._by_kernel(size, addresses, host, out):
+        if not len(addresses):
+            return
+        if not out:  # written pages are not zero: they stay granted
+            self.journal.entries.append(_MADE)
+        if self._by_kernel(size, addresses, host, out):
             return
         pieces = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))
         for address, piece in zip(map(int, addresses), pieces, strict=True):
@@ -181,18 +182,18 @@ class Scratch:
         self.retry()
         kept = self._kept
         if kept is not None:
-            self._mapper.journal.held[kept] = None
-            self._kept = None
+            journal = self._mapper.journal
+            journal.change([[self, "_kept", None], [journal.held, kept, None]])
             if kept.nbytes >= nbytes:
-                return kept
-            self._mapper.close(kept)
+                return kept  # else it is freed at the end of the call
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
         """Return unmapped addresses to the cache of reservations, unless they were left."""
-        if self._kept is None and addresses.is_open:
-            self._kept = addresses  # further ones are freed after the call
+        if self._kept is None and addresses.is_open:  # others are freed at the end of the call
+            journal = self._mapper.journal
+            journal.change([[self, "_kept", addresses], [journal.held, addresses, ...]])
 
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
@@ -206,8 +207,9 @@ class Scratch:
         try:
             self._mapper.commit([*edits], ops)
         except VMemError:
-            self._full = [*self._full, addresses]
-            self._mapper.journal.change([*edits])
+            journal = self._mapper.journal
+            full = [[self, "_full", [*self._full, addresses]], [journal.held, addresses, ...]]
+            journal.change([*edits, *full])
         else:
             self.give(addresses)
 

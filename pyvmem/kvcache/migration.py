@@ -92,10 +92,11 @@ class Mover:
         addresses = move.addresses = self._scratch.take(self._plan.place(move))
         ticket = move.ticket = Ticket(self._mapper.context) if background else None
         ops = self._plan.copies(move)
-        counts = self._counts(-move.here(), {tier: -n for tier, n in move.away().items()})
+        moves += self._counts(-move.here(), {tier: -n for tier, n in move.away().items()})
+        moves.append([self._journal.held, addresses, ...])
         try:
             waits = self._counters.waits
-            self._mapper.commit(moves + counts, ops, after, ticket=ticket, waits=waits)
+            self._mapper.commit(moves, ops, after, ticket=ticket, waits=waits)
         except VMemError:
             move.addresses = move.ticket = None
             self._scratch.give(addresses)
@@ -329,7 +330,7 @@ class Mover:
             left = [one for one in self.cancelled if one is not move]
             edits.append([self, "cancelled", left])
         if addresses is not None:
-            self._journal.held[addresses] = None
+            edits.append([self._journal.held, addresses, None])
         if ops is None:
             self._journal.change(edits)
         else:

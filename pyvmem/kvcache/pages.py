@@ -396,19 +396,17 @@ class SharedPages:
             [self, "pages", self.pages - (0 if block.away else pages)],
             [self.unheld, part, ...],
         )
-        if pages == block.live:
-            journal.change([*edits, [self.blocks, block, ...]])
-            self._mapper.drop(block.handle)
-            return
+        if pages == block.live:  # the handle is dropped at the end of the call
+            edits += ([self.blocks, block, ...], [journal.held, block.handle, None])
         size, stride = self.layout.page_size, block.pages * self.layout.page_size
         where = (low * size, pages * size, self.layout.num_tensors, stride)
         self._mapper.drop_range(edits, block.handle, *where)
 
     def close(self) -> None:
         """Drop every remaining handle, even if its pages are held."""
+        journal = self._mapper.journal
         for block in list(self.blocks):
-            self._mapper.journal.change([[self.blocks, block, ...]])
-            self._mapper.drop(block.handle)
+            journal.change([[self.blocks, block, ...], [journal.held, block.handle, None]])
         self.unheld = {}
         self.pages = self.used = self.uses = self.away_uses = 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyvmem.errors import NotSupported, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.kvcache.events import PriorWork, prune
-from pyvmem.kvcache.group import Group, Loan, lend
+from pyvmem.kvcache.group import Group, Loan, lend, prepare
 from pyvmem.kvcache.growth import grow
 from pyvmem.kvcache.host_prefixes import FAILURES
 from pyvmem.kvcache.pages import Span
@@ -46,8 +46,7 @@ def alloc_prefix(
             resumed = _begin_with(groups, match, spans, slots, reader, kept=kept is not None)
             if resumed is not None:
                 reqid = slots[0].index
-                for group in groups:
-                    group.prepare()
+                prepare(groups)
     finally:
         if match is not tokens and (reqid is None or slots is None):
             match.release()
@@ -86,7 +85,6 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
         return held
-    groups[0].journal.checkpoint()  # keep the grant on failure, as its pages get written
     prefixes.host.load(slots, held // prefixes.unit, keys)
     for group, slot in both:
         group.enter(slot, length)

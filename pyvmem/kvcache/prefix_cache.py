@@ -52,7 +52,7 @@ import math
 import operator
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle
 from pyvmem.features.table import PREFIXES
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.window import Window
     from pyvmem.memory.info import ContextInfo
 
-__all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
+__all__ = ["Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
 
 _log = logging.getLogger(__name__)
@@ -287,10 +287,6 @@ class PrefixCache:
         self._supported: ContextInfo | None = None  # the context for which `require` succeeded
         self.host = HostPrefixes(layouts, self.unit_pages)
 
-    def of(self, place: int) -> GroupPrefixes:
-        """Return the interface that a group's reclaimer uses."""
-        return GroupPrefixes(self, place)
-
     def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
         """Add the next group, when it is made."""
         if not self._groups:
@@ -307,11 +303,8 @@ class PrefixCache:
 
     def record(self, slot: Slot, tokens: Any, work: PriorWork, namespace: Hashable = None) -> int:
         """See `KVCache.record`."""
-        ids, units = self._check(slot, tokens, namespace)
-        if not self._restores:
-            return 0
-        each, found = self._each(slot), self.tree.match(ids)
-        if self._lacks(slot, found, units):
+        ids, each, found, units = self._look(slot, tokens, namespace)
+        if units:
             for group, one, _ in each:
                 group.mover.finish(one, work)
             for group, one, _ in each:
@@ -333,21 +326,8 @@ class PrefixCache:
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
         """Return whether `record` would share pages, after the work that writes them."""
-        ids, units = self._check(slot, tokens, namespace)
-        if not self._restores or not self._lacks(slot, self.tree.match(ids), units):
-            return False
-        return any(units * unit > one.shared for _, one, unit in self._each(slot))
-
-    def _lacks(self, slot: Slot, found: Match[_Spans], units: int) -> bool:
-        """Return whether fewer than `units` units are recorded and the slot has the rest."""
-        known = self._ends(found) if self._sliding else found.length
-        return known < units * self.unit and (
-            not self._sliding
-            or all(
-                first <= self._layouts[place].window_page(units * self.unit)
-                for place, first in self._firsts(slot)
-            )
-        )
+        _, each, _, units = self._look(slot, tokens, namespace)
+        return any(units * unit > one.shared for _, one, unit in each)
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
         """Return, by group with a window, the first page whose rows the request holds."""
@@ -365,11 +345,8 @@ class PrefixCache:
             Whether the slot's shared pages equal the recorded ones: a request that begins with them
             can continue in this slot.
         """
-        ids, units = self._check(slot, tokens, namespace)
-        if not self._restores:
-            return False
-        each, found = self._each(slot), self.tree.match(ids)
-        if self._lacks(slot, found, units):
+        ids, each, found, units = self._look(slot, tokens, namespace)
+        if units:
             for group, one, _ in each:
                 if one.job is not None or one.stale:
                     group.pager.release(one)
@@ -393,22 +370,32 @@ class PrefixCache:
                 return False
         return True
 
-    def _each(self, slot: Slot) -> list[tuple[Sharing, Slot, int]]:
-        """Return, for each group, the request's slot and the pages per tensor of a unit."""
-        index, found = slot.index, []
-        for group, unit in zip(self._groups, self.unit_pages, strict=True):
-            found.append((group, group.table.slots[index], unit))
-        return found
+    def _look(
+        self, slot: Slot, tokens: Any, namespace: Hashable
+    ) -> tuple[TokenIds, list[tuple[Sharing, Slot, int]], Match[_Spans], int]:
+        """Match the rows that a request holds with the recorded prefixes.
 
-    def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
-        """Return the ids of the rows held, and their number of whole units."""
+        Returns:
+            The ids of the rows; for each group, the request's slot and the pages per tensor of a
+            unit; the match; and the whole units that the request holds, or 0 if they are recorded
+            already or the slot lacks some of the missing rows.
+        """
         if self._groups[0].mapper.context.info is not self._supported:
             self.require("record")
-        ids = TokenIds.of(tokens, namespace)
-        held, count = self._rows.held[slot.index], len(ids.data) // ID_BYTES
+        ids, index = TokenIds.of(tokens, namespace), slot.index
+        held, count = self._rows.held[index], len(ids.data) // ID_BYTES
         if count > held:
             ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
-        return ids, count // self.unit
+        each, units, found = [], count // self.unit, self.tree.match(ids)
+        for group, unit in zip(self._groups, self.unit_pages, strict=True):
+            each.append((group, group.table.slots[index], unit))
+        length = units * self.unit
+        if not self._restores or (self._ends(found) if self._sliding else found.length) >= length:
+            units = 0
+        for place, first in self._firsts(slot) if self._sliding and units else ():
+            if first > self._layouts[place].window_page(length):
+                units = 0
+        return ids, each, found, units
 
     def require(self, what: str) -> None:
         """Raise NotSupported if a group cannot share prefixes; `what`: the call, for the error."""
@@ -424,8 +411,8 @@ class PrefixCache:
         Returns:
             The node of the last recorded unit, and the tokens up to there.
         """
-        count = units = len(ids.data) // ID_BYTES // self.unit
-        for _, one, unit in each:
+        count = units = len(ids.data) // ID_BYTES // self.unit if self._restores else 0
+        for _, one, unit in each if units else ():
             units = min(units, (one.head + one.span.pages) // unit if one.span.pages else 0)
         node, length = found.node, found.length
         if units * self.unit > length:
@@ -745,18 +732,3 @@ class PrefixCache:
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
         return found + self.host.check()
-
-
-class GroupPrefixes(NamedTuple):
-    """`Evictable` for the reclaimer of one group."""
-
-    cache: PrefixCache
-    place: int
-
-    def evict(self, pages: int) -> int:
-        """See `PrefixCache.evict`."""
-        return self.cache.evict(self.place, pages)
-
-    def leased(self) -> int:
-        """See `PrefixCache.leased`."""
-        return self.cache.leased(self.place)

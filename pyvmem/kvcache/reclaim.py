@@ -44,10 +44,10 @@ _SLICE_S = 0.0005  # how long to wait for one of several unfinished unmaps befor
 class Evictable(Protocol):
     """Pages that no request uses, evicted when memory is short: recorded prefixes."""
 
-    def evict(self, pages: int) -> int:
+    def evict(self, place: int, pages: int) -> int:
         """Evict until `pages` pages per tensor are freed, or all; return how many are freed."""
 
-    def leased(self) -> int:
+    def leased(self, place: int) -> int:
         """Return the pages per tensor that no request uses but that cannot be evicted."""
 
 
@@ -139,6 +139,7 @@ class Reclaimer:
         low_watermark: float,
         counters: Counters,
         prefixes: Evictable,
+        place: int,
     ) -> None:
         self.mapper = mapper
         self.journal = mapper.journal
@@ -151,7 +152,7 @@ class Reclaimer:
         self.away: Counter[Tier] = Counter()
         self.own_away: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
-        self._prefixes = prefixes
+        self._prefixes, self._place = prefixes, place
         self.unmaps: list[Unmap | Slide] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
@@ -165,11 +166,11 @@ class Reclaimer:
 
     def evict(self, pages: int) -> int:
         """Evict recorded prefixes until `pages` pages per tensor are freed; return how many are."""
-        return self._prefixes.evict(pages)
+        return self._prefixes.evict(self._place, pages)
 
     def leased(self) -> int:
         """Return the pages per tensor that no request uses but that cannot be evicted."""
-        return self._prefixes.leased()
+        return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Begin to unmap a slot's pages from `keep` on, after its earlier owners' GPU work.

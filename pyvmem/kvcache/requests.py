@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.group import Group, prepare
 from pyvmem.kvcache.slots import Slot
 
 __all__ = ["alloc", "claim", "free", "reclaim_free", "record", "release", "sync_free_slots"]
@@ -35,8 +35,7 @@ def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
         return None
     for group in groups:
         group.take(group.table[found.index])
-    for group in groups:
-        group.prepare()
+    prepare(groups)
     return found.index
 
 
@@ -45,8 +44,7 @@ def claim(groups: Sequence[Group], reqid: int) -> None:
     sync_free_slots(groups)
     for group, slot in [(group, group.free_slot(reqid)) for group in groups]:
         group.take(slot)
-    for group in groups:
-        group.prepare()
+    prepare(groups)
 
 
 def free(
@@ -76,8 +74,8 @@ def free(
     if keeps:
         for group, slot, pages in zip(groups, slots, first, strict=True):
             group.keep(slot, pages)
+    prepare(groups)
     for group in groups:
-        group.prepare()
         group.reclaim_idle()
 
 

@@ -300,7 +300,6 @@ class Runs:
         if first < slot.mapped:
             whole = slot.whole_with(first, slot.mapped, slot.whole)
             self._table.change(slot, whole=whole)
-            self._mapper.journal.checkpoint()  # an interrupted join may be half done
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from pyvmem.errors import TooManyMappings
 from pyvmem.kvcache.events import wait_for_device
-from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.group import Group, prepare
 from pyvmem.kvcache.growth import Pager, extend, fit, grow, within_reach
 from pyvmem.kvcache.mappings import warn_out_of_mappings, who_has_mappings
 from pyvmem.kvcache.reclaim import Share
@@ -107,6 +107,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             if wasted > counters.peak_wasted:
                 counters.peak_wasted = wasted
         counters.steps += 1
+    unprepared = False
     for group in groups:
         if names and group.pager.ahead:
             group.pager.grow_ahead()
@@ -114,8 +115,9 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             group.prefixes.leases.end_all()  # a collector must not decide when they end
         if group.reclaim_due:
             group.reclaim_idle()
-        if group.unprepared:
-            group.prepare()
+        unprepared |= group.unprepared
+    if unprepared:
+        prepare(groups)
     return 0
 
 

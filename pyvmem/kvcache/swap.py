@@ -192,7 +192,6 @@ def swap_in(
             group.pager.settle(stream)
         # Wait for zero-fills, or for earlier owners' work, which were ordered before `stream`.
         wait_for(record(stream, groups[0].device))
-        groups[0].journal.checkpoint()  # keep the grant on failure, as its pages get written
         both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
         for group, slot, head, rows in both:
             size, addresses = _pieces(group, slot, head, length)

@@ -20,6 +20,7 @@ from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
 
 if TYPE_CHECKING:
+    from pyvmem.kvcache.mapper import Scratch
     from pyvmem.memory.reservation import Reservation
 
 __all__ = ["Truncation", "check_kept", "copied", "truncate"]
@@ -44,26 +45,22 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
     if rows == held:
         _give_back_overread(list(zip(groups, slots, strict=True)), rows, work)
         return 0
+    each = []
     for group, slot in zip(groups, slots, strict=True):
         if group.mover.moves:
             page = group.layout.bytes_for(rows) // group.layout.page_size
             group.mover.shorten(slot, page, work)
-    each = [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
-    unmaps = any(map(attrgetter("unmaps"), each))
-    if unmaps:
-        if busy := [one for one in each if one.slot.job is not None or one.slot.stale]:
-            for one in busy:
+        each.append(Truncation.of(group, slot, rows))
+    if any(map(attrgetter("unmaps"), each)):
+        for place, one in enumerate(each):
+            if one.slot.job is not None or one.slot.stale:
                 one.group.pager.release(one.slot)
-            each = [Truncation.of(one.group, one.slot, rows) for one in each]
-            unmaps = any(map(attrgetter("unmaps"), each))
+                each[place] = Truncation.of(one.group, one.slot, rows)
         work.wait()
-    ownerless = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
-    if not unmaps:
-        groups[0].journal.change([edit for one in each for edit in one.edits(work)])
-    elif not _unmap_all(each, work):
+    if not _cut(each, work):
         return -1
-    for one in ownerless:
-        if not one.group.config.deferred_reclaim and one.slot.job is None:
+    for one in each:
+        if one.ownerless and not one.group.config.deferred_reclaim and one.slot.job is None:
             one.group.reclaimer.try_unmap(one.slot, one.keep)
     return 0
 
@@ -118,6 +115,7 @@ class Truncation:
         new_pages: physical pages of the copies.
         end: pages from here on are unmapped if `unmaps`.
         unmaps: pages must be unmapped at once.
+        ownerless: pages stay mapped without an owner.
         addresses: scratch addresses of the copies until they are mapped in the slot; else None.
     """
 
@@ -132,6 +130,7 @@ class Truncation:
     new_pages: int
     end: int
     unmaps: bool
+    ownerless: bool
     addresses: Reservation | None = None
 
     @classmethod
@@ -152,7 +151,7 @@ class Truncation:
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
         return cls(
             *(group, slot, rows, first, keep, shared, copied, stride, new_pages),
-            *(max(keep, copied), unmaps),
+            *(max(keep, copied), unmaps, not unmaps and keep < slot.granted),
         )
 
     def copy(self, ops: OpBatch) -> Reservation:
@@ -221,7 +220,7 @@ class Truncation:
             edits += group.prefixes.shortening(slot, self.rows)
         if self.unmaps:
             edits += self._unmapping()
-        elif self.keep < slot.granted:
+        elif self.ownerless:
             edits += group.disowning(slot, self.keep, work.record())
         if group.promoter is not None:
             edits += group.promoter.forgetting(slot, self.first)
@@ -252,7 +251,7 @@ class Truncation:
         ]
 
 
-def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
+def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
     """Unmap all groups' pages that need it in one batch, after a first batch that makes the copies.
 
     Returns:
@@ -262,15 +261,23 @@ def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
         NotRecoverable: the request has lost rows; the message names it. VMemError: nothing changed.
     """
     begun = [one for one in each if one.unmaps]
+    first = each[0].group
+    if not begun:
+        first.journal.change([edit for one in each for edit in one.edits(work)])
+        return True
     if not _copy_all([one for one in begun if one.new_pages]):
         return False
-    first, ops = begun[0].group, OpBatch(3 * len(begun))
+    ops, after = OpBatch(3 * len(begun)), list[Any]()
+    used: list[tuple[Scratch, Reservation]] = []
+    edits: list[list[Any]] = []
     try:
         for one in begun:
             one.unmap(ops)
-        after = [event for one in begun for event in one.slot.events]
-        used = [(one.group.scratch, one.addresses) for one in begun]
-        edits = [edit for one in each for edit in one.edits(work)]
+            after += one.slot.events
+            if one.addresses is not None:
+                used.append((one.group.scratch, one.addresses))
+        for one in each:
+            edits += one.edits(work)
         first.mapper.commit(edits, ops, after, waits=first.counters.waits)
     except VMemError as error:
         if isinstance(error, NotRecoverable):
@@ -278,8 +285,7 @@ def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
         _drop_copies(begun)
         raise
     for scratch, addresses in used:
-        if addresses is not None:
-            scratch.give(addresses)
+        scratch.give(addresses)
     for one in begun:
         one.group.reclaimer.drop_unheld()
     return True

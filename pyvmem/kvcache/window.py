@@ -212,10 +212,10 @@ class Window:
         """Return the edits for a request that begins with a prefix's window at page `head`."""
         return self._setting(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
-    def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
-        """Record that requests begin with the rows of another request's window."""
-        for slot in slots:
-            self._set(slot.index, self._next[parent.index], self._least[parent.index])
+    def following(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
+        """Return the edits for requests that begin with the rows of another request's window."""
+        noted = [(values, values[parent.index]) for values in (self._next, self._least)]
+        return [[values, slot.index, value] for slot in slots for values, value in noted]
 
     def resume(self, slot: Slot, head: int) -> None:
         """Begin to unmap the pages below `head` of a request that was swapped back in.

@@ -2008,22 +2008,22 @@ def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
 
 
 def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() -> None:
-    """Counts that are no record are made again, from the beginning."""
+    """What the call has made is given back again."""
 
-    class Counts:
-        made = 0
+    class Made:
+        given = 0
 
-        def rebuild(self) -> None:
-            self.made += 1
-            if self.made < 3:
+        def abandon(self) -> None:
+            self.given += 1
+            if self.given < 3:
                 raise Interrupted
 
-    counts, journal = Counts(), Journal()
-    journal.recoverables.append(counts)  # type: ignore[arg-type]
+    made, journal = Made(), Journal()
 
     def call(error: type[BaseException] | None = None) -> None:
         with journal:
             if error is not None:
+                journal.held[made] = None
                 raise error
 
     for error in (Interrupted, None):
@@ -2031,7 +2031,7 @@ def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() 
             call(error)
     for _ in range(2):
         call()
-    assert counts.made == 3
+    assert made.given == 3
 
 
 # ---- the tracer itself ---------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from share_helpers import read_rows, write_rows
 
 from pyvmem import Caps, Context, FdEvent, InvalidArgument, KVCache, OutOfMemory
 from pyvmem.kvcache import Budget
-from pyvmem.kvcache.group import Group
 
 # Cache a: 4 tensors, 8 rows in a page. Cache b: 2 tensors, 4 rows in a page; both: 6 pages a slot.
 ROWS = {"a": 8, "b": 4}
@@ -200,7 +199,7 @@ def test_a_cache_that_an_exception_kept_from_being_made_has_no_floor(
 ) -> None:
     """It came once the budget had admitted the cache, and before anything was mapped for it."""
 
-    def interrupted(group: Group) -> None:
+    def interrupted(groups: object) -> None:
         raise KeyboardInterrupt
 
     page = context.info.granule
@@ -209,7 +208,7 @@ def test_a_cache_that_an_exception_kept_from_being_made_has_no_floor(
         hold(other, 2)
         before, reservations = budget.stats(), context.stats().reservations
         with monkeypatch.context() as patched:
-            patched.setattr(Group, "prepare", interrupted)
+            patched.setattr("pyvmem.kvcache.manager.prepare", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 KVCache(config(page, "b", floor=32), budget=budget)
         assert budget.stats() == before

@@ -147,15 +147,6 @@ def test_what_settles_an_interrupted_section_may_call_the_cache(again: int) -> N
         cache.check_integrity()
 
 
-def test_what_must_be_done_in_a_section_may_call_the_cache() -> None:
-    with Context("host", granule=PAGE) as context, filled(context) as cache:
-        second = cache.alloc_reqid()
-        assert second is not None
-        with cache.internals.lock, cache.internals.journal:
-            cache.internals.journal.must(lambda: cache.free_reqid(second))
-        assert cache.stats().active_slots == 1
-
-
 def test_a_handler_while_a_call_settles_what_two_exceptions_left() -> None:
     """The first recovery was interrupted, too; the next call makes it."""
     refused = unsettled = 0
