@@ -496,7 +496,7 @@ class Share:
         """Return the bytes that evicted prefixes of the other caches will free."""
         return sum(one.reclaimer.leaving * one.layout.page_size for one in self._rest())
 
-    def beside(self, own: Collection[Reclaimer]) -> Share:
+    def excluding(self, own: Collection[Reclaimer]) -> Share:
         """Return the same share, with `own` not counted among `others`."""
         found = Share(self.budget, self.pager, self.floor)
         found._own = own

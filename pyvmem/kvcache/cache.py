@@ -643,7 +643,7 @@ class KVCache(MustClose):
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
     ) -> bool:
-        """Return whether new requests of these lengths would all fit now, beside the present ones.
+        """Return whether new requests of these lengths would all fit with the present ones.
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
         reclaimable, including recorded prefixes that no request uses and no match leases, and what

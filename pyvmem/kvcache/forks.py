@@ -21,7 +21,7 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, free_on_abort, prepare
-from pyvmem.kvcache.growth import Source, bring_back, have
+from pyvmem.kvcache.growth import Source, reclaim_after, reclaim_for
 from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
@@ -220,7 +220,7 @@ def fork_all(
         raise
     own = groups[0].reclaimer
     sure = own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.held
-    if not sure and not have([(part.group.pager, part.new_pages) for part in parts], {}):
+    if not sure and not reclaim_for([(part.group.pager, part.new_pages) for part in parts], {}):
         return None
     for part in () if work.over else parts:
         if part.nbytes > part.low * part.group.layout.page_size:
@@ -268,7 +268,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
             raise next((one for one in found if one is not error), error) from error
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
             needs = [(part.group.pager, part.new_pages) for part in parts]
-            if not ahead and not bring_back(needs, {}, error):  # try again without surplus
+            if not ahead and not reclaim_after(needs, {}, error):  # try again without surplus
                 return False
     for part in parts:
         if part.job is not None and part.group.pager.runs.limit:

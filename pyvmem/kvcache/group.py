@@ -528,7 +528,7 @@ class Group:
     def keep_watermark(self) -> None:
         """Begin to unmap pages of free slots if free memory is below the watermark."""
         reclaimer = self.reclaimer
-        if reclaimer.outlook < reclaimer.low_pages:
+        if reclaimer.projected_free < reclaimer.low_pages:
             reclaimer.release_below(reclaimer.low_pages)
 
     def reclaim_idle(self) -> None:
@@ -599,7 +599,7 @@ def prepare(groups: Sequence[Group]) -> None:
                 new, size = taken + (pages - slot.mapped) * group.page_bytes, group.layout.page_size
                 if group.pager.growths and not table.lockstep:
                     waits = True
-                elif reclaimer.outlook - new // size >= reclaimer.low_pages:
+                elif reclaimer.projected_free - new // size >= reclaimer.low_pages:
                     wants.append((group.pager, [(slot, pages)]))
                     taken = new
         group.unprepared = waits

@@ -44,12 +44,12 @@ __all__ = [
     "Pager",
     "Source",
     "Want",
-    "bring_back",
-    "can_have",
+    "reclaim_after",
+    "can_reclaim_for",
     "extend",
     "fit",
     "grow",
-    "have",
+    "reclaim_for",
     "within_reach",
 ]
 
@@ -199,7 +199,7 @@ class Pager:
         """
         reclaimer, layout = self.reclaimer, self.layout
         kept = reclaimer.low_pages
-        room = (min(reclaimer.free, reclaimer.outlook) - kept) // layout.num_tensors
+        room = (min(reclaimer.free, reclaimer.projected_free) - kept) // layout.num_tensors
         if room <= 0:
             return
         near = self.columns.near(self.ahead, room)
@@ -412,7 +412,7 @@ class Pager:
                 self.reclaimer.errors.append(error)
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
-        """Return the physical pages that `can_have` would wait for: idle growths and copies.
+        """Return the physical pages that `can_reclaim_for` would wait for: idle growths and copies.
 
         Args:
             keep: slots, and the pages per tensor that each must keep.
@@ -576,7 +576,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     columns: list[Columns] = []
     written = 0
     for pager in pagers:
-        pager.runs.look(pager.reclaimer.low_pages if ahead else 0, room)
+        pager.runs.read_free(pager.reclaimer.low_pages if ahead else 0, room)
         grown = pager.columns.plan(array + written)
         if grown is None:
             return False
@@ -673,7 +673,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
                 more += max(0, pages - slot.mapped)
             needs.append((pager, more * pager.layout.num_tensors))
         if not fit(needs):
-            if not reclaim or not have(needs, keep):
+            if not reclaim or not reclaim_for(needs, keep):
                 return False
             continue  # reclaiming may also have unmapped surplus pages of these slots
         parts, after = [], list[Any]()
@@ -693,7 +693,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
             return True
         if beyond:  # nothing is reclaimed for surplus pages
             exact = True
-        elif not bring_back(needs, keep if reclaim else None, error, background=background):
+        elif not reclaim_after(needs, keep if reclaim else None, error, background=background):
             if isinstance(error, TooManyMappings):
                 first.runs.refused = str(error)
             return False
@@ -776,7 +776,7 @@ def fit(needs: Needs) -> bool:
 
 
 def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
-    """Estimate without blocking whether `have` could free the needed physical pages.
+    """Estimate without blocking whether `reclaim_for` could free the needed physical pages.
 
     Args:
         needs: physical pages by group.
@@ -797,7 +797,7 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
 def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
     """Return the bytes needed beyond the groups' own idle pages; None: above a group's limit.
 
-    `later`: count pages that `have` would wait for as idle.
+    `later`: count pages that `reclaim_for` would wait for as idle.
     """
     new = 0
     for pager, pages in needs:
@@ -814,10 +814,10 @@ def _others(needs: Needs) -> Share | None:
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
         return share
-    return share.beside([pager.reclaimer for pager, _ in needs])
+    return share.excluding([pager.reclaimer for pager, _ in needs])
 
 
-def can_have(needs: Needs, keep: Mapping[Slot, int]) -> bool:
+def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
     """Like `within_reach`, but first wait for idle growths and, if needed, cancel promotions."""
     others = _others(needs)
     for pager, _ in needs:
@@ -841,7 +841,7 @@ def can_have(needs: Needs, keep: Mapping[Slot, int]) -> bool:
     return False
 
 
-def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
+def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
     """Reclaim unowned pages; return whether the needed physical pages are free afterwards.
 
     `more`: reclaim even if the records say that enough is free, as the driver has less.
@@ -852,7 +852,7 @@ def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
     first = needs[0][0].reclaimer
     while more or not fit(needs):
         room = first.room
-        if not can_have(needs, keep):
+        if not can_reclaim_for(needs, keep):
             return False
         if first.room <= room and not _reclaim(needs, keep, more=more):
             for pager, _ in needs:
@@ -866,7 +866,7 @@ def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
     return True
 
 
-def bring_back(
+def reclaim_after(
     needs: Needs, keep: Mapping[Slot, int] | None, error: VMemError, *, background: bool = False
 ) -> bool:
     """Free memory or mappings after a batch failed for lack of them.
@@ -888,7 +888,7 @@ def bring_back(
     if isinstance(error, TooManyMappings):
         back = any(one.fewer_mappings(pages, keep, background=background) for one, pages in needs)
     else:
-        back = keep is not None and not lockstep and have(needs, keep, more=True)
+        back = keep is not None and not lockstep and reclaim_for(needs, keep, more=True)
     if lockstep and not back:
         raise error
     return back

@@ -84,7 +84,7 @@ class Share(Protocol):
     def leaving(self) -> int:
         """Return what the other caches free as slots that map evicted prefixes are unmapped."""
 
-    def beside(self, own: Collection[Reclaimer]) -> Share:
+    def excluding(self, own: Collection[Reclaimer]) -> Share:
         """Return the same share, with `own` not counted among the other caches."""
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
@@ -508,7 +508,7 @@ class Reclaimer:
         return min(own, self.share.room() // self.layout.page_size)
 
     @property
-    def outlook(self) -> int:
+    def projected_free(self) -> int:
         """`free`, plus what the budget could gain from outside; compared with the watermark."""
         if self.share is None:
             return self.free
@@ -676,7 +676,7 @@ class Reclaimer:
 
     def release_below(self, free_pages: int) -> None:
         """Begin to unmap free slots until `free_pages` physical pages are free or in flight."""
-        missing = free_pages - self.outlook - self.returning
+        missing = free_pages - self.projected_free - self.returning
         tensors = self.layout.num_tensors
         if missing <= 0:
             return

@@ -109,7 +109,7 @@ class Runs:
 
     # ---- growth ----------------------------------------------------------------------------------
 
-    def look(self, kept: int = 0, room: int | None = None) -> None:
+    def read_free(self, kept: int = 0, room: int | None = None) -> None:
         """Write the free memory and mappings to `Columns.runs`, for the next `Columns.plan`.
 
         Args:
@@ -156,12 +156,12 @@ class Runs:
     def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
         """Return the pages per tensor to map for each slot, at least its need; None: its need.
 
-        `room`: see `look`.
+        `room`: see `read_free`.
         """
         runs = self._columns.runs
         if runs.longest == 1:
             return None
-        self.look(room=room)
+        self.read_free(room=room)
         # Slots without an owner get no surplus.
         idle, places = 0, []
         needs, mapped, heads, goals = [], [], [], []
@@ -185,12 +185,12 @@ class Runs:
     def ahead(self, count: int, pages: int, mapped: int, head: int, room: int | None) -> list[int]:
         """Return the pages per tensor to map for each of `count` new requests.
 
-        Each needs `pages` and has `mapped`, from `head` on. `room`: see `look`.
+        Each needs `pages` and has `mapped`, from `head` on. `room`: see `read_free`.
         """
         goals = [pages] * count
         if self._columns.runs.longest == 1:
             return goals
-        self.look(room=room)
+        self.read_free(room=room)
         return self._columns.goals(goals, [mapped] * count, [head] * count)
 
     def grown(self, pieces: Sequence[Piece]) -> None:

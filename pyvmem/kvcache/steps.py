@@ -328,7 +328,7 @@ def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int
     """
     givers = [group.reclaimer for group in groups]
     share = givers[0].share
-    others = None if share is None else share.beside(givers[:])
+    others = None if share is None else share.excluding(givers[:])
     givers += [] if others is None else others.others()
     while True:
         for group in groups:

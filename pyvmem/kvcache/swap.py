@@ -13,7 +13,7 @@ from pyvmem.features.table import SWAP
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, record, wait_for
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.growth import can_have, grow
+from pyvmem.kvcache.growth import can_reclaim_for, grow
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.requests import release, sync_free_slots
 from pyvmem.kvcache.slots import Slot
@@ -127,7 +127,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
         own = slot.granted - slot.shared - sum(slot.places.away(slot.shared, slot.granted).values())
         needed += group.layout.pages_for(length) * tensors
         held += (own + group.reclaimer.shared.idle(slot.span, users=1)) * tensors
-    if not can_have([(groups[0].pager, needed - held)], {}):
+    if not can_reclaim_for([(groups[0].pager, needed - held)], {}):
         reclaimer = groups[0].reclaimer
         room = held + reclaimer.obtainable({})
         raise OutOfMemory(

@@ -13,7 +13,7 @@ from pyvmem.features.table import HOST_PAGES, PEER_PAGES
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.growth import have
+from pyvmem.kvcache.growth import reclaim_for
 from pyvmem.kvcache.pages import DEVICE, Stretch, Tier
 from pyvmem.kvcache.slots import Move, Slot
 from pyvmem.memory.info import Location
@@ -175,7 +175,7 @@ def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: in
     """Make room for pages of a group in a tier; raise OutOfMemory if there is too little."""
     size = group.layout.page_size
     if tier == DEVICE:
-        if not have([(group.pager, pages)], {}):
+        if not reclaim_for([(group.pager, pages)], {}):
             raise _tier_full(group, tier, pages, group.reclaimer.free * size)
         return
     host = tier.location is Location.HOST

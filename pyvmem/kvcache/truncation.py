@@ -14,7 +14,7 @@ from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.growth import have
+from pyvmem.kvcache.growth import reclaim_for
 from pyvmem.kvcache.pages import Tier
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
@@ -295,7 +295,7 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
     """Copy the kept parts of shared pages; False if memory is short: nothing changed."""
     if not copies:
         return True
-    if not have([(one.group.pager, one.new_pages) for one in copies], {}):
+    if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group
     edits: list[list[Any]] = []
