@@ -389,6 +389,7 @@ class SocketRank:
         try:
             _send(self._socket, [name, argument])
         except OSError as error:
+            self.close()
             self._lock.release()
             raise RankLost(f"{name}: {error}") from error
         return self._answer
@@ -397,7 +398,8 @@ class SocketRank:
         try:
             failure, result = _receive(self._socket)
         except (OSError, EOFError) as error:
-            raise RankLost(f"a rank hung up: {error!r}") from error
+            self.close()  # a late answer would be taken for the next call's
+            raise RankLost(f"no answer from a rank: {error!r}") from error
         finally:
             self._lock.release()
         if failure is not None:

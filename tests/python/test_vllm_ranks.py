@@ -162,6 +162,24 @@ def test_a_server_that_is_closed_answers_nobody(folder: Path) -> None:
     one.close()
 
 
+def test_a_rank_that_answered_too_late_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its late answer is not taken for the answer to the next call."""
+    monkeypatch.setattr(channel, "_TIMEOUT", 0.2)
+    one, late = memory(), threading.Event()
+    server = Server(new_address(Settings(ledger=str(folder))), one)
+    rank = SocketRank(server.address)
+    monkeypatch.setattr(KVMemory, "total", lambda _: late.wait(20))
+    with pytest.raises(RankLost, match="no answer"):
+        rank.total()
+    late.set()
+    with pytest.raises(RankLost):
+        rank.fingerprint()
+    server.close()
+    one.close()
+
+
 def test_a_rank_here_whose_memory_is_closed_is_lost() -> None:
     """vLLM ends its workers before the scheduler, whose keeper goes on asking."""
     one = memory()
