@@ -103,7 +103,7 @@ def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int
 
 
 def _named(namespace: Hashable) -> Hashable:
-    """Return the name by which other processes know a namespace; None: default namespace."""
+    """Returns the name by which other processes know a namespace; None: default namespace."""
     if isinstance(namespace, Generation):
         namespace = (None,) if namespace.name is None else namespace.name
     # A member of an Enum that is a string equals the plain one, and the cache takes it for that.
@@ -143,7 +143,7 @@ class KVEvents:
         return f"<KVEvents of {self._cache!r}>"
 
     def poll(self) -> list[KVEvent]:
-        """Return the events since the last call, in order. BadHandle: the cache is closed.
+        """Returns the events since the last call, in order. BadHandle: the cache is closed.
 
         A call that an exception ended has reported nothing: the next one does.
         """
@@ -152,7 +152,7 @@ class KVEvents:
         return events
 
     def _untold(self) -> tuple[list[KVEvent], _Told]:
-        """Return the events to report, and the reader's state after them."""
+        """Returns the events to report, and the reader's state after them."""
         told = _Told(-1, {}) if self._told is None else self._told
         changes = self._cache.internals.prefix_changes(told.number)
         unit = self._cache.sharing_unit

@@ -40,7 +40,7 @@ def dlpack_capsule(
 
 
 def buffer_at(addr: int, size: int, owner: object) -> memoryview:
-    """Return a writable memoryview of memory that the CPU can access; keeps `owner` alive."""
+    """Returns a writable memoryview of memory that the CPU can access; keeps `owner` alive."""
     # The destructor does nothing; it exists to hold a reference to the owner.
     pointer = ffi.gc(ffi.cast("char *", addr), lambda _, _owner=owner: None)
     return memoryview(ffi.buffer(pointer, size))

@@ -28,7 +28,7 @@ def fail(
 
 
 def last_error(code: int, op: str) -> VMemError:
-    """Return the calling thread's last error as an exception; `code`: the call's return value."""
+    """Returns the calling thread's last error as an exception; `code`: the call's return value."""
     record = sized("struct vmem_error *")
     if lib.vmem_get_error(record) != 0 or record.code != code:
         return error_class(-code, op)(f"{op}: {os.strerror(-code)}", errno=-code, op=op)
@@ -46,7 +46,7 @@ def last_error(code: int, op: str) -> VMemError:
 
 
 def call(function: Any, *args: Any) -> None:
-    """Call a function of vmem.h and raise its error, if any."""
+    """Calls a function of vmem.h and raises its error, if any."""
     try:
         code = function(*args)
     except OverflowError as error:

@@ -187,7 +187,7 @@ class Columns:
         setattr(struct, name, at)
 
     def scan(self, lengths: list[int]) -> tuple[array[int], int, list[int]] | int:
-        """Compute the rows of every slot after a step, and the slots that lack pages.
+        """Computes the rows of every slot after a step, and the slots that lack pages.
 
         A length below the rows held leaves them.
 
@@ -221,7 +221,7 @@ class Columns:
         return first if swap else second, self._total[0], places
 
     def near(self, ahead: int, room: int) -> list[int]:
-        """Return slots whose pages end within `ahead` rows after their rows, for the next `plan`.
+        """Returns slots whose pages end within `ahead` rows after their rows, for the next `plan`.
 
         Args:
             ahead: rows.
@@ -234,7 +234,7 @@ class Columns:
         return ffi.unpack(self._beyond, found) if found else []
 
     def plan(self, ops: Any) -> Grown | None:
-        """Write the map operations for the slots returned by the last `scan` or `near`.
+        """Writes the map operations for the slots returned by the last `scan` or `near`.
 
         Args:
             ops: struct vmem_op[], with room for one operation per slot.
@@ -261,13 +261,13 @@ class Columns:
         )
 
     def unmaps(self, slots: list[int], low: list[int], high: list[int], ops: Any) -> None:
-        """Write the unmap operations for pages [low, high) of slots into ``struct vmem_op[]``."""
+        """Writes the unmap operations for pages [low, high) of slots into ``struct vmem_op[]``."""
         new = ffi.new
         at_slots, at_low = new("uint64_t[]", slots), new("uint64_t[]", low)
         lib.pyvmem_unmaps(self.place, len(slots), at_slots, at_low, new("uint64_t[]", high), ops)
 
     def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
-        """Return the pages to map for requests that need `pages`; `plan` chooses the same."""
+        """Returns the pages to map for requests that need `pages`; `plan` chooses the same."""
         goals = ffi.new("uint64_t[]", len(pages))
         new = ffi.new
         at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
@@ -277,17 +277,17 @@ class Columns:
         return found
 
     def pick(self, every: int, none: int = 0) -> list[int]:
-        """Return slots with all flags of `every` and none of `none`, least recently used first."""
+        """Returns slots with all flags of `every` and none of `none`, least recently used first."""
         found = ffi.new("uint32_t[]", len(self.capacity))
         slots: list[int] = ffi.unpack(found, lib.pyvmem_pick(self._at, every, none, found))
         return slots
 
     def count(self, every: int, none: int = 0) -> int:
-        """Return the number of slots that `pick` would return."""
+        """Returns the number of slots that `pick` would return."""
         return int(lib.pyvmem_pick(self._at, every, none, ffi.NULL))
 
     def fit(self, pages: int, every: int, none: int = 0) -> int | None:
-        """Return the slot of `pick` with the fewest mapped pages of at least `pages`, else the
+        """Returns the slot of `pick` with the fewest mapped pages of at least `pages`, else the
         most.
 
         Ties go to the least recently used; None: no slot.
@@ -307,7 +307,7 @@ class Columns:
 def extend(
     vm: int, columns: Sequence[Columns], ops: Any, count: int, outcome: Outcome, waits: Waits
 ) -> None:
-    """Run the map operations planned for several groups as one batch, and record the result.
+    """Runs the map operations planned for several groups as one batch, and records the result.
 
     Args:
         vm: the context.
@@ -333,5 +333,5 @@ def extend(
 
 
 def _pointer(column: array[int] | bytearray) -> Any:
-    """Return a pointer to an array's items; the array cannot be resized while it lives."""
+    """Returns a pointer to an array's items; the array cannot be resized while it lives."""
     return ffi.from_buffer("uint8_t[]" if isinstance(column, bytearray) else "uint64_t[]", column)

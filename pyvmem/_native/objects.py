@@ -184,7 +184,7 @@ def release(vm: int, handle: int) -> None:
 
 
 def drop(vm: int, handle: int) -> None:
-    """Drop only the reference."""
+    """Drops only the reference."""
     call(lib.vmem_drop, vm, handle)
 
 

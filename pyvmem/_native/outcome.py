@@ -36,7 +36,7 @@ class Outcome:
             self.cell.edits = id(edits)
 
     def of(self, edits: list[list[Any]]) -> Outcome:
-        """Have a later call apply edits before it returns, if it succeeds. Returns self.
+        """Has a later call apply edits before it returns, if it succeeds. Returns self.
 
         Args:
             edits: ``[owner, name, value]`` sets an attribute, bypassing the owner's `__setattr__`;
@@ -66,12 +66,12 @@ class Outcome:
 
 
 def cell_of(outcome: Outcome | None) -> Any:
-    """Return the cell for a call's outcome; a throwaway cell for None."""
+    """Returns the cell for a call's outcome; a throwaway cell for None."""
     return (outcome or Outcome()).cell
 
 
 def change(made: list[Any]) -> None:
-    """Apply edits (see `Outcome.of`) without a call.
+    """Applies edits (see `Outcome.of`) without a call.
 
     Args:
         made: ``[False, edits]``; False becomes True.
@@ -80,5 +80,5 @@ def change(made: list[Any]) -> None:
 
 
 def change_back(made: list[Any]) -> None:
-    """Undo `change`, unless already undone or never applied."""
+    """Undoes `change`, unless already undone or never applied."""
     lib.pyvmem_change(id(made), 1)

@@ -34,7 +34,7 @@ def open(
     primary: Primary | None,
     outcome: Outcome | None = None,
 ) -> None:
-    """Make `vm` the context of torch's allocations on a device.
+    """Makes `vm` the context of torch's allocations on a device.
 
     `primary`: a free waits for its work; must live until `close`. None: nothing to wait for.
     """
@@ -75,12 +75,12 @@ def resume(device: int, tag: int) -> None:
 
 
 def owns(device: int, addr: int, size: int) -> bool:
-    """Return whether a range is within one block."""
+    """Returns whether a range is within one block."""
     return bool(lib.pyvmem_torch_owns(device, addr, size))
 
 
 def saved(device: int, addr: int, size: int) -> int:
-    """Return the address of the saved contents of a paused block's range; 0: not saved."""
+    """Returns the address of the saved contents of a paused block's range; 0: not saved."""
     return int(lib.pyvmem_torch_saved(device, addr, size))
 
 

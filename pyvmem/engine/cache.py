@@ -279,7 +279,7 @@ class RequestCache(Closable):
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """Take a slot with a prompt's prefix; return slot and rows. None: short, lease renewed."""
+        """Takes a slot with a prompt's prefix; returns slot and rows; None: short, lease kept."""
         begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:
             prefix.renew()
@@ -314,7 +314,7 @@ class RequestCache(Closable):
             return None
 
     def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
-        """Begin to map, in the background, pages for a later `extend` to these lengths.
+        """Begins to map, in the background, pages for a later `extend` to these lengths.
 
         Requests get pages, not rows. Call it for the next iteration's tokens while the model
         computes this iteration's. Arguments, result and errors as `extend`; a failure of the driver
@@ -328,7 +328,7 @@ class RequestCache(Closable):
             return None
 
     def capacity(self, request: Request) -> int:
-        """Return the tokens that fit the request's pages; an `extend` up to there maps nothing.
+        """Returns the tokens that fit the request's pages; an `extend` up to there maps nothing.
 
         Pages that `prepare` and `admit` asked for count once they are mapped. Raises as
         `Request.slot`.
@@ -360,7 +360,7 @@ class RequestCache(Closable):
     def fork(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> list[Request] | Shortage:
-        """Make new requests that begin with a request's rows, for sampling or beam search.
+        """Makes new requests that begin with a request's rows, for sampling or beam search.
 
         All of them or none, as `KVCache.fork_many`, whose errors it raises. Full pages are shared,
         read-only. They are of the same namespace.
@@ -477,7 +477,7 @@ class RequestCache(Closable):
         self._change(request, _slot=None, rows=rows, held=State.SWAPPED)
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
-        """Restore a swapped request, into any slot.
+        """Restores a swapped request, into any slot.
 
         Args:
             request: runs again afterwards, with the rows it had.
@@ -598,13 +598,13 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_lengths(self, lengths: Mapping[Request, int]) -> None:
-        """Raise TypeError for an object that is not a mapping, and Busy as `_refuse_busy`."""
+        """Raises TypeError for an object that is not a mapping, and Busy as `_refuse_busy`."""
         if not hasattr(lengths, "values"):
             raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         self._refuse_busy(*lengths)
 
     def _refuse_busy(self, *requests: Request) -> None:
-        """Raise Busy without taking the lock, which a call on the request may hold."""
+        """Raises Busy without taking the lock, which a call on the request may hold."""
         for request in requests:
             if not isinstance(request, Request):
                 raise _no_request(request)
@@ -686,7 +686,7 @@ class RequestCache(Closable):
         match: PrefixMatch | None = None,
         needed: int | None = None,
     ) -> Shortage:
-        """Return the `Shortage` of a call that must hold `wanted` tokens per slot.
+        """Returns the `Shortage` of a call that must hold `wanted` tokens per slot.
 
         Or that makes `count` new requests of `new` tokens, which begin with `match`. `needed`:
         bytes; None: computed from the tokens.
@@ -703,7 +703,7 @@ class RequestCache(Closable):
     # ---- the background --------------------------------------------------------------------------
 
     def _alone(self, what: str) -> None:
-        """Raise NotSupported for a call whose result depends on timing if ranks must agree."""
+        """Raises NotSupported for a call whose result depends on timing if ranks must agree."""
         if self.cache.lockstep:
             raise NotSupported(
                 f"{what}: the cache's results must be equal on all ranks",
@@ -716,12 +716,12 @@ class RequestCache(Closable):
         return PriorWork(stream, self._device)
 
     def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
-        """Wait, without the lock, for the blockers of a call on a request's slot."""
+        """Waits, without the lock, for the blockers of a call on a request's slot."""
         if request._slot is not None:
             self.cache.internals.wait_before(partial(look, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
-        """Wait, without the lock, for the blockers of admitting a request with this prefix."""
+        """Waits, without the lock, for the blockers of admitting a request with this prefix."""
         look = partial(
             waits.before_prefix,
             tokens=prefix.match,
@@ -739,7 +739,7 @@ class RequestCache(Closable):
         call: Callable[[int], _T],
         look: waits.Look,
     ) -> Future[_T]:
-        """Queue a call on a request, which is busy until the call is complete.
+        """Queues a call on a request, which is busy until the call is complete.
 
         Args:
             what: name of the call.

@@ -145,7 +145,7 @@ class Policy:
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
-    """Return the cheapest layout for a model that policy and back end allow.
+    """Returns the cheapest layout for a model that policy and back end allow.
 
     Assumes requests of a usual mix of lengths (`pyvmem.layouts.generate`) that fit a slot.
 
@@ -193,7 +193,7 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
 
 
 def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any = 0) -> KVCache:
-    """Make the cache for a model under a policy; the caller closes it.
+    """Makes the cache for a model under a policy; the caller closes it.
 
     A model whose layers differ gets a `LayeredCache`.
 

@@ -121,7 +121,7 @@ class Prefix(Scoped):
         before.release()
 
     def release(self) -> None:
-        """End the lease; a later `admit` looks the prompt up again. Idempotent."""
+        """Ends the lease; a later `admit` looks the prompt up again. Idempotent."""
         self._match.release()
 
     _leave = release

@@ -31,7 +31,7 @@ class Ancestry:
         self._common = [[0] * count for _ in range(count)]
 
     def take(self, source: Sequence[int], length: int) -> int:
-        """Record that row i continues from row ``source[i]``, of `length` tokens.
+        """Records that row i continues from row ``source[i]``, of `length` tokens.
 
         Returns:
             The first token that must be copied in any row; `length` if there is none.

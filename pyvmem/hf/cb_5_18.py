@@ -93,7 +93,7 @@ class SlotCache(SlotCacheBase):
         return False
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Free a request's slot; `no_cache`: do not record its rows."""
+        """Frees a request's slot; `no_cache`: do not record its rows."""
         self.requests.drop(request_id, record=not no_cache)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
@@ -117,7 +117,7 @@ class SlotCache(SlotCacheBase):
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
     ) -> list[str]:
-        """Fork as many children as fit; returns nothing to copy."""
+        """Forks as many children as fit; returns nothing to copy."""
         forked: list[str] = []
         for child in dst_req_ids:
             if not self.requests.fork(src_state.request_id, child, src_state.current_len()):

@@ -270,7 +270,7 @@ def _elements(shape: LayerShape) -> int:
 
 
 def _batch_bytes(config: Any, cb_config: Any, shape: KVCacheConfig, logits_of_all: bool) -> int:
-    """Estimate the bytes that a forward pass needs in addition to weights and cache."""
+    """Estimates the bytes that a forward pass needs in addition to weights and cache."""
     tokens = cb_config.max_batch_tokens or 8192
     rows = tokens if logits_of_all else shape.max_batch
     scores = rows * config.vocab_size * 4

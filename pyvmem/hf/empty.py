@@ -48,6 +48,6 @@ class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
         return -1
 
     def _nothing(self, *args: Any) -> None:
-        """Do nothing: the layer has no rows."""
+        """Does nothing: the layer has no rows."""
 
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _nothing

@@ -202,7 +202,7 @@ class NamedRequests:
         return free // self._page, total // self._page
 
     def missing(self, name: str, tokens: int) -> int:
-        """Return the physical pages that the request lacks to hold `tokens` tokens."""
+        """Returns the physical pages that the request lacks to hold `tokens` tokens."""
         one = self._requests.get(name)
         reqid = None if one is None else one.request.slot
         return self.kvcache.memory.for_request(reqid, tokens) // self._page
@@ -269,7 +269,7 @@ class NamedRequests:
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
-        """Make a request that begins with another's first rows; False if memory or slots are short.
+        """Makes a request that begins with another's first rows; False without memory or a slot.
 
         Raises:
             InvalidArgument: a parent without a slot, a child that has one, or more tokens than the

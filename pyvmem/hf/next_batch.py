@@ -110,7 +110,7 @@ class NextBatch:
         return self._attention.window(layer)
 
     def end(self) -> None:
-        """Drop the batch and the queued requests."""
+        """Drops the batch and the queued requests."""
         self._batch = None
         self.queued = []
 

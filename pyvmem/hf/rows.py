@@ -71,7 +71,7 @@ class TakesRows:
     _rows: Rows
 
     def _check_rows(self, source: Sequence[int]) -> None:
-        """Raise InvalidArgument if there are no rows, or a row outside the batch."""
+        """Raises InvalidArgument if there are no rows, or a row outside the batch."""
         wrong = [row for row in source if not 0 <= row < self.batch_size]
         if wrong or not source:
             raise invalid(
@@ -227,7 +227,7 @@ class Rows:
         return str(self.parts[0].config.dtype)
 
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's keys and values, ``[slots, max_length, num_kv_heads, head_dim]``.
+        """Returns a layer's keys and values, ``[slots, max_length, num_kv_heads, head_dim]``.
 
         Made outside inference and no_grad mode: tensors made inside could not be written outside.
         """
@@ -243,7 +243,7 @@ class Rows:
             return rows[..., :wide], rows[..., wide:]
 
     def state(self, layer: int, name: str) -> torch.Tensor:
-        """Return a layer's "conv" or "recurrent" state, ``[slots, ...]``; see `tensors`."""
+        """Returns a layer's "conv" or "recurrent" state, ``[slots, ...]``; see `tensors`."""
         assert isinstance(self.cache, LayeredCache)
         with torch.inference_mode(False), torch.enable_grad():
             return self.cache.states(layer)[name]

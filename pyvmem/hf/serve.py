@@ -103,7 +103,7 @@ def _named(app: Any, theirs: Sequence[str]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install the plugin for all models, then run ``transformers serve``; return the exit status.
+    """Installs the plugin for all models and runs ``transformers serve``; returns its exit status.
 
     2 with a message: an unchecked version of transformers, a bad option, a missing package, no
     model or a missing model. 130: Ctrl-C.

@@ -85,7 +85,7 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
 def stored_shapes(
     text: Any, layer: int, given: Handed | None
 ) -> tuple[list[Shape], list[Handed | None]]:
-    """Return each layer's stored and passed data, derived from the first layer that receives keys.
+    """Returns each layer's stored and passed data, derived from the first layer that receives keys.
 
     Args:
         text: the language model's configuration.
@@ -125,7 +125,7 @@ def stored_shapes(
 def _stored_rows(
     rows: list[LayerShape], layer: int, mine: LayerShape, given: Handed
 ) -> Callable[[LayerShape], tuple[LayerShape, Handed]]:
-    """Map each layer's configuration to its stored and passed data.
+    """Maps each layer's configuration to its stored and passed data.
 
     Args:
         rows: of all layers with keys and values.

@@ -18,7 +18,7 @@ __all__ = ["can_admit", "free_pages", "is_ready", "lacking", "missing", "obtaina
 def can_admit(
     groups: Sequence[Group], seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None
 ) -> bool:
-    """Implement `KVCache.can_admit`, for all groups."""
+    """Implements `KVCache.can_admit`, for all groups."""
     first = groups[0]
     lengths = [operator.index(length) for length in seq_lens]
     longest = first.config.max_seq_len
@@ -44,7 +44,7 @@ def can_admit(
 def _matches(
     group: Group, lengths: list[int], matches: Sequence[PrefixMatch | None] | None
 ) -> list[PrefixMatch | None]:
-    """Validate the matches and renew their leases; one per length, or an empty list."""
+    """Validates the matches and renews their leases; one per length, or an empty list."""
     if matches is None:
         return []
     found = list(matches)
@@ -68,14 +68,14 @@ def _matches(
 
 
 def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Return the physical pages that requests of these page counts need beyond their prefixes."""
+    """Returns the physical pages that requests of these page counts need beyond their prefixes."""
     kept = group.prefixes.kept_pages
     pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
     return pages * group.layout.num_tensors
 
 
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
-    """Return whether the context has mappings for requests of these page counts, by group."""
+    """Returns whether the context has mappings for requests of these page counts, by group."""
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
     if not need or (len(groups) == 1 and need <= runs.limit - runs.used):
@@ -85,7 +85,7 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 
 
 def _context_has(group: Group, need: int) -> bool:
-    """Return whether the context's pool and its device can supply `need` bytes.
+    """Returns whether the context's pool and its device can supply `need` bytes.
 
     `need` excludes the groups' own idle pages; what other caches of the budget can give is
     subtracted here.
@@ -98,7 +98,7 @@ def _context_has(group: Group, need: int) -> bool:
 
 
 def _reach(groups: Sequence[Group]) -> int:
-    """Return the bytes of their budget that requests in several groups could still get."""
+    """Returns the bytes of their budget that requests in several groups could still get."""
     share = groups[0].reclaimer.share
     assert share is not None
     own = groups[0].reclaimer.idle({})  # on their way back, or held without an owner
@@ -106,7 +106,7 @@ def _reach(groups: Sequence[Group]) -> int:
 
 
 def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
-    """Implement `CacheMemory.obtainable`."""
+    """Implements `CacheMemory.obtainable`."""
     for group in groups:
         group.reclaimer.poll()
     first, page = groups[0].reclaimer, groups[0].layout.page_size
@@ -119,7 +119,7 @@ def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
 def missing(
     groups: Sequence[Group], reqid: int | None, seq_len: int, match: PrefixMatch | None
 ) -> int:
-    """Implement `CacheMemory.for_request`, in pages."""
+    """Implements `CacheMemory.for_request`, in pages."""
     pages, length = 0, _length(groups[0], seq_len)
     for group in groups:
         held, have = 0, 0
@@ -134,7 +134,7 @@ def missing(
 
 
 def lacking(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
-    """Implement `CacheMemory.for_step`."""
+    """Implements `CacheMemory.for_step`."""
     pages = 0
     for group in groups:
         *_, short = group.pager.scan(seq_lens)
@@ -144,7 +144,7 @@ def lacking(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
 
 
 def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
-    """Implement `CacheSlots.is_ready`."""
+    """Implements `CacheSlots.is_ready`."""
     slots, length = [group.slot(reqid) for group in groups], _length(groups[0], seq_len)
     needs = [group.layout.pages_for_step(group.rows[slots[0].index], length) for group in groups]
     return all(
@@ -154,7 +154,7 @@ def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
 
 
 def _length(group: Group, seq_len: int) -> int:
-    """Validate a number of tokens; raises InvalidArgument if a slot cannot hold it."""
+    """Validates a number of tokens; raises InvalidArgument if a slot cannot hold it."""
     length, longest = operator.index(seq_len), group.config.max_seq_len
     if not 0 <= length <= longest:
         raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
@@ -162,7 +162,7 @@ def _length(group: Group, seq_len: int) -> int:
 
 
 def free_pages(groups: Sequence[Group]) -> int:
-    """Implement `CacheMemory.num_free_pages`; each group alone reports the whole budget's room."""
+    """Implements `CacheMemory.num_free_pages`; each group alone reports the whole budget's room."""
     for group in groups:
         group.reclaimer.poll()
     free = [group.reclaimer.free for group in groups]

@@ -224,7 +224,7 @@ class Budget(Closable):
         return max(self.context.info.granule, sum(share._column for share in self._shares))
 
     def close(self) -> None:
-        """Leave the ledger; does nothing without one, or when called again.
+        """Leaves the ledger; does nothing without one, or when called again.
 
         Raises:
             Busy: a cache of the budget is open; nothing changed.
@@ -241,7 +241,7 @@ class Budget(Closable):
                 self._ledger, self.total_bytes, self._left = None, 0, True
 
     def set_limit(self, nbytes: int) -> None:
-        """Change the total; maps and unmaps nothing.
+        """Changes the total; maps and unmaps nothing.
 
         Raises:
             InvalidArgument: less than a page, or than the caches use and floors reserve; more than
@@ -262,7 +262,7 @@ class Budget(Closable):
             self.total_bytes = total
 
     def reclaim(self, limit: int) -> None:
-        """Begin to unmap unowned pages until `limit` bytes are left; does not wait.
+        """Begins to unmap unowned pages until `limit` bytes are left; does not wait.
 
         Floors and pages that requests hold are kept.
         """
@@ -271,7 +271,7 @@ class Budget(Closable):
             self._reclaim(self._reserved() - limit)
 
     def stats(self) -> BudgetStats:
-        """Return the memory of every cache. Polls the batches in flight, does not wait."""
+        """Returns the memory of every cache. Polls the batches in flight, does not wait."""
         with self.lock, self.journal:
             self._poll()
             return BudgetStats(
@@ -284,7 +284,7 @@ class Budget(Closable):
             )
 
     def check(self) -> list[str]:
-        """Return contradictions in the records, as text; `KVCache.check_integrity` raises them."""
+        """Returns contradictions in the records, as text; `KVCache.check_integrity` raises them."""
         reserved, granted = self._reserved(), self.granted_bytes
         if reserved <= granted:
             return []
@@ -300,7 +300,7 @@ class Budget(Closable):
     # ---- caches ----------------------------------------------------------------------------------
 
     def join(self, pager: Pager, floor: int) -> None:
-        """Add a new cache; `KVCache` calls it.
+        """Adds a new cache; `KVCache` calls it.
 
         Raises:
             BadHandle: the budget is closed.
@@ -339,7 +339,7 @@ class Budget(Closable):
             self.journal.change([[self, "_shares", shares], [pager.reclaimer, "share", share]])
 
     def leave(self, pager: Pager) -> None:
-        """Remove a cache that has been closed."""
+        """Removes a cache that has been closed."""
         with self.lock, self.journal:
             self._shares = [share for share in self._shares if share.pager is not pager]
 
@@ -364,7 +364,7 @@ class Budget(Closable):
             return True
 
     def _give_back(self, ledger: OnLedger, nbytes: int) -> None:
-        """Return to the ledger what is free now, and begin to unmap the rest."""
+        """Returns to the ledger what is free now, and begins to unmap the rest."""
         self._reclaim(nbytes - (ledger.granted - self._reserved()))
         ledger.give(min(nbytes, ledger.granted - self._reserved()))
         self.context.trim(0)
@@ -377,7 +377,7 @@ class Budget(Closable):
                 everyone.evict(missing)
 
     def numbers(self) -> dict[str, int]:
-        """Return the figures that the ledger shows for the budget: fields of `EngineInfo`."""
+        """Returns the figures that the ledger shows for the budget: fields of `EngineInfo`."""
         with self.lock:
             in_use = sum(share.pager.used_pages * share._column for share in self._shares)
             counters = [share.reclaimer.counters for share in self._shares]
@@ -416,7 +416,7 @@ class Share:
         return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
-        """Return the bytes that the cache could take now without reclaiming from others."""
+        """Returns the bytes that the cache could take now without reclaiming from others."""
         budget, taken = self.budget, 0
         for one in budget._shares:  # a loop, since each step asks
             used = one.reclaimer.held * one.layout.page_size
@@ -424,20 +424,20 @@ class Share:
         return (budget.total_bytes if budget._ledger is None else budget.granted_bytes) - taken
 
     def total(self) -> int:
-        """Return the bytes of the whole budget."""
+        """Returns the bytes of the whole budget."""
         return self.budget.total_bytes
 
     def beyond(self) -> int:
-        """Return the bytes that the ledger had left when last read; 0 without a ledger."""
+        """Returns the bytes that the ledger had left when last read; 0 without a ledger."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
     def take(self, nbytes: int) -> None:
-        """Ask the ledger to grant `nbytes` more, as far as it can."""
+        """Asks the ledger to grant `nbytes` more, as far as it can."""
         if self.budget._ledger is not None:
             self.budget._ledger.take(nbytes)
 
     def ask(self, nbytes: int) -> None:
-        """Post a shortage in the ledger if the budget cannot free `nbytes`.
+        """Posts a shortage in the ledger if the budget cannot free `nbytes`.
 
         The posted amount includes what the ledger has left: the others subtract that.
         """
@@ -449,40 +449,40 @@ class Share:
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """Return `room` after the other caches and the ledger have given what they can."""
+        """Returns `room` after the other caches and the ledger have given what they can."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
     def _inside(self) -> int:
-        """Return the part of `within_reach` that the ledger has granted already."""
+        """Returns the part of `within_reach` that the ledger has granted already."""
         return self.room() + sum(one._givable() for one in self._rest())
 
     def others(self) -> list[Reclaimer]:
-        """Return the reclaimers of the other caches."""
+        """Returns the reclaimers of the other caches."""
         return [one.reclaimer for one in self._rest()]
 
     def returning(self) -> int:
-        """Return the bytes that the other caches are unmapping, above their floors."""
+        """Returns the bytes that the other caches are unmapping, above their floors."""
         return sum(one._returning() for one in self._rest())
 
     def finish_idle(self) -> None:
-        """Wait for the other caches' growths that no request waits for."""
+        """Waits for the other caches' growths that no request waits for."""
         for one in self._rest():
             one.pager.finish_idle()
 
     def poll(self) -> None:
-        """Complete finished batches of the other caches."""
+        """Completes finished batches of the other caches."""
         for one in self._rest():
             one.reclaimer.poll()
             one.pager.poll()
 
     def stop_promoting(self, *, wait: bool = True) -> bool:
-        """Cancel promotions in the other caches; return whether there were any."""
+        """Cancels promotions in the other caches; returns whether there were any."""
         stopped = [one.pager.mover.stop_promoting(wait=wait) for one in self._rest()]
         return any(stopped)
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """Return the bytes above their floors that the other caches would free after a wait."""
+        """Returns the bytes above their floors that the other caches would free after a wait."""
         return sum(
             min(
                 (one.pager.unsettled({}, promoting=promoting) - one.pager.loose({}) * promoting)
@@ -493,17 +493,17 @@ class Share:
         )
 
     def leaving(self) -> int:
-        """Return the bytes that evicted prefixes of the other caches will free."""
+        """Returns the bytes that evicted prefixes of the other caches will free."""
         return sum(one.reclaimer.leaving * one.layout.page_size for one in self._rest())
 
     def excluding(self, own: Collection[Reclaimer]) -> Share:
-        """Return the same share, with `own` not counted among `others`."""
+        """Returns the same share, with `own` not counted among `others`."""
         found = Share(self.budget, self.pager, self.floor)
         found._own = own
         return found
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Make the other caches begin to unmap unowned pages until `nbytes` will be freed.
+        """Makes the other caches begin to unmap unowned pages until `nbytes` will be freed.
 
         `keep`: slots, and the pages per tensor that each must keep. `now`: see
         `Reclaimer.unmap`.
@@ -531,7 +531,7 @@ class Share:
                     break
 
     def evict(self, nbytes: int) -> int:
-        """Make the other caches evict `nbytes` of recorded prefixes that no request uses.
+        """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
 
         Returns the bytes that this frees, now or when batches in flight are complete.
         """
@@ -543,7 +543,7 @@ class Share:
         return back
 
     def check(self) -> list[str]:
-        """Return contradictions in the budget's records, as text."""
+        """Returns contradictions in the budget's records, as text."""
         return self.budget.check()
 
     # ---- the arithmetic --------------------------------------------------------------------------
@@ -561,7 +561,7 @@ class Share:
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
-        """Return the bytes above the floor that are not being unmapped."""
+        """Returns the bytes above the floor that are not being unmapped."""
         returning = self.reclaimer.returning * self.layout.page_size
         return max(0, self.used - returning - self.floor)
 
@@ -610,12 +610,12 @@ class OnLedger(Participant):
         return self.account.used
 
     def beyond(self) -> int:
-        """Return the bytes that the ledger would grant now; also updates `hint`."""
+        """Returns the bytes that the ledger would grant now; also updates `hint`."""
         self.hint = min(self._limit - self.granted, self.account.room(free_bytes(self._context)))
         return self.hint
 
     def take(self, nbytes: int) -> None:
-        """Ask for `nbytes` more and some headroom; gets that, or what is left."""
+        """Asks for `nbytes` more and some headroom; gets that, or what is left."""
         if nbytes <= 0:
             return
         free = free_bytes(self._context)
@@ -626,7 +626,7 @@ class OnLedger(Participant):
             self.ask(0)
 
     def ask(self, nbytes: int) -> None:
-        """Post how many bytes a request is short; 0: no longer short."""
+        """Posts how many bytes a request is short; 0: no longer short."""
         account = self.account
         nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
         if nbytes > 0 or self._asked:
@@ -634,7 +634,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Return the other engines that have driver mappings, as text, and the number of each."""
+        """Returns the other engines that have driver mappings, as text, and the number of each."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [
@@ -644,18 +644,18 @@ class OnLedger(Participant):
         ]
 
     def settle(self, used: int) -> int:
-        """Report the mapped bytes; return how many must be given back."""
+        """Reports the mapped bytes; returns how many must be given back."""
         self.account.settle(used)
         self.beyond()
         return self.account.excess(free_bytes(self._context))
 
     def give(self, nbytes: int) -> None:
-        """Return memory that no cache uses and no floor reserves to the ledger."""
+        """Returns memory that no cache uses and no floor reserves to the ledger."""
         if nbytes > 0:
             self.account.give(nbytes)
 
     def balance(self, spare: int) -> None:
-        """Keep the headroom between half and twice its target; `spare`: the present headroom."""
+        """Keeps the headroom between half and twice its target; `spare`: the present headroom."""
         if spare < self.headroom // 2:
             self.take(self.headroom // 2 - spare)
         elif spare > 2 * self.headroom:
@@ -663,7 +663,7 @@ class OnLedger(Participant):
 
 
 def available_bytes(context: Context) -> int:
-    """Return the default bytes of a cache: part of a GPU's free memory; all on host."""
+    """Returns the default bytes of a cache: part of a GPU's free memory; all on host."""
     free = context.memory().free_bytes
     if context.cuda_device is not None:
         free = int(free * _PART_OF_CARD)
@@ -671,5 +671,5 @@ def available_bytes(context: Context) -> int:
 
 
 def free_bytes(context: Context) -> int:
-    """Return the bytes free for caches now: the device's free memory and the context's pool."""
+    """Returns the bytes free for caches now: the device's free memory and the context's pool."""
     return context.memory().free_bytes + context.stats().free_bytes

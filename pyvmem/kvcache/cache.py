@@ -146,7 +146,7 @@ class GroupView(Facet):
             return integrity.snapshot(self._open()[self._place])
 
     def drop(self) -> None:
-        """Drop the tensors, so that only the caller's own tensors keep the reservation."""
+        """Drops the tensors, so that only the caller's own tensors keep the reservation."""
         self._tensors = []
 
     def _layer(self, layer: int, which: int) -> torch.Tensor:
@@ -244,7 +244,7 @@ class KVCache(MustClose):
         self._begin(Manager("KVCache", config, None, context, backend, device, budget))
 
     def _begin(self, manager: Manager) -> None:
-        """Make the manager's groups and take over its lock and journal."""
+        """Makes the manager's groups and takes over its lock and journal."""
         self._manager = manager
         try:
             manager.make()
@@ -286,7 +286,7 @@ class KVCache(MustClose):
     # ---- requests ------------------------------------------------------------------------------
 
     def alloc_reqid(self, seq_len: int = 0) -> int | None:
-        """Take a free slot for a request of `seq_len` tokens (0: not known yet).
+        """Takes a free slot for a request of `seq_len` tokens (0: not known yet).
 
         Best fit: the free slot with the fewest mapped pages that suffice, else the slot with the
         most; on a tie, the slot that has been free longest. This call maps nothing; with
@@ -304,7 +304,7 @@ class KVCache(MustClose):
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
     ) -> None:
-        """Free a slot and its rows.
+        """Frees a slot and its rows.
 
         A reqid is reused: freeing an ended request a second time frees the slot's next request. (A
         `Request` of `pyvmem.engine` ends only once.)
@@ -334,7 +334,7 @@ class KVCache(MustClose):
             requests.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
-        """Drop a request's rows from `length` on, and the pages that hold no other rows.
+        """Drops a request's rows from `length` on, and the pages that hold no other rows.
 
         With the request's present length, drops pages that a prefill mapped past the rows for its
         kernel to read (`KVCacheConfig.overread_rows`): once the prompt is computed, other requests
@@ -382,7 +382,7 @@ class KVCache(MustClose):
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Map the pages that every slot needs, for the work that the caller is about to launch.
+        """Maps the pages that every slot needs, for the work that the caller is about to launch.
 
         Args:
             seq_lens: for every reqid the tokens that the slot must hold, 0 for free slots. A
@@ -409,7 +409,7 @@ class KVCache(MustClose):
             return steps.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Begin to map, in the background, the pages that `step` needs for the same numbers.
+        """Begins to map, in the background, the pages that `step` needs for the same numbers.
 
         Does not wait for GPU work or map calls. Begins to reclaim what the growth needs: unowned
         pages are unmapped after the GPU work on them, in the other caches of a budget as well;
@@ -445,7 +445,7 @@ class KVCache(MustClose):
         stream: Any = None,
         into: int | None = None,
     ) -> int | None:
-        """Allocate a request that begins with the rows of another, for sampling or beam search.
+        """Allocates a request that begins with the rows of another, for sampling or beam search.
 
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
@@ -509,7 +509,7 @@ class KVCache(MustClose):
     def record(
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
     ) -> int:
-        """Record the rows of a running request under their tokens, for later requests to reuse.
+        """Records the rows of a running request under their tokens, for later requests to reuse.
 
         Their pages become read-only. For a finished request `free_reqid` with `tokens` does the
         same without remapping. Recorded prefixes are evicted when memory is short or `trim` asks
@@ -545,7 +545,7 @@ class KVCache(MustClose):
         )
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
-        """Look up how much of a prompt is recorded, and lease it against eviction.
+        """Looks up how much of a prompt is recorded, and leases it against eviction.
 
         If layers have a window, a match must end where the window before its end is recorded: where
         a request was recorded, or where prompts diverged and a request recorded later still had the
@@ -571,7 +571,7 @@ class KVCache(MustClose):
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
-        """Take a slot for a prompt, with the longest recorded prefix mapped in it, read-only.
+        """Takes a slot for a prompt, with the longest recorded prefix mapped in it, read-only.
 
         Args:
             tokens: the prompt, or what `match` returned for it.
@@ -599,7 +599,7 @@ class KVCache(MustClose):
     # ---- preemption and admission ----------------------------------------------------------------
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
-        """Copy a request's rows to host memory and free it, for `swap_in` later.
+        """Copies a request's rows to host memory and frees it, for `swap_in` later.
 
         Waits for the GPU work on `stream`, then for the copy. (To preempt by recomputation, just
         call `free_reqid`.)
@@ -619,7 +619,7 @@ class KVCache(MustClose):
         return waits.when_clear(self._manager, waits.before_swap_out, swap.swap_out, reqid, work)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
-        """Restore a swapped-out request, into any slot.
+        """Restores a swapped-out request, into any slot.
 
         Args:
             swapped: of this cache; closed afterwards.
@@ -643,7 +643,7 @@ class KVCache(MustClose):
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
     ) -> bool:
-        """Return whether new requests of these lengths would all fit with the present ones.
+        """Returns whether new requests of these lengths would all fit with the present ones.
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
         reclaimable, including recorded prefixes that no request uses and no match leases, and what
@@ -672,7 +672,7 @@ class KVCache(MustClose):
         compact: bool | None = None,
         stream: Any = None,
     ) -> int:
-        """Unmap all unowned pages and return the pool's free memory to the device.
+        """Unmaps all unowned pages and returns the pool's free memory to the device.
 
         Waits for the GPU work on freed slots. An idle cache does the same automatically
         (`KVCacheConfig.idle_seconds`).
@@ -718,7 +718,7 @@ class KVCache(MustClose):
     # ---- placement of pages ----------------------------------------------------------------------
 
     def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
-        """Remap a request's full 2 MiB blocks with page table entries of that size.
+        """Remaps a request's full 2 MiB blocks with page table entries of that size.
 
         For requests that grew page by page; a prefill has such entries at once, and in a cache of
         more than 8 GiB every `step` does this for the requests that it lengthens. Addresses and
@@ -760,7 +760,7 @@ class KVCache(MustClose):
         stream: Any = None,
         wait: bool = True,
     ) -> Moved:
-        """Move pages of a request to another memory; addresses and rows stay the same.
+        """Moves pages of a request to another memory; addresses and rows stay the same.
 
         All or nothing. New pages of the request are always allocated in device memory, even after a
         move. Shared pages stay where they are. Moves and promotions of the request in progress are
@@ -808,7 +808,7 @@ class KVCache(MustClose):
         return self._groups[0].table.lockstep
 
     def seq_len(self, reqid: int) -> int:
-        """Return the rows that a slot holds, in tokens; 0 for a free slot.
+        """Returns the rows that a slot holds, in tokens; 0 for a free slot.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -828,7 +828,7 @@ class KVCache(MustClose):
         return [tensor for view in self.caches for tensor in view.tensors]
 
     def k(self, layer: int) -> torch.Tensor:
-        """Return a layer's keys, a view ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
+        """Returns a layer's keys, a view ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
 
         Rows are ``group_size`` layers apart. Raises InvalidArgument for a layer that does not
         exist.
@@ -836,11 +836,11 @@ class KVCache(MustClose):
         return self.caches[0].k(layer)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Return a layer's values; see `k`. InvalidArgument if `tensors_per_layer` is 1."""
+        """Returns a layer's values; see `k`. InvalidArgument if `tensors_per_layer` is 1."""
         return self.caches[0].v(layer)
 
     def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
-        """Return, for each layer, the groups whose tensors hold its keys and values.
+        """Returns, for each layer, the groups whose tensors hold its keys and values.
 
         None for a layer with neither; None in place of the values for a layer with an MLA latent.
         """
@@ -876,7 +876,7 @@ class KVCache(MustClose):
         return all(view.safe_overread for view in self.caches)
 
     def stats(self) -> CacheStats:
-        """Return the present state and the counters, summed over groups of layers.
+        """Returns the present state and the counters, summed over groups of layers.
 
         Slots, steps and prefix tokens, which are the same in all groups, are the first group's.
         Peaks are the sum of the groups' peaks.
@@ -887,13 +887,13 @@ class KVCache(MustClose):
             return together([integrity.stats(group) for group in groups], room)
 
     def snapshot(self) -> list[SlotInfo]:
-        """Return every slot's pages at present, summed over groups of layers."""
+        """Returns every slot's pages at present, summed over groups of layers."""
         with self._lock, self._journal:
             each = [call_part(view.snapshot) for view in self.caches]  # a subclass may wrap it
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 
     def check_integrity(self) -> None:
-        """Compare the cache's records with each other and, page by page, with the context's.
+        """Compares the cache's records with each other and, page by page, with the context's.
 
         Cost: one query per run of pages. Skips pages that a batch in flight is changing; with no
         batch in flight, the context's own check runs too.
@@ -907,7 +907,7 @@ class KVCache(MustClose):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, stream: Any = None) -> None:
-        """Wait for batches in flight and for GPU work on freed slots, then free everything.
+        """Waits for batches in flight and for GPU work on freed slots, then frees everything.
 
         Pages that the GPU may touch cannot be unmapped, so if the work never ends, this waits until
         a signal (Ctrl-C) ends the wait; the call may then be repeated.
@@ -993,7 +993,7 @@ class LayeredCache(KVCache):
         self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))
 
     def k(self, layer: int) -> torch.Tensor:
-        """Return a layer's keys, or MLA's latent.
+        """Returns a layer's keys, or MLA's latent.
 
         Shape ``[max_batch, max_seq_len, num_kv_heads, head_dim]``. Raises InvalidArgument for a
         layer that does not exist, has a state or stores nothing.
@@ -1002,7 +1002,7 @@ class LayeredCache(KVCache):
         return self.caches[place.part].k(place.member)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Return a layer's values, with `v_head_dim` elements; InvalidArgument if it has none."""
+        """Returns a layer's values, with `v_head_dim` elements; InvalidArgument if it has none."""
         place = self._rows_of(layer)[1]
         if place is None:
             raise invalid(f"layer {layer} stores no values")
@@ -1022,7 +1022,7 @@ class LayeredCache(KVCache):
         return found
 
     def states(self, layer: int) -> dict[str, torch.Tensor]:
-        """Return the state of a layer: "conv" and "recurrent", as in its `StateShape`.
+        """Returns the state of a layer: "conv" and "recurrent", as in its `StateShape`.
 
         Each is ``[max_batch, *shape]``; slots without a request have no memory there. A request's
         state is zero at first, with `KVCacheConfig.zero_fill`.
@@ -1063,7 +1063,7 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """Make a `KVCache` if all layers are equal, else a `LayeredCache`, with its arguments."""
+    """Makes a `KVCache` if all layers are equal, else a `LayeredCache`, with its arguments."""
     layers = [*layers]
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))
@@ -1082,7 +1082,7 @@ def check_arguments(
     backend: str | None = None,
     budget: Budget | None = None,
 ) -> None:
-    """Validate arguments of a later `cache_of`, before there is anything to make a cache for.
+    """Validates arguments of a later `cache_of`, before there is anything to make a cache for.
 
     Args:
         policy, given: as for `policy_of`.

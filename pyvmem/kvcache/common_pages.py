@@ -93,7 +93,7 @@ class CommonPages:
         return f"<CommonPages: the first {self.rows} rows of every slot, {idle} idle>"
 
     def renew(self, reqid: int) -> None:
-        """End a request; its slot keeps only the common pages. Waits for its GPU work.
+        """Ends a request; its slot keeps only the common pages. Waits for its GPU work.
 
         Also restores a slot that is free after a failed call.
 

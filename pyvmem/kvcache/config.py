@@ -281,7 +281,7 @@ class KVCacheConfig:
 
     @classmethod
     def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:
-        """Return the configuration for a transformers model whose layers are all alike.
+        """Returns the configuration for a transformers model whose layers are all alike.
 
         If every layer has a sliding window, `window` is the model's; for a model with both kinds,
         all rows are kept (`layer_shapes` distinguishes its layers, for `LayeredCache`). MLA's
@@ -305,7 +305,7 @@ _OF_THE_LAYERS = (
 
 
 def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCacheConfig:
-    """Return a configuration that checks and holds only the policy, for layers given later.
+    """Returns a configuration that checks and holds only the policy, for layers given later.
 
     Args:
         options: fields of `KVCacheConfig`.

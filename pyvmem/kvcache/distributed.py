@@ -120,7 +120,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException, where: str) -> Failure:
-        """Return the record of a rank's own failure."""
+        """Returns the record of a rank's own failure."""
         code = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
         text = f" in {where}: {type(error).__name__}: {error}"
         return cls(rank, code % _ERRNOS if isinstance(code, int) else 0, text)
@@ -132,11 +132,11 @@ class Failure:
 
     @classmethod
     def from_status(cls, maximum: int) -> Failure | None:
-        """Decode a maximum of `status`; None: no failure."""
+        """Decodes a maximum of `status`; None: no failure."""
         return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
 
     def error(self) -> VMemError:
-        """Return a new exception for this failure."""
+        """Returns a new exception for this failure."""
         if self.rank < 0:
             return RanksDiffer(
                 "the ranks made different calls or got different answers since the last recovery; "
@@ -179,7 +179,7 @@ class Ranks:
         return f"<Ranks: rank {self.rank} of {self.size}>"
 
     def maxima(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum over the ranks of each number: one all_reduce."""
+        """Returns the maximum over the ranks of each number: one all_reduce."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return [int(value) for value in tensor.tolist()]
@@ -196,7 +196,7 @@ class LockstepTable(SlotTable):
     lockstep: ClassVar[bool] = True
 
     def best_fit(self, pages: int) -> Slot | None:
-        """Return the free slot that was freed last; `pages` is ignored."""
+        """Returns the free slot that was freed last; `pages` is ignored."""
         free = self.free
         if not free:
             return None
@@ -204,11 +204,11 @@ class LockstepTable(SlotTable):
         return free[-1] if free[-1].freed_order else free[0]
 
     def emptiest(self, count: int) -> list[Slot]:
-        """Return the free slots that were freed first; taking them waits until they are empty."""
+        """Returns the free slots that were freed first; taking them waits until they are empty."""
         return self.free[:count]
 
     def reset_order(self) -> None:
-        """Forget the order in which slots were freed; all usable slots are free."""
+        """Forgets the order in which slots were freed; all usable slots are free."""
         zeros = [0] * len(self.slots)
         self._journal.change([[self.slots, name, zeros[:]] for name in ("freed_order", "freed_at")])
 
@@ -217,7 +217,7 @@ _WARM_STEPS = 16  # memory is allocated in this many parts; those before a refus
 
 
 def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
-    """Return the number of key/value heads of one rank.
+    """Returns the number of key/value heads of one rank.
 
     As in engines: the heads are divided evenly; with more ranks than heads, each rank has one head
     and every head is on ``world_size / num_kv_heads`` ranks.
@@ -255,7 +255,7 @@ def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
 
 
 def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
-    """Allocate the cache's memory from the device; return the number of pages.
+    """Allocates the cache's memory from the device; returns the number of pages.
 
     Raises:
         InvalidArgument, OutOfMemory: less than a page for every tensor.
@@ -284,7 +284,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
 def agree_on_pages(
     ranks: Ranks, config: KVCacheConfig, page: int, pages: int, failure: Failure | None
 ) -> int:
-    """Return the minimum number of pages over the ranks. A collective.
+    """Returns the minimum number of pages over the ranks. A collective.
 
     Raises:
         RankFailed: a rank had a failure.
@@ -311,7 +311,7 @@ def _not_supported(text: str, op: str = "ParallelKVCache") -> NotSupported:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return whether the cache itself rejected an argument; a rejection by libvmem is a failure."""
+    """Returns whether the cache itself rejected an argument; one by libvmem is a failure."""
     if isinstance(error, NotGpuWork):
         return True
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
@@ -353,7 +353,7 @@ _T = TypeVar("_T")
 def _compared(
     method: Callable[Concatenate[KVCache, _P], _T], *, settles: bool = True
 ) -> Callable[Concatenate[ParallelKVCache, _P], _T]:
-    """Wrap a call whose result the ranks compare; `settles`: see `ParallelKVCache._compare`."""
+    """Wraps a call whose result the ranks compare; `settles`: see `ParallelKVCache._compare`."""
 
     def compare(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         call = partial(method, self, *args, **kwargs)
@@ -448,7 +448,7 @@ class ParallelKVCache(KVCache):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Return memory that other ranks could not match, and make the cache with the rest."""
+        """Returns memory that other ranks could not match, and makes the cache with the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -470,7 +470,7 @@ class ParallelKVCache(KVCache):
         *,
         settles: bool = True,
     ) -> _T:
-        """Make a call, and record its result or failure in the digest; `ids`: its tokens.
+        """Makes a call, and records its result or failure in the digest; `ids`: its tokens.
 
         `settles`: first complete what a `step_async` began. Pages promised by a growth in flight
         have no owner yet: whether memory is short would depend on the background's progress.
@@ -486,7 +486,7 @@ class ParallelKVCache(KVCache):
         return self._section(name, section)
 
     def _section(self, name: str, call: Callable[[], _T]) -> _T:
-        """Run calls as one section; an exception that ends it fails the rank.
+        """Runs calls as one section; an exception that ends it fails the rank.
 
         The journal may undo a call that is in the digest already, or keep one that is not.
         """
@@ -522,7 +522,7 @@ class ParallelKVCache(KVCache):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        """Add a call to the digest: its result, and the rows that it asked for or left."""
+        """Adds a call to the digest: its result, and the rows that it asked for or left."""
         group = self._manager.groups[0]
         rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
@@ -542,7 +542,7 @@ class ParallelKVCache(KVCache):
         return failure.error() if failure else None
 
     def status(self) -> list[int]:
-        """Return three integers for the engine's own all_reduce (MAX); pass the result to `agree`.
+        """Returns three integers for the engine's own all_reduce (MAX); pass the result to `agree`.
 
         Below 2**32 in magnitude, or 4096 times the number of ranks, so use int64 or float64.
         """
@@ -553,7 +553,7 @@ class ParallelKVCache(KVCache):
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
-        """Evaluate the result of the all_reduce over `status`.
+        """Evaluates the result of the all_reduce over `status`.
 
         Raises:
             TooManyMappings: a rank was out of mappings in the last `step`, which every rank has
@@ -567,7 +567,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Fail the rank if an exception ends the block, as it does not know what the others do."""
+        """Fails the rank if an exception ends the block, as it does not know what the others do."""
         try:
             yield
         except (VMemError, Reentered):
@@ -600,7 +600,7 @@ class ParallelKVCache(KVCache):
             raise manager.failure.error()
 
     def check_step(self) -> None:
-        """Reduce `status` over the ranks and `agree` on the result. A collective.
+        """Reduces `status` over the ranks and `agree` on the result. A collective.
 
         Call it between an iteration's cache calls and the launch of the model, unless the engine
         reduces `status` itself.
@@ -613,7 +613,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """End the block with `check_step` on every rank, even if the block raised.
+        """Ends the block with `check_step` on every rank, even if the block raised.
 
             with cache.together():
                 answer = cache.step(seq_lens)
@@ -691,7 +691,7 @@ class ParallelKVCache(KVCache):
         return self._section("step", call)
 
     def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Run `step` and `check_step`: a collective; 0 or -1 on every rank alike.
+        """Runs `step` and `check_step`: a collective; 0 or -1 on every rank alike.
 
         Also -1 if only one rank is out of mappings. No call comes between the two.
 
@@ -731,7 +731,7 @@ class ParallelKVCache(KVCache):
         return self._section("step_async", call)
 
     def _take_back(self) -> None:
-        """Undo the last step: requests get back their earlier rows and pages.
+        """Undoes the last step: requests get back their earlier rows and pages.
 
         Unmaps everything unowned, including recorded prefixes: a rank that completed the step may
         have evicted some for it, while the rank that failed has not.
@@ -809,7 +809,7 @@ class ParallelKVCache(KVCache):
         compact: bool | None = None,
         stream: Any = None,
     ) -> int:
-        """Unmap all unowned pages, as `KVCache.trim`; return 0.
+        """Unmaps all unowned pages, as `KVCache.trim`; returns 0.
 
         The context keeps the memory, since the ranks have agreed on it. So `compact` has no effect.
         """
@@ -822,7 +822,7 @@ class ParallelKVCache(KVCache):
         return self._compare("trim", call)
 
     def move(self, *args: Any, **kwargs: Any) -> Moved:
-        """Raise NotSupported: a tier may be full on only one rank, so results would differ."""
+        """Raises NotSupported: a tier may be full on only one rank, so results would differ."""
         raise _not_supported(
             "move: the ranks of a group have agreed only on the memory of their devices",
             op="KVCache.move",
@@ -837,7 +837,7 @@ class ParallelKVCache(KVCache):
     # ---- failures ------------------------------------------------------------------------------
 
     def recover(self, stream: Any = None) -> None:
-        """Free everything and make the ranks' caches equal again. A collective.
+        """Frees everything and makes the ranks' caches equal again. A collective.
 
         Every request is freed and must be recomputed, swapped requests are closed, and no prefix
         stays recorded: other ranks may have completed the call in which one rank failed. What one
@@ -871,7 +871,7 @@ class ParallelKVCache(KVCache):
             manager.failure = None
 
     def _reset(self, stream: Any) -> list[int]:
-        """Free everything; return the remaining pages, and for each slot whether it is usable."""
+        """Frees everything; returns the remaining pages, and for each slot whether it is usable."""
         (group,) = groups = Manager.open(self._manager)
         event = record(stream, group.device)
         for slot in group.table:

@@ -57,7 +57,7 @@ class _HeldFd(FdEvent):
 
 
 def record(stream: Any, device: int | None) -> Any:
-    """Return an event for all work so far on `stream`; None if there is none to wait for.
+    """Returns an event for all work so far on `stream`; None if there is none to wait for.
 
     Args:
         stream: an object that names GPU work (streams.py); None and streams are ignored on host.
@@ -92,7 +92,7 @@ class PriorWork:
     over: bool
 
     def __new__(cls, stream: Any, device: int | None) -> Self:
-        """Return `stream` if it is a `PriorWork`, so that nested calls share one; else make it."""
+        """Returns `stream` if it is a `PriorWork`, which nested calls share; else makes one."""
         if isinstance(stream, cls):
             return stream
         self = super().__new__(cls)
@@ -101,7 +101,7 @@ class PriorWork:
         return self
 
     def record(self) -> Any:
-        """Return the event for it, always the same; None if the work is complete.
+        """Returns the event for it, always the same; None if the work is complete.
 
         Raises:
             InvalidArgument: the stream is being captured. BadHandle: the descriptor is closed.
@@ -130,20 +130,20 @@ class PriorWork:
         return self._event
 
     def pending(self) -> list[Callable[[], None]]:
-        """Return the calls that wait for it; none if it is complete."""
+        """Returns the calls that wait for it; none if it is complete."""
         event = self.record()
         self.over = event is None or is_over(event)
         return [] if self.over else [self.wait]
 
     def wait(self) -> None:
-        """Wait until it is complete."""
+        """Waits until it is complete."""
         if not self.over:
             wait_for(self.record() if self._event is None else self._event)
             self.over = True
 
 
 def is_over(event: Any) -> bool:
-    """Return whether the work of an event returned by `record` is complete."""
+    """Returns whether the work of an event returned by `record` is complete."""
     if isinstance(event, FdEvent):
         poll = select.poll()
         poll.register(work_of(event, "event").handle, select.POLLIN)
@@ -153,12 +153,12 @@ def is_over(event: Any) -> bool:
 
 
 def prune(events: list[Any]) -> list[Any]:
-    """Return the events that are not known to be complete."""
+    """Returns the events that are not known to be complete."""
     return [event for event in events if not is_over(event)] if events else events
 
 
 def wait_for(event: Any) -> None:
-    """Wait until the work of an event returned by `record` is complete."""
+    """Waits until the work of an event returned by `record` is complete."""
     if event is None:
         return
     if isinstance(event, FdEvent):
@@ -169,7 +169,7 @@ def wait_for(event: Any) -> None:
 
 
 def order_after(event: Any, stream: Any, device: int | None) -> None:
-    """Make `stream`, and no other, wait for the event before its next work.
+    """Makes `stream`, and no other, wait for the event before its next work.
 
     Only a stream can be made to wait, and only for CUDA events: given an event as `stream`, for an
     `FdEvent`, and on host (`device` None), the CPU waits.
@@ -192,7 +192,7 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
 
 
 def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
-    """Wait until a batch is mapped, and filled or ordered before `stream`; raises its failure.
+    """Waits until a batch is mapped, and filled or ordered before `stream`; raises its failure.
 
     Only a stream can be made to wait: given an event, and on host (`device` None), the CPU waits.
     """
@@ -203,7 +203,7 @@ def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
 
 
 def wait_for_device(stream: Any, device: int | None) -> None:
-    """Wait for the work on `stream`, and for all other work of the device (None: host)."""
+    """Waits for the work on `stream`, and for all other work of the device (None: host)."""
     wait_for(record(stream, device))
     if device is not None:
         import torch

@@ -55,7 +55,7 @@ class CacheMemory(Facet):
             return admission.free_pages(self._open())
 
     def for_request(self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None) -> int:
-        """Return the bytes, in all tensors, that a request lacks to hold `seq_len` tokens.
+        """Returns the bytes, in all tensors, that a request lacks to hold `seq_len` tokens.
 
         Args:
             reqid: a taken slot; None: a request without a slot yet.
@@ -70,7 +70,7 @@ class CacheMemory(Facet):
             return pages * self._groups[0].layout.page_size
 
     def for_step(self, seq_lens: Sequence[int]) -> int:
-        """Return `for_request` summed over all requests, for a `step` with these numbers.
+        """Returns `for_request` summed over all requests, for a `step` with these numbers.
 
         Raises InvalidArgument for numbers that `step` rejects.
         """
@@ -78,7 +78,7 @@ class CacheMemory(Facet):
             return admission.lacking(self._open(), seq_lens)
 
     def for_truncate(self, reqid: int, length: int) -> int:
-        """Return the bytes that `truncate` to `length` tokens, fewer than held, needs for copies.
+        """Returns the bytes that `truncate` to `length` tokens, fewer than held, needs for copies.
 
         Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
         than it holds.
@@ -87,7 +87,7 @@ class CacheMemory(Facet):
             return truncation.copied(self._open(), reqid, operator.index(length))
 
     def for_fork(self, reqid: int, count: int, length: int) -> int:
-        """Return the bytes that `fork_many` needs for the pages that cannot be shared.
+        """Returns the bytes that `fork_many` needs for the pages that cannot be shared.
 
         Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
         than it holds.
@@ -96,7 +96,7 @@ class CacheMemory(Facet):
             return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
 
     def obtainable(self) -> tuple[int, int]:
-        """Return the bytes that requests could still get, and the most that the cache may use.
+        """Returns the bytes that requests could still get, and the most that the cache may use.
 
         The first number counts free and reclaimable memory, including recorded prefixes that no
         request uses.
@@ -105,7 +105,7 @@ class CacheMemory(Facet):
             return admission.obtainable(self._open())
 
     def set_limit(self, pages: int) -> None:
-        """Change how many physical pages the cache may use; maps and unmaps nothing.
+        """Changes how many physical pages the cache may use; maps and unmaps nothing.
 
         Raises:
             InvalidArgument: negative, less than the cache holds now or than its floor, or more than
@@ -126,7 +126,7 @@ class CacheMemory(Facet):
             self._journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmap the pages of free slots in the background, each after its owners' last GPU work.
+        """Unmaps the pages of free slots in the background, each after its owners' last GPU work.
 
         Args:
             keep: reqids whose pages stay mapped.
@@ -146,7 +146,7 @@ class CacheSlots(Facet):
     """`KVCache.slots`: for programs that choose slots themselves, or keep records of them."""
 
     def claim(self, reqid: int) -> None:
-        """Take a particular free slot, as `KVCache.alloc_reqid` takes the best fit.
+        """Takes a particular free slot, as `KVCache.alloc_reqid` takes the best fit.
 
         Raises:
             InvalidArgument: no such slot, it is taken, or it is retired.
@@ -155,7 +155,7 @@ class CacheSlots(Facet):
             requests.claim(self._open(), reqid)
 
     def is_taken(self, reqid: int) -> bool:
-        """Return whether a request has the slot.
+        """Returns whether a request has the slot.
 
         Raises:
             InvalidArgument: no such slot.
@@ -172,7 +172,7 @@ class CacheSlots(Facet):
             return groups[0].table.free_count
 
     def owner(self, reqid: int) -> int | None:
-        """Return the number of a slot's present owner, unique for this slot; None: it is free.
+        """Returns the number of a slot's present owner, unique for this slot; None: it is free.
 
         `owner`, `owners` and `seq_len` serve callers that keep their own records of requests: they
         only read numbers, even while the `journal` recovers an interrupted call.
@@ -182,7 +182,7 @@ class CacheSlots(Facet):
         return self.owners([reqid])[0]
 
     def owners(self, reqids: Sequence[int]) -> list[int | None]:
-        """Return `owner` of several slots."""
+        """Returns `owner` of several slots."""
         group = self._groups[0]
         slots, reqids = group.table.slots, list(map(operator.index, reqids))
         if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
@@ -191,7 +191,7 @@ class CacheSlots(Facet):
         return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def capacity(self, reqid: int) -> int:
-        """Return the tokens for which a taken slot has pages; a `step` up to there maps nothing.
+        """Returns the tokens for which a taken slot has pages; a `step` up to there maps nothing.
 
         With several groups of layers, the minimum over the groups.
 
@@ -204,7 +204,7 @@ class CacheSlots(Facet):
             return min([group.pager.capacity[index] for group in groups])
 
     def is_ready(self, reqid: int, seq_len: int) -> bool:
-        """Return whether a `step` of a request to `seq_len` tokens would neither map nor wait.
+        """Returns whether a `step` of a request to `seq_len` tokens would neither map nor wait.
 
         True once what `step_async` began has ended, even before a `step` grants it; also if it
         failed, which the next `step` raises.
@@ -220,7 +220,7 @@ class CacheSlots(Facet):
             return admission.is_ready(self._open(), reqid, seq_len)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
-        """Return, for each reqid, how many rows from the first on are mapped; 0 for free slots.
+        """Returns, for each reqid, how many rows from the first on are mapped; 0 for free slots.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -229,7 +229,7 @@ class CacheSlots(Facet):
             return each[0] if len(each) == 1 else list(map(min, *each))
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
-        """Return, for each reqid, the first mapped row; those before it left the window.
+        """Returns, for each reqid, the first mapped row; those before it left the window.
 
         With several groups of layers, the maximum over the groups.
 
@@ -240,7 +240,7 @@ class CacheSlots(Facet):
             return each[0] if len(each) == 1 else list(map(max, *each))
 
     def map_common_pages(self, tokens: int) -> CommonPages:
-        """Map the same first pages in all slots: reqid 0 may write them, the others read them.
+        """Maps the same first pages in all slots: reqid 0 may write them, the others read them.
 
         Takes every slot. `CommonPages.renew` gives a slot to its next request.
 
@@ -277,7 +277,7 @@ class Internals(Facet):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def wait_before(self, look: waits.Look) -> None:
-        """Wait, without the lock, for the blockers of a call; `look` lists them.
+        """Waits, without the lock, for the blockers of a call; `look` lists them.
 
         A single call does this itself. Inside `lock` it would wait while holding the lock, so a
         caller that makes several calls atomic waits first:
@@ -286,7 +286,7 @@ class Internals(Facet):
         waits.clear(self._manager, look)
 
     def withdraw_prompt(self) -> None:
-        """Remove the last `alloc_prefix` from the counters of prompts.
+        """Removes the last `alloc_prefix` from the counters of prompts.
 
         For a request that is freed because it cannot run yet: it will be looked up again.
         """
@@ -294,7 +294,7 @@ class Internals(Facet):
             prefix_alloc.withdraw(self._open())
 
     def prefix_changes(self, after: int | None = None) -> list[Change]:
-        """Return the prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
+        """Returns the prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
 
         The first call reports everything recorded and starts collecting changes: keep calling, or
         they accumulate.

@@ -67,7 +67,7 @@ class _Fork:
     job: Growth | None = None
 
     def add(self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool) -> None:
-        """Add this group's part to the batch and to the edits; changes nothing itself.
+        """Adds this group's part to the batch and to the edits; changes nothing itself.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
         rows after them to new pages.
@@ -153,7 +153,7 @@ class _Fork:
         group.table.changes += count
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
-        """Retire the slots whose rollback failed; return the error to raise."""
+        """Retires the slots whose rollback failed; returns the error to raise."""
         group, head, low = self.group, self.parent.head, self.low
         pieces = [(slot, head, goal) for slot, goal in zip(self.slots, self.goals, strict=True)]
         group.reclaimer.mark_broken([*pieces, (self.parent, low, self.full)])
@@ -170,7 +170,7 @@ def fork_all(
     work: PriorWork,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
-    """Implement `KVCache.fork_many`: one batch for all groups; None if short.
+    """Implements `KVCache.fork_many`: one batch for all groups; None if short.
 
     The first group chooses the slots, unless `into` does.
     """
@@ -238,7 +238,7 @@ def fork_all(
 
 
 def _fork(parts: Sequence[_Fork]) -> bool:
-    """Take the slots and run the batch; False if memory is short: nothing changed.
+    """Takes the slots and runs the batch; False if memory is short: nothing changed.
 
     Tries with surplus pages first, then without.
 

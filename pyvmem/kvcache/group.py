@@ -83,7 +83,7 @@ class Parts:
 def make_parts(
     config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
 ) -> Parts:
-    """Reserve a group's addresses; the journal releases them if the call fails."""
+    """Reserves a group's addresses; the journal releases them if the call fails."""
     info = context.info
     page_size = config.page_size or info.granule
     require_page_size(info, page_size)
@@ -105,7 +105,7 @@ def make_parts(
 
 
 def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any) -> Context:
-    """Return a context for groups of layers, with 2 MiB entries for small pages if possible.
+    """Returns a context for groups of layers, with 2 MiB entries for small pages if possible.
 
     Args:
         configs: of the groups.
@@ -121,7 +121,7 @@ def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any)
 
 
 def pool_low(config: KVCacheConfig) -> int:
-    """Return the free bytes that an owned context's worker keeps ready, to save driver calls in
+    """Returns the free bytes that an owned context's worker keeps ready, to save driver calls in
     steps.
 
     A page in every tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
@@ -242,7 +242,7 @@ class Group:
     # ---- numbers from outside --------------------------------------------------------------------
 
     def slot(self, reqid: int, *, taken: bool = True) -> Slot:
-        """Return a slot; raises InvalidArgument if unknown or, with `taken`, not taken."""
+        """Returns a slot; raises InvalidArgument if unknown or, with `taken`, not taken."""
         slots, index = self.table.slots, operator.index(reqid)
         if not 0 <= index < len(slots):
             last = len(slots) - 1
@@ -253,7 +253,7 @@ class Group:
         return slot
 
     def free_slot(self, reqid: int) -> Slot:
-        """Return a slot that is not taken; raises InvalidArgument if it is taken or retired."""
+        """Returns a slot that is not taken; raises InvalidArgument if it is taken or retired."""
         slot = self.slot(reqid, taken=False)
         if slot.active:
             raise invalid(f"reqid {slot.index} is taken")
@@ -262,7 +262,7 @@ class Group:
         return slot
 
     def fit(self, seq_len: int) -> Slot | None:
-        """Choose a free slot for a request of `seq_len` tokens (0: unknown); None: none is free."""
+        """Chooses a free slot for a request of `seq_len` tokens (0: unknown), or None."""
         length, longest = operator.index(seq_len), self.config.max_seq_len
         if not 0 <= length <= longest:
             raise invalid(
@@ -272,7 +272,7 @@ class Group:
         return self.table.best_fit(pages or max(1, self._eager_pages))
 
     def check_back(self, slot: Slot, length: int) -> None:
-        """Raise InvalidArgument if a request cannot be truncated to `length` tokens."""
+        """Raises InvalidArgument if a request cannot be truncated to `length` tokens."""
         if self.window is not None:
             self.window.check(slot, length)
         held = self.rows[slot.index]
@@ -284,23 +284,23 @@ class Group:
             )
 
     def take(self, slot: Slot) -> None:
-        """Give a free slot to a new owner; freed again if the current call fails."""
+        """Gives a free slot to a new owner; freed again if the current call fails."""
         free_on_abort([(self, slot)])
         self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
-        """Return a value that changes with every call that takes, frees or steps a request."""
+        """Returns a value that changes with every call that takes, frees or steps a request."""
         counters = self.counters
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def rest(self, stream: Any) -> None:
-        """Record that the last step named no request; `stream` carries the earlier work."""
+        """Records that the last step named no request; `stream` carries the earlier work."""
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.rested = [] if event is None else [event]
         self.named = False
 
     def release(self, slot: Slot, event: Any) -> None:
-        """Free a slot; `event`: GPU work that may still touch it, None if complete.
+        """Frees a slot; `event`: GPU work that may still touch it, None if complete.
 
         Unmaps nothing: `reclaim_idle` does.
         """
@@ -322,19 +322,19 @@ class Group:
         self.table.give_back(slot, event, self.clock, edits)
 
     def entering(self, slot: Slot, length: int) -> list[list[Any]]:
-        """Return the edits that set a slot's rows to `length`, independent of `step`."""
+        """Returns the edits that set a slot's rows to `length`, independent of `step`."""
         rows, index = self.pager.columns.held, slot.index
         used = self.used_tokens + length - rows[index]
         return [[self, "used_tokens", used], [rows, index, length]]
 
     def enter(self, slot: Slot, length: int) -> None:
-        """Set a slot's rows to `length`, independent of `step`."""
+        """Sets a slot's rows to `length`, independent of `step`."""
         self.journal.change(self.entering(slot, length))
 
     def disowning(
         self, slot: Slot, keep: int, event: Any, *, written: bool = True
     ) -> list[list[Any]]:
-        """Return the edits that reduce a request to its first `keep` pages; all stay mapped.
+        """Returns the edits that reduce a request to its first `keep` pages; all stay mapped.
 
         Args:
             slot: the request's slot.
@@ -350,7 +350,7 @@ class Group:
         return edits
 
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
-        """Reduce a request to its first `length` rows and their pages.
+        """Reduces a request to its first `length` rows and their pages.
 
         `event`: GPU work that may still touch the others. The slot has no batch in flight.
         """
@@ -389,7 +389,7 @@ class Group:
         return [-(-head * size // row) for head in heads]
 
     def _slots(self, reqids: Sequence[int]) -> list[Slot]:
-        """Return slots by index; raises InvalidArgument for a reqid that does not exist."""
+        """Returns slots by index; raises InvalidArgument for a reqid that does not exist."""
         return [self.slot(reqid, taken=False) for reqid in reqids]
 
     # ---- sums of the records ---------------------------------------------------------------------
@@ -405,7 +405,7 @@ class Group:
         return self._use()[1]
 
     def _use(self) -> tuple[int, int]:
-        """Return `active_pages` and `used_bytes`."""
+        """Returns `active_pages` and `used_bytes`."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         away, elsewhere = 0, 0
         if any(reclaimer.away.values()):
@@ -427,23 +427,23 @@ class Group:
         return pages * self.layout.num_tensors, used
 
     def own_away(self) -> tuple[int, list[Slot]]:
-        """Return the pages per tensor outside the device that one request owns, and their slots."""
+        """Returns the pages per tensor that a request owns off the device, and their slots."""
         found = [(slot, self._own_away(slot)) for slot in self.table if slot.active and slot.places]
         slots = [slot for slot, ranges in found if ranges]
         return sum(high - low for _, ranges in found for low, high in ranges), slots
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
-        """Return the owner's unshared page ranges [low, high) outside the device."""
+        """Returns the owner's unshared page ranges [low, high) outside the device."""
         places = slot.places.within(slot.shared, slot.granted)
         return [(low, high) for low, high, _ in places.noted]
 
     def _bytes_away(self, slot: Slot) -> int:
-        """Return the bytes per tensor of the slot's rows in them; the last page may be partial."""
+        """Returns the bytes per tensor of the slot's rows in them; the last page may be partial."""
         size, end = self.layout.page_size, self.layout.bytes_for(self.rows[slot.index])
         return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
 
     def note_peaks(self) -> None:
-        """Update the peaks of use and waste."""
+        """Updates the peaks of use and waste."""
         counters = self.counters
         pages, used = self._use()
         wasted = pages * self.layout.page_size - used
@@ -455,7 +455,7 @@ class Group:
     # ---- shared pages in more slots --------------------------------------------------------------
 
     def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
-        """Return the edits that give the slots of loans to requests."""
+        """Returns the edits that give the slots of loans to requests."""
         reclaimer, table, pager = self.reclaimer, self.table, self.pager
         uses: dict[Span, int] = {}
         holds: dict[Span, int] = {}
@@ -496,7 +496,7 @@ class Group:
         ]
 
     def keep(self, slot: Slot, first: int) -> None:
-        """Keep a freed slot's shared pages mapped read-only for a request that begins with them.
+        """Keeps a freed slot's shared pages mapped read-only for a request that begins with them.
 
         Does nothing with several ranks, which could not agree on the time; with `deferred_reclaim`
         or `keep_mapped` off; if the slot is stale for another reason; or if half of the mappings
@@ -526,13 +526,13 @@ class Group:
     # ---- housekeeping ----------------------------------------------------------------------------
 
     def keep_watermark(self) -> None:
-        """Begin to unmap pages of free slots if free memory is below the watermark."""
+        """Begins to unmap pages of free slots if free memory is below the watermark."""
         reclaimer = self.reclaimer
         if reclaimer.projected_free < reclaimer.low_pages:
             reclaimer.release_below(reclaimer.low_pages)
 
     def reclaim_idle(self) -> None:
-        """Begin to unmap free slots' pages that the policy does not keep: see `KVCacheConfig`."""
+        """Begins to unmap free slots' pages that the policy does not keep: see `KVCacheConfig`."""
         reclaimer, config = self.reclaimer, self.config
         self.reclaim_due = True  # until it is done
         stale = not reclaimer.release_stale()
@@ -551,7 +551,7 @@ class Group:
             self.keep_watermark()
 
     def close(self, stream: Any) -> None:
-        """Wait for all batches, then release the pages and the reservation; may be repeated."""
+        """Waits for all batches, then releases the pages and the reservation; may be repeated."""
         reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
@@ -580,7 +580,7 @@ class Group:
 
 
 def prepare(groups: Sequence[Group]) -> None:
-    """Keep slots ready for new requests and, with ample memory, map `eager_pages` in one of them.
+    """Keeps slots ready for new requests and, with ample memory, maps `eager_pages` in one of them.
 
     Growths that requests wait for go first, except with several ranks, whose results must not
     depend on the progress of background batches.
@@ -625,7 +625,7 @@ class Loan(NamedTuple):
 
 
 def free_on_abort(taken: Sequence[tuple[Group, Slot]]) -> None:
-    """Free slots that the current call is about to take, if it fails; waits for their batches."""
+    """Frees slots that the current call is about to take, if it fails; waits for their batches."""
     before = [(group, slot, slot.owner) for group, slot in taken]
 
     def free() -> None:
@@ -642,7 +642,7 @@ def free_on_abort(taken: Sequence[tuple[Group, Slot]]) -> None:
 
 
 def lend(loans: Sequence[Loan]) -> None:
-    """Take slots and map shared pages in them, in one batch for all groups; all or none.
+    """Takes slots and maps shared pages in them, in one batch for all groups; all or none.
 
     Raises:
         NotRecoverable: a rollback failed. VMemError: nothing changed.

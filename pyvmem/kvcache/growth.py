@@ -172,13 +172,13 @@ class Pager:
         return found
 
     def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
-        """Return the slots of the last `scan`, and the pages per tensor that each needs."""
+        """Returns the slots of the last `scan`, and the pages per tensor that each needs."""
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
         return [(slots[index], pages_for(needs[index])) for index in short]
 
     def _bad_length(self, index: int, length: int) -> InvalidArgument:
-        """Return the error for a length that no slot can hold, or for a free slot."""
+        """Returns the error for a length that no slot can hold, or for a free slot."""
         longest = self.layout.max_rows
         if 0 <= length <= longest:
             return invalid(
@@ -191,7 +191,7 @@ class Pager:
     # ---- requests ------------------------------------------------------------------------------
 
     def grow_ahead(self) -> None:
-        """Begin to map the next pages of requests that are near the end of theirs.
+        """Begins to map the next pages of requests that are near the end of theirs.
 
         Uses only free memory above the watermark, and only while mappings are not scarce; reclaims
         nothing. The pages are granted by a later step, or reclaimed when another request is short
@@ -212,7 +212,7 @@ class Pager:
             _log.debug("growth ahead: %s", str(error))
 
     def count(self, edits: list[list[Any]], added: int, reused: int) -> None:
-        """Append the counter edits that every growth makes.
+        """Appends the counter edits that every growth makes.
 
         Args:
             edits: gets the edits; see `Outcome`.
@@ -229,7 +229,7 @@ class Pager:
         )
 
     def begin(self, edits: list[list[Any]], job: Growth, *, wait: bool = True) -> None:
-        """Append the edits that record `job` as in flight; without `wait`, that grant its pages."""
+        """Appends edits that record `job` as in flight; without `wait`, that grant its pages."""
         if wait:
             growths = [*self.growths, job]
             edits += ([job.slots, "job", [job] * len(job.slots)], [self, "growths", growths])
@@ -241,7 +241,7 @@ class Pager:
     def plan(
         self, want: Want, goals: Sequence[int] | None, after: list[Any]
     ) -> tuple[Growth, list[Piece]]:
-        """Add to `ops` the new pages, and zero-fills of reused pages that need not wait.
+        """Adds to `ops` the new pages, and zero-fills of reused pages that need not wait.
 
         Args:
             want: slots without a batch in flight, and the pages per tensor that each needs.
@@ -283,7 +283,7 @@ class Pager:
     def populate(
         self, ops: OpBatch, slot: Slot, low: int, high: int, source: Source | None = None
     ) -> None:
-        """Add to `ops` new pages [low, high), filled from `source` or with zeros."""
+        """Adds to `ops` new pages [low, high), filled from `source` or with zeros."""
         layout = self.layout
         size, contents = layout.page_size, {}
         copied = 0 if source is None else min(high * size, source.nbytes) - low * size
@@ -305,7 +305,7 @@ class Pager:
         )
 
     def fill(self, ops: OpBatch, pieces: Sequence[Piece]) -> int:
-        """Add zero-fills to `ops`; return their number of physical pages."""
+        """Adds zero-fills to `ops`; returns their number of physical pages."""
         size, tensors, pages = self.layout.page_size, self.layout.num_tensors, 0
         for slot, low, high in pieces:
             pages += (high - low) * tensors
@@ -316,7 +316,7 @@ class Pager:
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
     ) -> None:
-        """Complete the growths begun so far: mapped, and filled or ordered before `stream`.
+        """Completes the growths begun so far: mapped, and filled or ordered before `stream`.
 
         Args:
             stream: the work that will use the pages.
@@ -341,7 +341,7 @@ class Pager:
             raise first
 
     def _is_needed(self, job: Growth, lens: Sequence[int] | None) -> bool:
-        """Return whether an owner waits for the growth; False for an eager allocation."""
+        """Returns whether an owner waits for the growth; False for an eager allocation."""
         if lens is None or job.granted:
             return bool(job.grants)
         capacity = self.capacity
@@ -351,7 +351,7 @@ class Pager:
         )
 
     def is_mapped(self, slot: Slot, pages: int) -> bool:
-        """Return whether a finished growth holds `pages` pages, not yet granted, for the owner."""
+        """Returns whether a finished growth holds `pages` pages, not yet granted, for the owner."""
         job = slot.job
         return (
             isinstance(job, Growth)
@@ -360,7 +360,7 @@ class Pager:
         )
 
     def release(self, slot: Slot) -> None:
-        """Wait until no batch is in flight over the slot's addresses and the slot is not stale.
+        """Waits until no batch is in flight over the slot's addresses and the slot is not stale.
 
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
@@ -382,14 +382,14 @@ class Pager:
                 self.reclaimer.raise_errors()
 
     def is_slow(self, slot: Slot) -> bool:
-        """Return whether the slot's next pages must wait for an earlier owner's GPU work."""
+        """Returns whether the slot's next pages must wait for an earlier owner's GPU work."""
         if slot.granted < min(slot.mapped, slot.dirty) and slot.events:
             slot.events = prune(slot.events)
             return bool(slot.events)
         return False
 
     def is_held_up(self, slot: Slot) -> bool:
-        """Return whether `release` would block; begins to unmap the slot if it is stale.
+        """Returns whether `release` would block; begins to unmap the slot if it is stale.
 
         `release` may block on an earlier owner's GPU work.
         """
@@ -404,7 +404,7 @@ class Pager:
         return isinstance(job, Growth) and not all(map(is_over, job.handover))
 
     def finish_idle(self) -> None:
-        """Wait for growths over slots that no owner waits for, as their pages become spare then."""
+        """Waits for growths that no owner waits for, as their pages become spare then."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
@@ -412,7 +412,7 @@ class Pager:
                 self.reclaimer.errors.append(error)
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
-        """Return the physical pages that `can_reclaim_for` would wait for: idle growths and copies.
+        """Returns the pages that `can_reclaim_for` would wait for: idle growths and copies.
 
         Args:
             keep: slots, and the pages per tensor that each must keep.
@@ -426,7 +426,7 @@ class Pager:
         return pages + (self.loose(keep) if promoting and self.layout.block else 0)
 
     def loose(self, keep: Mapping[Slot, int]) -> int:
-        """Return the physical pages that a step can unmap by splitting 2 MiB entries."""
+        """Returns the physical pages that a step can unmap by splitting 2 MiB entries."""
         if not self.layout.block:
             return 0
         pages = sum(slot.loose_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
@@ -435,7 +435,7 @@ class Pager:
     def fewer_mappings(
         self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
     ) -> bool:
-        """Free mappings: join runs if possible, else unmap unowned pages. Return whether any.
+        """Frees mappings: joins runs if possible, else unmaps unowned pages. Returns whether any.
 
         `keep`: see `Reclaimer.make_room`; None: unmap nothing.
         """
@@ -452,7 +452,7 @@ class Pager:
     # ---- how growths end, and what is granted ----------------------------------------------------
 
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
-        """Wait for a growth, then grant its pages, or undo it and return the error.
+        """Waits for a growth, then grants its pages, or undoes it and returns the error.
 
         `whole`: also wait on the CPU for its fills and for earlier owners' work, as no stream is
         known.
@@ -475,14 +475,14 @@ class Pager:
         return None
 
     def poll(self) -> None:
-        """Complete growths that have finished and that no owner waits for."""
+        """Completes growths that have finished and that no owner waits for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
             error = self._failure(job, self._complete(job, None, whole=True))
             if error is not None:
                 self.reclaimer.errors.append(error)
 
     def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
-        """Return the error to raise for a completed growth, None to ignore it.
+        """Returns the error to raise for a completed growth, None to ignore it.
 
         A background growth allocates late, so other users of the context may have taken the memory
         first. It was undone, and a step that needs the pages tries again. With several ranks the
@@ -493,7 +493,7 @@ class Pager:
         return None if short or job.quiet else error
 
     def _granting(self, job: Growth) -> list[list[Any]]:
-        """Return the edits that grant a growth's pages to owners that have not been freed."""
+        """Returns the edits that grant a growth's pages to owners that have not been freed."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
         for slot, owner, pages in job.grants:
@@ -503,7 +503,7 @@ class Pager:
         return [*edits, [self, "granted_pages", granted]]
 
     def granting(self, slot: Slot, pages: int) -> list[list[Any]]:
-        """Return the edits that set the owner's pages to `pages`."""
+        """Returns the edits that set the owner's pages to `pages`."""
         granted = self.granted_pages + pages - slot.granted
         return [
             [self, "granted_pages", granted],
@@ -516,7 +516,7 @@ class Pager:
         return [[self, "growths", growths], [job.slots, "job", [None] * len(job.slots)]]
 
     def _undo(self, job: Growth, error: VMemError) -> None:
-        """Roll back the records of a failed growth; libvmem has rolled back the mapping."""
+        """Rolls back the records of a failed growth; libvmem has rolled back the mapping."""
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
         edits = self._retiring(job)
         if job.filling is not None and _failed(job.filling):
@@ -539,7 +539,7 @@ class Pager:
         self.journal.change([*edits, [counters, "zeroed", zeroed]])
 
     def under_way(self) -> tuple[int, int, int]:
-        """Return pages grown, reused and zeroed that are counted already but may still fail."""
+        """Returns pages grown, reused and zeroed that are counted already but may still fail."""
         jobs = [job for job in self.growths if not job.granted and _may_fail(job, job.mapping)]
         fills = [job for job in self.growths if _may_fail(job, job.filling)]
         return (
@@ -636,7 +636,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
 
 
 def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool = True) -> bool:
-    """Grow slots to the given pages, in all groups or in none; `settle` completes it.
+    """Grows slots to the given pages, in all groups or in none; `settle` completes it.
 
     One batch maps and zeroes for all groups. Pages that an earlier owner's GPU work may still touch
     are zeroed by a second batch after that work; nothing is granted before the second batch has
@@ -708,7 +708,7 @@ class _Part(NamedTuple):
 
 
 def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMemError | None:
-    """Run or submit the planned growths of all groups as one batch, and record them.
+    """Runs or submits the planned growths of all groups as one batch, and records them.
 
     Returns:
         The shortage of memory or mappings that prevented it: nothing changed. None: success.
@@ -765,7 +765,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
 
 
 def fit(needs: Needs) -> bool:
-    """Return whether the needed physical pages are free."""
+    """Returns whether the needed physical pages are free."""
     nbytes = 0
     for pager, pages in needs:
         reclaimer = pager.reclaimer
@@ -776,7 +776,7 @@ def fit(needs: Needs) -> bool:
 
 
 def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
-    """Estimate without blocking whether `reclaim_for` could free the needed physical pages.
+    """Estimates without blocking whether `reclaim_for` could free the needed physical pages.
 
     Args:
         needs: physical pages by group.
@@ -795,7 +795,7 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
 
 
 def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
-    """Return the bytes needed beyond the groups' own idle pages; None: above a group's limit.
+    """Returns the bytes needed beyond the groups' own idle pages; None: above a group's limit.
 
     `later`: count pages that `reclaim_for` would wait for as idle.
     """
@@ -810,7 +810,7 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 
 
 def _others(needs: Needs) -> Share | None:
-    """Return the groups' share of their budget, all other caches as givers; or None."""
+    """Returns the groups' share of their budget, all other caches as givers; or None."""
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
         return share
@@ -842,7 +842,7 @@ def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
 
 
 def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
-    """Reclaim unowned pages; return whether the needed physical pages are free afterwards.
+    """Reclaims unowned pages; returns whether the needed physical pages are free afterwards.
 
     `more`: reclaim even if the records say that enough is free, as the driver has less.
 
@@ -869,7 +869,7 @@ def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -
 def reclaim_after(
     needs: Needs, keep: Mapping[Slot, int] | None, error: VMemError, *, background: bool = False
 ) -> bool:
-    """Free memory or mappings after a batch failed for lack of them.
+    """Frees memory or mappings after a batch failed for lack of them.
 
     Args:
         needs: physical pages that are lacking, by group.
@@ -895,7 +895,7 @@ def reclaim_after(
 
 
 def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
-    """Reclaim what each group lacks, then what all lack together; False if nothing was freed."""
+    """Reclaims what each group lacks, then what all lack together; False if nothing was freed."""
     back, nbytes, first = False, 0, needs[0][0].reclaimer
     for pager, pages in needs:
         reclaimer = pager.reclaimer
@@ -909,12 +909,12 @@ def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
 
 
 def _may_fail(job: Growth, ticket: Any) -> bool:
-    """Return whether a batch of a growth is unfinished, or failed and not undone yet."""
+    """Returns whether a batch of a growth is unfinished, or failed and not undone yet."""
     return ticket is not None and (not job.done() or _failed(ticket))
 
 
 def _failed(ticket: Any) -> bool:
-    """Wait for a batch; return whether it failed."""
+    """Waits for a batch; returns whether it failed."""
     try:
         ticket.wait()
     except VMemError:

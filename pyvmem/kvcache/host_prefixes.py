@@ -54,7 +54,7 @@ Going: TypeAlias = tuple[Sequence[Span], Sequence[Key]]
 
 
 def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
-    """Return the keys of units [first, last) of a prompt; `unit`: tokens of each."""
+    """Returns the keys of units [first, last) of a prompt; `unit`: tokens of each."""
     width, data, digest, found = unit * ID_BYTES, ids.data, b"", []
     for at in range(last):
         digest = blake2b(digest + data[at * width : (at + 1) * width], digest_size=_DIGEST).digest()
@@ -109,7 +109,7 @@ class HostPrefixes:
         self.stored = self.loaded = self.dropped = 0
 
     def join(self, group: Sharing, scratch: Scratch) -> None:
-        """Add the next group, when it is made."""
+        """Adds the next group, when it is made."""
         self._groups.append((group, scratch))
 
     @property
@@ -120,7 +120,7 @@ class HostPrefixes:
     # ---- storing ---------------------------------------------------------------------------------
 
     def store(self, going: Sequence[Going]) -> None:
-        """Copy the rows of evicted units to cells, as far as there is room.
+        """Copies the rows of evicted units to cells, as far as there is room.
 
         Units that cannot be copied now are lost: this does not wait for GPU work that still writes
         the pages.
@@ -140,7 +140,7 @@ class HostPrefixes:
                     self.dropped += self._cell
 
     def _store(self, each: Sequence[Span], keys: Sequence[Key], units: list[int]) -> None:
-        """Copy units to cells, in order: all, the first ones, or none."""
+        """Copies units to cells, in order: all, the first ones, or none."""
         cells = self._take(len(units))
         units = units[: len(cells)]
         try:
@@ -154,7 +154,7 @@ class HostPrefixes:
             self.stored += len(cells) * self._cell
 
     def _copy_out(self, place: int, span: Span, units: list[int], cells: list[int]) -> None:
-        """Copy units of a span to cells, through a temporary mapping."""
+        """Copies units of a span to cells, through a temporary mapping."""
         group, scratch = self._groups[place]
         stride = span.pages * group.layout.page_size
         nbytes = stride * group.layout.num_tensors
@@ -169,7 +169,7 @@ class HostPrefixes:
     # ---- loading ---------------------------------------------------------------------------------
 
     def find(self, ids: TokenIds, unit: int, begin: int, end: int) -> list[Key]:
-        """Return the keys of the units kept from `begin` on, without a gap, up to token `end`."""
+        """Returns the keys of the units kept from `begin` on, without a gap, up to token `end`."""
         found: list[Key] = []
         first, last = begin // unit, end // unit
         for key in unit_keys(ids, unit, first, last) if self._rows and first < last else ():
@@ -181,11 +181,11 @@ class HostPrefixes:
         return found
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Drop units returned by `find`."""
+        """Drops units returned by `find`."""
         self._free += map(self._rows.pop, keys)
 
     def load(self, slots: Sequence[Slot], first: int, keys: Sequence[Key]) -> None:
-        """Copy kept units to pages that a request owns.
+        """Copies kept units to pages that a request owns.
 
         Args:
             slots: the request's slot in each group.
@@ -209,7 +209,7 @@ class HostPrefixes:
         *,
         out: bool,
     ) -> None:
-        """Copy a group's rows of units between cells and tensors.
+        """Copies a group's rows of units between cells and tensors.
 
         Args:
             place: index of the group.
@@ -229,7 +229,7 @@ class HostPrefixes:
         group.mapper.copy(size, pieces, [self._cells[one][begin:end] for one in cells], out=out)
 
     def _take(self, count: int) -> list[int]:
-        """Take up to `count` cells that no key refers to, reusing the least recently used."""
+        """Takes up to `count` cells that no key refers to, reusing the least recently used."""
         if len(self._free) + len(self._rows) < len(self._cells):  # an interruption lost some
             self._free = self._unused()
         found: list[int] = []
@@ -246,7 +246,7 @@ class HostPrefixes:
         return found
 
     def _add_slab(self) -> None:
-        """Allocate memory for more cells; on failure the present cells become the maximum."""
+        """Allocates memory for more cells; on failure the present cells become the maximum."""
         from pyvmem.memory.host_copies import HostMemory, has_kernel
 
         count = min(self.step, self._most - len(self._cells))
@@ -262,16 +262,16 @@ class HostPrefixes:
         self._free += range(first, first + count)
 
     def _unused(self) -> list[int]:
-        """Return the cells that no key refers to."""
+        """Returns the cells that no key refers to."""
         return list(set(range(len(self._cells))).difference(self._rows.values()))
 
     def clear(self) -> None:
-        """Drop all rows; keep the cells."""
+        """Drops all rows; keeps the cells."""
         self._rows.clear()
         self._free = self._unused()
 
     def close(self) -> None:
-        """Release the host memory. Idempotent."""
+        """Releases the host memory. Idempotent."""
         self._most = 0
         self._rows.clear()
         self._free, self._cells = [], []
@@ -280,7 +280,7 @@ class HostPrefixes:
             self._slabs.pop()
 
     def check(self) -> list[str]:
-        """Return contradictions between the cells and the keys, as text."""
+        """Returns contradictions between the cells and the keys, as text."""
         if not set(self._unused()).issuperset(self._free):
             return ["a cell of host memory is both used and free"]
         return []

@@ -24,7 +24,7 @@ _PAUSE_S = 0.001  # between two pieces of work, so that a waiting call gets the 
 
 
 def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
-    """Return a value that changes with every call that takes, frees or steps a request."""
+    """Returns a value that changes with every call that takes, frees or steps a request."""
     return [group.activity() for group in manager.groups]
 
 
@@ -59,12 +59,12 @@ class IdleThread:
         self._failed = False
 
     def start(self) -> None:
-        """Start the thread; the process does not wait for its end."""
+        """Starts the thread; the process does not wait for its end."""
         self.running = True
         start_new_thread(self._watch, ())
 
     def end(self) -> None:
-        """Tell the thread to end; does not wait for it."""
+        """Tells the thread to end; does not wait for it."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -78,7 +78,7 @@ class IdleThread:
         self.running = False
 
     def _look(self) -> None:
-        """Trim if nothing happened in the last checks. Keeps no reference to the cache."""
+        """Trims if nothing happened in the last checks. Keeps no reference to the cache."""
         manager = self._manager()
         if manager is None:
             self.end()
@@ -93,7 +93,7 @@ class IdleThread:
             self._trimmed = all(self._run(manager, piece) for piece in pieces)
 
     def _run(self, manager: Manager, piece: Callable[[Manager], bool | None]) -> bool:
-        """Repeat a piece of work, each time under the lock, until it has no more to do.
+        """Repeats a piece of work, each time under the lock, until it has no more to do.
 
         Returns:
             True if it is complete, or never will be; False: the next check continues.
@@ -115,7 +115,7 @@ class IdleThread:
 
     @staticmethod
     def _store(manager: Manager) -> bool | None:
-        """Evict prefixes to host memory. True: maybe more. False: done. None: GPU work runs."""
+        """Evicts prefixes to host memory. True: maybe more. False: done. None: GPU work runs."""
         config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
         if not config.host_prefixes or not config.idle_prefixes:
             return False
@@ -125,7 +125,7 @@ class IdleThread:
 
     @staticmethod
     def _trim(manager: Manager) -> bool | None:
-        """Unmap idle pages and return empty slabs. False: done. None: unmaps are in flight."""
+        """Unmaps idle pages and returns empty slabs. False: done. None: unmaps are in flight."""
         groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
         how = "host" if prefixes else False
         done = [begin_trim(group, how, kept=prefixes) for group in groups]  # in each

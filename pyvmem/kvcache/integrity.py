@@ -46,7 +46,7 @@ def _state(slot: Slot) -> str:
 
 
 def snapshot(group: Group) -> list[SlotInfo]:
-    """Return every slot's state; records the batches that have finished first."""
+    """Returns every slot's state; records the batches that have finished first."""
     jobs = [slot.job for slot in group.table]
     in_flight = [job is not None and not job.done() for job in jobs]
     group.reclaimer.poll()
@@ -68,7 +68,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
 
 
 def stats(group: Group) -> CacheStats:
-    """Return the present state and the counters of a group."""
+    """Returns the present state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     group.note_peaks()  # an interrupted call may have left that out
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
@@ -137,7 +137,7 @@ def stats(group: Group) -> CacheStats:
 
 
 def _large(group: Group, slot: Slot) -> int:
-    """Return the pages per tensor of a slot that 2 MiB entries map in every tensor."""
+    """Returns the pages per tensor of a slot that 2 MiB entries map in every tensor."""
     layout, block = group.layout, group.layout.block
     return block * sum(
         all(
@@ -155,7 +155,7 @@ def _away(group: Group, location: Location) -> int:
 
 
 def verify(groups: Sequence[Group]) -> None:
-    """Implement `KVCache.check_integrity`."""
+    """Implements `KVCache.check_integrity`."""
     for group in groups:
         group.reclaimer.poll()
     found = [text for group in groups for text in check(group)]
@@ -166,7 +166,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Return contradictions of a group's records with each other and with libvmem, as text."""
+    """Returns contradictions of a group's records with each other and with libvmem, as text."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0
@@ -243,7 +243,7 @@ def check(group: Group) -> list[str]:
 
 
 def _check_together(groups: Sequence[Group]) -> list[str]:
-    """Return contradictions between groups that have the same requests."""
+    """Returns contradictions between groups that have the same requests."""
     found = []
     for slots in zip(*(group.table for group in groups), strict=True):
         place = slots[0].index
@@ -255,7 +255,7 @@ def _check_together(groups: Sequence[Group]) -> list[str]:
 
 
 def _check_pages(group: Group, slot: Slot) -> list[str]:
-    """Compare a slot's pages with the context's own view, in every tensor.
+    """Compares a slot's pages with the context's own view, in every tensor.
 
     Skips what a batch in flight is changing: [low, high) of its pieces may be mapped or not.
     """
@@ -300,7 +300,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Return 2 MiB entries past `slot.whole` in the tensor at `start`, as text."""
+    """Returns 2 MiB entries past `slot.whole` in the tensor at `start`, as text."""
     layout, found = group.layout, []
     quiet = layout.block and slot.job is None
     for page in range(slot.whole, slot.mapped, layout.block) if quiet else ():
@@ -310,7 +310,7 @@ def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """Return contradictions between a slot's pages and their recorded locations, as text."""
+    """Returns contradictions between a slot's pages and their recorded locations, as text."""
     found, places, name = [], slot.places, f"slot {slot.index}"
     for low, high, tier in places.noted:
         if low < slot.head or high > slot.mapped:
@@ -325,7 +325,7 @@ def check_places(group: Group, slot: Slot) -> list[str]:
 
 
 def _elsewhere(slot: Slot) -> bool:
-    """Return whether the memory of a slot's shared pages differs from its notes."""
+    """Returns whether the memory of a slot's shared pages differs from its notes."""
     head, end = slot.head, slot.shared
     tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
     noted = slot.places.stretches(head, end)
@@ -333,7 +333,7 @@ def _elsewhere(slot: Slot) -> bool:
 
 
 def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
-    """Compare the recorded memory of pages with the context's, in every tensor."""
+    """Compares the recorded memory of pages with the context's, in every tensor."""
     found, layout = [], group.layout
     for tensor in range(layout.num_tensors):
         at = slot.addr + layout.offset(0, low, tensor)
@@ -347,7 +347,7 @@ def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> 
 
 
 def check_away(group: Group) -> list[str]:
-    """Return contradictions in the counts of pages outside the device, as text."""
+    """Returns contradictions in the counts of pages outside the device, as text."""
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:

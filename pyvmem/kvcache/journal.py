@@ -38,14 +38,14 @@ class Made(Protocol):
     """A handle or a reservation that a call has made in the context."""
 
     def abandon(self) -> None:
-        """Release it, if it was made and not released before."""
+        """Releases it, if it was made and not released before."""
 
 
 class Recoverable(Protocol):
     """The records of one group, recovered by the journal."""
 
     def failed(self, error: VMemError) -> None:
-        """Record a failure that the next `step` raises."""
+        """Records a failure that the next `step` raises."""
 
 
 class Journal:
@@ -71,19 +71,19 @@ class Journal:
     # ---- what a call writes ----------------------------------------------------------------------
 
     def change(self, edits: list[list[Any]]) -> None:
-        """Apply edits of the records (see `Outcome`); an interruption undoes them."""
+        """Applies edits of the records (see `Outcome`); an interruption undoes them."""
         made: list[Any] = [False, edits]
         self.entries.append(made)
         _native.change(made)
 
     def on_abort(self, run: Callable[[], None]) -> None:
-        """Register an undo for a part of the call; `run` must be safe to run again."""
+        """Registers an undo for a part of the call; `run` must be safe to run again."""
         self.entries.append(run)
 
     # ---- around a call ---------------------------------------------------------------------------
 
     def __enter__(self) -> bool:
-        """Begin a section; returns False if nested in another, which it then belongs to.
+        """Begins a section; returns False if nested in another, which it then belongs to.
 
         Raises:
             Reentered: called by a finalizer or a signal handler in the middle of a call.
@@ -115,7 +115,7 @@ class Journal:
         self._caller = None
 
     def recover(self) -> None:
-        """Undo an interrupted call, up to the last context call that succeeded."""
+        """Undoes an interrupted call, up to the last context call that succeeded."""
         entries = self.entries
         while entries:
             entry = entries[-1]
@@ -141,7 +141,7 @@ class Journal:
         entries.clear()
 
     def _give_back(self) -> None:
-        """Release handles and reservations that the call made and the records do not refer to."""
+        """Releases handles and reservations that the call made and the records do not refer to."""
         while self.held:
             made = next(reversed(self.held))
             with suppress(VMemError):  # already consumed or dropped

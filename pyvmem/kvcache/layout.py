@@ -39,7 +39,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _spaced(used: int, page_size: int, entries: bool) -> int:
-    """Return the distance between slots of `used` bytes.
+    """Returns the distance between slots of `used` bytes.
 
     Slots aligned to 2 MiB let a run of small pages become one large mapping. They are aligned if
     that costs at most an eighth more addresses, or if slots have whole blocks for 2 MiB entries.
@@ -129,22 +129,22 @@ class Layout:
         )
 
     def bytes_for(self, seq_len: int) -> int:
-        """Return the bytes per tensor of `seq_len` tokens, from the start of the slot."""
+        """Returns the bytes per tensor of `seq_len` tokens, from the start of the slot."""
         return self.row_bytes * (min(1, seq_len) if self.state else seq_len)
 
     def pages_for(self, seq_len: int) -> int:
-        """Return the pages per tensor for `seq_len` tokens and rows that decoding may over-read."""
+        """Returns pages per tensor for `seq_len` tokens and the rows that decoding over-reads."""
         if seq_len <= 0:
             return 0
         rows = 1 if self.state else min(seq_len + self.overread, self.max_rows)
         return -(-rows * self.row_bytes // self.page_size)
 
     def guarded(self, seq_len: int) -> int:
-        """Return the argument of `pages_for` for a prefill up to `seq_len` tokens."""
+        """Returns the argument of `pages_for` for a prefill up to `seq_len` tokens."""
         return max(seq_len, min(seq_len + self.guard, self.max_rows)) if seq_len > 0 else 0
 
     def pages_for_step(self, held: int, seq_len: int) -> int:
-        """Return the pages per tensor that a step from `held` to `seq_len` tokens needs."""
+        """Returns the pages per tensor that a step from `held` to `seq_len` tokens needs."""
         prefill = seq_len - held > PREFILL_TOKENS
         return self.pages_for(self.guarded(seq_len) if prefill else seq_len)
 
@@ -155,7 +155,7 @@ class Layout:
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 
     def window_page(self, seq_len: int) -> int:
-        """Return the first page that `seq_len` tokens still need; 0 without a window."""
+        """Returns the first page that `seq_len` tokens still need; 0 without a window."""
         config = self.config
         if not config.window:
             return 0
@@ -163,11 +163,11 @@ class Layout:
         return first * self.row_bytes // self.page_size
 
     def offset(self, slot: int, page: int = 0, tensor: int = 0) -> int:
-        """Return the offset of a slot's page in the reservation."""
+        """Returns the offset of a slot's page in the reservation."""
         return tensor * self.tensor_bytes + slot * self.slot_bytes + page * self.page_size
 
     def describe(self, place: Any, base: int) -> None:
-        """Write the layout into a struct pyvmem_place for `Columns`; `base`: slot 0's address."""
+        """Writes the layout into a struct pyvmem_place for `Columns`; `base`: slot 0's address."""
         place.base = base
         place.tensors = self.num_tensors
         place.prefill = PREFILL_TOKENS

@@ -87,13 +87,13 @@ class Manager:
         self.groups: tuple[Group, ...] = ()
 
     def _use(self, budget: Budget | None) -> None:
-        """Take the lock and the journal of a budget, or new ones."""
+        """Takes the lock and the journal of a budget, or new ones."""
         self.budget = budget
         self.lock = reentrant_lock() if budget is None else budget.lock
         self.journal = Journal() if budget is None else budget.journal
 
     def make(self) -> None:
-        """Open the context if none was given, and make the groups.
+        """Opens the context if none was given, and makes the groups.
 
         If it raises, call `abandon`.
         """
@@ -110,7 +110,7 @@ class Manager:
             self._make(self._configs, self._table)
 
     def abandon(self) -> None:
-        """Release what `make` has made, after an exception."""
+        """Releases what `make` has made, after an exception."""
         if hasattr(self, "context"):
             with self.lock, self.journal:
                 self.journal.on_abort(self._give_back)
@@ -139,7 +139,7 @@ class Manager:
         prepare(self.groups)
 
     def open(self) -> tuple[Group, ...]:
-        """Return the groups, for a call that holds the lock.
+        """Returns the groups, for a call that holds the lock.
 
         Raises:
             BadHandle: the cache or its context is closed. ForkedProcess: the cache is the parent's.
@@ -155,7 +155,7 @@ class Manager:
         return self.groups
 
     def only(self, what: str, alone: str = "") -> Group:
-        """Return the only group of a cache of equal layers.
+        """Returns the only group of a cache of equal layers.
 
         Raises:
             NotSupported: there are several groups; or the cache is one of several ranks and `alone`
@@ -171,7 +171,7 @@ class Manager:
         return self.groups[0]
 
     def close(self, stream: Any = None) -> None:
-        """Release everything, for a call that holds the lock. Idempotent.
+        """Releases everything, for a call that holds the lock. Idempotent.
 
         Raises:
             Busy: tensors are alive. BadHandle: the descriptor of `stream` is closed. Nothing
@@ -199,7 +199,7 @@ class Manager:
         self.closed = True
 
     def _give_back(self, work: PriorWork | None = None) -> None:
-        """Close the groups and the owned context; may be repeated."""
+        """Closes the groups and the owned context; may be repeated."""
         if self.context.is_open:  # otherwise it was freed with the context, or is the parent's
             for group in self.groups:
                 group.close(work)
@@ -215,7 +215,7 @@ class Manager:
 def check_memory(
     whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
 ) -> None:
-    """Raise InvalidArgument for memory limits that conflict or have no effect."""
+    """Raises InvalidArgument for memory limits that conflict or have no effect."""
     if whole.max_mappings and (context is not None or budget is not None):
         raise invalid(f"max_mappings {whole.max_mappings}: the given context has its own limit")
     if budget is None:

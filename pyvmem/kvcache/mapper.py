@@ -48,7 +48,7 @@ class Mapper:
         late: bool = False,
         waits: Waits | None = None,
     ) -> None:
-        """Run a batch, or submit it if a ticket is given; C applies the edits on success.
+        """Runs a batch, or submits it if a ticket is given; C applies the edits on success.
 
         Args:
             edits: of the records; see `Outcome`.
@@ -74,7 +74,7 @@ class Mapper:
     # ---- handles and addresses -------------------------------------------------------------------
 
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
-        """Return a handle to mapped pages; dropped after the call unless the records use it."""
+        """Returns a handle to mapped pages; dropped after the call unless the records use it."""
         pages = Pages(self.context, Outcome(), size * count)
         self.journal.held[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
@@ -88,13 +88,13 @@ class Mapper:
         count: int,
         stride: int,
     ) -> None:
-        """Drop a part of a handle and apply the edits; on failure nothing changed."""
+        """Drops a part of a handle and applies the edits; on failure nothing changed."""
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
-        """Reserve addresses; freed after the call unless the records use them."""
+        """Reserves addresses; freed after the call unless the records use them."""
         found = Reservation(self.context, Outcome())
         self.journal.held[found] = None
         return self.context.reserve(size, visible=visible, align=align, into=found)
@@ -113,7 +113,7 @@ class Mapper:
     def copy(
         self, size: int, addresses: Sequence[int], host: Sequence[memoryview], *, out: bool
     ) -> None:
-        """Copy pieces of `size` bytes between mapped addresses and host memory, synchronously.
+        """Copies pieces of `size` bytes between mapped addresses and host memory, synchronously.
 
         Args:
             size: bytes of each piece.
@@ -137,7 +137,7 @@ class Mapper:
     def _by_kernel(
         self, size: int, addresses: Sequence[int], host: Sequence[memoryview], out: bool
     ) -> bool:
-        """Copy with the copy kernel, at PCIe rate for scattered pages; False if unavailable."""
+        """Copies with the copy kernel, at PCIe rate for scattered pages; False if unavailable."""
         try:
             import numpy as np
 
@@ -174,7 +174,7 @@ class Scratch:
         self._full: list[Reservation] = []  # their pages could not be unmapped yet
 
     def take(self, nbytes: int) -> Reservation:
-        """Return at least `nbytes` of unmapped addresses; freed after the call unless recorded.
+        """Returns at least `nbytes` of unmapped addresses; freed after the call unless recorded.
 
         Raises:
             VMemError: none are available.
@@ -190,7 +190,7 @@ class Scratch:
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
-        """Return unmapped addresses to the cache of reservations, unless they were left."""
+        """Returns unmapped addresses to the cache of reservations, unless they were left."""
         if self._kept is None and addresses.is_open:  # others are freed at the end of the call
             journal = self._mapper.journal
             journal.change([[self, "_kept", addresses], [journal.held, addresses, ...]])
@@ -198,7 +198,7 @@ class Scratch:
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
     ) -> None:
-        """Unmap the first `nbytes` and return the addresses; a failed unmap is retried later.
+        """Unmaps the first `nbytes` and returns the addresses; a failed unmap is retried later.
 
         `edits` are applied in either case.
         """
@@ -214,7 +214,7 @@ class Scratch:
             self.give(addresses)
 
     def retry(self) -> None:
-        """Retry failed unmaps."""
+        """Retries failed unmaps."""
         for addresses in list(self._full):
             try:
                 addresses.close(unmap=True)
@@ -225,11 +225,11 @@ class Scratch:
             self._full.remove(addresses)
 
     def owns(self, held: object) -> bool:
-        """Return whether it keeps this reservation."""
+        """Returns whether it keeps this reservation."""
         return held is self._kept or any(held is one for one in self._full)
 
     def close(self) -> None:
-        """Free all addresses."""
+        """Frees all addresses."""
         self.retry()
         for addresses in (*self._full, *(() if self._kept is None else (self._kept,))):
             try:

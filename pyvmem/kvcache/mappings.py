@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def who_has_mappings(groups: Sequence[Group]) -> str:
-    """Describe who holds mappings, as far as context, budget and ledger know.
+    """Describes who holds mappings, as far as context, budget and ledger know.
 
     A cache's mappings are estimated from its map calls, so the numbers are a little high. If the
     driver has no limit on them, only the machine, they are not counted.
@@ -46,7 +46,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
 
 
 def warn_out_of_mappings(groups: Sequence[Group]) -> None:
-    """Log why a step ran out of mappings, and who holds them."""
+    """Logs why a step ran out of mappings, and who holds them."""
     reasons = [group.pager.runs.refused for group in groups if group.pager.runs.refused]
     for group in groups:
         group.pager.runs.refused = ""

@@ -161,7 +161,7 @@ class SlotInfo:
     in_flight: bool
 
     def and_others(self, others: Sequence[SlotInfo]) -> SlotInfo:
-        """Return the sum over several groups of layers; `others`: the slot in the other groups."""
+        """Returns the sum over several groups of layers; `others`: the slot in the other groups."""
         if not others:
             return self
         each = (self, *others)
@@ -239,6 +239,6 @@ class Counters:
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
 
     def driver(self) -> tuple[int, int]:
-        """Return the driver calls, and nanoseconds in them, since the cache was made."""
+        """Returns the driver calls, and nanoseconds in them, since the cache was made."""
         calls, ns = _driver_calls(self.context)
         return calls - self.base_calls, ns - self.base_ns

@@ -78,7 +78,7 @@ class Mover:
     # ---- the first phase -------------------------------------------------------------------------
 
     def begin(self, move: Move, after: Sequence[Any], *, background: bool) -> None:
-        """Allocate the new pages and copy to them, or submit that to the worker.
+        """Allocates the new pages and copies to them, or submits that to the worker.
 
         The caller has checked that there is memory; the slot has no other move.
 
@@ -103,14 +103,14 @@ class Mover:
             raise
 
     def _counts(self, here: int, away: Mapping[Tier, int]) -> list[list[Any]]:
-        """Return the edits where scratch pages per tensor leave the cache; negative: join it."""
+        """Returns the edits where scratch pages per tensor leave the cache; negative: join it."""
         counters, edits = self._counters, self._reclaimer.freeing(here, away, reclaimed=False)
         return [*edits, [counters, "peak_mapped", max(counters.peak_mapped, edits[0][2])]]
 
     # ---- the second phase ------------------------------------------------------------------------
 
     def finish(self, slot: Slot, work: PriorWork) -> None:
-        """Complete a slot's move, if it has one: wait for the copies and for the work.
+        """Completes a slot's move, if it has one: wait for the copies and for the work.
 
         Raises:
             NotRecoverable: the request has lost its rows. VMemError: the pages are unchanged.
@@ -121,7 +121,7 @@ class Mover:
                 self._end(move, [work.record()])
 
     def step(self, stream: Any) -> None:
-        """Complete moves whose copies are done, after the work on `stream`; record failures."""
+        """Completes moves whose copies are done, after the work on `stream`; records failures."""
         if self.cancelled:
             self.sweep()
         ready = [move for move in self.moves.values() if move.done()]
@@ -161,7 +161,7 @@ class Mover:
             raise
 
     def _swap(self, move: Move, after: list[Any]) -> None:
-        """Replace the old pages by the new ones and unmap the scratch addresses, in one batch."""
+        """Replaces the old pages by the new ones and unmaps the scratch addresses, in one batch."""
         slot, counters, pages, whole = move.slot, self._counters, 0, move.slot.whole
         away: Counter[Tier] = Counter()
         for low, high, _ in move.stretches:  # count the old pages, which are freed
@@ -179,7 +179,7 @@ class Mover:
         self._take_out(move, edits, self._plan.swap(move), after)
 
     def _join(self, move: Move, after: list[Any]) -> None:
-        """Join the pages of each run, in all tensors."""
+        """Joins the pages of each run, in all tensors."""
         layout, slot, whole = self._layout, move.slot, move.slot.whole
         ops = OpBatch(len(move.runs))
         for low, high in move.runs:
@@ -192,16 +192,16 @@ class Mover:
     def _promoted(
         self, noted: dict[int, dict[int, int]], slot: Slot, firsts: Sequence[int]
     ) -> list[list[Any]]:
-        """Return the edit that adds blocks to `joined` or `copied`."""
+        """Returns the edit that adds blocks to `joined` or `copied`."""
         blocks = dict.fromkeys(firsts, self.blocks(slot))
         return [[noted, slot.index, noted.get(slot.index, {}) | blocks]]
 
     def blocks(self, slot: Slot) -> int:
-        """Return the number of whole blocks granted to the slot's request."""
+        """Returns the number of whole blocks granted to the slot's request."""
         return slot.granted // self._layout.block
 
     def parting(self, slot: Slot, low: int) -> list[list[Any]]:
-        """Return the edits that forget promoted blocks from page `low` on."""
+        """Returns the edits that forget promoted blocks from page `low` on."""
         index, unit = slot.index, self._layout.block
         return [
             [noted, index, {at: n for at, n in noted[index].items() if at + unit <= low}]
@@ -212,7 +212,7 @@ class Mover:
     # ---- cancelling ------------------------------------------------------------------------------
 
     def abandon(self, slot: Slot) -> None:
-        """Cancel a slot's move. Blocks only if another batch is in flight over the slot.
+        """Cancels a slot's move. Blocks only if another batch is in flight over the slot.
 
         Until the copies are complete no page of the slot may be unmapped: an empty `Unmap` as the
         slot's job enforces that.
@@ -232,14 +232,14 @@ class Mover:
         self.sweep()
 
     def _cancelling(self, move: Move) -> list[list[Any]]:
-        """Return the edits that reduce a move to its scratch addresses, if it has any."""
+        """Returns the edits that reduce a move to its scratch addresses, if it has any."""
         edits: list[list[Any]] = [[self.moves, move.slot, ...]]
         if move.addresses is not None:
             edits.append([self, "cancelled", [*self.cancelled, move]])
         return edits
 
     def make_way(self, slot: Slot, page: int) -> bool:
-        """Cancel a move that changes pages below `page`; return whether none are changing now."""
+        """Cancels a move that changes pages below `page`; returns whether none are changing now."""
         move = self.moves.get(slot)
         if move is not None and move.begins_before(page):
             self.abandon(slot)
@@ -247,7 +247,7 @@ class Mover:
         return True
 
     def shorten(self, slot: Slot, page: int, work: PriorWork) -> None:
-        """End a move that changes pages from `page` on, as their rows may be written again.
+        """Ends a move that changes pages from `page` on, as their rows may be written again.
 
         A promotion is cancelled; another move is completed, which waits for its copies.
         """
@@ -260,11 +260,11 @@ class Mover:
             self.finish(slot, work)
 
     def promoting(self) -> int:
-        """Return the device pages per tensor held by copies that `stop_promoting` cancels."""
+        """Returns the device pages per tensor held by copies that `stop_promoting` cancels."""
         return sum(move.here() for move in self.moves.values() if move.promotes)
 
     def stop_promoting(self, *, wait: bool = True) -> bool:
-        """Cancel promotions; return whether there were any.
+        """Cancels promotions; returns whether there were any.
 
         `wait`: wait for their copies, so that their memory is free and their slots can grow.
         Otherwise moves of slots with another batch in flight continue.
@@ -282,7 +282,7 @@ class Mover:
         return found
 
     def sweep(self) -> None:
-        """Free the scratch pages of cancelled moves whose copies are complete."""
+        """Frees the scratch pages of cancelled moves whose copies are complete."""
         self._scratch.retry()
         for move in [move for move in self.cancelled if move.done()]:
             try:
@@ -295,7 +295,7 @@ class Mover:
                 self._drop(move)
 
     def _drop(self, move: Move) -> None:
-        """Unmap the scratch pages; on failure the next sweep tries again."""
+        """Unmaps the scratch pages; on failure the next sweep tries again."""
         if move.addresses is None:
             self._remove(move)
             return
@@ -310,7 +310,7 @@ class Mover:
                 self._journal.change(self._cancelling(move))
 
     def _remove(self, move: Move) -> None:
-        """Remove a move whose scratch addresses have nothing mapped from the records."""
+        """Removes a move whose scratch addresses have nothing mapped from the records."""
         here, away = (0, {}) if move.addresses is None else (move.here(), move.away())
         self._take_out(move, self._counts(here, away))
 
@@ -321,7 +321,7 @@ class Mover:
         ops: OpBatch | None = None,
         after: Sequence[Any] = (),
     ) -> None:
-        """Remove a move from the records, with further edits and the batch `ops` if given."""
+        """Removes a move from the records, with further edits and the batch `ops` if given."""
         addresses, slot = move.addresses, move.slot
         edits = [*edits, [move, "addresses", None]]
         if self.moves.get(slot) is move:
@@ -339,11 +339,11 @@ class Mover:
             self._scratch.give(addresses)
 
     def owns(self, held: object) -> bool:
-        """Return whether a move has this reservation."""
+        """Returns whether a move has this reservation."""
         return any(held is move.addresses for move in (*self.moves.values(), *self.cancelled))
 
     def close(self) -> None:
-        """Cancel every move and wait for the copies."""
+        """Cancels every move and waits for the copies."""
         for slot in list(self.moves):
             self.abandon(slot)
         for move in self.cancelled:
@@ -357,14 +357,14 @@ class Mover:
                 move.addresses.leave()
 
     def moving(self, slot: Slot) -> int:
-        """Return the pages per tensor of a slot that its move will change."""
+        """Returns the pages per tensor of a slot that its move will change."""
         move = self.moves.get(slot)
         if move is None:
             return 0
         return move.pages
 
     def pages(self) -> tuple[int, dict[Tier, int]]:
-        """Return the scratch pages per tensor: of the device, and elsewhere by tier."""
+        """Returns the scratch pages per tensor: of the device, and elsewhere by tier."""
         here = 0
         away: dict[Tier, int] = {}
         for move in (*self.moves.values(), *self.cancelled):
@@ -382,7 +382,7 @@ class MovePlanner:
         self._layout = reclaimer.layout
 
     def place(self, move: Move) -> int:
-        """Assign scratch offsets to the pages; return the bytes of scratch addresses needed."""
+        """Assigns scratch offsets to the pages; returns the bytes of scratch addresses needed."""
         layout = self._layout
         unit = max(1, layout.block)
         move.first = move.stretches[0][0] // unit * unit
@@ -391,7 +391,7 @@ class MovePlanner:
         return move.stride * layout.num_tensors
 
     def copies(self, move: Move) -> OpBatch:
-        """Return the batch that maps new pages at the scratch addresses and copies to them."""
+        """Returns the batch that maps new pages at the scratch addresses and copies to them."""
         layout, ops = self._layout, OpBatch(len(move.stretches))
         for low, high, tier in move.stretches:
             ops.populate(
@@ -408,7 +408,7 @@ class MovePlanner:
         return ops
 
     def swap(self, move: Move) -> OpBatch:
-        """Return the batch that replaces the old pages and unmaps the scratch addresses.
+        """Returns the batch that replaces the old pages and unmaps the scratch addresses.
 
         The copies must be complete. The batch consumes a handle made for each stretch.
         """
@@ -432,7 +432,7 @@ class MovePlanner:
         return ops
 
     def unmaps(self, move: Move, addresses: Reservation) -> OpBatch:
-        """Return the batch that unmaps the scratch addresses of a move."""
+        """Returns the batch that unmaps the scratch addresses of a move."""
         layout, ops = self._layout, OpBatch(len(move.stretches))
         for low, high, _ in move.stretches:
             nbytes = (high - low) * layout.page_size
@@ -441,11 +441,11 @@ class MovePlanner:
         return ops
 
     def _own(self, move: Move, page: int) -> int:
-        """Return a page's address in tensor 0 of the slot."""
+        """Returns a page's address in tensor 0 of the slot."""
         return move.slot.addr + page * self._layout.page_size
 
     def _scratch(self, move: Move, page: int) -> int:
-        """Return the scratch address of its new page in tensor 0."""
+        """Returns the scratch address of its new page in tensor 0."""
         assert move.addresses is not None
         return move.addresses.addr + (page - move.first) * self._layout.page_size
 
@@ -472,7 +472,7 @@ class Promoter:
         self._next = [0] * config.max_batch
 
     def step(self, lens: Sequence[int], stream: Any) -> None:
-        """Begin to promote full blocks of requests that the step to `lens` lengthens.
+        """Begins to promote full blocks of requests that the step to `lens` lengthens.
 
         Growing a request states that the work for its rows so far was launched. The last
         `KVCacheConfig.window_tile` rows may be truncated and written again, so they are left alone.
@@ -499,16 +499,16 @@ class Promoter:
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
     def forgetting(self, slot: Slot, page: int = 0) -> list[list[Any]]:
-        """Return the edits for pages of a slot that change owner or are written again."""
+        """Returns the edits for pages of a slot that change owner or are written again."""
         return [*self._mover.parting(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
-        """Return how many blocks fit the free memory above the watermark."""
+        """Returns how many blocks fit the free memory above the watermark."""
         need = self._unit * self._layout.num_tensors
         return max(0, (self._reclaimer.free - self._reclaimer.low_pages) // need)
 
     def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
-        """Implement `KVCache.promote` for the first `held` rows."""
+        """Implements `KVCache.promote` for the first `held` rows."""
         if slot in self._mover.moves:
             move = self._mover.moves[slot]
             if wait:
@@ -524,7 +524,7 @@ class Promoter:
         return blocks
 
     def _begin(self, slot: Slot, runs: list[int], copies: list[int], work: PriorWork) -> int:
-        """Begin to promote blocks, given by their first pages; return their number.
+        """Begins to promote blocks, given by their first pages; returns their number.
 
         Copies only as many as fit the free memory above the watermark.
         """
@@ -548,7 +548,7 @@ class Promoter:
         return len(runs) + copied
 
     def _blocks(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
-        """Return the first pages of full blocks: contiguous ones to join, and others to copy."""
+        """Returns the first pages of full blocks: contiguous ones to join, and others to copy."""
         layout, unit = self._layout, self._unit
         joined = self._mover.joined.get(slot.index, ())
         runs: list[int] = []

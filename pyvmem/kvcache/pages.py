@@ -83,7 +83,7 @@ class Places:
         return bool(self.noted)
 
     def put(self, *stretches: Stretch) -> Places:
-        """Return a copy in which pages [low, high) of each stretch are in the stretch's memory."""
+        """Returns a copy in which pages [low, high) of each stretch are in the stretch's memory."""
         noted = self.noted
         for low, high, tier in stretches:
             if noted or tier != DEVICE:
@@ -99,17 +99,17 @@ class Places:
         return Places(noted)
 
     def without(self, low: int, high: int) -> Places:
-        """Return a copy without the entries in [low, high)."""
+        """Returns a copy without the entries in [low, high)."""
         return Places(_without(self.noted, low, high))
 
     def within(self, low: int, high: int) -> Places:
-        """Return a copy with only the entries in [low, high)."""
+        """Returns a copy with only the entries in [low, high)."""
         if not self.noted:
             return self
         return Places([one for one in self.stretches(low, high) if one[2] != DEVICE])
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
-        """Yield [low, high) as stretches of one memory each, device memory included."""
+        """Yields [low, high) as stretches of one memory each, device memory included."""
         for first, last, tier in self.noted:
             if last <= low:
                 continue
@@ -124,7 +124,7 @@ class Places:
             yield low, high, DEVICE
 
     def away(self, low: int, high: int) -> dict[Tier, int]:
-        """Count the pages of [low, high) outside the device, by tier."""
+        """Counts the pages of [low, high) outside the device, by tier."""
         found: dict[Tier, int] = {}
         if self.noted:
             for first, last, tier in self.stretches(low, high):
@@ -134,7 +134,7 @@ class Places:
 
     @property
     def away_end(self) -> int:
-        """End of the last page outside the device; 0 if there is none."""
+        """Ends of the last page outside the device; 0 if there is none."""
         return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:
@@ -223,7 +223,7 @@ class Span:
         self.unit_pages = unit_pages
 
     def slice(self, first: int, last: int) -> Span:
-        """Return pages [first, last) of this span."""
+        """Returns pages [first, last) of this span."""
         parts = []
         at = 0
         for block, low, high in self.parts:
@@ -234,18 +234,18 @@ class Span:
         return Span(tuple(parts), self.unit_pages)
 
     def part(self, page: int) -> tuple[Span, Span]:
-        """Split before `page`."""
+        """Splits before `page`."""
         return self.slice(0, page), self.slice(page, self.pages)
 
     def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
-        """Split after the first `units` sharing units; called by `PrefixTree`.
+        """Splits after the first `units` sharing units; called by `PrefixTree`.
 
         `missing`: pages of the first units that this span lacks, as they left a window.
         """
         return self.part(max(0, units * self.unit_pages - missing))
 
     def __add__(self, other: Span) -> Span:
-        """Concatenate two spans."""
+        """Concatenates two spans."""
         parts, more = self.parts, other.parts
         if parts and more and parts[-1].block is more[0].block and parts[-1].high == more[0].low:
             joined = Part(more[0].block, parts[-1].low, more[0].high)
@@ -253,7 +253,7 @@ class Span:
         return Span(parts + more, other.unit_pages)
 
     def stretches(self, first: int = 0) -> list[Stretch]:
-        """Return its pages by memory, for a slot that maps the span from page `first` on."""
+        """Returns its pages by memory, for a slot that maps the span from page `first` on."""
         found, at = [], first
         for block, low, high in self.parts:
             found.append((at, at + high - low, block.tier))
@@ -295,7 +295,7 @@ class SharedPages:
         holds: Mapping[Span, int] = NOTHING,
         new: Sequence[Block] = (),
     ) -> list[list[Any]]:
-        """Return the edits for requests that begin or end to use shared pages.
+        """Returns the edits for requests that begin or end to use shared pages.
 
         Args:
             uses: by span, change in the number of requests that use its pages; the span is held.
@@ -346,11 +346,11 @@ class SharedPages:
         return edits
 
     def hold(self, span: Span) -> None:
-        """Add a reference to each page of the span."""
+        """Adds a reference to each page of the span."""
         self._mapper.journal.change(self.using({}, {span: 1}))
 
     def idle(self, span: Span, users: int = 0) -> int:
-        """Count the span's device pages that exactly `users` requests use."""
+        """Counts the span's device pages that exactly `users` requests use."""
         found = 0
         for block, low, high in span.parts:
             if not block.away:
@@ -358,7 +358,7 @@ class SharedPages:
         return found
 
     def kept(self, spans: Iterable[Span]) -> int:
-        """Count the device pages in these spans that no request uses, each page once."""
+        """Counts the device pages in these spans that no request uses, each page once."""
         named: dict[Block, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
@@ -372,7 +372,7 @@ class SharedPages:
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
-        """Count the device pages that are freed with these holds, as nothing else holds them."""
+        """Counts the device pages that are freed with these holds, as nothing else holds them."""
         held: dict[Block, list[int]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
@@ -384,7 +384,7 @@ class SharedPages:
         return found
 
     def drop(self, part: Part, edits: list[list[Any]]) -> None:
-        """Return pages that nobody holds to the pool, together with `edits`.
+        """Returns pages that nobody holds to the pool, together with `edits`.
 
         Raises:
             OutOfMemory: no heap memory for the handle's bookkeeping; nothing changed.
@@ -403,7 +403,7 @@ class SharedPages:
         self._mapper.drop_range(edits, block.handle, *where)
 
     def close(self) -> None:
-        """Drop every remaining handle, even if its pages are held."""
+        """Drops every remaining handle, even if its pages are held."""
         journal = self._mapper.journal
         for block in list(self.blocks):
             journal.change([[self.blocks, block, ...], [journal.held, block.handle, None]])
@@ -411,7 +411,7 @@ class SharedPages:
         self.pages = self.used = self.uses = self.away_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
-        """Compare the counts with the spans held and used; return contradictions as text."""
+        """Compares the counts with the spans held and used; returns contradictions as text."""
         found = []
         for name, spans in (("refs", [*held, self.lent]), ("users", used)):
             want: dict[Block, list[int]] = {block: [0] * block.pages for block in self.blocks}
@@ -442,7 +442,7 @@ class SharedPages:
         return found
 
     def away(self) -> dict[Tier, int]:
-        """Return the shared pages per tensor outside the device, by tier."""
+        """Returns the shared pages per tensor outside the device, by tier."""
         found: dict[Tier, int] = {}
         for block in self.blocks:
             if block.away:
@@ -451,7 +451,7 @@ class SharedPages:
 
 
 def _unheld(block: Block, low: int, refs: Sequence[int]) -> list[Part]:
-    """Return the maximal ranges of zeros in `refs`, the refcounts of pages from `low` on."""
+    """Returns the maximal ranges of zeros in `refs`, the refcounts of pages from `low` on."""
     found, start = [], 0
     for page in range(len(refs) + 1):
         if page < len(refs) and not refs[page]:

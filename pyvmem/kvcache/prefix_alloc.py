@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def alloc_prefix(
     groups: Sequence[Group], tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> tuple[int, int] | None:
-    """Implement `KVCache.alloc_prefix`."""
+    """Implements `KVCache.alloc_prefix`."""
     sync_free_slots(groups)
     prefixes = groups[0].prefixes
     match, length = prefixes.wanted(tokens, leave, namespace)
@@ -68,7 +68,7 @@ def alloc_prefix(
 
 
 def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) -> int:
-    """Load the units that follow a match from host memory, and record them for other requests.
+    """Loads the units that follow a match from host memory, and records them for other requests.
 
     Returns:
         The tokens that the request holds: only those of the match if memory is short.
@@ -95,7 +95,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
 
 
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
-    """Count a prompt: its tokens, those recorded, and whether they were still mapped.
+    """Counts a prompt: its tokens, those recorded, and whether they were still mapped.
 
     Done last and through the journal, so that an interrupted call counts nothing.
     """
@@ -113,7 +113,7 @@ def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
 
 
 def withdraw(groups: Sequence[Group]) -> None:
-    """Implement `Internals.withdraw_prompt`."""
+    """Implements `Internals.withdraw_prompt`."""
     counters = groups[0].counters
     if counters.last_prompt is not None:
         _count_prompt(groups[0], counters.last_prompt, -1)
@@ -129,7 +129,7 @@ def _begin_with(
     *,
     kept: bool,
 ) -> bool | None:
-    """Let a request begin with a leased match, in every group or in none.
+    """Lets a request begin with a leased match, in every group or in none.
 
     Args:
         groups: of the cache.
@@ -166,7 +166,7 @@ def _begin_with(
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
-    """Return, by group, the free kept slot with the most of a prefix mapped; None: no such slot."""
+    """Returns, by group, the free kept slot with the most of a prefix mapped; None if none has."""
     stale = groups[0].table.stale
     if not stale:
         return None
@@ -187,7 +187,7 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
 
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
-    """Return, by group, the free slot that is soonest without a page; None: no slot is free.
+    """Returns, by group, the free slot that is soonest without a page; None: no slot is free.
 
     None also if it would have to wait for an earlier owner's GPU work. Several ranks do wait, since
     the progress of that work may differ between them.

@@ -99,12 +99,12 @@ class _Spans:
         self.keys = keys
 
     def missing(self, place: int) -> int:
-        """Return how many of a group's first pages are missing, as they left the window."""
+        """Returns how many of a group's first pages are missing, as they left the window."""
         span = self.each[place]
         return self.pages * span.unit_pages - span.pages
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
-        """Split the span of every group: see `Span.split`."""
+        """Splits the span of every group: see `Span.split`."""
         places = range(len(self.each))
         both = [self.each[place].split(units, self.missing(place)) for place in places]
         upper, lower = zip(*both, strict=True)
@@ -154,7 +154,7 @@ class PrefixMatch(Scoped):
     ids: TokenIds = field(default=_NO_IDS, repr=False)
 
     def release(self) -> None:
-        """End the lease: the prefix may be evicted. No effect after its use. Idempotent."""
+        """Ends the lease: the prefix may be evicted. No effect after its use. Idempotent."""
         self._owner.drop(self._lease)
 
     _leave = release
@@ -197,17 +197,17 @@ class Leases:
         return lease
 
     def drop(self, lease: Lease) -> None:
-        """Queue a lease to be ended; from any thread, at any time. Idempotent."""
+        """Queues a lease to be ended; from any thread, at any time. Idempotent."""
         if lease in self._open:
             self._dropped[lease] = None
 
     def collect(self) -> None:
-        """End the leases that were dropped."""
+        """Ends the leases that were dropped."""
         while self._dropped:
             self.end(next(iter(self._dropped)))
 
     def end(self, lease: Lease) -> None:
-        """End one lease. Idempotent."""
+        """Ends one lease. Idempotent."""
         edits = self.ending(lease)
         if lease in self._open:
             edits += self._tree.pinning((), [lease.node])
@@ -215,26 +215,26 @@ class Leases:
         self._journal.change(edits)
 
     def ending(self, lease: Lease) -> list[list[Any]]:
-        """Return the edits that end a lease; the caller takes over its pin."""
+        """Returns the edits that end a lease; the caller takes over its pin."""
         return [[self._open, lease, ...], [self._dropped, lease, ...]]
 
     def end_all(self) -> None:
-        """End every lease."""
+        """Ends every lease."""
         for lease in list(self._open):
             self.end(lease)
 
     def nodes(self) -> list[Node[_Spans]]:
-        """Return the leased nodes, once for each lease."""
+        """Returns the leased nodes, once for each lease."""
         self.collect()
         return [lease.node for lease in self._open]
 
     def kept(self) -> dict[Node[_Spans], None]:
-        """Return all nodes on the paths to leased nodes, each once, in order."""
+        """Returns all nodes on the paths to leased nodes, each once, in order."""
         return {one: None for node in self.nodes() for one in node.path()}
 
 
 def evicted(length: int) -> PrefixEvicted:
-    """Return the error for a match whose prefix was evicted."""
+    """Returns the error for a match whose prefix was evicted."""
     return PrefixEvicted(
         f"the match of {length} tokens has lost its lease and its prefix was evicted; match again",
         errno=errno.EBADF,
@@ -288,7 +288,7 @@ class PrefixCache:
         self.host = HostPrefixes(layouts, self.unit_pages)
 
     def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
-        """Add the next group, when it is made."""
+        """Adds the next group, when it is made."""
         if not self._groups:
             self._table, self._rows = group.table, group.pager.columns
         self._groups.append(group)
@@ -296,7 +296,7 @@ class PrefixCache:
         self.host.join(group, scratch)
 
     def close(self) -> None:
-        """Release the host memory. Idempotent."""
+        """Releases the host memory. Idempotent."""
         self.host.close()
 
     # ---- recording -------------------------------------------------------------------------------
@@ -325,12 +325,12 @@ class PrefixCache:
         return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
-        """Return whether `record` would share pages, after the work that writes them."""
+        """Returns whether `record` would share pages, after the work that writes them."""
         _, each, _, units = self._look(slot, tokens, namespace)
         return any(units * unit > one.shared for _, one, unit in each)
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
-        """Return, by group with a window, the first page whose rows the request holds."""
+        """Returns, by group with a window, the first page whose rows the request holds."""
         found = []
         for place in self._sliding:
             group, window = self._groups[place], self._windows[place]
@@ -339,7 +339,7 @@ class PrefixCache:
         return found
 
     def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> bool:
-        """Record the rows of a slot that is about to be freed; `event`: its last GPU work.
+        """Records the rows of a slot that is about to be freed; `event`: its last GPU work.
 
         Returns:
             Whether the slot's shared pages equal the recorded ones: a request that begins with them
@@ -373,7 +373,7 @@ class PrefixCache:
     def _look(
         self, slot: Slot, tokens: Any, namespace: Hashable
     ) -> tuple[TokenIds, list[tuple[Sharing, Slot, int]], Match[_Spans], int]:
-        """Match the rows that a request holds with the recorded prefixes.
+        """Matches the rows that a request holds with the recorded prefixes.
 
         Returns:
             The ids of the rows; for each group, the request's slot and the pages per tensor of a
@@ -398,7 +398,7 @@ class PrefixCache:
         return ids, each, found, units
 
     def require(self, what: str) -> None:
-        """Raise NotSupported if a group cannot share prefixes; `what`: the call, for the error."""
+        """Raises NotSupported if a group cannot share prefixes; `what`: the call, for the error."""
         for group in self._groups:
             group.require(PREFIXES, what)
         self._supported = self._groups[0].mapper.context.info
@@ -406,7 +406,7 @@ class PrefixCache:
     def _insert(
         self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
     ) -> tuple[Node[_Spans], int]:
-        """Record the rows that a request shares, of which the tree already has `found`.
+        """Records the rows that a request shares, of which the tree already has `found`.
 
         Returns:
             The node of the last recorded unit, and the tokens up to there.
@@ -435,7 +435,7 @@ class PrefixCache:
         return node, length
 
     def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
-        """Fill in windows at the ends of a path's nodes, from pages that a request shares.
+        """Fills in windows at the ends of a path's nodes, from pages that a request shares.
 
         Keeps a node's pages that reach further back than the request's.
         """
@@ -456,7 +456,7 @@ class PrefixCache:
                 self._groups[place].reclaimer.release_kept(before)
 
     def _take(self, place: int, slot: Slot, first: int, last: int) -> Span:
-        """Return a group's pages of units [first, last), with a reference for the tree."""
+        """Returns a group's pages of units [first, last), with a reference for the tree."""
         unit = self.unit_pages[place]
         if place in self._sliding:
             return Span((), unit)  # see `_fill`
@@ -465,7 +465,7 @@ class PrefixCache:
         return span
 
     def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
-        """Return a group's first `pages` pages on the path to a node, as one span."""
+        """Returns a group's first `pages` pages on the path to a node, as one span."""
         first, *others = node.path()
         span = first.span.each[place]
         for one in others:
@@ -475,13 +475,13 @@ class PrefixCache:
     # ---- what requests keep ----------------------------------------------------------------------
 
     def keeping(self, slot: Slot, pins: list[Node[_Spans]]) -> list[list[Any]]:
-        """Return the edits that make a slot pin these nodes instead of its present ones."""
+        """Returns the edits that make a slot pin these nodes instead of its present ones."""
         for node in slot.pins:
             self.tree.touch(node)
         return [*self.tree.pinning(pins, slot.pins), [slot, "pins", pins]]
 
     def shortening(self, slot: Slot, rows: int) -> list[list[Any]]:
-        """Return the edits that make a slot pin only the prefixes of its first `rows` rows."""
+        """Returns the edits that make a slot pin only the prefixes of its first `rows` rows."""
         parts = [self.tree.cut_at(node, rows) for node in slot.pins]
         return self.keeping(slot, [node for node in parts if node.parent is not None])
 
@@ -493,7 +493,7 @@ class PrefixCache:
         return self._match(ids, len(ids), leave)
 
     def _match(self, ids: TokenIds, count: int, leave: int) -> PrefixMatch:
-        """Implement `match` for the first `count` ids."""
+        """Implements `match` for the first `count` ids."""
         self.leases.collect()
         left = operator.index(leave)
         if left < 0:
@@ -511,12 +511,12 @@ class PrefixCache:
         return match
 
     def in_host(self, match: PrefixMatch) -> list[Key]:
-        """Return the keys after a match that host memory still keeps; counts as a use."""
+        """Returns the keys after a match that host memory still keeps; counts as a use."""
         end = match.length + match.in_host
         return self.host.find(match.ids, self.unit, match.length, end)
 
     def _ends(self, found: Match[_Spans]) -> int:
-        """Return the longest part of a match at whose end every group has its window, in tokens."""
+        """Returns the length of a match's longest part at whose end every group has its window."""
         units, before = found.length // self.unit, -1
         while units != before:
             before = units
@@ -525,7 +525,7 @@ class PrefixCache:
         return units * self.unit
 
     def _end(self, place: int, parts: Sequence[tuple[_Spans, int]], units: int) -> int:
-        """Return the last of `units` units after which a group has its window; 0: none."""
+        """Returns the last of `units` units after which a group has its window; 0: none."""
         unit, layout = self.unit_pages[place], self._layouts[place]
         runs: list[tuple[int, int]] = []  # maximal ranges of present pages
         end = 0
@@ -544,7 +544,7 @@ class PrefixCache:
     def wanted(
         self, tokens: Any, leave: int, namespace: Hashable = None
     ) -> tuple[PrefixMatch, int]:
-        """Match and lease the recorded part of a prompt; return it and the prompt's length.
+        """Matches and leases the recorded part of a prompt; returns it and the prompt's length.
 
         Raises InvalidArgument for bad tokens or more than `max_seq_len`, and PrefixEvicted for a
         given match whose prefix was evicted.
@@ -559,7 +559,7 @@ class PrefixCache:
         return self._match(ids, length, leave), length
 
     def own(self, match: PrefixMatch) -> PrefixMatch:
-        """Return the match; raises InvalidArgument if it is another cache's."""
+        """Returns the match; raises InvalidArgument if it is another cache's."""
         if match._owner is not self.leases:
             raise invalid(f"{match!r} belongs to another cache")
         return match
@@ -583,11 +583,11 @@ class PrefixCache:
         self._journal.change([*self.leases.ending(lease), [slot, "pins", [lease.node]]])
 
     def span(self, place: int, match: PrefixMatch) -> Span:
-        """Return a group's pages of a leased match."""
+        """Returns a group's pages of a leased match."""
         return self._span(place, match._lease.node, match.length)
 
     def _span(self, place: int, node: Node[_Spans], length: int) -> Span:
-        """Return a group's pages of the first `length` tokens on the path to a node.
+        """Returns a group's pages of the first `length` tokens on the path to a node.
 
         With a window only the window's pages, as far as they are recorded.
         """
@@ -605,7 +605,7 @@ class PrefixCache:
         return found.slice(first - low, pages - low)
 
     def kept_pages(self, place: int, match: PrefixMatch) -> int:
-        """Return the pages per tensor that a request beginning with the match need not allocate."""
+        """Returns the pages per tensor that a request that begins with the match saves."""
         if not match.length:
             return 0
         if place in self._sliding:  # pages before the window stay unmapped
@@ -615,7 +615,7 @@ class PrefixCache:
     # ---- evicting -------------------------------------------------------------------------------
 
     def evict(self, place: int, pages: int) -> int:
-        """Evict least recently used prefixes until `pages` pages per tensor are freed.
+        """Evicts least recently used prefixes until `pages` pages per tensor are freed.
 
         Prefixes that a running request began with or recorded go last, and only if some of their
         pages are unused; the request keeps its own pages. Leased ones stay. Bytes freed in other
@@ -640,7 +640,7 @@ class PrefixCache:
         return back // column
 
     def evict_all(self, leased: bool = False, forget: bool = False) -> None:
-        """Evict every prefix that no request pins.
+        """Evicts every prefix that no request pins.
 
         `leased`: end leases first; `forget`: drop the prefixes in host memory, too.
         """
@@ -652,7 +652,7 @@ class PrefixCache:
             self.host.clear()
 
     def evict_units(self, units: int, *, whole: bool = False, store: bool = True) -> int | None:
-        """Evict up to `units` unpinned units.
+        """Evicts up to `units` unpinned units.
 
         The tree drops its references to all their pages before the first call into the context, so
         an interruption leaves either all or none of them held.
@@ -676,7 +676,7 @@ class PrefixCache:
         return back if found else None
 
     def _unpin_all(self) -> bool:
-        """Remove all slots' pins; False, and nothing changed, if that would free no page."""
+        """Removes all slots' pins; False, and nothing changed, if that would free no page."""
         kept = self.leases.kept()
         for place in range(len(self._groups)):
             if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):
@@ -689,30 +689,30 @@ class PrefixCache:
         return bool(holders)
 
     def leased(self, place: int) -> int:
-        """Return the pages per tensor that no request uses but leases keep from eviction."""
+        """Returns the pages per tensor that no request uses but leases keep from eviction."""
         if not self.leases:
             return 0
         return self._kept_pages(place, self.leases.kept())
 
     def _kept_pages(self, place: int, nodes: Iterable[Node[_Spans]]) -> int:
-        """Return a group's pages per tensor that no request uses and that these nodes hold."""
+        """Returns a group's pages per tensor that no request uses and that these nodes hold."""
         shared = self._groups[place].reclaimer.shared
         return shared.kept(node.span.each[place] for node in nodes)
 
     # ---- reports and recovery --------------------------------------------------------------------
 
     def spans(self, place: int) -> list[Span]:
-        """Return the tree's spans of a group."""
+        """Returns the tree's spans of a group."""
         return [node.span.each[place] for node in self.tree]
 
     def pages(self, place: int) -> int:
-        """Return a group's recorded pages per tensor."""
+        """Returns a group's recorded pages per tensor."""
         if place in self._sliding:
             return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]
 
     def check(self) -> list[str]:
-        """Return contradictions in the tree, its pins and its spans, as text."""
+        """Returns contradictions in the tree, its pins and its spans, as text."""
         found = self.tree.check()
         wanted: dict[Node[_Spans], int] = {}
         for slot in self._table:

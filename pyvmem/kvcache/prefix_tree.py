@@ -81,14 +81,14 @@ class TokenIds:
 
     @classmethod
     def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
-        """Return `tokens` itself if it is a `TokenIds` of that namespace, else convert it."""
+        """Returns `tokens` itself if it is a `TokenIds` of that namespace, else converts it."""
         if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
             return tokens
         return cls(tokens, namespace)
 
     @classmethod
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
-        """Make ids from native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
+        """Makes ids from native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
@@ -103,7 +103,7 @@ class TokenIds:
         return iter(memoryview(self.data).cast("I"))
 
     def __add__(self, more: Any) -> TokenIds:
-        """Return a copy of these ids followed by `more`."""
+        """Returns a copy of these ids followed by `more`."""
         return TokenIds.from_bytes(self.data + TokenIds.of(more).data, self.namespace)
 
     def __eq__(self, other: object) -> bool:
@@ -213,7 +213,7 @@ class Span(Protocol):
         ...
 
     def split(self: S, units: int) -> tuple[S, S]:
-        """Split into the span of the first `units` units and the rest, each at least one unit.
+        """Splits into the span of the first `units` units and the rest, each at least one unit.
 
         Together they have the same pages; the original is not used again. Must not fail, or
         `PrefixTree.evict` would lose spans already evicted.
@@ -275,7 +275,7 @@ class Node(Generic[S]):
         return list(self._children.values())
 
     def path(self) -> list[Node[S]]:
-        """Return the nodes from below the root to this one."""
+        """Returns the nodes from below the root to this one."""
         nodes = []
         node: Node[S] = self
         while node.parent is not None:
@@ -284,11 +284,11 @@ class Node(Generic[S]):
         return nodes[::-1]
 
     def tokens(self) -> TokenIds:
-        """Return the whole prefix, up to `end`."""
+        """Returns the whole prefix, up to `end`."""
         return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
     def below(self) -> Iterator[Node[S]]:
-        """Yield this node and all below it, parents before children."""
+        """Yields this node and all below it, parents before children."""
         waiting: list[Node[S]] = [self]
         while waiting:
             node = waiting.pop()
@@ -333,7 +333,7 @@ class Inserted(Generic[S]):
 def walk(
     root: Node[S], data: bytes, end: int, width: int
 ) -> tuple[Node[S], list[tuple[S, int]], int]:
-    """Walk down the tree as far as it matches `data`.
+    """Walks down the tree as far as it matches `data`.
 
     Args:
         root: where to begin.
@@ -364,7 +364,7 @@ def walk(
 
 
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
-    """Count the units that a run and the ids have in common; the first is known to match.
+    """Counts the units that a run and the ids have in common; the first is known to match.
 
     Bisection: compares half of the range at once, then continues in one half.
     """
@@ -379,7 +379,7 @@ def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
 
 
 def _change(edits: list[list[Any]]) -> None:
-    """Make edits that are never undone."""
+    """Makes edits that are never undone."""
     _native.change([False, edits])
 
 
@@ -431,7 +431,7 @@ class PrefixTree(Generic[S]):
     # ---- looking up and recording ----------------------------------------------------------------
 
     def match(self, tokens: Any, limit: int | None = None) -> Match[S]:
-        """Find the longest recorded prefix of `tokens`. Counts as a use of it.
+        """Finds the longest recorded prefix of `tokens`. Counts as a use of it.
 
         Args:
             tokens: the prompt.
@@ -455,7 +455,7 @@ class PrefixTree(Generic[S]):
     def insert(
         self, tokens: Any, make: Callable[[int, int], S], found: Match[S] | None = None
     ) -> Inserted[S]:
-        """Record a prefix. Counts as a use of it.
+        """Records a prefix. Counts as a use of it.
 
         Args:
             tokens: the whole prefix, from its first token.
@@ -492,7 +492,7 @@ class PrefixTree(Generic[S]):
     # ---- pins ------------------------------------------------------------------------------------
 
     def cut_at(self, node: Node[S], length: int) -> Node[S]:
-        """Return the node of a path that ends with the last whole unit within `length`, or the
+        """Returns the node of a path that ends with the last whole unit within `length`, or the
         root.
 
         Splits a run that continues past it, so that a pin of the node keeps no more than that.
@@ -508,7 +508,7 @@ class PrefixTree(Generic[S]):
         return node
 
     def pin(self, node: Node[S]) -> None:
-        """Keep a node and its ancestors from eviction until `unpin`. Pins add up.
+        """Keeps a node and its ancestors from eviction until `unpin`. Pins add up.
 
         Raises:
             InvalidArgument: the node was evicted, or is a root.
@@ -517,7 +517,7 @@ class PrefixTree(Generic[S]):
         self._change(self.pinning([node], ()))
 
     def unpin(self, node: Node[S]) -> None:
-        """Undo one `pin`. Counts as a use.
+        """Undoes one `pin`. Counts as a use.
 
         Raises:
             InvalidArgument: the node is not pinned.
@@ -529,7 +529,7 @@ class PrefixTree(Generic[S]):
         self.touch(node)
 
     def pinning(self, new: Iterable[Node[S]], gone: Iterable[Node[S]]) -> list[list[Any]]:
-        """Return the edits that pin and unpin nodes of this tree, once for each occurrence."""
+        """Returns the edits that pin and unpin nodes of this tree, once for each occurrence."""
         pins: dict[Node[S], int] = {}
         for nodes, by in ((new, 1), (gone, -1)):
             for node in nodes:
@@ -537,7 +537,7 @@ class PrefixTree(Generic[S]):
         return [[node, "pins", count] for node, count in pins.items()]
 
     def touch(self, node: Node[S]) -> None:
-        """Record a use of a path: move it to the end of the order, children before parents."""
+        """Records a use of a path: move it to the end of the order, children before parents."""
         while node.parent is not None:
             self._order.move_to_end(node)
             node = node.parent
@@ -545,11 +545,11 @@ class PrefixTree(Generic[S]):
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
-        """Give a node another span with as many pages; the caller then owns the old span."""
+        """Gives a node another span with as many pages; the caller then owns the old span."""
         self._change([[node, "span", span]])
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
-        """Evict leaves, least recently used first, until `pages` pages are out of the tree.
+        """Evicts leaves, least recently used first, until `pages` pages are out of the tree.
 
         The last leaf loses only as many units at its end as needed, unless `whole`.
 
@@ -582,33 +582,33 @@ class PrefixTree(Generic[S]):
         return node in self._order
 
     def __iter__(self) -> Iterator[Node[S]]:
-        """Yield all nodes except the roots, parents before children."""
+        """Yields all nodes except the roots, parents before children."""
         for root in list(self.roots.values()):
             nodes = root.below()
             next(nodes)
             yield from nodes
 
     def check(self) -> list[str]:
-        """Check the tree's invariants; return every contradiction, as text. Visits all nodes."""
+        """Checks the tree's invariants; returns every contradiction, as text. Visits all nodes."""
         return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
-        """Append the edit that reports a leaf as cut to its first `stay` units."""
+        """Appends the edit that reports a leaf as cut to its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             edits.append(self._note(False, node.tokens(), first))
 
     def _note(self, stored: bool, ids: TokenIds, first: int) -> list[Any]:
-        """Return the edit that appends to `changes`."""
+        """Returns the edit that appends to `changes`."""
         changes = self.changes
         assert changes is not None
         change = Change(stored, ids, first, self.dropped + len(changes))
         return [changes, slice(len(changes), None), [change]]
 
     def changes_after(self, number: int) -> list[Change]:
-        """Return the changes after `number` and drop the earlier ones.
+        """Returns the changes after `number` and drops the earlier ones.
 
         The first call starts collecting changes and reports everything recorded.
         """
@@ -624,7 +624,7 @@ class PrefixTree(Generic[S]):
         return after[:]
 
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
-        """Return the ids, and the end of their last whole unit, in bytes."""
+        """Returns the ids, and the end of their last whole unit, in bytes."""
         ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
         data = ids.data
         if limit is not None and limit < 0:
@@ -633,7 +633,7 @@ class PrefixTree(Generic[S]):
         return ids, end // self._width * self._width
 
     def _split(self, node: Node[S], units: int, edits: list[list[Any]]) -> Node[S]:
-        """Append edits that move the first units of a run into a new node above; return that node.
+        """Appends edits that move a run's first units into a new node above; returns that node.
 
         The caller must `touch` the result, so that its ancestors follow it in the order.
         """
@@ -658,7 +658,7 @@ class PrefixTree(Generic[S]):
     def _link(
         self, parent: Node[S], run: bytes, end: int, span: S, edits: list[list[Any]]
     ) -> Node[S]:
-        """Append edits that add a leaf, and return it; the caller must `touch` it."""
+        """Appends edits that add a leaf, and returns it; the caller must `touch` it."""
         node: Node[S] = Node(parent, run, len(run) // self._width, end)
         node.span = span
         edits += (
@@ -670,7 +670,7 @@ class PrefixTree(Generic[S]):
         return node
 
     def _unlink(self, node: Node[S]) -> S:
-        """Remove a node without children and pins; return its span."""
+        """Removes a node without children and pins; returns its span."""
         parent = node.parent
         assert parent is not None
         edits: list[list[Any]] = [
@@ -687,7 +687,7 @@ class PrefixTree(Generic[S]):
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
-        """Remove a leaf, or only the units at its end that hold `pages` pages; return the span."""
+        """Removes a leaf, or only the last units, which hold `pages` pages; returns the span."""
         held = leaf.span.pages
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:
@@ -707,13 +707,13 @@ class PrefixTree(Generic[S]):
         return right
 
     def _own(self, node: Node[S]) -> None:
-        """Raise InvalidArgument for a root, an evicted node, or a node of another tree."""
+        """Raises InvalidArgument for a root, an evicted node, or a node of another tree."""
         if node not in self:
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is of another tree")
 
 
 def _check(tree: PrefixTree[S]) -> list[str]:
-    """Implement `PrefixTree.check`."""
+    """Implements `PrefixTree.check`."""
     found: list[str] = []
     nodes = list(tree)
     for node in nodes:

@@ -45,71 +45,71 @@ class Evictable(Protocol):
     """Pages that no request uses, evicted when memory is short: recorded prefixes."""
 
     def evict(self, place: int, pages: int) -> int:
-        """Evict until `pages` pages per tensor are freed, or all; return how many are freed."""
+        """Evicts until `pages` pages per tensor are freed, or all; returns how many are freed."""
 
     def leased(self, place: int) -> int:
-        """Return the pages per tensor that no request uses but that cannot be evicted."""
+        """Returns the pages per tensor that no request uses but that cannot be evicted."""
 
 
 class Share(Protocol):
     """A cache's part of a budget shared by several caches. Sizes are bytes."""
 
     def room(self) -> int:
-        """Return what the cache could take now as far as the other caches are concerned."""
+        """Returns what the cache could take now as far as the other caches are concerned."""
 
     def total(self) -> int:
-        """Return the size of the budget."""
+        """Returns the size of the budget."""
 
     def within_reach(self) -> int:
-        """Return `room` after the other caches have returned all pages that no request owns."""
+        """Returns `room` after the other caches have returned all pages that no request owns."""
 
     def others(self) -> list[Reclaimer]:
-        """Return the reclaimers of the other caches."""
+        """Returns the reclaimers of the other caches."""
 
     def returning(self) -> int:
-        """Return what the other caches are unmapping now, above their floors."""
+        """Returns what the other caches are unmapping now, above their floors."""
 
     def finish_idle(self) -> None:
-        """Wait for the other caches' growths that no request waits for."""
+        """Waits for the other caches' growths that no request waits for."""
 
     def poll(self) -> None:
-        """Complete finished batches of the other caches."""
+        """Completes finished batches of the other caches."""
 
     def stop_promoting(self, *, wait: bool = True) -> bool:
-        """Cancel promotions in the other caches; return whether there were any."""
+        """Cancels promotions in the other caches; returns whether there were any."""
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """Return what the other caches would return after a wait, above their floors."""
+        """Returns what the other caches would return after a wait, above their floors."""
 
     def leaving(self) -> int:
-        """Return what the other caches free as slots that map evicted prefixes are unmapped."""
+        """Returns what the other caches free as slots that map evicted prefixes are unmapped."""
 
     def excluding(self, own: Collection[Reclaimer]) -> Share:
-        """Return the same share, with `own` not counted among the other caches."""
+        """Returns the same share, with `own` not counted among the other caches."""
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Make the other caches begin to unmap unowned pages until `nbytes` are in flight."""
+        """Makes the other caches begin to unmap unowned pages until `nbytes` are in flight."""
 
     def evict(self, nbytes: int) -> int:
-        """Make the other caches evict `nbytes` of recorded prefixes that no request uses.
+        """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
 
         Returns the bytes freed.
         """
 
     def beyond(self) -> int:
-        """Return an estimate of how much the budget could still grow; may be out of date."""
+        """Returns an estimate of how much the budget could still grow; may be out of date."""
 
     def take(self, nbytes: int) -> None:
-        """Grow the budget by up to `nbytes`, as far as possible without waiting."""
+        """Grows the budget by up to `nbytes`, as far as possible without waiting."""
 
     def ask(self, nbytes: int) -> None:
-        """Post a shortage of `nbytes` to other processes, if the budget cannot cover it."""
+        """Posts a shortage of `nbytes` to other processes, if the budget cannot cover it."""
 
     def engines(self) -> list[tuple[str, int]]:
-        """Return the other engines of the ledger, as text, and the mappings of each."""
+        """Returns the other engines of the ledger, as text, and the mappings of each."""
 
     def check(self) -> list[str]:
-        """Return contradictions in the budget's records, as text."""
+        """Returns contradictions in the budget's records, as text."""
 
 
 class Reclaimer:
@@ -165,15 +165,15 @@ class Reclaimer:
         return int(self.watermark * self.limit)
 
     def evict(self, pages: int) -> int:
-        """Evict recorded prefixes until `pages` pages per tensor are freed; return how many are."""
+        """Evicts prefixes until `pages` pages per tensor are freed; returns how many are."""
         return self._prefixes.evict(self._place, pages)
 
     def leased(self) -> int:
-        """Return the pages per tensor that no request uses but that cannot be evicted."""
+        """Returns the pages per tensor that no request uses but that cannot be evicted."""
         return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
-        """Begin to unmap a slot's pages from `keep` on, after its earlier owners' GPU work.
+        """Begins to unmap a slot's pages from `keep` on, after its earlier owners' GPU work.
 
         Unmaps all pages of a stale slot, as its shared pages are of no use to a next owner. Keeps
         2 MiB entries that an owner uses in part, since GPU work may be reading them.
@@ -207,7 +207,7 @@ class Reclaimer:
     def _unmapping(
         self, slot: Slot, low: int, keep: int, ticket: Any, *, kept: bool = False
     ) -> list[list[Any]]:
-        """Return the record edits for a batch that unmaps a slot's pages from `low` on.
+        """Returns the record edits for a batch that unmaps a slot's pages from `low` on.
 
         Args:
             slot: without a batch in flight.
@@ -238,7 +238,7 @@ class Reclaimer:
         return [*edits, [self, "coming", self.coming + job.pages]]
 
     def cut(self, slot: Slot, keep: int) -> None:
-        """Unmap a running request's pages from `keep` on, in this thread.
+        """Unmaps a running request's pages from `keep` on, in this thread.
 
         No GPU work may be running in the slot: a 2 MiB entry that is split is unmapped for a
         moment.
@@ -252,7 +252,7 @@ class Reclaimer:
             self.finish(slot.job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
-        """Unmap in this thread; a failure is recorded like that of a background batch."""
+        """Unmaps in this thread; a failure is recorded like that of a background batch."""
         try:
             edits = self._unmapping(slot, low, keep, DoneTicket())
             self.mapper.commit(edits, self._ops, slot.events)
@@ -262,7 +262,7 @@ class Reclaimer:
             self.failed(slot, error)
 
     def try_unmap(self, slot: Slot, keep: int, now: bool = False) -> bool:
-        """Call `unmap`; return False if the batch could not be queued. The pages stay mapped."""
+        """Calls `unmap`; returns False if the batch could not be queued. The pages stay mapped."""
         try:
             self.unmap(slot, keep, now)
         except (TooManyBatches, OutOfMemory):
@@ -270,7 +270,7 @@ class Reclaimer:
         return True
 
     def try_keep(self, slot: Slot, ops: OpBatch) -> bool:
-        """Keep a stale slot's shared pages mapped, and begin to unmap those after them.
+        """Keeps a stale slot's shared pages mapped, and begins to unmap those after them.
 
         Args:
             slot: free, without a batch in flight, stale only because of its shared pages.
@@ -295,7 +295,7 @@ class Reclaimer:
         return True
 
     def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
-        """Add to `ops` the unmap of pages [low, high) of a slot.
+        """Adds to `ops` the unmap of pages [low, high) of a slot.
 
         2 MiB entries that are only partly in the range are split: no work may be reading the rest.
         """
@@ -305,7 +305,7 @@ class Reclaimer:
         ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
-        """Record that pages of a slot could not be unmapped; None: windows of several slots."""
+        """Records that pages of a slot could not be unmapped; None: windows of several slots."""
         self.errors.append(error)
         whose = "windows" if slot is None else f"reqid {slot.index}"
         warn(_log, "unmap", "pages of %s could not be unmapped: %s", whose, error)
@@ -313,21 +313,21 @@ class Reclaimer:
             self.table.mark_broken(slot)  # and its pages are no longer counted
 
     def poll(self) -> None:
-        """Complete unmaps that have finished."""
+        """Completes unmaps that have finished."""
         for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
             self._finish(unmap)
 
     def finish(self, unmap: Unmap | Slide) -> None:
-        """Wait for one unmap and record its result."""
+        """Waits for one unmap and records its result."""
         self._finish(unmap, None)
 
     def finish_all(self) -> None:
-        """Wait for every unmap and record the results."""
+        """Waits for every unmap and records the results."""
         for unmap in list(self.unmaps):
             self._finish(unmap, None)
 
     def _finish(self, unmap: Unmap | Slide, timeout: float | None = 0.0) -> None:
-        """Wait up to `timeout` seconds for an unmap and record its result; None: no limit."""
+        """Waits up to `timeout` seconds for an unmap and records its result; None: no limit."""
         if isinstance(unmap, Slide):
             self._finish_slide(unmap, timeout)
             return
@@ -403,19 +403,19 @@ class Reclaimer:
         self.drop_unheld()
 
     def lend(self, span: Span) -> None:
-        """Keep these pages alive until the next call of `lend`, whoever else releases them."""
+        """Keeps these pages alive until the next call of `lend`, whoever else releases them."""
         before = self.shared.lent
         self.journal.change([[self.shared, "lent", span]])
         self.shared.hold(span)
         self.unref(before)
 
     def unref(self, span: Span) -> None:
-        """Drop a reference to each shared page; pages without another return to the pool."""
+        """Drops a reference to each shared page; pages without another return to the pool."""
         self.journal.change(self.shared.using({}, {span: -1}))
         self.drop_unheld()
 
     def drop_unheld(self) -> None:
-        """Return shared pages that nobody holds to the pool; the next call retries failures."""
+        """Returns shared pages that nobody holds to the pool; the next call retries failures."""
         for part in list(self.shared.unheld):
             pages, away = part.high - part.low, dict[Tier, int]()
             if part.block.away:
@@ -426,7 +426,7 @@ class Reclaimer:
     def freeing(
         self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
-        """Return the edits for pages that leave the cache: device pages, and others by tier."""
+        """Returns the edits for pages that leave the cache: device pages, and others by tier."""
         tensors, counters = self.layout.num_tensors, self.counters
         edits = [[self, "held", self.held - pages * tensors], [self, "own_away", None]]
         if away:
@@ -440,7 +440,7 @@ class Reclaimer:
         return edits
 
     def mark_broken(self, pieces: list[Piece]) -> None:
-        """Retire each slot that has a quarantined page, where a rollback failed."""
+        """Retires each slot that has a quarantined page, where a rollback failed."""
         layout = self.layout
         for slot, low, high in pieces:
             for tensor in range(layout.num_tensors):
@@ -453,7 +453,7 @@ class Reclaimer:
                     at += info.run_bytes
 
     def salvage(self, slot: Slot) -> None:
-        """Unmap the remaining pages of a freed request that lost its rows, after its GPU work.
+        """Unmaps the remaining pages of a freed request that lost its rows, after its GPU work.
 
         Raises:
             VMemError: it could not be unmapped; nothing changed.
@@ -485,7 +485,7 @@ class Reclaimer:
         self.drop_unheld()
 
     def raise_errors(self) -> None:
-        """Raise the oldest failure of a background batch, and mention the number of others."""
+        """Raises the oldest failure of a background batch, and mentions the number of others."""
         if not self.errors:
             return
         first, *others = self.errors
@@ -531,14 +531,14 @@ class Reclaimer:
         return sum(waiting) * self.layout.num_tensors
 
     def drop_mapping_errors(self) -> None:
-        """Discard failures of background growths for lack of mappings: they were rolled back."""
+        """Discards failures of background growths for lack of mappings: they were rolled back."""
         if self.errors:
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
     def make_room(
         self, pages: int, keep: Mapping[Slot, int], own: int = 0, prefixes: bool = True
     ) -> bool:
-        """Reclaim up to `pages` physical pages and wait for them; False if none were freed.
+        """Reclaims up to `pages` physical pages and waits for them; False if none were freed.
 
         Pages of slots go before recorded prefixes: losing those costs a driver call, losing a
         prefix costs computing it again. In both, the cache's own go before those of other caches of
@@ -588,12 +588,12 @@ class Reclaimer:
         return self.shared.leaving(self._going()) * self.layout.num_tensors
 
     def _going(self) -> list[Span]:
-        """Return the shared pages that are being unmapped, or are due to be."""
+        """Returns the shared pages that are being unmapped, or are due to be."""
         stale = [slot.span for slot in self.table.stale if not slot.kept]
         return [unmap.span for unmap in self.unmaps] + stale
 
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Begin to unmap until `pages` physical pages are in unmaps in flight.
+        """Begins to unmap until `pages` physical pages are in unmaps in flight.
 
         `now`: see `unmap`. May begin less than enough: a slot with an unmap in flight cannot lose
         more pages before that is complete.
@@ -615,7 +615,7 @@ class Reclaimer:
         *,
         now: bool,
     ) -> int:
-        """Begin to unmap pages of `slots` until `pages` are in flight, of which `pending` are.
+        """Begins to unmap pages of `slots` until `pages` are in flight, of which `pending` are.
 
         Returns:
             The pages in flight afterwards.
@@ -634,7 +634,7 @@ class Reclaimer:
         return pending
 
     def _share_of(self, slot: Slot, spare: int, missing: int) -> int:
-        """Return the pages per tensor that a slot loses of `spare`, at least `missing` if it can.
+        """Returns the pages per tensor that a slot loses of `spare`, at least `missing` if it can.
 
         A free slot loses complete blocks: that is 2 MiB for another request.
         """
@@ -645,13 +645,13 @@ class Reclaimer:
 
     @property
     def room(self) -> int:
-        """Free bytes of the budget or limit; ignores the cache's own limit within a budget."""
+        """Frees bytes of the budget or limit; ignores the cache's own limit within a budget."""
         if self.share is None:
             return (self.limit - self.held) * self.layout.page_size
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
-        """Return the unowned device pages per tensor, without those being unmapped."""
+        """Returns the unowned device pages per tensor, without those being unmapped."""
         # Surplus of a slot with an unmap in flight counts: it can be unmapped after that.
         spare = self.table.columns.spare
         for slot in keep:
@@ -664,18 +664,18 @@ class Reclaimer:
         return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
-        """Return the physical pages that are free, being unmapped, or reclaimable."""
+        """Returns the physical pages that are free, being unmapped, or reclaimable."""
         own = self.limit - self.held
         if self.share is not None:
             own = min(own, self.share.within_reach() // self.layout.page_size)
         return own + self.idle(keep)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
-        """Return the physical pages that no request owns, including those in flight."""
+        """Returns the physical pages that no request owns, including those in flight."""
         return self.returning + self.spare(keep) * self.layout.num_tensors
 
     def release_below(self, free_pages: int) -> None:
-        """Begin to unmap free slots until `free_pages` physical pages are free or in flight."""
+        """Begins to unmap free slots until `free_pages` physical pages are free or in flight."""
         missing = free_pages - self.projected_free - self.returning
         tensors = self.layout.num_tensors
         if missing <= 0:
@@ -691,7 +691,7 @@ class Reclaimer:
                 return
 
     def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
-        """Begin to unmap slots freed at `step` or earlier; False if some could not be begun.
+        """Begins to unmap slots freed at `step` or earlier; False if some could not be begun.
 
         Unmaps all their pages, except `keep` per tensor of the slot prepared for the next request.
         """
@@ -705,7 +705,7 @@ class Reclaimer:
         return complete
 
     def release_stale(self, now: bool = False, kept: bool = False) -> bool:
-        """Begin to unmap stale slots that are not kept; False if some could not be begun.
+        """Begins to unmap stale slots that are not kept; False if some could not be begun.
 
         `kept`: also unmap kept slots.
         """
@@ -716,13 +716,13 @@ class Reclaimer:
         return complete
 
     def count_evicted(self, spans: Sequence[Span]) -> None:
-        """Count evicted pages and drop the prefix tree's references; call `drop_unheld` next."""
+        """Counts evicted pages and drops the prefix tree's references; call `drop_unheld` next."""
         gone = sum(span.pages for span in spans) * self.layout.num_tensors
         edits = self.shared.using({}, dict.fromkeys(spans, -1))
         self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
 
     def release_kept(self, *spans: Span) -> None:
-        """Begin to unmap kept slots that map pages of `spans`; failures go to `release_stale`."""
+        """Begins to unmap kept slots that map pages of `spans`; failures go to `release_stale`."""
         gone: dict[Any, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             gone.setdefault(block, []).append((low, high))
@@ -737,7 +737,7 @@ class Reclaimer:
                     self.try_unmap(slot, 0)
 
     def spare_slots(self, count: int) -> bool:
-        """Begin to unmap kept slots, longest free first, until `count` free slots are not kept.
+        """Begins to unmap kept slots, longest free first, until `count` free slots are not kept.
 
         So a request of another conversation gets a slot that need not be emptied first. False if
         some could not be begun.
@@ -755,7 +755,7 @@ class Reclaimer:
 
 
 def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -> None:
-    """Wait until `enough` returns true, or no unmap is in flight."""
+    """Waits until `enough` returns true, or no unmap is in flight."""
     while not enough():
         pending = [(one, unmap) for one in reclaimers for unmap in one.unmaps]
         if not pending:

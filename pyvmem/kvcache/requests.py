@@ -14,7 +14,7 @@ __all__ = ["alloc", "claim", "free", "reclaim_free", "record", "release", "sync_
 
 
 def sync_free_slots(groups: Sequence[Group]) -> None:
-    """Poll batches in flight, and retire a slot in all groups once it is retired in one."""
+    """Polls batches in flight, and retires a slot in all groups once it is retired in one."""
     for group in groups:
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
@@ -28,7 +28,7 @@ def sync_free_slots(groups: Sequence[Group]) -> None:
 
 
 def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
-    """Implement `KVCache.alloc_reqid`: takes the best fit of the first group, in all groups."""
+    """Implements `KVCache.alloc_reqid`: takes the best fit of the first group, in all groups."""
     sync_free_slots(groups)
     found = groups[0].fit(seq_len)
     if found is None:
@@ -40,7 +40,7 @@ def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
 
 
 def claim(groups: Sequence[Group], reqid: int) -> None:
-    """Implement `CacheSlots.claim`."""
+    """Implements `CacheSlots.claim`."""
     sync_free_slots(groups)
     for group, slot in [(group, group.free_slot(reqid)) for group in groups]:
         group.take(slot)
@@ -50,7 +50,7 @@ def claim(groups: Sequence[Group], reqid: int) -> None:
 def free(
     groups: Sequence[Group], reqid: int, stream: Any, tokens: Any, namespace: Hashable
 ) -> None:
-    """Implement `KVCache.free_reqid`."""
+    """Implements `KVCache.free_reqid`."""
     slots, first = [], []
     for group in groups:
         slot = group.slot(reqid)
@@ -82,12 +82,12 @@ def free(
 def record(
     groups: Sequence[Group], reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
 ) -> int:
-    """Implement `KVCache.record`."""
+    """Implements `KVCache.record`."""
     return groups[0].prefixes.record(groups[0].slot(reqid), tokens, work, namespace)
 
 
 def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
-    """Call `Group.release` in all groups, after all calls into the context."""
+    """Calls `Group.release` in all groups, after all calls into the context."""
     for group, slot in zip(groups, slots, strict=True):
         if group.mover.moves:
             group.mover.abandon(slot)
@@ -96,7 +96,7 @@ def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
 
 
 def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:
-    """Implement `CacheMemory.reclaim_free`."""
+    """Implements `CacheMemory.reclaim_free`."""
     for group in groups:
         group.reclaimer.poll()
         for slot in group.table.free:

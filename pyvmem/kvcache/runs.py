@@ -102,7 +102,7 @@ class Runs:
         return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
 
     def _count(self) -> int:
-        """Count the context's mappings."""
+        """Counts the context's mappings."""
         self._seen = self._counters.grown
         self._used = self._context.stats().mappings
         return self._used
@@ -110,7 +110,7 @@ class Runs:
     # ---- growth ----------------------------------------------------------------------------------
 
     def read_free(self, kept: int = 0, room: int | None = None) -> None:
-        """Write the free memory and mappings to `Columns.runs`, for the next `Columns.plan`.
+        """Writes the free memory and mappings to `Columns.runs`, for the next `Columns.plan`.
 
         Args:
             kept: physical pages that the growth must leave free.
@@ -131,7 +131,7 @@ class Runs:
         runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
 
     def provide(self, pages: int) -> None:
-        """Let the pool allocate memory before a growth of `pages` physical pages.
+        """Lets the pool allocate memory before a growth of `pages` physical pages.
 
         A pool allocates when it lacks pages. If it has pages but no empty 2 MiB chunk, it would
         place the growth in chunks that other requests grow into. So, within the cache's limit, the
@@ -154,7 +154,7 @@ class Runs:
         self._spare = free - pages
 
     def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
-        """Return the pages per tensor to map for each slot, at least its need; None: its need.
+        """Returns the pages per tensor to map for each slot, at least its need; None: its need.
 
         `room`: see `read_free`.
         """
@@ -183,7 +183,7 @@ class Runs:
         return goals
 
     def ahead(self, count: int, pages: int, mapped: int, head: int, room: int | None) -> list[int]:
-        """Return the pages per tensor to map for each of `count` new requests.
+        """Returns the pages per tensor to map for each of `count` new requests.
 
         Each needs `pages` and has `mapped`, from `head` on. `room`: see `read_free`.
         """
@@ -194,13 +194,13 @@ class Runs:
         return self._columns.goals(goals, [mapped] * count, [head] * count)
 
     def grown(self, pieces: Sequence[Piece]) -> None:
-        """Record new pages; called if the number of mappings is limited."""
+        """Records new pages; called if the number of mappings is limited."""
         for slot, low, _ in pieces:
             self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
             self._joined[slot.index] = min(self._joined[slot.index], low)
 
     def needed(self, lengths: Sequence[int]) -> int:
-        """Return an estimate of the mappings for new requests of `lengths` pages per tensor.
+        """Returns an estimate of the mappings for new requests of `lengths` pages per tensor.
 
         Runs of 2 MiB, plus one per request; 0 if mappings are not limited.
         """
@@ -211,7 +211,7 @@ class Runs:
         return runs * self._layout.num_tensors
 
     def obtainable(self) -> int:
-        """Return the mappings that unmapping free slots and joining runs would free."""
+        """Returns the mappings that unmapping free slots and joining runs would free."""
         found = 0
         for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
@@ -221,7 +221,7 @@ class Runs:
         return found * self._layout.num_tensors
 
     def holders(self) -> tuple[int, int]:
-        """Return the approximate mappings of pages that requests own, and of unowned pages."""
+        """Returns the approximate mappings of pages that requests own, and of unowned pages."""
         found = [0, 0]
         for slot in self._table:
             found[not slot.active] += min(self._calls[slot.index], slot.mapped)
@@ -235,13 +235,13 @@ class Runs:
     # ---- joining ---------------------------------------------------------------------------------
 
     def join(self, stream: Any) -> None:
-        """Join the slots that free the most mappings; limited work per step."""
+        """Joins the slots that free the most mappings; limited work per step."""
         self._stream = stream
         if self._count() > self.join_at:
             self._join(self._used - self.join_at + self.limit // 16, _JOINS)
 
     def relieve(self) -> bool:
-        """Join all that can be joined, now; return whether that freed mappings."""
+        """Joins all that can be joined, now; returns whether that freed mappings."""
         if not self.joins:
             return False
         before = self._count()
@@ -249,7 +249,7 @@ class Runs:
         return self._used < before
 
     def _join(self, spare: int, most: int) -> None:
-        """Join slots, most pieces first, to free `spare` mappings in about `most` calls."""
+        """Joins slots, most pieces first, to free `spare` mappings in about `most` calls."""
         tensors = self._layout.num_tensors
         slots = [slot for slot in self._table if self._can_join(slot)]
         if not slots:
@@ -284,16 +284,16 @@ class Runs:
         )
 
     def _pieces(self, slot: Slot) -> int:
-        """Return the runs per tensor that joining a slot would leave, without joined runs."""
+        """Returns the runs per tensor that joining a slot would leave, without joined runs."""
         return -(-(slot.mapped - self._first(slot)) // self._chunk)
 
     def _first(self, slot: Slot) -> int:
-        """Return the first page to join: the last joined run of 2 MiB may have grown."""
+        """Returns the first page to join: the last joined run of 2 MiB may have grown."""
         joined = min(self._joined[slot.index], slot.mapped)
         return max(joined // self._chunk * self._chunk, slot.shared)
 
     def _join_slot(self, slot: Slot) -> int:
-        """Join a slot's pages in every tensor; return the number of driver calls."""
+        """Joins a slot's pages in every tensor; returns the number of driver calls."""
         layout = self._layout
         first = self._first(slot)
         calls = 0
@@ -309,5 +309,5 @@ class Runs:
         return calls
 
     def _wait(self) -> None:
-        """Wait for all work on the device, on every stream."""
+        """Waits for all work on the device, on every stream."""
         wait_for_device(self._stream, self._device)

@@ -48,7 +48,7 @@ class Sharing:
         self._allowed: dict[Feature, ContextInfo] = {}  # context info when it was checked
 
     def require(self, feature: Feature, what: str) -> None:
-        """Raise NotSupported if the context lacks a feature; `what`: the call, for the error."""
+        """Raises NotSupported if the context lacks a feature; `what`: the call, for the error."""
         info = self.mapper.context.info
         if self._allowed.get(feature) is not info:
             feature.require(info, what)
@@ -57,7 +57,7 @@ class Sharing:
     # ---- a slot's own pages become shared --------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Make a taken slot's pages up to `pages` shared: remap them read-only in place.
+        """Makes a taken slot's pages up to `pages` shared: remap them read-only in place.
 
         No GPU work may touch the slot, and no batch may be in flight over it. `unit_pages`: see
         `Span.split`.
@@ -78,7 +78,7 @@ class Sharing:
             raise self.table.lose(slot, error) from error
 
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
-        """Record that a request's pages, past those it already shares, are now shared.
+        """Records that a request's pages, past those it already shares, are now shared.
 
         Used when the request is about to be freed, so its own mapping need not become read-only;
         other requests that map the pages wait for `events`, the GPU work that writes them.
@@ -88,7 +88,7 @@ class Sharing:
     def _adopting(
         self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
     ) -> list[list[Any]]:
-        """Return the edits of `adopt`."""
+        """Returns the edits of `adopt`."""
         parts, new, whole = list(slot.span.parts), [], slot.whole
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))
@@ -102,7 +102,7 @@ class Sharing:
         ]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
-        """Return handles to pages [low, high) of a slot, one for each stretch of one memory."""
+        """Returns handles to pages [low, high) of a slot, one for each stretch of one memory."""
         layout, places, found = self.layout, slot.places, []
         stretches = places.stretches(low, high) if places.noted else ((low, high, DEVICE),)
         for first, last, tier in stretches if low < high else ():
@@ -118,7 +118,7 @@ class Sharing:
     def map_pieces(
         self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
     ) -> None:
-        """Add to `ops` the read-only mapping of `handles`' pages at the same pages of a slot."""
+        """Adds to `ops` the read-only mapping of `handles`' pages at the same pages of a slot."""
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(
@@ -136,7 +136,7 @@ class Sharing:
     # ---- shared pages in more slots --------------------------------------------------------------
 
     def make_empty(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
-        """Return free slots without pages, emptied if necessary; None if too few are free.
+        """Returns free slots without pages, emptied if necessary; None if too few are free.
 
         Waits for the GPU work on slots that it must empty.
 
@@ -156,7 +156,7 @@ class Sharing:
         return slots
 
     def empty(self, slot: Slot) -> None:
-        """Unmap all pages of a free slot; wait for that and for the GPU work on it.
+        """Unmaps all pages of a free slot; waits for that and for the GPU work on it.
 
         Raises:
             OutOfMemory: the unmap could not begin; nothing changed. VMemError: it failed.
@@ -170,7 +170,7 @@ class Sharing:
             raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
-        """Return whether a failure of `make_empty` or `attach` counts as a shortage of memory.
+        """Returns whether a failure of `make_empty` or `attach` counts as a shortage of memory.
 
         They need none of the cache's memory, only some for records and page tables. With several
         ranks, only one rank may lack that, so there it is an error.
@@ -181,7 +181,7 @@ class Sharing:
     def map_span(
         self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False
     ) -> None:
-        """Add to `ops` the read-only mapping of a span in a slot, from `page` on.
+        """Adds to `ops` the read-only mapping of a span in a slot, from `page` on.
 
         `replace`: the same pages are mapped there already.
         """
@@ -202,7 +202,7 @@ class Sharing:
             address += (high - low) * size
 
     def begins(self, slot: Slot, span: Span, head: int) -> bool:
-        """Return whether a kept slot begins with pages of a span, with no batch in flight.
+        """Returns whether a kept slot begins with pages of a span, with no batch in flight.
 
         `head`: the page at which the span must begin.
         """
@@ -218,7 +218,7 @@ class Sharing:
         )
 
     def order_after_writers(self, span: Span, reader: Work) -> None:
-        """Make the work that reads the pages wait for the GPU work that wrote them."""
+        """Makes the work that reads the pages wait for the GPU work that wrote them."""
         for block, *_ in span.parts:
             if block.events:
                 block.events = prune(block.events)  # valid even if the call fails

@@ -111,15 +111,15 @@ class Slot(Row):
 
     @property
     def shared(self) -> int:
-        """End of the shared pages; `head` if there are none."""
+        """Ends of the shared pages; `head` if there are none."""
         return self.head + self.span.pages
 
     def shared_part(self, low: int, high: int) -> Span:
-        """Return the shared pages in [low, high), counted from page 0 of the slot."""
+        """Returns the shared pages in [low, high), counted from page 0 of the slot."""
         return self.span.slice(low - self.head, high - self.head)
 
     def spare_beyond(self, keep: int) -> int:
-        """Return the unshared device pages per tensor that can be unmapped now, keeping `keep`.
+        """Returns the unshared device pages per tensor that can be unmapped now, keeping `keep`.
 
         A running owner keeps its granted pages and the rest of their last 2 MiB block. A stale slot
         ignores `keep`.
@@ -130,7 +130,7 @@ class Slot(Row):
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
     def loose_beyond(self, keep: int) -> int:
-        """Return the further pages that could be unmapped without GPU work in the slot."""
+        """Returns the further pages that could be unmapped without GPU work in the slot."""
         if not self.active or self.granted >= self.whole or self.lost:
             return 0
         if isinstance(self.job, Growth):
@@ -139,19 +139,19 @@ class Slot(Row):
 
     @property
     def firm(self) -> int:
-        """End of the pages that stay mapped while the owner's work may run."""
+        """Ends of the pages that stay mapped while the owner's work may run."""
         granted = self.granted
         return granted + -granted % self.block if granted < self.whole else granted
 
     def whole_with(self, low: int, high: int, whole: int) -> int:
-        """Return `whole` after mapping pages [low, high): complete blocks may get 2 MiB entries."""
+        """Returns `whole` after mapping pages [low, high): full blocks may get 2 MiB entries."""
         block = self.block
         if block and (low + -low % block) + block <= high:
             return max(whole, high - high % block)
         return whole
 
     def whole_below(self, page: int) -> int:
-        """Return `whole` after unmapping the pages from `page` on."""
+        """Returns `whole` after unmapping the pages from `page` on."""
         return page - page % self.block if self.whole > page else self.whole
 
     @property
@@ -160,7 +160,7 @@ class Slot(Row):
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
-        """Return the device pages from `page` to `mapped`."""
+        """Returns the device pages from `page` to `mapped`."""
         if not self.places.noted:
             return max(0, self.mapped - page)
         return max(0, self.mapped - page - sum(self.places.away(page, self.mapped).values()))
@@ -213,7 +213,7 @@ class SlotTable:
         return iter(self.slots)
 
     def pick(self, every: int, none: int = 0) -> list[Slot]:
-        """Return slots with all `Kind` flags of `every` and none of `none`, oldest free first."""
+        """Returns slots with all `Kind` flags of `every` and none of `none`, oldest free first."""
         return list(map(self.slots.__getitem__, self.columns.pick(every, none)))
 
     @property
@@ -232,18 +232,18 @@ class SlotTable:
         return self.pick(Kind.STALE, Kind.LOST)
 
     def change(self, slot: Slot, **values: Any) -> None:
-        """Set attributes of a slot through the journal."""
+        """Sets attributes of a slot through the journal."""
         self._journal.change([[slot, name, value] for name, value in values.items()])
 
     # ---- ownership -------------------------------------------------------------------------------
 
     def take(self, slot: Slot) -> None:
-        """Mark a free slot as owned by a new request."""
+        """Marks a free slot as owned by a new request."""
         self.changes += 1
         self.change(slot, active=True, kept=False, owner=slot.owner + 1)
 
     def give_back(self, slot: Slot, event: Any, now: int, edits: Sequence[list[Any]] = ()) -> None:
-        """End an ownership, with further edits in the same change; granted pages become dirty.
+        """Ends an ownership, with further edits in the same change; granted pages become dirty.
 
         `event`: the owner's last GPU work, None if complete; `now`: the cache's step count.
         """
@@ -264,12 +264,12 @@ class SlotTable:
         )
 
     def mark_broken(self, slot: Slot) -> None:
-        """Retire a slot: it is never allocated again."""
+        """Retires a slot: it is never allocated again."""
         warn(_log, "slot", "reqid %d is retired: a failed batch was not rolled back", slot.index)
         self.change(slot, broken=True)
 
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
-        """Retire the slot of a request whose rows are gone, and return the error to raise."""
+        """Retires the slot of a request whose rows are gone, and returns the error to raise."""
         self.mark_broken(slot)
         self.change(slot, lost=True)
         return NotRecoverable(
@@ -281,7 +281,7 @@ class SlotTable:
     # ---- choosing --------------------------------------------------------------------------------
 
     def best_fit(self, pages: int) -> Slot | None:
-        """Return the free slot with the fewest mapped pages of at least `pages`, else with the
+        """Returns the free slot with the fewest mapped pages of at least `pages`, else with the
         most.
 
         Ties go to the slot that has been free longest. Slots with an unmap in flight come last, as
@@ -294,7 +294,7 @@ class SlotTable:
         return None
 
     def to_prepare(self, pages: int) -> Slot | None:
-        """Return a free slot in which to map `pages` pages per tensor ahead; None if none suits.
+        """Returns a free slot in which to map `pages` pages per tensor ahead; None if none suits.
 
         Chooses the slot with the fewest mapped pages of at least `pages`, else the one with the
         most among those without a batch in flight. Ties as in `best_fit`; never a stale slot.
@@ -306,7 +306,7 @@ class SlotTable:
         return None
 
     def emptiest(self, count: int) -> list[Slot]:
-        """Return up to `count` free slots: first those without a page, or soonest without one."""
+        """Returns up to `count` free slots: first those without a page, or soonest without one."""
         found: list[Slot] = []
         slots = empty = self.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)
         while len(found) < count:
@@ -325,7 +325,7 @@ class SlotTable:
         return found[:count]
 
     def victims(self, active: bool = True) -> Iterator[Slot]:
-        """Yield slots with spare pages, in the order in which they should lose them.
+        """Yields slots with spare pages, in the order in which they should lose them.
 
         Free slots before running ones; completed GPU work before pending; least recently used
         first. Skips slots with a batch in flight.
@@ -388,7 +388,7 @@ class Growth:
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
 
     def deserted(self) -> list[Slot]:
-        """Return the slots whose owner has been freed or never existed: their pages are spare."""
+        """Returns the slots whose owner has been freed or never existed: their pages are spare."""
         if not self.awaited:
             return self.slots
         waiting = {slot for slot, owner, _ in self.grants if slot.owner == owner}
@@ -471,11 +471,11 @@ class DoneTicket:
     __slots__ = ()
 
     def done(self) -> bool:
-        """Return True."""
+        """Returns True."""
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once."""
+        """Returns at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -509,11 +509,11 @@ class Move:
         return runs + sum(high - low for low, high, _ in self.stretches)
 
     def here(self) -> int:
-        """Return the new device pages per tensor."""
+        """Returns the new device pages per tensor."""
         return sum(high - low for low, high, tier in self.stretches if tier == DEVICE)
 
     def away(self) -> dict[Tier, int]:
-        """Return the new pages per tensor outside the device, by tier."""
+        """Returns the new pages per tensor outside the device, by tier."""
         found: dict[Tier, int] = {}
         for low, high, tier in self.stretches:
             if tier != DEVICE:
@@ -546,7 +546,7 @@ class QuietTicket:
         return self._ticket.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait like `Ticket.wait`; raises only `Timeout`."""
+        """Waits like `Ticket.wait`; raises only `Timeout`."""
         try:
             self._ticket.wait(timeout)
         except Timeout:

@@ -144,7 +144,7 @@ def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
 
 
 def _keep_watermarks(groups: Sequence[Group]) -> None:
-    """Call `Group.keep_watermark` for groups below their watermark; they share one budget."""
+    """Calls `Group.keep_watermark` for groups below their watermark; they share one budget."""
     share = groups[0].reclaimer.share
     room = 0 if share is None else share.room() + share.beyond()
     for group in groups:
@@ -157,7 +157,7 @@ def _keep_watermarks(groups: Sequence[Group]) -> None:
 
 
 def _grow_for(begun: Sequence[_Begun], stream: Any) -> bool:
-    """Map the pages that slots lack, in all groups or in none; return whether that succeeded."""
+    """Maps the pages that slots lack, in all groups or in none; returns whether that succeeded."""
     wants = [(group.pager, group.pager.wants(short)) for group, *_, short in begun]
     if not grow(wants, background=False):
         return False
@@ -190,12 +190,12 @@ def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
 
 
 def _settle(group: Group, stream: Any) -> None:
-    """Wait for the growths that the step needs; with several ranks, for all of them."""
+    """Waits for the growths that the step needs; with several ranks, for all of them."""
     group.pager.settle(stream, lens=None if group.table.lockstep else group.pager.columns.needs)
 
 
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
-    """Begin to map the pages that slots lack, in all groups or in none; False if short."""
+    """Begins to map the pages that slots lack, in all groups or in none; False if short."""
     for group, _ in begun:
         if group.pager.growths or group.left:
             break
@@ -210,7 +210,7 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
 
 
 def _not_promised(group: Group, short: list[int]) -> list[_Want]:
-    """Return the slots that lack pages which no growth in flight will grant."""
+    """Returns the slots that lack pages which no growth in flight will grant."""
     promised = {
         (slot, owner): pages for job in group.pager.growths for slot, owner, pages in job.grants
     }
@@ -272,7 +272,7 @@ def _left_to_a_step(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Wa
 
 
 def _grow(groups: Sequence[Group], wants: Sequence[_Want], *, reclaim: bool = False) -> bool:
-    """Call `growth.grow` in the background."""
+    """Calls `growth.grow` in the background."""
     each: dict[Group, list[tuple[Slot, int]]] = {group: [] for group in groups}
     for group, slot, pages in wants:
         each[group].append((slot, pages))
@@ -281,7 +281,7 @@ def _grow(groups: Sequence[Group], wants: Sequence[_Want], *, reclaim: bool = Fa
 
 
 def _needs(groups: Sequence[Group], wants: Sequence[_Want]) -> list[tuple[Pager, int]]:
-    """Return the physical pages to map, by group."""
+    """Returns the physical pages to map, by group."""
     pages = dict.fromkeys(groups, 0)
     for group, slot, count in wants:
         pages[group] += max(0, count - slot.grows_from) * group.layout.num_tensors
@@ -293,7 +293,7 @@ def _keep(wants: Sequence[_Want]) -> dict[Slot, int]:
 
 
 def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
-    """Return the slots whose pages fit the free memory in all groups, smallest need first.
+    """Returns the slots whose pages fit the free memory in all groups, smallest need first.
 
     So a decoding request does not wait for the memory of another's prompt.
     """
@@ -313,7 +313,7 @@ def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Wa
 
 
 def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int = 0) -> bool:
-    """Begin to reclaim the pages that slots lack. Never blocks.
+    """Begins to reclaim the pages that slots lack. Never blocks.
 
     In the order of `Reclaimer.make_room`: pages of slots, then recorded prefixes, each the cache's
     own before those of other caches of its budget; then cancels promotions.
@@ -346,12 +346,12 @@ def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int
 def _begin_what_comes_back(
     groups: Sequence[Group], wants: Sequence[_Want], others: Share | None, more: int
 ) -> int:
-    """Run one pass of `_begin_to_reclaim`; return the bytes still missing."""
+    """Runs one pass of `_begin_to_reclaim`; returns the bytes still missing."""
     first, keep, needs = groups[0].reclaimer, _keep(wants), _needs(groups, wants)
     need = more + sum(pages * pager.layout.page_size for pager, pages in needs)
 
     def lacking() -> int:
-        """Return the bytes needed beyond those free or being unmapped by the cache."""
+        """Returns the bytes needed beyond those free or being unmapped by the cache."""
         back = sum(group.reclaimer.returning * group.layout.page_size for group in groups)
         return need - first.room - back
 
@@ -414,7 +414,7 @@ def _note_short(groups: Sequence[Group]) -> None:
 
 
 def _note_out_of_mappings(groups: Sequence[Group], error: TooManyMappings) -> None:
-    """Record that the driver refused a mapping; background growths were rolled back. Join runs."""
+    """Records that the driver refused a mapping, and joins runs; growths were rolled back."""
     groups[0].pager.runs.refused = str(error)
     _note_short(groups)
     for group in groups:

@@ -57,7 +57,7 @@ class SwappedRequest(Closable):
         return self._rows is not None
 
     def close(self, journal: Journal | None = None) -> None:
-        """Drop the request and its host memory. Idempotent.
+        """Drops the request and its host memory. Idempotent.
 
         `journal`: if given, the close is undone with the call in progress (`Internals.journal`).
         """
@@ -71,7 +71,7 @@ class SwappedRequest(Closable):
 
 
 def _host_memory(size: int, device: int | None) -> memoryview:
-    """Allocate host memory, pinned if there is a GPU."""
+    """Allocates host memory, pinned if there is a GPU."""
     if device is not None and size:
         import torch
 
@@ -82,7 +82,7 @@ def _host_memory(size: int, device: int | None) -> memoryview:
 
 
 def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
-    """Return the bytes per tensor of the first rows from page `head` on, and their addresses."""
+    """Returns the bytes per tensor of the first rows from page `head` on, and their addresses."""
     layout = group.layout
     size = max(0, layout.bytes_for(length) - head * layout.page_size)
     tensors = range(layout.num_tensors if size else 0)
@@ -90,7 +90,7 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
 
 
 def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedRequest:
-    """Implement `KVCache.swap_out`, in all groups or in none."""
+    """Implements `KVCache.swap_out`, in all groups or in none."""
     for group in groups:
         group.sharing.require(SWAP, "swap_out")
     slots = [group.slot(reqid) for group in groups]
@@ -120,7 +120,7 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
 
 
 def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
-    """Raise OutOfMemory if the request could never be swapped in, which takes all pages at once."""
+    """Raises OutOfMemory if the request, whose pages are needed all at once, could never return."""
     needed = held = 0  # pages that no other request uses are freed
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
@@ -141,7 +141,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
 
 
 def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
-    """Undo a `swap_out` whose caller never got the result. Idempotent."""
+    """Undoes a `swap_out` whose caller never got the result. Idempotent."""
     slot = groups[0].table[reqid]
     if swapped.is_open and not slot.active:
         swap_in(groups, swapped, None, into=reqid)
@@ -150,7 +150,7 @@ def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> 
 def swap_in(
     groups: Sequence[Group], swapped: SwappedRequest, stream: Any, into: int | None = None
 ) -> int | None:
-    """Implement `KVCache.swap_in`, in all groups or in none.
+    """Implements `KVCache.swap_in`, in all groups or in none.
 
     `into`: the free reqid to use; None: any.
     """

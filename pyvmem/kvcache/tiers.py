@@ -35,7 +35,7 @@ class Moved(NamedTuple):
 
 
 def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
-    """Return the tier that a caller names."""
+    """Returns the tier that a caller names."""
     names = {one.name.lower(): one for one in Location}
     place = names.get(location) if isinstance(location, str) else None
     if isinstance(location, int) and location in names.values():
@@ -59,7 +59,7 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
 
 
 def promote(groups: Sequence[Group], reqid: int, work: PriorWork, *, wait: bool) -> int:
-    """Implement `KVCache.promote`."""
+    """Implements `KVCache.promote`."""
     done = 0
     slots = [group.slot(reqid) for group in groups]
     if all(group.promoter is None for group in groups):
@@ -81,7 +81,7 @@ def move(
     *,
     wait: bool,
 ) -> Moved:
-    """Implement `KVCache.move`: copies in all groups or in none, before any page is replaced."""
+    """Implements `KVCache.move`: copies in all groups or in none, before any page is replaced."""
     both = [(group, group.slot(reqid)) for group in groups]
     for group, slot in both:
         group.mover.sweep()
@@ -124,7 +124,7 @@ def _begin_move(
     *,
     wait: bool,
 ) -> Moved:
-    """Run the first phase of `move` in one group; nothing may be in flight over the slot."""
+    """Runs the first phase of `move` in one group; nothing may be in flight over the slot."""
     low, high = _pages_of(group, slot, tokens, wait)
     tensors = group.layout.num_tensors
     shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
@@ -145,7 +145,7 @@ def _begin_move(
 def _pages_of(
     group: Group, slot: Slot, tokens: Sequence[int] | None, wait: bool
 ) -> tuple[int, int]:
-    """Return the range of pages that hold only rows of these tokens."""
+    """Returns the range of pages that hold only rows of these tokens."""
     layout, held = group.layout, group.rows[slot.index]
     first, last = 0, held
     if tokens is not None:
@@ -172,7 +172,7 @@ def _pages_of(
 
 
 def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: int) -> None:
-    """Make room for pages of a group in a tier; raise OutOfMemory if there is too little."""
+    """Makes room for pages of a group in a tier; raises OutOfMemory if there is too little."""
     size = group.layout.page_size
     if tier == DEVICE:
         if not reclaim_for([(group.pager, pages)], {}):

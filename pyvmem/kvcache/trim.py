@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: bool = True) -> bool:
-    """Begin to unmap all pages that no request owns; return True if no unmap is in flight.
+    """Begins to unmap all pages that no request owns; returns True if no unmap is in flight.
 
     `prefixes`: first evict prefixes; "host": copy their rows to host memory, if enabled.
     `kept`: also unmap kept slots. That frees no memory, since their pages are recorded.
@@ -39,7 +39,7 @@ def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: b
 def trim(
     manager: Manager, prefixes: bool | str, compact: bool | None, stream: Any, before: int
 ) -> int:
-    """Implement `KVCache.trim`; `before`: slab bytes of the context when the call began."""
+    """Implements `KVCache.trim`; `before`: slab bytes of the context when the call began."""
     groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
     context.trim(0)
@@ -77,7 +77,7 @@ def _compact(manager: Manager, stream: Any) -> None:
 
 
 def can_compact(manager: Manager) -> bool:
-    """Return whether no GPU work can be using live pages, once the work in `last_work` is complete.
+    """Returns whether no GPU work can be using live pages once that in `last_work` is complete.
 
     Compaction replaces pages under their addresses, so no GPU work may touch them, and a cache does
     not see what an engine launches. It only knows which requests that work may use: those that the
@@ -94,7 +94,7 @@ def can_compact(manager: Manager) -> bool:
 
 
 def last_work(groups: Sequence[Group]) -> list[Any]:
-    """Return GPU work not known to be complete; for use when the last `step` named no request."""
+    """Returns GPU work not known to be complete; for use when the last `step` named no request."""
     events: list[Any] = []
     for group in groups:
         group.rested = prune(group.rested)
@@ -109,7 +109,7 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
 
 
 def unmap_idle(groups: Sequence[Group], prefixes: bool | str) -> None:
-    """Unmap all pages that no request owns, and wait; failures go to `Reclaimer.errors`."""
+    """Unmaps all pages that no request owns, and waits; failures go to `Reclaimer.errors`."""
     for group in groups:
         group.pager.finish_idle()
         with group.counters.waiting():

@@ -27,13 +27,13 @@ __all__ = ["Truncation", "check_kept", "copied", "truncate"]
 
 
 def check_kept(length: int, reqid: int, held: int) -> None:
-    """Raise InvalidArgument unless a request that holds `held` tokens can keep `length`."""
+    """Raises InvalidArgument unless a request that holds `held` tokens can keep `length`."""
     if not 0 <= length <= held:
         raise invalid(f"length {length}: reqid {reqid} holds {held} tokens", limit=held)
 
 
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
-    """Implement `KVCache.truncate`, in all groups or in none. Returns 0 or -1."""
+    """Implements `KVCache.truncate`, in all groups or in none. Returns 0 or -1."""
     slots, rows, held = [], operator.index(length), 0
     for group in groups:
         slot = group.slot(reqid)
@@ -66,7 +66,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 
 
 def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
-    """Implement `CacheMemory.for_truncate`: bytes of new pages that a truncation needs."""
+    """Implements `CacheMemory.for_truncate`: bytes of new pages that a truncation needs."""
     slots = [group.slot(reqid) for group in groups]
     check_kept(length, slots[0].index, max(group.rows[slots[0].index] for group in groups))
     each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
@@ -74,7 +74,7 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
-    """Disown pages past the request's rows that were mapped for a prefill's kernel to read.
+    """Disowns pages past the request's rows that were mapped for a prefill's kernel to read.
 
     They were never written, so the request may get them again without a fill.
     """
@@ -135,7 +135,7 @@ class Truncation:
 
     @classmethod
     def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
-        """Plan a truncation to `rows`; no move may be in flight past these rows."""
+        """Plans a truncation to `rows`; no move may be in flight past these rows."""
         layout, places = group.layout, slot.places
         first, rest = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(layout.pages_for(rows), slot.granted)
@@ -155,7 +155,7 @@ class Truncation:
         )
 
     def copy(self, ops: OpBatch) -> Reservation:
-        """Add to `ops` the copy of the kept part of shared pages to scratch addresses; return them.
+        """Adds to `ops` a copy of the kept part of shared pages; returns its scratch addresses.
 
         The request's own work must be complete; waits for others' work that wrote the pages.
         """
@@ -177,7 +177,7 @@ class Truncation:
         return addresses
 
     def drop_copy(self) -> None:
-        """Undo `copy` after the batch has run; may be repeated."""
+        """Undoes `copy` after the batch has run; may be repeated."""
         if self.addresses is not None:
             edits = self.group.reclaimer.freeing(self.copied - self.shared, {})
             nbytes = self.stride * self.group.layout.num_tensors
@@ -186,7 +186,7 @@ class Truncation:
             )
 
     def unmap(self, ops: OpBatch) -> None:
-        """Add to `ops`: map the copies over shared pages, and unmap the pages after them."""
+        """Adds to `ops`: map the copies over shared pages, and unmap the pages after them."""
         group, slot, layout = self.group, self.slot, self.group.layout
         tensors = layout.num_tensors
         if self.addresses is not None:
@@ -213,7 +213,7 @@ class Truncation:
             )
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """Return the edits of the records; `work`: the last work on the rows."""
+        """Returns the edits of the records; `work`: the last work on the rows."""
         group, slot = self.group, self.slot
         edits = group.entering(slot, self.rows)
         if slot.pins:
@@ -227,7 +227,7 @@ class Truncation:
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
     def _unmapping(self) -> list[list[Any]]:
-        """Return the edits that belong to `unmap`."""
+        """Returns the edits that belong to `unmap`."""
         group, slot, places = self.group, self.slot, self.slot.places
         own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
         away: dict[Tier, int] = {}
@@ -252,7 +252,7 @@ class Truncation:
 
 
 def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
-    """Unmap all groups' pages that need it in one batch, after a first batch that makes the copies.
+    """Unmaps what all groups must in one batch, after a first batch that makes the copies.
 
     Returns:
         False if memory is short; nothing changed.
@@ -292,7 +292,7 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copy the kept parts of shared pages; False if memory is short: nothing changed."""
+    """Copies the kept parts of shared pages; False if memory is short: nothing changed."""
     if not copies:
         return True
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
@@ -317,13 +317,13 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
 
 
 def _drop_copies(copies: Sequence[Truncation]) -> None:
-    """Undo `_copy_all`; may be repeated."""
+    """Undoes `_copy_all`; may be repeated."""
     for one in copies:
         one.drop_copy()
 
 
 def _lost(begun: Sequence[Truncation], error: NotRecoverable) -> NotRecoverable:
-    """Retire the slots of a request after a failed rollback; return the error to raise."""
+    """Retires the slots of a request after a failed rollback; returns the error to raise."""
     for one in begun:
         one.group.reclaimer.mark_broken([(one.slot, one.shared, one.slot.mapped)])
     broken = [one for one in begun if one.slot.broken] or begun

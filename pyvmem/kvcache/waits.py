@@ -73,7 +73,7 @@ def when_clear(
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _T:
-    """Run `call` once `look` reports no blockers; waits for blockers without the lock.
+    """Runs `call` once `look` reports no blockers; waits for blockers without the lock.
 
     Both get the same arguments, after the groups.
 
@@ -97,7 +97,7 @@ def when_clear(
 
 
 def clear(manager: Manager, look: Look) -> None:
-    """Wait, without the lock, until `look` reports no blockers."""
+    """Waits, without the lock, until `look` reports no blockers."""
     when_clear(manager, look, lambda groups: None)
 
 
@@ -127,7 +127,7 @@ def _own(group: Group, slot: Slot) -> Waits:
 
 
 def _emptied(group: Group, slot: Slot) -> Waits:
-    """Begin to unmap a free slot; list its batch in flight."""
+    """Begins to unmap a free slot; lists its batch in flight."""
     if not slot.active and slot.job is None and slot.mapped and not slot.broken:
         group.reclaimer.try_unmap(slot, 0)
     return _job(slot)

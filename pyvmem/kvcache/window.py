@@ -78,22 +78,22 @@ class Window:
         self._least = [0] * config.max_batch
 
     def _rows(self, pages: int) -> int:
-        """Return the rows that have at least a byte in the first `pages` pages."""
+        """Returns the rows that have at least a byte in the first `pages` pages."""
         return -(-pages * self._size // self._row)
 
     def _goes_at(self, pages: int) -> int:
-        """Return the length at which `pages` pages have left the window."""
+        """Returns the length at which `pages` pages have left the window."""
         rows = self._kept + self._rows(pages)
         return rows + -rows % self._unit
 
     def first_page(self, slot: Slot) -> int:
-        """Return the first page whose rows the request still holds."""
+        """Returns the first page whose rows the request still holds."""
         least = self._least[slot.index]
         gone = max(0, least - self._window) * self._row // self._size
         return max(slot.head, gone)
 
     def check(self, slot: Slot, length: int) -> None:
-        """Raise InvalidArgument for a length whose window has been unmapped."""
+        """Raises InvalidArgument for a length whose window has been unmapped."""
         least = self._least[slot.index]
         if slot.head and not slot.stale:  # unmapped by a step that an exception ended
             least = max(least, self._window + self._rows(slot.head))
@@ -105,7 +105,7 @@ class Window:
             )
 
     def due(self, lens: Sequence[int]) -> list[_Due]:
-        """Return the pages that the step to `lens` no longer needs.
+        """Returns the pages that the step to `lens` no longer needs.
 
         Returns:
             Slots, their first pages that stay mapped, and `_next` and `_least` after the unmap.
@@ -136,7 +136,7 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Return the last page up to `head` that splits no 2 MiB entry, and the next such page."""
+        """Returns the last page up to `head` that splits no 2 MiB entry, and the next such page."""
         if head < slot.whole and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
@@ -151,7 +151,7 @@ class Window:
         *,
         quiet: bool,
     ) -> None:
-        """Write the unmaps of `due` into a batch, and append the edits of the records.
+        """Writes the unmaps of `due` into a batch, and appends the edits of the records.
 
         Args:
             edits: gets the edits; see `Outcome`.
@@ -209,16 +209,16 @@ class Window:
         )
 
     def beginning(self, slot: Slot, head: int) -> list[list[Any]]:
-        """Return the edits for a request that begins with a prefix's window at page `head`."""
+        """Returns the edits for a request that begins with a prefix's window at page `head`."""
         return self._setting(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def following(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
-        """Return the edits for requests that begin with the rows of another request's window."""
+        """Returns the edits for requests that begin with the rows of another request's window."""
         noted = [(values, values[parent.index]) for values in (self._next, self._least)]
         return [[values, slot.index, value] for slot in slots for values, value in noted]
 
     def resume(self, slot: Slot, head: int) -> None:
-        """Begin to unmap the pages below `head` of a request that was swapped back in.
+        """Begins to unmap the pages below `head` of a request that was swapped back in.
 
         Its rows there had left the window. If that cannot begin now, the next step does it.
         """
@@ -229,7 +229,7 @@ class Window:
             _begin([(self, [(slot, low, self._goes_at(low + 1), least)])], [])
 
     def forgetting(self, slot: Slot) -> list[list[Any]]:
-        """Return the edits for the end of a request, before the slot is freed."""
+        """Returns the edits for the end of a request, before the slot is freed."""
         slid = self.reclaimer.slid - (0 if slot.stale else slot.head)
         return [[self.reclaimer, "slid", slid], *self._setting(slot.index, self._first, 0)]
 
@@ -241,7 +241,7 @@ class Window:
 
 
 def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
-    """Begin to unmap pages that a step no longer needs, in one batch for all slots; never blocks.
+    """Begins to unmap pages that a step no longer needs, in one batch for all slots; never blocks.
 
     Args:
         windows: of groups that have the same requests, each with the lengths of the step.
@@ -271,7 +271,7 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
 
 
 def _begin(found: Sequence[tuple[Window, list[_Due]]], after: Sequence[Any]) -> bool:
-    """Submit one batch that unmaps what is due; False: the queue is full, nothing changed."""
+    """Submits one batch that unmaps what is due; False: the queue is full, nothing changed."""
     first = found[0][0]
     ops, mapper = first.ops, first.reclaimer.mapper
     ticket, count = Ticket(mapper.context), 0

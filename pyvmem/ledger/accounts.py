@@ -129,22 +129,22 @@ class LedgerHeld(LedgerError):
 
 
 def is_off(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ``VMEM_LEDGER`` turns the ledger off for vLLM's engines."""
+    """Returns whether ``VMEM_LEDGER`` turns the ledger off for vLLM's engines."""
     return environment.get("VMEM_LEDGER", "").lower() == "off"
 
 
 def named_folder() -> Path | None:
-    """Return the directory in ``VMEM_LEDGER``; InvalidArgument: an unknown user's home."""
+    """Returns the directory in ``VMEM_LEDGER``; InvalidArgument: an unknown user's home."""
     return None if is_off() else folder_in("VMEM_LEDGER")
 
 
 def default_folder() -> Path:
-    """Return `named_folder`, else a directory of this user in shared memory."""
+    """Returns `named_folder`, else a directory of this user in shared memory."""
     return named_folder() or Path(_FOLDER.format(os.getuid()))
 
 
 def private(folder: Path) -> Path:
-    """Create a directory if needed, and check that it is private to this user.
+    """Creates a directory if needed, and checks that it is private to this user.
 
     Raises:
         AccessDenied: another user owns it or may write to it.
@@ -165,7 +165,7 @@ def private(folder: Path) -> Path:
 
 
 def device_of(name: str, uuid: str) -> str:
-    """Return the name of the ledger for a device with this name and UUID; ``"host"`` without UUID.
+    """Returns the name of the ledger for a device with this name and UUID; ``"host"`` without UUID.
 
     Raises:
         NotSupported: an instance of a GPU in MIG mode. Instances have the UUID of their GPU but
@@ -181,7 +181,7 @@ def device_of(name: str, uuid: str) -> str:
 
 
 def devices(folder: Path) -> list[str]:
-    """Return the devices that have a ledger in a directory; none if it does not exist.
+    """Returns the devices that have a ledger in a directory; none if it does not exist.
 
     Raises:
         VMemError: as `private`.
@@ -197,7 +197,7 @@ def devices(folder: Path) -> list[str]:
 
 
 def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
-    """Return the engines of every device that has a ledger in a directory.
+    """Returns the engines of every device that has a ledger in a directory.
 
     Raises:
         VMemError: as `Ledger`.
@@ -210,7 +210,7 @@ def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
 
 
 def engine_name(text: str, end: str = "") -> str:
-    """Make a valid ledger name from any text: its printable characters, as many as fit."""
+    """Makes a valid ledger name from any text: its printable characters, as many as fit."""
     shown = "".join(char for char in text if char.isprintable()).encode()
     return shown[: _NAME_SIZE - 1 - len(end)].decode(errors="ignore") + end
 
@@ -266,7 +266,7 @@ class EngineInfo:
     age: float
 
     def record(self) -> dict[str, Any]:
-        """Return JSON-compatible numbers, under the column names of `vmem top`.
+        """Returns JSON-compatible numbers, under the column names of `vmem top`.
 
         `hits` is the hit rate, None without queries; `hit_tokens` the number of tokens hit.
         """
@@ -582,7 +582,7 @@ class Ledger(Closable):
         host: int = 0,
         host_limit: int = 0,
     ) -> Account:
-        """Take a slot for an engine of this process; one for each `Ledger` object.
+        """Takes a slot for an engine of this process; one for each `Ledger` object.
 
         Args:
             name: shown to users; unique among living engines. Up to 63 bytes, printable.
@@ -689,14 +689,14 @@ class Ledger(Closable):
             self._mine = -1
 
     def find(self, who: str) -> EngineInfo | None:
-        """Return the engine with a name or process id; None unless there is exactly one."""
+        """Returns the engine with a name or process id; None unless there is exactly one."""
         engines = self.engines()
         found = [e for e in engines if e.name == who]
         found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
         return found[0] if len(found) == 1 else None
 
     def put_order(self, one: EngineInfo, words: Mapping[str, int]) -> None:
-        """Write words into an engine's slot, unless the engine has ended."""
+        """Writes words into an engine's slot, unless the engine has ended."""
         with self.locked():
             for slot in self.live(self._mine):
                 if self.word(slot, "identity") == one.identity:
@@ -838,11 +838,11 @@ class Account:
         self._change(change)
 
     def want(self, nbytes: int) -> None:
-        """Post the bytes that a request lacks; 0: none."""
+        """Posts the bytes that a request lacks; 0: none."""
         self.report(want=nbytes, want_ns=time.monotonic_ns())
 
     def excess(self, free: int | None = None) -> int:
-        """Return the bytes to give back: above the limit, or because another engine lacks memory.
+        """Returns the bytes to give back: above the limit, or because another engine lacks memory.
 
         Never more than the engine has above its floor. An engine with room for its wants does not
         count as short.
@@ -855,7 +855,7 @@ class Account:
         return max(0, used - self._limit(), asked)
 
     def has_more(self, free: int | None = None) -> bool:
-        """Return whether another engine is short while this engine exceeds its fair share.
+        """Returns whether another engine is short while this engine exceeds its fair share.
 
         An engine is short if it wants more than is free for it, and more than its own idle prefixes
         hold. The fair share: free memory plus the memory of this engine, of the short

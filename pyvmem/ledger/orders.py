@@ -82,7 +82,7 @@ def _check_limit(ledger: Ledger, one: EngineInfo, limit: int, floor: int) -> Non
 
 
 def _check_floor(ledger: Ledger, one: EngineInfo, floor: int, limit: int) -> None:
-    """Check that each engine's `least` fits in addition to the floors of the others."""
+    """Checks that each engine's `least` fits in addition to the floors of the others."""
     if floor > limit:
         raise _refused("floor", one, floor, "its limit is", limit)
     if ledger.capacity:

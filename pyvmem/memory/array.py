@@ -219,7 +219,7 @@ class VirtualArray:
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Copy `values` (ints, or objects with ``__index__``), none of which may be negative."""
+    """Copies `values` (ints, or objects with ``__index__``), none of which may be negative."""
     try:
         numbers = tuple(map(operator.index, values))
     except TypeError:

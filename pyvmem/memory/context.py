@@ -196,7 +196,7 @@ class Context(AddressSpace, Closable):
         return Stats._from_c(_native.get_stats(self.handle))
 
     def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
-        """Return the physical memory that the context could still allocate, and the total.
+        """Returns the physical memory that the context could still allocate, and the total.
 
         For host memory, as for back end "host", this is the machine's available memory, limited by
         what is left to this process's control group and to each group above it (cgroup version 1
@@ -409,7 +409,7 @@ class Context(AddressSpace, Closable):
     # ---- pool ----------------------------------------------------------------------------------
 
     def compact(self, nbytes: int | None = None, after: Iterable[Any] = ()) -> int:
-        """Return memory to the driver: empty slabs, then those at most half used.
+        """Returns memory to the driver: empty slabs, then those at most half used.
 
         Their pages are copied to free pages of fuller slabs, which replace them at every address
         and in every `Pages`. A safe point only: from the end of the work in `after` until this

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def tell() -> None:
-    """Raise for the hole that the main thread has read; have other threads raise for theirs.
+    """Raises for the hole that the main thread has read; has other threads raise for theirs.
 
     Raises:
         NotMapped: a hole was read.

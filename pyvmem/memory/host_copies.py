@@ -70,7 +70,7 @@ class Pieces:
 
 
 def split(pieces: Pieces, part: int = _PART) -> Pieces:
-    """Return the same bytes in pieces of at most `part`, so that all thread blocks have work."""
+    """Returns the same bytes in pieces of at most `part`, so that all thread blocks have work."""
     if not len(pieces.sizes) or pieces.sizes.max() <= part:
         return pieces
     counts = -(-pieces.sizes // part)
@@ -114,7 +114,7 @@ class HostMemory:
             registered.append(self.addr + at)
 
     def close(self) -> None:
-        """Free the memory. Idempotent."""
+        """Frees the memory. Idempotent."""
         self._end()
 
 
@@ -147,15 +147,15 @@ class Copy:
         self.error: BaseException | None = None
 
     def ready(self) -> bool:
-        """Return True once it has ended."""
+        """Returns True once it has ended."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Waits until it has ended."""
         raise NotImplementedError
 
     def seconds(self) -> float:
-        """Return its duration."""
+        """Returns its duration."""
         raise NotImplementedError
 
 
@@ -163,10 +163,10 @@ class Copies(Protocol):
     """Starts copies in one direction."""
 
     def now(self) -> Any:
-        """Return the work launched so far, for `start`; None: nothing to wait for."""
+        """Returns the work launched so far, for `start`; None: nothing to wait for."""
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Start a copy, after the copies started before and after other work.
+        """Starts a copy, after the copies started before and after other work.
 
         Args:
             pieces: what to copy.
@@ -174,17 +174,17 @@ class Copies(Protocol):
         """
 
     def events(self) -> tuple[Any, ...]:
-        """Return events for work that needs the copied data; on the CPU waits and returns none."""
+        """Returns events for work that needs the copied data; on the CPU waits and returns none."""
 
     def fence(self, stream: Any) -> None:
-        """Make a stream wait for the copies started so far."""
+        """Makes a stream wait for the copies started so far."""
 
     def close(self) -> None:
-        """Wait for all copies. Idempotent."""
+        """Waits for all copies. Idempotent."""
 
 
 def by_library(context: Context, pieces: Pieces, to_host: bool) -> None:
-    """Copy with libvmem's staged copies, synchronously.
+    """Copies with libvmem's staged copies, synchronously.
 
     Raises:
         VMemError: these failed as well.
@@ -231,10 +231,10 @@ class ThreadCopies:
         self._thread.start()
 
     def now(self) -> None:
-        """Return None: a step is complete when it returns."""
+        """Returns None: a step is complete when it returns."""
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Queue a copy for the thread."""
+        """Queues a copy for the thread."""
         self._last = copy = _Threaded(pieces)
         self._queue.put(copy)
         return copy
@@ -263,17 +263,17 @@ class ThreadCopies:
             ctypes.memmove(target, source, size)
 
     def events(self) -> tuple[Any, ...]:
-        """Wait for the copies; return no events."""
+        """Waits for the copies; returns no events."""
         self.fence(None)
         return ()
 
     def fence(self, stream: Any) -> None:
-        """Wait for the copies."""
+        """Waits for the copies."""
         if self._last is not None:
             self._last.wait()
 
     def close(self) -> None:
-        """Wait for the copies, and end the thread."""
+        """Waits for the copies, and ends the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -327,14 +327,14 @@ class StreamCopies:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
-        """Compile and load the kernel, which may wait for the device; else `start` does."""
+        """Compiles and loads the kernel, which may wait for the device; else `start` does."""
         nothing = np.empty(0, dtype=np.int64)
         for align in (16, 1):
             self._launch(Pieces(nothing, nothing, nothing), align)
         self.stream.synchronize()
 
     def now(self) -> Any:
-        """Return an event on torch's current stream; None if copies wait for no work."""
+        """Returns an event on torch's current stream; None if copies wait for no work."""
         import torch
 
         if not self._after_current:
@@ -342,7 +342,7 @@ class StreamCopies:
         return torch.cuda.current_stream(self._device).record_event()
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Launch a copy."""
+        """Launches a copy."""
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -380,7 +380,7 @@ class StreamCopies:
         return kept
 
     def events(self) -> tuple[Any, ...]:
-        """Return an event after the copies started so far."""
+        """Returns an event after the copies started so far."""
         import torch
 
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -388,16 +388,16 @@ class StreamCopies:
         return (event,)
 
     def fence(self, stream: Any) -> None:
-        """Make a stream wait for the copies started so far."""
+        """Makes a stream wait for the copies started so far."""
         stream.wait_stream(self.stream)
 
     def close(self) -> None:
-        """Wait for the copies."""
+        """Waits for the copies."""
         self.stream.synchronize()
 
 
 def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
-    """Return a function that makes the copies of a rank, given the direction."""
+    """Returns a function that makes the copies of a rank, given the direction."""
 
     def streamed(to_host: bool) -> Copies:
         copies = StreamCopies(context, to_host, device)
@@ -410,7 +410,7 @@ def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
 
 
 def has_kernel(context: Context) -> bool:
-    """Return whether `copy_now` can use the kernel if Triton is installed; needs locked memory."""
+    """Returns whether `copy_now` can use the kernel if Triton is installed; needs locked memory."""
     if context.cuda_device is None or find_spec("torch") is None:
         return False
     import torch
@@ -419,7 +419,7 @@ def has_kernel(context: Context) -> bool:
 
 
 def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
-    """Copy from or to page-locked memory with the kernel, synchronously.
+    """Copies from or to page-locked memory with the kernel, synchronously.
 
     False, with nothing copied, if the kernel cannot run: a CPU context, torch without CUDA, no
     Triton.

@@ -192,7 +192,7 @@ class OpBatch:
         copy_stride: int = 0,
         copy_bytes: int = 0,
     ) -> None:
-        """Map new pages for every piece, owned only by the mapping.
+        """Maps new pages for every piece, owned only by the mapping.
 
         Args:
             addr: first address, a multiple of the page size, like `size`.

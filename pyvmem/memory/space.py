@@ -109,7 +109,7 @@ class AddressSpace:
         _native.warm(self.handle, whole("nbytes", nbytes))
 
     def trim(self, keep: int = 0) -> int:
-        """Return empty slabs to the driver while `keep` free bytes remain; return their bytes."""
+        """Returns empty slabs to the driver while `keep` free bytes remain; returns their bytes."""
         return _native.trim(self.handle, whole("keep", keep))
 
     def join(self, addr: int, size: int) -> int:

@@ -360,7 +360,7 @@ def core_stream(work: Work, device: int) -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """Return libcuda, or None if it is not installed."""
+    """Returns libcuda, or None if it is not installed."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

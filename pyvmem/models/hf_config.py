@@ -333,7 +333,7 @@ class _Own:
 
 
 def _layer_config(text: Any, layer: int) -> Any:
-    """Return the configuration of one layer: ``per_layer_config`` holds its overrides (Gemma 4)."""
+    """Returns the configuration of one layer; ``per_layer_config`` overrides it (Gemma 4)."""
     every = getattr(text, "per_layer_config", None)
     if not every:
         return text
@@ -398,7 +398,7 @@ def _number(values: dict[str, Any]) -> Any:
 
 
 def dtype_name(config: Any, given: str) -> str:
-    """Return the configuration's dtype, else the given one; InvalidArgument if there is neither."""
+    """Returns the configuration's dtype or the given one; InvalidArgument if both are missing."""
     try:
         found = str(dtype_of(config)).removeprefix("torch.")
     except InvalidArgument:

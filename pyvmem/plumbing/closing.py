@@ -51,7 +51,7 @@ class Closable(Scoped):
     __slots__ = ()
 
     def close(self) -> None:
-        """Release the object's resources. Idempotent."""
+        """Releases the object's resources. Idempotent."""
         raise NotImplementedError
 
     def _leave(self) -> None:

@@ -46,7 +46,7 @@ def existing_file(text: str) -> Path:
 
 
 def existing_folder(text: str) -> Path:
-    """Validate an existing directory."""
+    """Validates an existing directory."""
     path = existing(text)
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a directory")
@@ -54,7 +54,7 @@ def existing_folder(text: str) -> Path:
 
 
 def replaced(text: str) -> Path:
-    """Validate a file to be replaced atomically, so its directory must be writable.
+    """Validates a file to be replaced atomically, so its directory must be writable.
 
     Symbolic links are followed. Devices and pipes are refused: the rename would remove them.
     """
@@ -94,7 +94,7 @@ def written(text: str) -> Path:
 
 
 def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the directory named by a variable, with ``~`` expanded; None if empty or unset.
+    """Returns the directory named by a variable, with ``~`` expanded; None if empty or unset.
 
     Raises:
         InvalidArgument: no such user.

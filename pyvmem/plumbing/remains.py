@@ -31,12 +31,12 @@ class Remains:
         _all[id(self)] = self
 
     def end(self) -> None:
-        """Free what the object left, as far as possible. Idempotent."""
+        """Frees what the object left, as far as possible. Idempotent."""
         raise NotImplementedError
 
 
 def end_lost() -> None:
-    """Free what lost objects left, newest first: it may be inside an older object's range."""
+    """Frees what lost objects left, newest first: it may be inside an older object's range."""
     for key, one in reversed(list(_all.items())):
         if one.owner() is None:
             with suppress(VMemError):  # closed, or cannot be freed now

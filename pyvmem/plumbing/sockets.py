@@ -32,6 +32,6 @@ def listen(address: str) -> socket.socket:
 
 
 def is_this_user(peer: socket.socket) -> bool:
-    """Return whether the peer of a Unix socket is a process of this user, or root's."""
+    """Returns whether the peer of a Unix socket is a process of this user, or root's."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return struct.unpack("3i", credentials)[1] in (os.getuid(), 0)

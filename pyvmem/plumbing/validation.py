@@ -33,7 +33,7 @@ def unexpected(name: str, value: Any, kind: str) -> TypeError:
 
 
 def expect(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
-    """Raise TypeError for a value of another type; `optional`: accept None, too."""
+    """Raises TypeError for a value of another type; `optional`: accept None, too."""
     if not (isinstance(value, kind) or (optional and value is None)):
         raise unexpected(name, value, kind.__name__ + " or None" * optional)
 

@@ -65,7 +65,7 @@ class LoadedModel:
 
 
 def cache_dir() -> Path:
-    """Return the directory of converted models and references: $VMEM_CACHE_DIR, else ~/.cache/vmem.
+    """Returns the directory of converted models and references: $VMEM_CACHE_DIR or ~/.cache/vmem.
 
     If the user has no writable home: vmem-UID in the directory of temporary files.
 
@@ -82,7 +82,7 @@ def cache_dir() -> Path:
 
 
 def find(path: str | Path | None = None) -> Path:
-    """Find a model directory or GGUF file.
+    """Finds a model directory or GGUF file.
 
     Args:
         path: a directory with a ``config.json``, a directory with one ``*.gguf``, or such a file.
@@ -115,7 +115,7 @@ def find(path: str | Path | None = None) -> Path:
 def model_folder(
     path: str | Path | None = None, notify: Callable[[str], None] | None = None
 ) -> Path:
-    """Return a directory for transformers' ``from_pretrained``; a GGUF file is converted once.
+    """Returns a directory for transformers' ``from_pretrained``; a GGUF file is converted once.
 
     Args:
         path: as in `find`.

@@ -97,7 +97,7 @@ def _generate(loaded: LoadedModel, job: Job) -> Reference:
 
 
 def _key(loaded: LoadedModel, job: Job) -> str | None:
-    """Return a key of everything a reference depends on; None if the model cannot be identified."""
+    """Returns a key of all that a reference depends on; None if the model cannot be identified."""
     import torch
     import transformers
 

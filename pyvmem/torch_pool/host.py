@@ -78,7 +78,7 @@ class HostBlock:
         return memoryview(window).cast("B")[offset : offset + nbytes]
 
     def unlock(self) -> None:
-        """Unregister the range before it is freed: CUDA would think it is still locked."""
+        """Unregisters the range before it is freed: CUDA would think it is still locked."""
         # A child of a fork has a copy of this object, and no CUDA.
         if self._device is not None and self._locked_by == os.getpid():
             with contextlib.suppress(VMemError):  # CUDA is gone, with its registrations

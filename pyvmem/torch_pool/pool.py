@@ -183,7 +183,7 @@ class VMemPool:
                 users.discard(user)
 
     def owns(self, tensor: Any) -> bool:
-        """Return whether a tensor's storage is in the pool, paused or not."""
+        """Returns whether a tensor's storage is in the pool, paused or not."""
         storage = tensor.untyped_storage()
         return torch_alloc.owns(self._device, storage.data_ptr(), max(1, storage.nbytes()))
 
