@@ -50,7 +50,7 @@
 // The most units worked on before state->lock is released for a moment.
 #define UVM_VMEM_STEP_UNITS 4096
 
-// The reach of one directory of 2 MB entries.
+// Log2 of the addresses that one directory of 2 MB entries covers: 512 MB.
 #define UVM_VMEM_DIRECTORY_SHIFT 29
 
 // A handle is an index into the table of objects and, above it, how often the index had wrapped: a handle repeats after

@@ -97,7 +97,7 @@ static NvU32 block_mask(NvU32 first, NvU32 order)
     return order == UVM_VMEM_ORDERS - 1 ? ~0u : ((1u << (1u << order)) - 1) << first;
 }
 
-// Put a chunk into the list that it belongs to.
+// File a chunk under the largest order of which a block is free in it; a full chunk is in no list.
 static void chunk_file(uvm_vmem_chunk_t *chunk)
 {
     NvU32 order = UVM_VMEM_ORDERS;

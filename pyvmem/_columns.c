@@ -173,7 +173,7 @@ static int by_age(const void *a, const void *b) {
 
 /*
  * Finds the slots with all flags of `all` and none of `none`, least recently used first. With
- * `found` NULL * it only counts them.
+ * `found` NULL it only counts them.
  *
  * Returns their number.
  */
@@ -195,7 +195,7 @@ uint32_t pyvmem_pick(const struct pyvmem_columns *columns, uint32_t all, uint32_
 
 /*
  * Chooses, among the slots that `pyvmem_pick` finds, the slot with the fewest mapped pages of at
- * least `pages`, else * the one with the most; ties go to the least recently used. Returns the
+ * least `pages`, else the one with the most; ties go to the least recently used. Returns the
  * number of slots if none is found.
  */
 uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t none, uint64_t pages) {
@@ -215,7 +215,7 @@ uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t
 
 /*
  * Counts the device pages of slots beyond those of their owners, without the rest of a partly used
- * large entry. * Leaves out slots with a growth in flight, and lost ones.
+ * large entry. Leaves out slots with a growth in flight, and lost ones.
  */
 uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
   struct look look = {0};
@@ -245,9 +245,9 @@ uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
 
 /*
  * Reads a list with a length for each slot. `rows` gets the rows that each slot holds afterwards,
- * max(length, * held), `total` their sum; `needs` the rows for which it must have pages, more for a
- * prefill; and `beyond` * the indices of slots where these exceed the capacity, in order. `beyond`
- * has room for one more than there * are slots.
+ * max(length, held), `total` their sum; `needs` the rows for which it must have pages, more for a
+ * prefill; and `beyond` the indices of slots where these exceed the capacity, in order. `beyond`
+ * has room for one more than there are slots.
  *
  * Returns the number of indices in `beyond`; -1 - i if entry i is not an int from 0 to 2^64 - 1; or
  * -1 - slots - i if no slot can hold so many rows as entry i says, or slot i is free.
@@ -288,7 +288,7 @@ int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct p
 
 /*
  * Chooses for each slot how many pages to map, at least `pages`. Slots that lack none are
- * unchanged. * Returns the surplus pages of all slots.
+ * unchanged. Returns the surplus pages of all slots.
  */
 uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_columns *columns, uint64_t count,
                       const uint64_t *pages, const uint64_t *mapped, const uint64_t *head, uint64_t *goals) {
@@ -318,8 +318,8 @@ uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_column
 
 /*
  * Finds slots that the last scan named, whose pages end within `ahead` rows after the rows held.
- * `found` gets * them and `needs` the rows for which each is to have pages, as long as they lack no
- * more than `room` pages * together. Leaves out slots that are not plain.
+ * `found` gets them and `needs` the rows for which each is to have pages, as long as they lack no
+ * more than `room` pages together. Leaves out slots that are not plain.
  *
  * Returns their number.
  */
@@ -346,7 +346,7 @@ uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_colum
 
 /*
  * Plans the growth of the slots in `growth->slot` to their needs, one POPULATE each. Changes only
- * `growth` and * `ops`.
+ * `growth` and `ops`.
  *
  * Returns 0; or -1 if a slot is not plain, or more pages are lacking than `runs` says are free.
  */
@@ -465,10 +465,10 @@ void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint6
 
 /*
  * Runs the `n` map operations of growths that were planned together, as one batch, and records them
- * as mapped and * granted; `outcome` has the edits of the other records.
+ * as mapped and granted; `outcome` has the edits of the other records.
  *
  * Returns the result of vmem_batch. If it is not 0 nothing changed, and the caller must end `wait`,
- * after it has * read the error.
+ * after it has read the error.
  */
 int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_grown *groups, uint64_t count,
                   const struct vmem_op *ops, uint64_t n, struct pyvmem_waits *waits, struct pyvmem_wait *wait) {

@@ -78,8 +78,8 @@ static void destroy_versioned(PyObject *capsule) {
 
 /*
  * Returns a new capsule with a new tensor, as a new reference; called with the GIL, unlike the rest
- * of what cffi * declares. NULL, with MemoryError set, when the heap is exhausted. Tensor and
- * capsule are made in one call, * since a signal's exception between two calls would leave a tensor
+ * of what cffi declares. NULL, with MemoryError set, when the heap is exhausted. Tensor and
+ * capsule are made in one call, since a signal's exception between two calls would leave a tensor
  * with no owner, or with two.
  */
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,

@@ -4,17 +4,17 @@
  * process.
  *
  * The read may be anywhere: in a kernel of torch on one of OpenMP's threads, in numpy, in memcpy.
- * Nothing may jump out * of these, so the handler of SIGSEGV lets the read complete, with zeros
- * (vmem_reveal), records it, and has the * interpreter call holes.py in the main thread, which
+ * Nothing may jump out of these, so the handler of SIGSEGV lets the read complete, with zeros
+ * (vmem_reveal), records it, and has the interpreter call holes.py in the main thread, which
  * makes holes fault again and raises.
  *
  * The handler assumes that a fault in a reservation comes from an instruction of the thread itself
- * that reads a * tensor, and that no thread does that while it holds a lock of libvmem, or the lock
- * below. So it may take them. It * touches nothing before it knows that the faulting address is
- * watched. Other faults, and signals sent by kill or * raise, go to the previous handler.
+ * that reads a tensor, and that no thread does that while it holds a lock of libvmem, or the lock
+ * below. So it may take them. It touches nothing before it knows that the faulting address is
+ * watched. Other faults, and signals sent by kill or raise, go to the previous handler.
  *
  * A write to a hole, or to a page that requests share, cannot complete: its bytes have no memory.
- * It is reported on * stderr before it kills the process.
+ * It is reported on stderr before it kills the process.
  */
 #if !defined(Py_LIMITED_API) && !defined(_CFFI_NO_LIMITED_API)
 #define Py_LIMITED_API 0x030a0000

@@ -2,7 +2,7 @@
 /* Calls of vmem.h that write their outcome to the caller's memory before they return to Python: an
  * exception that a
  * signal raises there (Ctrl-C) discards the return value, but not the outcome. cffi reads the part
- * after the * includes (see _build.py). Each function returns the result of the function of vmem.h.
+ * after the includes (see _build.py). Each function returns the result of the function of vmem.h.
  * */
 #include <vmem.h>
 
@@ -17,9 +17,9 @@ struct pyvmem_outcome {
  * and forgets them.
  *
  * An edit sets an attribute of an object, bypassing its __setattr__, if the key is a str, and else
- * an item; for a set * it adds the key. Ellipsis as the value removes instead. With a list of
- * owners and a str it sets the attribute of each * to the value at the same index of a list. Each
- * value is replaced by the previous one (Ellipsis: none), so that no * finalizer runs before the
+ * an item; for a set it adds the key. Ellipsis as the value removes instead. With a list of
+ * owners and a str it sets the attribute of each to the value at the same index of a list. Each
+ * value is replaced by the previous one (Ellipsis: none), so that no finalizer runs before the
  * caller drops the edits. */
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value);
 /* Applies edits without a call, or undoes them. `change` is a list of a flag, whether they are

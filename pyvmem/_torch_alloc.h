@@ -29,9 +29,8 @@ uint32_t pyvmem_torch_tag(uint32_t tag);
 /* The tag of the calling thread. */
 uint32_t pyvmem_torch_tag_now(void);
 /* Unmaps the mapped blocks of a tag, all or none. No GPU work may be unfinished. `save`: memory for
- * their
- * contents, kept by the caller until they are resumed or freed; NULL = contents are discarded.
- * -EAGAIN: `room` * bytes are too few. */
+ * their contents, kept by the caller until they are resumed or freed; NULL = contents are
+ * discarded. -EAGAIN: `room` bytes are too few. */
 int pyvmem_torch_pause(struct pyvmem_outcome *outcome, int device, uint32_t tag, void *save, uint64_t room);
 /* Maps the paused blocks of a tag again, all or none, with what was saved or with zeros. */
 int pyvmem_torch_resume(int device, uint32_t tag);

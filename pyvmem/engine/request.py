@@ -69,7 +69,7 @@ class Request:
         """Its index into the cache's tensors, ``cache.k(layer)[request.slot]``.
 
         Raises:
-            BadHandle: it has ended. Busy: a background call works on it. InvalidArgument: it is
+            BadHandle: it has ended. Busy: a background call is using it. InvalidArgument: it is
                 swapped out.
         """
         self.require(State.RUNNING)

@@ -99,7 +99,7 @@ _HEADROOM = 256 << 20  # on a ledger, and at most a sixteenth of the budget
 
 @dataclass(frozen=True)
 class ShareInfo:
-    """One cache of a budget, in bytes.
+    """One cache's part of a budget, in bytes.
 
     Attributes:
         floor_bytes: reserved for it (`KVCacheConfig.memory_floor`).

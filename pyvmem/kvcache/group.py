@@ -455,7 +455,7 @@ class Group:
     # ---- shared pages in more slots --------------------------------------------------------------
 
     def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
-        """Returns the edits that give the slots of loans to requests."""
+        """Returns the edits that start a request in each loan's slot, with its shared pages."""
         reclaimer, table, pager = self.reclaimer, self.table, self.pager
         uses: dict[Span, int] = {}
         holds: dict[Span, int] = {}

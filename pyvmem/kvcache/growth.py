@@ -122,8 +122,8 @@ class Pager:
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self.ahead = 0
         if not (self.layout.state or reclaimer.table.lockstep):
-            # So a request that gets pages ahead has no mapped page that was not granted, and a step
-            # that needs no more than it has does not meet the growth under way.
+            # A request gets pages ahead only if all its mapped pages are granted, so a step that
+            # needs no more than those does not wait for the growth under way.
             self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
 
     @property
@@ -554,7 +554,7 @@ Needs: TypeAlias = Sequence[tuple[Pager, int]]
 
 
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
-    """Fast path of a step: grow the slots of the last scans with one map call per slot, one batch.
+    """Grows the slots of the last scans by one map call each, in one batch: a step's fast path.
 
     C plans the growth of each group, then one C call runs or submits the batch and, on success,
     writes the records. With `background` the batch is only submitted when this returns.
@@ -818,7 +818,7 @@ def _others(needs: Needs) -> Share | None:
 
 
 def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
-    """Like `within_reach`, but first wait for idle growths and, if needed, cancel promotions."""
+    """Like `within_reach`, but first waits for idle growths and, if needed, cancels promotions."""
     others = _others(needs)
     for pager, _ in needs:
         if pager.growths:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """An undo log of a cache's records: an exception at any point leaves them consistent.
 
-An exception may come from outside between any two of Python's instructions: Ctrl-C, another
+An exception may come from outside between any two bytecode instructions: Ctrl-C, another
 signal's handler, a test's timeout, MemoryError. A call of the cache is then half done, in its
 records and in the context. So while a call runs, the journal holds, oldest first:
 
@@ -11,8 +11,8 @@ records and in the context. So while a call runs, the journal holds, oldest firs
     abort   how to undo a part of the call that is complete in itself, such as taking a slot
 
     | undo undo ACT undo ABORT undo undo ACT undo |
-                                         ^ did not happen: all is undone back to the first ACT,
-                                           which did; then the aborts before it are run
+                                         ^ did not happen: all is undone back to the last ACT
+                                           that did; then the aborts before it are run
 
 An interrupted call is recovered while the exception propagates, or else by the next call:
 `Journal.recover` may itself be interrupted at any point, and then continues where it stopped.

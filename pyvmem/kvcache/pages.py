@@ -134,7 +134,7 @@ class Places:
 
     @property
     def away_end(self) -> int:
-        """Ends of the last page outside the device; 0 if there is none."""
+        """End of the last page outside the device; 0 if there is none."""
         return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:

@@ -578,7 +578,7 @@ class PrefixCache:
             match._lease = self.leases.add(self.tree.cut_at(node, match.length))
 
     def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
-        """Transfer a match's pin to the slot of a request that has begun with it."""
+        """Transfers a match's pin to the slot of a request that has begun with it."""
         lease = match._lease
         self._journal.change([*self.leases.ending(lease), [slot, "pins", [lease.node]]])
 

@@ -350,7 +350,7 @@ class Reclaimer:
                     [slot, "kept", False],
                     [slot, "places", slot.places.put(*unmap.places.noted)],
                     [slot, "mapped", unmap.high],
-                    [slot, "dirty", max(slot.dirty, unmap.dirty)],  # an owner may have ended since
+                    [slot, "dirty", max(slot.dirty, unmap.dirty)],  # `dirty` may have risen since
                     [slot, "span", span + slot.span],
                 )
                 if slot.block:  # as far as is known
@@ -636,7 +636,7 @@ class Reclaimer:
     def _share_of(self, slot: Slot, spare: int, missing: int) -> int:
         """Returns the pages per tensor that a slot loses of `spare`, at least `missing` if it can.
 
-        A free slot loses complete blocks: that is 2 MiB for another request.
+        A free slot loses whole blocks, so that another request can map them with 2 MiB entries.
         """
         take = min(spare, missing)
         if self.block and not slot.active:
@@ -645,7 +645,7 @@ class Reclaimer:
 
     @property
     def room(self) -> int:
-        """Frees bytes of the budget or limit; ignores the cache's own limit within a budget."""
+        """Free bytes of the budget or limit; ignores the cache's own limit within a budget."""
         if self.share is None:
             return (self.limit - self.held) * self.layout.page_size
         return self.share.room()

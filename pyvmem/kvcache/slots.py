@@ -111,7 +111,7 @@ class Slot(Row):
 
     @property
     def shared(self) -> int:
-        """Ends of the shared pages; `head` if there are none."""
+        """End of the shared pages; `head` if there are none."""
         return self.head + self.span.pages
 
     def shared_part(self, low: int, high: int) -> Span:
@@ -139,7 +139,7 @@ class Slot(Row):
 
     @property
     def firm(self) -> int:
-        """Ends of the pages that stay mapped while the owner's work may run."""
+        """End of the pages that stay mapped while the owner's work may run."""
         granted = self.granted
         return granted + -granted % self.block if granted < self.whole else granted
 

@@ -112,7 +112,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         if names and group.pager.ahead:
             group.pager.grow_ahead()
         if group.table.lockstep:
-            group.prefixes.leases.end_all()  # a collector must not decide when they end
+            group.prefixes.leases.end_all()  # garbage collection differs between ranks
         if group.reclaim_due:
             group.reclaim_idle()
         unprepared |= group.unprepared
@@ -167,7 +167,7 @@ def _grow_for(begun: Sequence[_Begun], stream: Any) -> bool:
 
 
 def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
-    """`_grow_for`, after unmapping surplus pages of requests in split 2 MiB entries.
+    """Like `_grow_for`, but splits 2 MiB entries of requests to unmap their surplus pages.
 
     No GPU work may read such an entry while it is split, so this waits for all work on the device.
     Splits the largest surplus first, and stops when there is enough.
@@ -259,7 +259,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
 
 
 def _left_to_a_step(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
-    """Growth promised to other slots by earlier calls but not yet mapped."""
+    """Returns growth that earlier calls promised to other slots and that is not mapped yet."""
     named = {slot for _, slot, _ in wants}
     found = []
     for group in groups:

@@ -464,8 +464,8 @@ class Ledger(Closable):
             if time.monotonic() >= end:
                 self._held = True
                 raise LedgerHeld(
-                    f"{self.path}: {self._holder()} has the lock and does not let it go: it stands "
-                    "still (stopped, frozen, in a debugger); let it run on, or end it",
+                    f"{self.path}: {self._holder()} has the lock and does not release it: it seems "
+                    "suspended (stopped, frozen, in a debugger); resume it or end it",
                     errno=errno.ETIMEDOUT,
                 )
             time.sleep(pause)
@@ -677,7 +677,7 @@ class Ledger(Closable):
             return
         with locked_folder(self.path.parent, _PATIENCE_S) as held:
             if not held:
-                text = f"{self.path.parent}: an engine that starts stands still"
+                text = f"{self.path.parent}: an engine is suspended during its start"
                 raise LedgerHeld(text, errno=errno.ETIMEDOUT)
             yield self.total_beside("host")
 

@@ -31,8 +31,8 @@ class Pages(Scoped):
     """A reference to physical pages, made by `Context.create` or `Context.retain`.
 
     The pages live while a handle or a mapping refers to them. End the reference with `release` or
-    `drop`; a context manager releases. A forgotten one keeps its pages until the context closes,
-    and warns (ResourceWarning).
+    `drop`; leaving a ``with`` block releases it. A reference that is never ended keeps its pages
+    until the context closes, and warns (ResourceWarning).
     """
 
     __slots__ = ("_context", "_done", "_nbytes", "_outcome")

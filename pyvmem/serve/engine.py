@@ -139,8 +139,8 @@ class Engine(Closable):
         if self._states is not None and prefill_chunk:
             raise NotSupported(
                 f"the engine: prefill_chunk is {prefill_chunk}, and the model has layers with a "
-                "state; of these, some of transformers' own (Jamba's, Bamba's) begin anew with "
-                "every call of more than one token, so prompts are computed whole",
+                "state: its prompts must be computed whole, since some of transformers' layers "
+                "(Jamba's, Bamba's) reset their state in every call of more than one token",
                 op="Engine",
             )
         self._attending = {

@@ -250,7 +250,7 @@ class AgreedQuota:
         return -excess, not fair
 
     def want(self, nbytes: int) -> None:
-        """Posts that a request lacks `nbytes` bytes; 0 withdraws that."""
+        """Posts a shortage of `nbytes` bytes to the ledger; 0 withdraws it."""
         self._quota.want(nbytes)
 
     def report(self, **values: int) -> None:

@@ -3,8 +3,8 @@
 
     pool = VMemPool(context)
     with pool.use("weights"):
-            model = make_model()            # every tensor made here is allocated in the pool
-    pool.pause("weights")               # contents to host memory, pages to the device
+        model = make_model()            # every tensor made here is allocated in the pool
+    pool.pause("weights")               # contents are saved in host memory, pages are freed
     ...                                 # another program, or another phase, has the memory
     pool.resume("weights")              # same addresses, same contents
 

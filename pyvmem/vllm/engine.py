@@ -495,7 +495,7 @@ class ElasticEngine:
             log.debug("vmem: the keeper ends: %s", str(error))
             return False
         except Exception:
-            log.exception("vmem: the reclaimer thread failed; memory is no longer returned")
+            log.exception("vmem: the keeper failed; memory is no longer returned")
             self._has_more = False
             return False
         return True

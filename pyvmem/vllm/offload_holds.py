@@ -29,10 +29,10 @@ WORTH = 1.0  # s after the last step for which blocks are held for stores
 
 @dataclass
 class _Store:
-    """A store that was ordered.
+    """A store to host memory that a step has ordered.
 
     Attributes:
-        step: number of the step that orders it; the workers begin it a step later at most.
+        step: number of that step; the workers begin the store by the next step at the latest.
         blocks: blocks that it reads.
         keys: the keys by which vLLM's manager identifies it.
         pending: number of ranks that have not reported it yet.

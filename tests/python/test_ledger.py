@@ -172,7 +172,7 @@ def test_an_engine_that_starts_stands_still(folder: Path, monkeypatch: pytest.Mo
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     join(folder, "a").close()
-    with pytest.raises(LedgerHeld, match=f"{folder}: an engine that starts stands still"):
+    with pytest.raises(LedgerHeld, match=f"{folder}: an engine is suspended during its start"):
         join(folder, "b", host=1)
     os.close(fd)
     join(folder, "b", host=1).close()
@@ -222,7 +222,7 @@ def test_a_process_that_stands_still_with_the_lock_stops_nobody(
         mine.give(GIB)
         mine.want(1)
         mine.report(in_use=1)
-        with pytest.raises(LedgerHeld, match=r"engine 'holder' .* it stands still"):
+        with pytest.raises(LedgerHeld, match=r"engine 'holder' .* it seems suspended"):
             names(folder)
         holder.send_signal(signal.SIGCONT)
         assert holder.stdout is not None

@@ -63,7 +63,7 @@ int vm_drv_unalias(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t pri
 
 /* ---- bind.c ------------------------------------------------------------------------------------ */
 
-/* Executes the operations in as few driver calls as the back end can. It may reorder ops; *result counts in the new
+/* Executes the operations in as few driver calls as the back end can. It may reorder ops; *result refers to the new
  * order. */
 int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 

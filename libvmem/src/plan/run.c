@@ -291,7 +291,7 @@ static int start_fills(struct vm_ctx *c, struct vm_plan *p, const vm_event *afte
   while (!err && i < p->fills.n) {
     struct vm_be_range r[64];
     uint32_t value = VM_AT(p->fills, struct vm_piece, i)->handle;
-    bool chain = num_after && p->event; /* calls that wait for events have no order of their own */
+    bool chain = num_after && p->event; /* calls given events run in any order, so each waits for the last */
     vm_event e = 0;
     size_t n = 0;
     for (; i < p->fills.n && n < 64 && VM_AT(p->fills, struct vm_piece, i)->handle == value; i++, n++)
