@@ -285,8 +285,8 @@ class Rows:
         window = shape.window if isinstance(shape, LayerShape) else 0
         if window and max(0, length - window + 1) < first:
             raise invalid(
-                f"{length} tokens: the window of {window} of layer {layer} begins in rows that "
-                f"are gone, those before {first}; window_tile is how many can be taken back",
+                f"{length} tokens: the window of {window} of layer {layer} begins in rows that are "
+                f"unmapped, those before {first}; window_tile is how many can be taken back",
                 limit=self._part(layer).config.window_tile,
                 op="VMemCache",
             )

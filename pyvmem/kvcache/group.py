@@ -34,7 +34,7 @@ from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
-from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.slots import Growth, Slot, SlotTable
 from pyvmem.kvcache.window import Window
 from pyvmem.memory.context import Context
 from pyvmem.memory.info import Caps
@@ -317,7 +317,8 @@ class Group:
             edits += self.window.forgetting(slot)
         if slot.span.pages and not slot.stale:
             edits += self.reclaimer.shared.using({slot.span: -1})
-        if (slot.span.pages or slot.head or slot.places.noted) and not slot.lost:  # it is stale
+        stale = (slot.span.pages or slot.head or slot.places.noted) and not slot.lost
+        if stale or not self.config.deferred_reclaim:
             edits.append([self, "reclaim_due", True])
         self.table.give_back(slot, event, self.clock, edits)
 
@@ -604,8 +605,12 @@ def prepare(groups: Sequence[Group]) -> None:
                     taken = new
         group.unprepared = waits
     if wants:
-        with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
+        try:
             grow(wants, background=True, reclaim=False)
+        except (TooManyBatches, OutOfMemory):  # the next call tries again
+            pass
+        except VMemError as error:  # the caller's slots are taken: the next step raises it
+            groups[0].reclaimer.errors.append(error)
 
 
 class Loan(NamedTuple):
@@ -631,8 +636,9 @@ def free_on_abort(taken: Sequence[tuple[Group, Slot]]) -> None:
     def free() -> None:
         found = [one for one in before if one[1].active and one[1].owner == one[2] + 1]
         for group, slot, _ in found:
-            with suppress(VMemError):
-                group.pager.release(slot)
+            if isinstance(slot.job, Growth):
+                with suppress(VMemError):
+                    group.pager.release(slot)
             group.release(slot, None)
         for group, slot, _ in found:
             with suppress(VMemError):

@@ -281,6 +281,7 @@ class HostPrefixes:
 
     def check(self) -> list[str]:
         """Returns contradictions between the cells and the keys, as text."""
-        if not set(self._unused()).issuperset(self._free):
-            return ["a cell of host memory is both used and free"]
+        free = set(self._free)
+        if len(free) < len(self._free) or not free.issubset(self._unused()):
+            return ["a cell of host memory is both used and free, or free twice"]
         return []

@@ -34,6 +34,11 @@ from pyvmem.plumbing.reentry import call_part, within
 __all__ = ["Journal", "Recoverable"]
 
 
+_MADE = Outcome()
+"""The outcome of a call that counts as successful once it begins: recovery stops there."""
+_MADE.cell.called = 1
+
+
 class Made(Protocol):
     """A handle or a reservation that a call has made in the context."""
 
@@ -75,6 +80,10 @@ class Journal:
         made: list[Any] = [False, edits]
         self.entries.append(made)
         _native.change(made)
+
+    def made(self) -> None:
+        """Keeps what the call has recorded so far, since what follows cannot be undone."""
+        self.entries.append(_MADE)
 
     def on_abort(self, run: Callable[[], None]) -> None:
         """Registers an undo for a part of the call; `run` must be safe to run again."""

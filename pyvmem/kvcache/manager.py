@@ -114,6 +114,7 @@ class Manager:
         if hasattr(self, "context"):
             with self.lock, self.journal:
                 self.journal.on_abort(self._give_back)
+                self.journal.made()
                 self._give_back()
 
     def _make(self, configs: Sequence[KVCacheConfig], table: type[SlotTable]) -> None:

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Mapper", "Scratch"]
 
-_MADE = Outcome()
-"""The outcome of a call that counts as successful once it begins: recovery stops there."""
-_MADE.cell.called = 1
-
 
 class Mapper:
     """A group's access to its context. The caller holds the cache's lock and journal."""
@@ -107,7 +103,7 @@ class Mapper:
 
     def join(self, addr: int, size: int) -> int:
         """See `Context.join`; an interrupted one may have made some entries."""
-        self.journal.entries.append(_MADE)
+        self.journal.made()
         return self.context.join(addr, size)
 
     def copy(
@@ -124,7 +120,7 @@ class Mapper:
         if not len(addresses):
             return
         if not out:  # written pages are not zero: they stay granted
-            self.journal.entries.append(_MADE)
+            self.journal.made()
         if self._by_kernel(size, addresses, host, out):
             return
         pieces = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))

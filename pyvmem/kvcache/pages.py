@@ -23,10 +23,12 @@ All pages of a block are in the same memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from pyvmem.errors import VMemError
 from pyvmem.kvcache.layout import Layout
 from pyvmem.memory.info import Location
 
@@ -396,11 +398,16 @@ class SharedPages:
             [self, "pages", self.pages - (0 if block.away else pages)],
             [self.unheld, part, ...],
         )
-        if pages == block.live:  # the handle is dropped at the end of the call
+        last = pages == block.live
+        if last:
             edits += ([self.blocks, block, ...], [journal.held, block.handle, None])
         size, stride = self.layout.page_size, block.pages * self.layout.page_size
         where = (low * size, pages * size, self.layout.num_tensors, stride)
         self._mapper.drop_range(edits, block.handle, *where)
+        if last:  # now: what interrupts the end of the call cannot undo the call
+            with suppress(VMemError):
+                block.handle.abandon()
+            journal.held.pop(block.handle, None)
 
     def close(self) -> None:
         """Drops every remaining handle, even if its pages are held."""

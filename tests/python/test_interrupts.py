@@ -864,13 +864,9 @@ def _promoting_step(
         _settled(cache)
     steps = _growing(engine, cache, {reqid: PART + 2})
     call = next(steps)
-
-    def large() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(migration, "REACH", 0)
-            call()
-
-    yield large
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migration, "REACH", 0)
+        yield call
     ended(steps)
     cache.promote(reqid, wait=True)
     assert cache.snapshot()[reqid].large_pages == blocks * UNIT_PAGES

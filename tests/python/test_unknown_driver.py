@@ -120,7 +120,7 @@ def test_an_unknown_one_is_used_with_a_warning(software: dict[str, str]) -> None
     for one in found:
         assert (one["backend"], one["right"]) == ("stock", True), one
         assert WARNING in one["reason"], one
-        assert "the driver did what a known one does in all that was tried" in one["reason"], one
+        assert "the driver did what a known driver does in every check" in one["reason"], one
         assert WARNING in one["warning"], one
         assert [text for level, text in one["said"] if level == "WARNING"] == [one["warning"]], one
 
