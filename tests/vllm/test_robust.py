@@ -55,7 +55,9 @@ def test_an_engine_starts_while_another_has_all_the_memory(
                 check(llm)
         else:
             with (
-                pytest.raises(MemoryError, match=r"the null block needs 131072 bytes, 0 can be"),
+                pytest.raises(
+                    MemoryError, match=r"the null block needs 131072 bytes, 0 are available"
+                ),
                 start("llama", VMEM_VLLM="1"),
             ):
                 pass
