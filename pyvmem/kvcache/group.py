@@ -232,7 +232,7 @@ class Group:
     # ---- after an exception from outside ---------------------------------------------------------
 
     def owns(self, held: object) -> bool:
-        """Whether a reservation is the group's."""
+        """Returns whether a reservation is the group's."""
         return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
 
     def failed(self, error: VMemError) -> None:

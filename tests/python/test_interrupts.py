@@ -2004,7 +2004,7 @@ def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
 
 
 def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() -> None:
-    """What the call has made is given back again."""
+    """The call gives back what it has made."""
 
     class Made:
         given = 0

@@ -213,7 +213,7 @@ def test_weights_sleep_and_wake(pool: VMemPool, weights: int, level: int, found:
 
 
 def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
-    """As by `release_kv_cache_memory` since 0.31; the KV cache needs no tag to wake."""
+    """Like `release_kv_cache_memory` since 0.31: the KV cache needs no tag to wake."""
     one, context = backend(), pool._context
     mapped = context.stats().mapped_bytes
     assert mapped > 0
