@@ -23,6 +23,16 @@ def config(**options: Any) -> KVCacheConfig:
     return KVCacheConfig(2, 2, 64, max_batch=4, max_seq_len=4 * LENGTH, **options)
 
 
+def started(cache: KVCache | LayeredCache) -> int:
+    """Returns a new request of `LENGTH` rows, in whichever slot."""
+    reqid = cache.alloc_reqid()
+    assert reqid is not None
+    lens = [0] * 4
+    lens[reqid] = LENGTH
+    assert cache.step(lens) == 0
+    return reqid
+
+
 def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) -> list[int]:
     """Raises KeyboardInterrupt in the call number `at` of a method; returns a count of calls."""
     original: Callable[..., Any] = getattr(owner, name)
@@ -41,13 +51,9 @@ def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) ->
 def test_a_request_that_comes_back_as_a_prefix_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages were the last that a handle of the prefix had."""
     with KVCache(config(memory_limit=1 << 20), backend="host") as cache:
-        reqid = cache.alloc_reqid() or 0
-        lens = [LENGTH, 0, 0, 0]
-        assert cache.step(lens) == 0
+        reqid = started(cache)
         swapped = cache.swap_out(reqid)
-        assert cache.alloc_reqid() == reqid
-        assert cache.step(lens) == 0
-        cache.free_reqid(reqid, tokens=list(range(LENGTH)))
+        cache.free_reqid(started(cache), tokens=list(range(LENGTH)))
         with monkeypatch.context() as patch:
             calls = interrupt(patch, Pages, "abandon")
             with pytest.raises(KeyboardInterrupt):
@@ -83,8 +89,7 @@ def test_unmaps_of_a_freed_request_that_had_not_begun(monkeypatch: pytest.Monkey
         max_seq_len=4 * LENGTH,
         deferred_reclaim=False,
     ) as cache:
-        reqid = cache.alloc_reqid() or 0
-        assert cache.step([LENGTH, 0, 0, 0]) == 0
+        reqid = started(cache)
         with monkeypatch.context() as patch:
             interrupt(patch, Group, "reclaim_idle", at=2)
             with pytest.raises(KeyboardInterrupt):
