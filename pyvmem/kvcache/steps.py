@@ -107,7 +107,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             if wasted > counters.peak_wasted:
                 counters.peak_wasted = wasted
         counters.steps += 1
-    unprepared = False
+    unprepared = []
     for group in groups:
         if names and group.pager.ahead:
             group.pager.grow_ahead()
@@ -115,9 +115,10 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             group.prefixes.leases.end_all()  # garbage collection differs between ranks
         if group.reclaim_due:
             group.reclaim_idle()
-        unprepared |= group.unprepared
+        if group.unprepared:
+            unprepared.append(group)
     if unprepared:
-        prepare(groups)
+        prepare(unprepared)
     return 0
 
 
