@@ -18,6 +18,7 @@ ARMS = (
 )
 ENGINES = ("stock", "elastic", "stock again")
 _GB = 1e9
+_DRAWN = ("share", "prefixes")  # parts with memory over time
 
 
 def arrivals(options: Result) -> str:
@@ -245,13 +246,14 @@ def share_table(run: Result) -> Iterator[str]:
 
 
 def picture_of(run: Result) -> str:
-    """The path of a sharing run's picture."""
+    """The path of a run's picture."""
     return f"benchmarks/vllm/{Path(run['file']).stem}.svg"
 
 
 def pictures() -> dict[Path, Result]:
-    """The pictures of kept sharing runs, with their runs."""
-    return {ROOT / picture_of(run): run for run in runs("vllm") if "share" in run["parts"]}
+    """The pictures of kept runs with memory over time, with their runs."""
+    drawn = [run for run in runs("vllm") if not run["parts"].keys().isdisjoint(_DRAWN)]
+    return {ROOT / picture_of(run): run for run in drawn}
 
 
 def blocks_table(run: Result) -> Iterator[str]:
@@ -299,6 +301,16 @@ def rough_table(run: Result) -> Iterator[str]:
     yield ""
     head = ["engine", "answered", "aborted", "prefixes reset", "memory trimmed", "steps"]
     yield from table([*head, "answers as stock's"], body)
+    if "rough/blocks/stored" in found:
+        stored, loaded, dropped = (
+            found[f"rough/blocks/{what}"]["value"] for what in ("stored", "loaded", "dropped")
+        )
+        size = run["options"]["offload"] / _GB
+        yield ""
+        yield (
+            f"The elastic engine had {size:.1f} GB of host memory: {stored:,} blocks were stored, "
+            f"{loaded:,} loaded, {dropped:,} dropped."
+        )
 
 
 def sleep_table(run: Result) -> Iterator[str]:
@@ -454,6 +466,33 @@ def offload_table(run: Result) -> Iterator[str]:
     yield from table(["engine", "stores GB/s", "loads GB/s", *gaps], body)
 
 
+def prefixes_table(run: Result) -> Iterator[str]:
+    """Engines in turns, with prefixes that do not fit."""
+    found = {name.partition("/")[2]: row for name, row in rows(run).items()}
+    arms = [name.partition("/")[2] for name in found if name.startswith("hits/")]
+    body = []
+    for arm in arms:
+        first, same = found[f"first/{arm}"], found[f"same/{arm}"]
+        body.append(
+            [
+                arm.replace("+host", ", offloading"),
+                f"{found[f'hits/{arm}']['value']:.1f}",
+                *(number(first[one]) for one in ("median", "p90", "p99")),
+                f"{same['value']} of {same['of']}",
+            ]
+        )
+    capacity = found["capacity"]["value"] / _GB
+    yield (
+        f"Two engines in turns, each with prompts that need all {capacity:.1f} GB of keys and "
+        f"values; {heading(run)}"
+    )
+    yield ""
+    head = ["engines", "tokens of prompts not computed, %", "first token p50 ms", "p90", "p99"]
+    yield from table([*head, "answers as the first kind's"], body)
+    yield ""
+    yield f"![Memory over time, and the time to the first token]({picture_of(run)})"
+
+
 def part_vllm(_: list[Result]) -> list[str]:
     """Each kept run of vLLM."""
     shown = {
@@ -468,6 +507,7 @@ def part_vllm(_: list[Result]) -> list[str]:
         "first": first_table,
         "cost": cost_table,
         "offload": offload_table,
+        "prefixes": prefixes_table,
     }
     lines: list[str] = []
     for run in runs("vllm"):
