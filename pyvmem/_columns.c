@@ -28,11 +28,11 @@ static uint64_t ceil_div(uint64_t number, uint64_t by) { return (number + by - 1
 
 struct row { /* the fields of a Slot of slots.py, except those that C does not read */
   PyObject ob_base;
-  uint64_t index, addr;
-  uint64_t mapped, granted, whole, block, head, dirty;
-  uint64_t owner, freed_at, freed_order;
-  PyObject *job, *span, *places; /* never NULL but while the slot is made or collected */
+  /* Scans of all slots read these 64 bytes. */
   char active, broken, writer, lost, kept;
+  uint64_t mapped, granted, head, dirty;
+  PyObject *job, *span, *places; /* never NULL but while the slot is made or collected */
+  uint64_t index, addr, whole, block, owner, freed_at, freed_order;
 };
 
 static int row_traverse(PyObject *self, visitproc visit, void *arg) {
@@ -85,39 +85,54 @@ static void interval(PyObject *stretches, Py_ssize_t at, uint64_t *low, uint64_t
   Py_DECREF(one);
 }
 
-static void look_at(struct look *look, const struct row *row) {
+static void look_again(struct look *look, const struct row *row) {
   if (look->span != row->span) look->shared = number(row->span, "pages");
   if (look->places != row->places) {
     look->stretches = PyObject_GetAttrString(row->places, "noted");
     Py_DECREF(look->stretches); /* the slot has it */
     uint64_t low;
     look->noted = (uint64_t)PySequence_Size(look->stretches);
+    look->away_end = 0;
     if (look->noted) interval(look->stretches, (Py_ssize_t)look->noted - 1, &low, &look->away_end);
   }
   look->span = row->span;
   look->places = row->places;
 }
 
-static uint32_t kinds(struct look *look, const struct row *row) {
+static inline void look_at(struct look *look, const struct row *row) {
+  if (look->span != row->span || look->places != row->places) look_again(look, row);
+}
+
+/* True if shared pages, or pages that are elsewhere or missing, lie beyond the owner's. */
+static inline int stale(struct look *look, const struct row *row) {
   look_at(look, row);
-  uint64_t granted = row->granted;
+  return look->shared > row->granted || row->head > row->granted || look->away_end > row->granted;
+}
+
+static uint32_t kinds(struct look *look, const struct row *row) {
   int busy = row->job != Py_None, taking = busy && number(row->job, "takes_pages");
-  int beyond = look->shared > granted || row->head > granted; /* what was shared, or the head */
-  int stale = beyond || (look->noted && look->away_end > granted);
   uint32_t found = busy ? PYVMEM_BUSY : 0;
   if (row->lost) found |= PYVMEM_LOST;
-  if (stale) found |= PYVMEM_STALE;
-  if (stale || taking) found |= PYVMEM_LOSING;
+  if (stale(look, row)) found |= PYVMEM_STALE | PYVMEM_LOSING;
+  if (taking) found |= PYVMEM_LOSING;
   if (!row->active) return found | (row->broken ? 0 : PYVMEM_FREE) | (row->mapped && !row->lost ? PYVMEM_CACHED : 0);
   if (busy || row->lost) return found;
-  if (row->mapped > granted) found |= PYVMEM_LEFT;
-  return found | (row->dirty <= granted && !beyond && !look->noted ? PYVMEM_PLAIN : 0);
+  if (row->mapped > row->granted) found |= PYVMEM_LEFT;
+  if (row->dirty > row->granted || look->noted || found & PYVMEM_STALE) return found;
+  return found | PYVMEM_PLAIN;
+}
+
+/* True if a slot has all flags of `all` and none of `none`. */
+static int matches(struct look *look, const struct row *row, uint32_t all, uint32_t none) {
+  if (all & PYVMEM_FREE && (row->active || row->broken)) return 0; /* fast for most slots */
+  if (all & PYVMEM_STALE && !stale(look, row)) return 0;
+  return (kinds(look, row) & (all | none)) == all;
 }
 
 static PyObject *row_stale(PyObject *self, void *closure) {
   struct look look = {0};
   (void)closure;
-  return PyBool_FromLong(kinds(&look, (struct row *)self) & PYVMEM_STALE);
+  return PyBool_FromLong(stale(&look, (struct row *)self));
 }
 
 /* Returns a new reference to the base class of Slot. Called with the GIL, as
@@ -182,7 +197,7 @@ uint32_t pyvmem_pick(const struct pyvmem_columns *columns, uint32_t all, uint32_
   uint32_t n = 0;
   PyGILState_STATE state = PyGILState_Ensure();
   for (uint32_t i = 0; i < columns->count; i++) {
-    if ((kinds(&look, columns->row[i]) & (all | none)) != all) continue;
+    if (!matches(&look, columns->row[i], all, none)) continue;
     if (found) columns->found[n] = columns->row[i];
     n++;
   }
@@ -204,7 +219,7 @@ uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t
   PyGILState_STATE state = PyGILState_Ensure();
   for (uint32_t i = 0; i < columns->count; i++) {
     const struct row *row = columns->row[i];
-    if ((kinds(&look, row) & (all | none)) != all) continue;
+    if (!matches(&look, row, all, none)) continue;
     int enough = row->mapped >= pages, more = best && row->mapped > best->mapped;
     if (!best || (row->mapped == best->mapped ? older(row, best) : best->mapped < pages ? more : enough && !more))
       best = row;
