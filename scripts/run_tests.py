@@ -37,6 +37,7 @@ PYTHONS = tuple(f"{major}.{minor}" for major, minor in SERVED)
 VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
 # Requirements of build/venv, without those of linting and packaging.
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
+SLOWEST = ("--durations=12", "--durations-min=8")  # what a stage's log says of time
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
 # A minute of tests that catch most mistakes: each layer, and the cache's usual calls.
 EVERYDAY = (
@@ -233,7 +234,7 @@ def pytest_on(
     workers = len(os.sched_getaffinity(0))
     if backend != "host":
         workers = min(workers, 8)  # each has a CUDA context
-    words = [told, "-m", marks, "-n", str(workers), "--dist", "loadfile"]
+    words = [told, "-m", marks, "-n", str(workers), "--dist", "loadfile", *SLOWEST]
     path = libraries or os.environ.get("LD_LIBRARY_PATH", "")
     what = ("-m", "pytest", *words, *what)
     first = preload or os.environ.get("LD_PRELOAD", "")
@@ -313,7 +314,7 @@ def sglang(session: Session) -> None:
     if not can("sglang_setup.py", "old"):
         session.skip("an older SGLang: not available here (see above)")
     # Warnings are SGLang's own.
-    options = ["-q", "-o", "filterwarnings=default", "--disable-warnings"]
+    options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", *SLOWEST]
     python = BUILD / "sglang" / "bin" / "python"
     call(python, "-m", "pytest", *options, "tests/sglang", PYTHONPATH=str(ROOT))
 
@@ -322,7 +323,7 @@ def vllm(session: Session) -> None:
     """vLLM for the CPU on the elastic pool, beside stock; a long run: Ray, the other versions."""
     marks = "long or not long" if session.long else "not long"
     # Warnings are vLLM's own, hundreds of them.
-    options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", "-m", marks]
+    options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", *SLOWEST, "-m", marks]
     python = Path("bin") / "python"
     if not can("vllm_setup.py"):
         session.skip("vllm: its environment is not available here (see above)")
