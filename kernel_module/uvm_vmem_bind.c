@@ -724,7 +724,7 @@ static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *tick
     if (ret)
         return ret;
 
-    // No failure from here on belongs to a single operation.
+    // From here on, a failure is not attributed to a single operation.
     bind->failed_op = ~0u;
     uvm_vmem_debug_batch(bind->range,
                          bind->num_ops,

@@ -481,7 +481,7 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     NvU64 zeroed = 0;
     NvU32 i, n;
 
-    // The units belong to the caller: no other call changes their bits in dirty, but others change other bits.
+    // The caller owns these units: other calls may change other bits of dirty, but not these.
     for (i = 0; i < count && !page_dirty(pages[i], page_order); i++)
         cond_resched();
 

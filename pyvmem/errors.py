@@ -41,10 +41,10 @@ __all__ = [
 
 
 class VMemError(Exception):
-    """An error of libvmem or of this package.
+    """An error reported by libvmem or this package.
 
     Attributes:
-        errno: positive errno, with the meaning that vmem.h gives it (0: none).
+        errno: positive errno, as defined in vmem.h; 0 if there is none.
         errno_name: its symbol, for example ``"ENOMEM"``.
         status: the driver's own status (CUresult or RM status), 0 if it had none.
         status_name: the symbol of `status`, for example ``"NV_ERR_NO_MEMORY"``, or ``""``.

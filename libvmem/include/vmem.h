@@ -116,7 +116,7 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_CPU_ACCESS (1u << 5)  /* the CPU may dereference mapped addresses */
 #define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
-#define VMEM_CAP_JOIN (1u << 8)        /* vmem_join saves something */
+#define VMEM_CAP_JOIN (1u << 8)        /* vmem_join can merge mappings or entries */
 #define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch in one reservation are one driver call, up to
                                           the driver's limit on operations; a call is all or nothing */
 #define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* in a sparse reservation a page replaces zeros, and zeros replace a page, in

@@ -270,7 +270,7 @@ class Attention:
         self._check("q", q, (batch.tokens, heads, wide))
         if heads % k.shape[2] or not heads:
             raise invalid(
-                f"q has {heads} heads; wanted a multiple of the {k.shape[2]} KV heads",
+                f"q has {heads} heads; expected a multiple of the {k.shape[2]} KV heads",
                 op="Attention",
             )
         part = batch.parts[one.form]
@@ -337,7 +337,7 @@ class Attention:
         dtype = "bfloat16" if self._scales is not None else self._dtype
         if tuple(rows.shape) != want or kind != dtype or rows.device != self._device:
             raise invalid(
-                f"{name} is {tuple(rows.shape)} {kind} on {rows.device}; wanted {want} "
+                f"{name} is {tuple(rows.shape)} {kind} on {rows.device}; expected {want} "
                 f"{dtype} on {self._device}",
                 op="Attention",
             )
@@ -360,12 +360,12 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """`Attention` in one call, where speed does not matter: checks the lengths every time.
+    """Runs `Attention` once, for code that need not be fast: every call checks the lengths.
 
     Args:
-        q: the requests' new tokens, one request after the other, ``[tokens, heads, head_dim]``.
+        q: the requests' new tokens, concatenated, ``[tokens, heads, head_dim]``.
         cache: holds the rows; those of the new tokens must already be written.
-        layer: of the cache.
+        layer: index of the layer in the cache.
         reqids: see `Batch`.
         q_lens: see `Batch`.
         kv_lens: see `Batch`.

@@ -196,9 +196,9 @@ class Batch:
             end = part.reads.end(kv_len, longest)
             if end > rows and not cache.safe_overread:
                 raise OverRead(
-                    f"reqid {reqid}: {part.kernel} may read up to row {end} of {kv_len} tokens, "
-                    f"and rows are mapped up to {rows}; step the cache first, with overread_rows "
-                    f"of {part.reads.past}, in decoding also with overread_decode",
+                    f"reqid {reqid}: {part.kernel} may read up to row {end} for {kv_len} tokens, "
+                    f"but rows are mapped only up to {rows}; step the cache first, with "
+                    f"overread_rows={part.reads.past}, and for decoding also overread_decode",
                     errno=errno.EINVAL,
                     op="Attention",
                     limit=rows,

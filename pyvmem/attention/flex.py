@@ -77,7 +77,7 @@ def _eager(
 
 
 def _causal(shift: int, window: int) -> Any:
-    """The causal or window mask. Arguments are tensors: torch 2.11 reuses ints of earlier calls."""
+    """The causal or window mask. Captures tensors: torch 2.11 reuses ints of earlier calls."""
     last, wide = torch.tensor(shift), torch.tensor(window)
 
     def causal(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:

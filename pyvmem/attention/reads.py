@@ -49,18 +49,18 @@ EXACT = Reads()
 
 
 class Blocks(NamedTuple):
-    """A view of a tensor of slots as blocks of rows, with the block numbers of each slot.
+    """Views a tensor of slots as paged blocks, and computes each slot's block numbers.
 
-    Block j of the view begins `unit` elements after block j - 1, which is less than a block where
-    slots do not start at block boundaries: then blocks of the view overlap, and a slot uses some of
-    them. Block b of slot s is number ``s * slot + b * step``; a slot's last block may reach into
-    the next slot, with rows that are past every length.
+    Consecutive blocks of the view start `unit` elements apart. If slots do not start on block
+    boundaries, `unit` is smaller than a block: blocks overlap, and a slot uses only some of them.
+    Block b of slot s has number ``s * slot + b * step``. A slot's last block may extend into the
+    next slot, but no length covers those rows.
 
     Attributes:
-        rows: of a block.
-        unit: elements.
-        slot, step: units between two slots, and between two blocks of a slot.
-        per_slot: blocks that cover all rows of a slot.
+        rows: rows per block.
+        unit: elements between the starts of consecutive blocks of the view.
+        slot, step: units between consecutive slots, and between consecutive blocks of a slot.
+        per_slot: blocks needed to cover a slot.
     """
 
     rows: int

@@ -64,7 +64,7 @@ def scales_of(
             scale = torch.as_tensor(one, dtype=torch.float32).flatten()
             if scale.numel() not in (1, count):
                 raise invalid(
-                    f"layer {layer}: {scale.numel()} scales; wanted one, or one for each of "
+                    f"layer {layer}: {scale.numel()} scales; expected one, or one for each of "
                     f"{count} KV heads",
                     op="Attention",
                 )

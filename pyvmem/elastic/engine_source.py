@@ -115,7 +115,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def missing(source: Source, symbols: Iterable[Symbol]) -> list[str]:
-    """Lists the symbols that a source lacks, or defines with other parameters or calls."""
+    """Lists the symbols that `source` lacks, or whose parameters or calls do not match."""
     lacks = []
     for symbol in symbols:
         found = source.find(symbol.module, symbol.name)

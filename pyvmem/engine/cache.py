@@ -560,8 +560,8 @@ class RequestCache(Closable):
     def _look(self, request: Request) -> None:
         """Updates a request's state from the cache.
 
-        It has ended if the cache took its slot back, as `ParallelKVCache.recover` does, and is no
-        longer busy if its call was never queued.
+        The request has ended if the cache reclaimed its slot, as `ParallelKVCache.recover` does. It
+        is no longer busy if its call was never queued.
         """
         if request.calls and not (request.pending and self._background.works_on(request)):
             request.calls = ()

@@ -107,7 +107,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             )
         elif not isinstance(contiguous, bool):
             raise invalid(
-                f"contiguous = {contiguous!r:.80}; wanted True, False or None", op="VMemCache"
+                f"contiguous = {contiguous!r:.80}; expected True, False or None", op="VMemCache"
             )
         settings = Settings(
             text, max_batch_size, max_cache_len, backend, context, options, budget, contiguous

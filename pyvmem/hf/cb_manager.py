@@ -76,7 +76,7 @@ def _attention(
     asked, window = kwargs.get("sliding_window"), cache.requests.window(layer)
     if asked is not None and asked != window:
         raise NotSupported(
-            f"layer {layer} asks for a window of {asked}, its configuration for {window}",
+            f"layer {layer} wants a window of {asked}, but its configuration says {window}",
             op=ATTENTION,
         )
     q, k, v = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))

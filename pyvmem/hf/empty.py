@@ -11,8 +11,8 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemNothing"]
 
-# A base that is Any: the same to a type checker with and without transformers. From 5.23 on
-# transformers has a class of its own, by which it knows such layers.
+# Typed Any, so that type checkers agree with and without transformers installed.
+# transformers 5.23 and later recognize such layers by their own base class, DummyLayer.
 _Layer: Any = getattr(cache_utils, "DummyLayer", object)
 
 

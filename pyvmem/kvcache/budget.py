@@ -62,11 +62,11 @@ __all__ = [
 
 
 class FairLock(RLock):  # type: ignore[misc]  # final for the checkers alone
-    """Fair lock for `with` blocks. The first waiter holds a gate, at which the others wait.
+    """Lock for `with` blocks that prevents barging: the first waiter holds a gate, so it is next.
 
-    So the lock goes to the first waiter; among the others the operating system chooses. Both locks
-    are re-entrant: Python may run a finalizer or a signal handler at any line, which may call a
-    cache. Leaving the block runs in C, where no signal can interrupt it.
+    The other waiters queue on the gate, in an order that the OS chooses. Both locks are re-entrant,
+    because a finalizer or signal handler can run at any line and may call a cache. Leaving the
+    block runs in C, where no signal can interrupt it.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Budget(Closable):
         least = context.info.granule
         if total and total < least:
             raise invalid(
-                f"a budget of {total} bytes: a page of the context is {least} bytes",
+                f"a budget of {total} bytes is less than one page ({least} bytes)",
                 size=max(0, total),
                 limit=least,
             )

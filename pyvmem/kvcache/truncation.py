@@ -106,16 +106,16 @@ class Truncation:
     that is kept in part is replaced by a copy, since the request may write past its last row.
 
     Attributes:
-        rows: tokens that are kept.
-        first: the page in which the first dropped row begins.
+        rows: tokens kept.
+        first: page in which the first dropped row begins.
         keep: pages that the request keeps.
-        shared: of these, pages that stay shared.
-        copied: end of the pages, from `shared` on, that are replaced by copies.
+        shared: pages below this stay shared.
+        copied: pages [shared, copied) are replaced by copies.
         stride: bytes of the copies in each tensor.
         new_pages: physical pages of the copies.
-        end: pages from here on are unmapped if `unmaps`.
-        unmaps: pages must be unmapped at once.
-        ownerless: pages stay mapped without an owner.
+        end: first page to unmap if `unmaps`.
+        unmaps: true if pages must be unmapped at once.
+        ownerless: true if pages stay mapped without an owner.
         addresses: scratch addresses of the copies until they are mapped in the slot; else None.
     """
 

@@ -821,7 +821,7 @@ class Account:
             return False
 
     def mapped(self, nbytes: int) -> None:
-        """Reports memory granted by `take` as mapped, or as failed, to be returned by `give`."""
+        """Ends the pending state of bytes from `take`: mapped, or failed, for `give` to return."""
         self._change(lambda: self._add("pending", -nbytes))
 
     def settle(self, mapped: int) -> None:

@@ -174,7 +174,7 @@ class Ticket:
         return self.outcome.happened
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the batch is finished, its fills included.
+        """Waits until the batch has finished, including its fills.
 
         Args:
             timeout: seconds; None: no limit; 0 or less: poll.

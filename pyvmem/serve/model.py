@@ -108,7 +108,7 @@ def find(path: str | Path | None = None) -> Path:
     files = sorted(path.glob("*.gguf")) if path.is_dir() else []
     if len(files) != 1:
         what = f"{len(files)} .gguf files" if path.is_dir() else "no model folder and no .gguf file"
-        raise ModelNotFound(f"{path}: {what}; wanted a folder with config.json or one .gguf file")
+        raise ModelNotFound(f"{path}: {what}; expected a folder with config.json or one .gguf file")
     return files[0]
 
 

@@ -359,7 +359,7 @@ class PagePool:
         return None
 
     def _begin_growth(self, count: int) -> None:
-        """Starts to back up to `count` pages in the thread, ahead of need."""
+        """Starts mapping memory for up to `count` pages in the thread, ahead of need."""
         if self._growth is not None or count <= 0 or self.ranks.now() < self._refused + _REPORT:
             return
         growth = self.backing.begin(count)

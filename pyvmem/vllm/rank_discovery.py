@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Connects the scheduler to the memory of its ranks when an engine starts.
 
-The scheduler asks all workers for their addresses by vLLM's `collective_rpc`, while no step is in
-flight. A rank returns the path of its socket and the identity of its folder of ledgers. If the
-folder is the scheduler's, the scheduler uses the Unix socket and the ledger in that folder. Any
-other rank (on another machine, or in a container with its own folder) serves a TCP port of the
-address that vLLM uses between machines, keeps its device's account in its own process, and returns
-the port's secret by another `collective_rpc`.
+While no step is in flight, the scheduler calls vLLM's `collective_rpc` to get each rank's socket
+path and the identity of its ledger directory. If that is the scheduler's own directory, it uses the
+Unix socket and the ledger there. Any other rank (on another machine, or in a container with its own
+directory) listens on a TCP port at the address that vLLM uses between machines, keeps its device's
+account in its own process, and returns the port's secret through another `collective_rpc`.
 """
 
 from __future__ import annotations

@@ -236,10 +236,10 @@ def test_bad_input_is_named(host: pyvmem.Context) -> None:
                 attend.batch(*lens)
         batch = attend.batch(MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)
         for wrong in (q[1:], q[..., :16], q.double(), q[0]):
-            with pytest.raises(InvalidArgument, match=r"q is .* wanted"):
+            with pytest.raises(InvalidArgument, match=r"q is .* expected"):
                 attend(wrong, 0, batch)
         for heads in (0, 3):
-            text = f"q has {heads} heads; wanted a multiple of the 2 KV heads"
+            text = f"q has {heads} heads; expected a multiple of the 2 KV heads"
             with pytest.raises(InvalidArgument, match=text):
                 attend(q[:, :heads], 0, batch)
         for text, call in (
@@ -449,7 +449,7 @@ def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -
         attend.close()
         attend = Attention(cache, "fa3")
         batch = attend.batch([4], [1], [mapped - 191])
-        text = f"reqid 4: fa3 may read up to row {mapped + 1} of {mapped - 190} tokens, .* {mapped}"
+        text = f"4: fa3 may read up to row {mapped + 1} for {mapped - 190} tokens, .* {mapped}"
         with pytest.raises(OverRead, match=text):
             attend.batch([4], [1], [mapped - 190])
         with pytest.raises(OverRead, match=text):

@@ -316,7 +316,10 @@ def test_scales_are_checked() -> None:
     cpu = torch.device("cpu")
     for given, text in (
         ([(1, 1)], "scales of 1 layers, the cache has 2"),
-        ([(1, 1), ([1, 2, 3], 1)], "layer 1: 3 scales; wanted one, or one for each of 2 KV heads"),
+        (
+            [(1, 1), ([1, 2, 3], 1)],
+            "layer 1: 3 scales; expected one, or one for each of 2 KV heads",
+        ),
         ([(1, 0), (1, 1)], "layer 0: a scale of 0.0 is not positive"),
         ([(1, float("inf")), (1, 1)], "layer 0: a scale of inf is not positive"),
     ):
@@ -446,7 +449,7 @@ def test_wrong_up_projections_are_refused(cache: LayeredCache) -> None:
         ("up.key is (4, 8, 5)", up._replace(key=up.key[..., :5])),
         ("up.key is (3, 8, ", up._replace(key=up.key[:3])),
         ("up.value is (12, ", up._replace(value=up.value[0])),
-        ("float64 on cpu; wanted (4, 12, ", up._replace(value=up.value.double())),
+        ("float64 on cpu; expected (4, 12, ", up._replace(value=up.value.double())),
     ):
         with pytest.raises(InvalidArgument, match=re.escape(name)):
             attend(q, 2, batch, up=bad)

@@ -276,5 +276,7 @@ def test_code_from_the_hub_gets_copies_unless_told_otherwise(
 
 def test_contiguous_is_true_false_or_none() -> None:
     config = LlamaConfig()
-    with pytest.raises(pyvmem.InvalidArgument, match="contiguous = 1; wanted True, False or None"):
+    with pytest.raises(
+        pyvmem.InvalidArgument, match="contiguous = 1; expected True, False or None"
+    ):
         VMemCache(config, 2, 32, contiguous=1)

@@ -186,7 +186,7 @@ def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--model", "/nowhere"], "/nowhere: no model folder and no .gguf file; wanted a folder"),
+        (["--model", "/nowhere"], "/nowhere: no model folder and no .gguf file; expected a folder"),
         (["--page-size", "4M"], "must be one of this context's (host), 65536, 131072"),
         (["--group-size", "2"], "2 does not divide the model's 3 layers"),
         (["--memory-limit", "900T"], "900.0T: this process may have "),

@@ -91,12 +91,12 @@ class Family:
 
     @property
     def held(self) -> int:
-        """Pages that they hold; one that several share counts once."""
+        """Pages that the requests hold; a shared page counts once."""
         return len({page for pages in self._pages for page in pages})
 
     @property
     def alone(self) -> int:
-        """Pages that they would hold if none were shared."""
+        """Pages that the requests would hold if none were shared."""
         return len(self._pages) * self._layout.pages_for(self.length)
 
 

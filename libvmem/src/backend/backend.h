@@ -159,8 +159,8 @@ struct vm_backend {
    * core's lock: it must not wait for another call. */
   int (*reveal)(void *be, uint64_t addr, uint64_t bytes, bool zeros);
 
-  /* Optional: -ENOSPC if this many more scattered pieces do not fit. Called under the core's lock, so it only
-   * compares numbers. */
+  /* Optional: -ENOSPC if the scattered pieces counted in `load` would not fit. Called under the core's lock, so
+   * it only compares counts. */
   int (*room)(void *be, const struct vm_be_load *load);
   /* Optional: called after `room` refused; refreshes the counts it compares with, unless they are recent. `segments`:
    * the core's count. */

@@ -16,7 +16,7 @@
 
 #include "virt/virt.h"
 
-struct vm_seg { /* a run at an address: one driver call */
+struct vm_seg { /* a run and its address: one driver call */
   uint64_t addr, bytes;
   struct vm_space *space;
   struct vm_slab *slab;
@@ -28,7 +28,7 @@ struct vm_piece { /* what commit records */
   uint64_t addr, bytes;
   struct vm_space *space;
   uint32_t handle; /* maps: index, 0 = none; fills: the byte */
-  bool grouped;    /* replaces and unmaps: their calls are a group's */
+  bool grouped;    /* replaces and unmaps: done by the calls of a vm_group */
 };
 
 struct vm_cut { /* a large entry of which a piece takes a part */

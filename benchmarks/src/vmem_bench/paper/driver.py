@@ -85,7 +85,7 @@ def costs(results: Results, way: str) -> Costs:
 
 
 def checks(results: Results) -> list[Check]:
-    """The model against the stock driver's other times."""
+    """Compares the model with the stock driver's other times."""
     one = results[_TIMES]
     found = []
     for way in ("map", "unmap"):

@@ -128,7 +128,7 @@ WORKLOADS = {
 
 
 class _Runner:
-    """One model, and stores for it by arm name."""
+    """Runs the benchmark's arms on one model."""
 
     def __init__(
         self,

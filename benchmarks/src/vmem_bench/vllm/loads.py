@@ -39,10 +39,10 @@ class Load:
     """Requests for one engine.
 
     Attributes:
-        prompts: token ids of each.
-        tokens: how many each generates.
-        at: when each arrives, in seconds from the beginning.
-        most: the most that the client has open at a time; 0: no limit.
+        prompts: token ids of each request.
+        tokens: tokens that each generates.
+        at: arrival times, in seconds from the start.
+        most: maximum number of requests in flight; 0: no limit.
     """
 
     prompts: list[list[int]]
