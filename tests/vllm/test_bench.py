@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from pyvmem.commands.cli import main
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.workload import Arrival, Request
+from vmem_bench.vllm.arm import _Inside
 from vmem_bench.vllm.loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
 from vmem_bench.vllm.picture import draw
 
@@ -92,6 +94,43 @@ def test_prefixes_that_do_not_fit(bench: Any) -> None:
         assert 0 < rows[f"memory/{arm}"]["value"] <= rows["capacity"]["value"]
     assert "engine 1" in draw({"parts": {"prefixes": part}})
     assert [one["id"] for one in part["missing"]] == ["prefixes/*/static+host"]
+
+
+def test_time_in_the_pool_excludes_vllms_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls among vLLM's own functions are not subtracted."""
+    now = 0.0
+
+    class Code:
+        """Pool code, which calls vLLM's, which calls the pool's again."""
+
+        def step(self) -> None:
+            spend(1)
+            self.schedule()
+            spend(2)
+
+        def schedule(self) -> None:
+            spend(10)
+            self.check()
+
+        def check(self) -> None:
+            spend(4)
+
+    def spend(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("vmem_bench.vllm.arm.time", clock)
+    inside, code = _Inside(), Code()
+    undo = [*inside.add(code, "step", "check"), *inside.leave_out(code, "schedule")]
+    code.step()
+    assert inside.seconds == 1 + 2 + 4
+    code.schedule()
+    assert inside.seconds == 7 + 4
+    for one in undo:
+        one()
+    code.step()
+    assert inside.seconds == 11
 
 
 @pytest.mark.long

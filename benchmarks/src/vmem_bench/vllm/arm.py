@@ -238,16 +238,26 @@ class _Inside:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._since = 0.0
+        self._ours = False  # the thread is in a function of the pool
 
-    def _count(self, owner: Any, name: str, sign: int) -> Callable[[], None]:
+    def _enter(self, ours: bool) -> bool:
+        """Notes that the thread enters or leaves the pool; returns the value before."""
+        now, before = time.perf_counter(), self._ours
+        if before:
+            self.seconds += now - self._since
+        self._since, self._ours = now, ours
+        return before
+
+    def _count(self, owner: Any, name: str, ours: bool) -> Callable[[], None]:
         call = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            before = self._enter(ours)
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds += sign * (time.perf_counter() - began)
+                self._enter(before)
 
         setattr(owner, name, counted)
         return lambda: setattr(owner, name, call)
@@ -259,12 +269,16 @@ class _Inside:
         undo = []
         for name in names:
             stock = next(one for one in order[place + 1 :] if name in vars(one))
-            undo += [self._count(owner, name, 1), self._count(stock, name, -1)]
+            undo += [self._count(owner, name, True), self._count(stock, name, False)]
         return undo
 
-    def add(self, owner: Any, name: str) -> list[Callable[[], None]]:
-        """Counts a function that vLLM's, counted above, calls."""
-        return [self._count(owner, name, 1)]
+    def add(self, owner: Any, *names: str) -> list[Callable[[], None]]:
+        """Counts functions of the pool that vLLM's, counted above, call."""
+        return [self._count(owner, name, True) for name in names]
+
+    def leave_out(self, owner: Any, *names: str) -> list[Callable[[], None]]:
+        """Leaves out functions of vLLM that the pool's, counted above, call."""
+        return [self._count(owner, name, False) for name in names]
 
 
 def _costs(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +289,9 @@ def _costs(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     undo = inside.count(scheduler, "_Elastic", ("schedule", "update_from_output"))
     undo += inside.count(worker, "ElasticWorker", ("execute_model", "sample_tokens"))
     undo += inside.add(scheduler.elastic, "take")
+    demand = scheduler._demand  # in steps with few free blocks, it is called for each request
+    undo += inside.add(demand, "_check", "_count", "_allocate")
+    undo += inside.leave_out(demand, "_count_blocks", "_allocate_slots")
     undo += inside.add(scheduler.kv_cache_manager.block_pool, "free_blocks")
     counted = scheduler.schedule
     seen = 0.0
