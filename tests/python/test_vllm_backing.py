@@ -305,6 +305,14 @@ def test_a_growth_of_more_blocks_makes_no_more_calls(shape: str) -> None:
     assert calls(4096) < few + 64
 
 
+@pytest.mark.parametrize("unit", [(1, 1), (1, 32)])
+def test_idle_blocks_are_filed_by_group(unit: tuple[int, int]) -> None:
+    idle = IdleBlocks(unit)
+    filed = calls_of(lambda: idle.add(range(4096)))["_refile"]
+    filed += calls_of(lambda: idle.take(4096))["_refile"]
+    assert filed <= 4096 // 32
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_emptied_is_all_that_is_worth_giving_back(shape: str) -> None:
     rng = random.Random(1)
