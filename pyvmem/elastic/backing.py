@@ -19,18 +19,19 @@ The caller holds the scheduler's lock, except during `Growth.run`. Only `Growth.
 
 from __future__ import annotations
 
-import heapq
 import time
-from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from pyvmem.elastic.geometry import Geometry, Run, runs_of
 
 __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
-_NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)
+_NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # states of a page
+_BARE, _GROWING, _BACKED = range(3)  # states of a block
 _POLL = 0.05  # s between attempts to take the null block's memory
 _AGAIN = 1.0  # s: an idle engine that is asked again within this time gives twice as much
 
@@ -123,15 +124,22 @@ class Counters:
     last_failure: str = ""
 
 
+def _before(marks: Any) -> Any:
+    """Returns the number of true elements before each index, the index past the end included."""
+    return np.concatenate(([0], np.cumsum(marks)))
+
+
 @dataclass(eq=False)
 class Backing:
     """The state of each page and block of an engine.
 
-    Block 0, the null block or padding page, is backed from the start to the end.
+    Block 0, the null block or padding page, is backed from the start to the end. A request may need
+    thousands of blocks at once, so a growth does not loop over blocks in Python.
 
     Attributes:
         geometry: geometry of the engine.
         quota: grants bytes before they are mapped.
+        bare: number of blocks without memory, growing ones not included.
         mapped_bytes: bytes that are mapped, being mapped, or being unmapped.
         unmapping_bytes: the part of them that is being unmapped.
         outbox: releases not yet sent to any rank.
@@ -147,13 +155,15 @@ class Backing:
 
     def __post_init__(self) -> None:
         kinds = range(len(self.geometry.classes))
-        self._state = [bytearray(self.geometry.num_pages(kind)) for kind in kinds]
+        pages = [self.geometry.num_pages(kind) for kind in kinds]
+        self._state = [np.zeros(count, dtype=np.uint8) for count in pages]
         # Number of backed or growing blocks that touch each page.
-        self._users = [array("I", bytes(4 * self.geometry.num_pages(kind))) for kind in kinds]
-        self._backed = bytearray(self.geometry.num_blocks)
+        self._users = [np.zeros(count, dtype=np.int64) for count in pages]
+        self._blocks = bytearray(self.geometry.num_blocks)  # the state of each
+        self._blocks[0] = _GROWING
+        self._block_states = np.frombuffer(self._blocks, dtype=np.uint8)  # the same memory
+        self.bare = self.geometry.num_blocks - 1
         self._asked, self._asked_at = 0, -_AGAIN  # last result of `owed`, and its time
-        self._bare = list(range(1, self.geometry.num_blocks))  # ascending: a heap
-        self._waiting: list[int] = []  # bare, with a page that is being mapped or unmapped
         self._sent: dict[int, Release] = {}
         self._last = 0
         self._null = Growth([0], runs_of([self.geometry.pages(kind, 0) for kind in kinds]), 0)
@@ -196,11 +206,6 @@ class Backing:
         self.quota.want(0)
         self.finish(growth)
 
-    @property
-    def bare(self) -> int:
-        """Number of blocks without memory."""
-        return len(self._bare) + len(self._waiting)
-
     def begin(self, count: int) -> Growth | None:
         """Picks up to `count` bare blocks, the lowest first, as far as the quota allows.
 
@@ -210,80 +215,86 @@ class Backing:
         Returns:
             The growth to run and finish; None if no block can be backed now.
         """
-        room = self.quota.room()
-        growth = self._pick(count, room)
-        if len(growth.blocks) < count and self._bare:
+        growth, more = self._pick(count, self.quota.room())
+        if len(growth.blocks) < count and more:
             self.counters.refusals += 1
         if not growth.blocks:
             return None
         if growth.nbytes and not self.quota.take(growth.nbytes, self._handles(growth)):
             self.counters.refusals += 1
-            self._put_back(growth.blocks)
             return None
         self._reserve(growth)
         return growth
 
-    def _pick(self, count: int, room: int) -> Growth:
+    def _pick(self, count: int, room: int) -> tuple[Growth, bool]:
+        """Picks blocks for `begin`; also returns true if there are more that could be backed."""
         geometry, kinds = self.geometry, range(len(self.geometry.classes))
-        new: list[set[int]] = [set() for _ in kinds]
-        blocks: list[int] = []
-        nbytes = 0
-        while self._bare:
-            block = heapq.heappop(self._bare)
-            cost, free = 0, True
-            wanted: list[list[int]] = []
-            for kind in kinds:
-                state, mine = self._state[kind], []
-                for page in geometry.pages(kind, block):
-                    if state[page] == _NONE:
-                        if page not in new[kind]:
-                            mine.append(page)
-                    elif state[page] != _MAPPED:
-                        free = False
-                wanted.append(mine)
-                cost += len(mine) * geometry.page_bytes(kind)
-            if not free and len(blocks) < count:
-                self._waiting.append(block)
-                continue
-            if not free or nbytes + cost > room or (cost and len(blocks) >= count):
-                heapq.heappush(self._bare, block)
-                break
-            for kind in kinds:
-                new[kind].update(wanted[kind])
-            blocks.append(block)
-            nbytes += cost
-        return Growth(blocks, runs_of(new), nbytes)
+        bare = np.flatnonzero(self._block_states == _BARE)
+        for kind in kinds:
+            changing = self._state[kind] >= _MAPPING
+            if changing.any():
+                first, end = self._spans(kind, bare)
+                before = _before(changing)
+                bare = bare[before[first] == before[end]]
+        sharing = geometry.page_size // min(one.block_bytes for one in geometry.classes)
+        blocks = bare[: count + sharing]
+        costs = np.zeros(len(blocks), dtype=np.int64)
+        for kind in kinds:
+            first, end = self._spans(kind, blocks)
+            first[1:] = np.maximum(first[1:], end[:-1])  # pages that no earlier block touches
+            before = _before(self._state[kind] == _NONE)
+            costs += (before[end] - before[first]) * geometry.page_bytes(kind)
+        excluded = np.cumsum(costs) > room
+        excluded[count:] |= costs[count:] > 0
+        picked = int(np.argmax(excluded)) if excluded.any() else len(blocks)
+        blocks, new = blocks[:picked], list[list[int]]()
+        for kind in kinds:
+            start, users = self._touched(kind, blocks)
+            none = self._state[kind][start : start + len(users)] == _NONE
+            new.append((start + np.flatnonzero(none & (users > 0))).tolist())
+        growth = Growth(blocks.tolist(), runs_of(new), int(costs[:picked].sum()))
+        return growth, picked < len(bare)
+
+    def _spans(self, kind: int, blocks: Any) -> tuple[Any, Any]:
+        """Returns the first page that each block touches in a class, and the page after its last.
+
+        Vectorizes `Geometry.pages`.
+        """
+        size, page = self.geometry.classes[kind].block_bytes, self.geometry.page_size
+        return blocks * size // page, ((blocks + 1) * size - 1) // page + 1
+
+    def _touched(self, kind: int, blocks: Any) -> tuple[int, Any]:
+        """Returns the lowest page that blocks touch, and the number that touch each from there."""
+        if not len(blocks):
+            return 0, np.zeros(0, dtype=np.int64)
+        first, end = self._spans(kind, blocks)
+        start = int(first.min())
+        length = int(end.max()) - start + 1
+        begins = np.bincount(first - start, minlength=length)
+        return start, np.cumsum(begins - np.bincount(end - start, minlength=length))[:-1]
 
     def _handles(self, growth: Growth) -> int:
         classes = self.geometry.classes
         return sum(classes[run.kind].tensors for run in growth.runs)
 
-    def _put_back(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            heapq.heappush(self._bare, block)
-
-    def _wake(self) -> None:
-        self._put_back(self._waiting)
-        self._waiting.clear()
-
     def _mark(self, runs: Iterable[Run], state: int) -> None:
         for kind, first, count in runs:
-            self._state[kind][first : first + count] = bytes([state]) * count
+            self._state[kind][first : first + count] = state
 
-    def _count(self, blocks: Iterable[int], by: int) -> list[set[int]]:
+    def _count(self, blocks: Sequence[int], by: int) -> list[list[int]]:
         """Adds `by` to the user counts of the blocks' pages; returns pages left without users."""
-        unused: list[set[int]] = []
-        for kind in range(len(self.geometry.classes)):
-            users, none = self._users[kind], set()
-            for block in blocks:
-                for page in self.geometry.pages(kind, block):
-                    users[page] += by
-                    if not users[page]:
-                        none.add(page)
-            unused.append(none)
+        unused: list[list[int]] = []
+        for kind, users in enumerate(self._users):
+            start, touched = self._touched(kind, np.asarray(blocks, dtype=np.int64))
+            mine = users[start : start + len(touched)]
+            mine += by * touched
+            unused.append((start + np.flatnonzero((touched > 0) & (mine == 0))).tolist())
         return unused
 
     def _reserve(self, growth: Growth) -> None:
+        if growth is not self._null:
+            self._block_states[growth.blocks] = _GROWING
+            self.bare -= len(growth.blocks)
         # Counted before they are mapped, so that retiring a neighbour frees no shared page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
@@ -291,13 +302,11 @@ class Backing:
 
     def finish(self, growth: Growth) -> list[int]:
         """Records the result of a growth; returns its blocks, or an empty list if it failed."""
-        self._wake()
         if growth.nbytes:
             self.quota.mapped(growth.nbytes)
         if growth.failure is None:
             self._mark(growth.runs, _MAPPED)
-            for block in growth.blocks:
-                self._backed[block] = 1
+            self._block_states[growth.blocks] = _BACKED
             self.counters.growths += 1
             self.counters.grown_blocks += len(growth.blocks)
             self.counters.grown_bytes += growth.nbytes
@@ -308,9 +317,10 @@ class Backing:
         unused = self._count(growth.blocks, -1)
         self.mapped_bytes -= growth.nbytes
         self.quota.give(growth.nbytes)
-        self._put_back(growth.blocks)
+        self._block_states[growth.blocks] = _BARE
+        self.bare += len(growth.blocks)
         # Pages of neighbours that were retired while this growth counted on them.
-        self._release([{p for p in pages if self._state[k][p] == _MAPPED}
+        self._release([[p for p in pages if self._state[k][p] == _MAPPED]
                      for k, pages in enumerate(unused)])  # fmt: skip
         return []
 
@@ -328,11 +338,11 @@ class Backing:
             AssertionError: a block is not backed, or is the null block.
         """
         for block in blocks:
-            if not self._backed[block] or not block:
+            if not self.is_backed(block) or not block:
                 raise AssertionError(f"block {block} is not backed, or the null block")
-            self._backed[block] = 0
+            self._blocks[block] = _BARE
         unused = self._count(blocks, -1)
-        self._put_back(blocks)
+        self.bare += len(blocks)
         self.counters.retired_blocks += len(blocks)
         return self._release(unused)
 
@@ -341,16 +351,15 @@ class Backing:
 
         Such a block touches a page that no backed block outside `blocks` uses.
         """
-        blocks, found = list(blocks), set[int]()
-        for kind in range(len(self.geometry.classes)):
-            users, of = self._users[kind], dict[int, list[int]]()
-            for block in blocks:
-                for page in self.geometry.pages(kind, block):
-                    of.setdefault(page, []).append(block)
-            for page, some in of.items():
-                if len(some) == users[page]:
-                    found.update(some)
-        return [block for block in blocks if block in found]
+        each = np.fromiter(blocks, dtype=np.int64)
+        found = np.zeros(len(each), dtype=bool)
+        for kind, users in enumerate(self._users):
+            start, touched = self._touched(kind, each)
+            first, end = self._spans(kind, each)
+            before = _before(touched == users[start : start + len(touched)])
+            found |= before[end - start] > before[first - start]
+        worth: list[int] = each[found].tolist()
+        return worth
 
     def emptied_first(
         self, blocks: Iterable[int], most: int, *, at_least: bool = False
@@ -375,7 +384,7 @@ class Backing:
                 found += group
         return found
 
-    def _release(self, pages: list[set[int]]) -> int:
+    def _release(self, pages: list[list[int]]) -> int:
         runs = runs_of(pages)
         if not runs:
             return 0
@@ -406,7 +415,6 @@ class Backing:
         self.unmapping_bytes -= release.nbytes
         self.counters.retired_bytes += release.nbytes
         self.quota.give(release.nbytes)
-        self._wake()
 
     def owed(self, excess: int, now: float, idle: bool, floor: int) -> int:
         """Returns the bytes to free now, given the `excess` that the quota reports.
@@ -438,7 +446,7 @@ class Backing:
 
     def is_backed(self, block: int) -> bool:
         """Returns true if a block has memory on every rank."""
-        return bool(self._backed[block])
+        return self._blocks[block] == _BACKED
 
     def live_bytes(self, blocks: Iterable[int]) -> int:
         """Returns the bytes of all pages that these blocks touch."""
@@ -452,19 +460,15 @@ class Backing:
         """Checks the records; returns a message for each inconsistency. Slow."""
         wrong: list[str] = []
         mapped = 0
-        lists = sorted([*self._bare, *self._waiting])
-        if lists != sorted(set(lists)):
-            wrong.append("a block is bare twice")
-        for block in lists:
-            if self._backed[block]:
-                wrong.append(f"block {block} is backed and listed as bare")
+        if self.bare != (bare := self._blocks.count(_BARE)):
+            wrong.append(f"{bare} blocks are bare, the records say {self.bare}")
         for kind in range(len(self.geometry.classes)):
-            users = array("I", bytes(4 * self.geometry.num_pages(kind)))
-            for block, backed in enumerate(self._backed):
-                if backed:
+            users = [0] * self.geometry.num_pages(kind)
+            for block in range(self.geometry.num_blocks):
+                if self.is_backed(block):
                     for page in self.geometry.pages(kind, block):
                         users[page] += 1
-            for page, state in enumerate(self._state[kind]):
+            for page, state in enumerate(self._state[kind].tolist()):
                 mapped += (state != _NONE) * self.geometry.page_bytes(kind)
                 if state == _MAPPED and not self._users[kind][page]:
                     wrong.append(f"page {page} of class {kind} is mapped and unused")

@@ -15,7 +15,7 @@ idle blocks, with a bitmap of nonempty buckets, so no call depends on the number
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
+from itertools import groupby, islice
 
 __all__ = ["IdleBlocks"]
 
@@ -70,12 +70,20 @@ class IdleBlocks:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Adds blocks that became idle; blocks already in the set are ignored."""
-        for block in blocks:
-            group = block * self._size // self._page
+        if self.one_block:  # thousands of groups at once
+            new = {block: {block: None} for block in blocks if block not in self._of}
+            self._of.update(new)
+            self._buckets[1].update(dict.fromkeys(new))
+            self._some |= bool(new) << 1
+            self._count += len(new)
+            return
+        size, page = self._size, self._page
+        for group, some in groupby(blocks, lambda block: block * size // page):
             own = self._of.setdefault(group, {})
-            if block not in own:
-                own[block] = None
-                self._refile(group, len(own) - 1, len(own))
+            before = len(own)
+            own.update(dict.fromkeys(some))
+            if len(own) > before:
+                self._refile(group, before, len(own))
 
     def remove(self, blocks: Iterable[int]) -> None:
         """Removes blocks from the set.
@@ -103,15 +111,19 @@ class IdleBlocks:
         while some and len(found) < count:
             number = (some & -some).bit_length() - 1
             some &= some - 1
-            groups = reversed(self._buckets[number])
+            bucket = self._buckets[number]
+            groups = reversed(bucket)
             open_to_all = (one for one in groups if one not in spare) if spare else groups
-            for group in list(islice(open_to_all, count - len(found))):
+            whole, rest = divmod(count - len(found), number)
+            chosen = list(islice(open_to_all, whole + (rest > 0)))
+            for group in chosen[:whole]:
+                found += reversed(self._of.pop(group))
+                del bucket[group]
+            self._count -= number * len(chosen[:whole])
+            if not bucket:
+                self._some &= ~(1 << number)
+            for group in chosen[whole:]:
                 own = self._of[group]
-                for _ in range(min(number, count - len(found))):
-                    found.append(own.popitem()[0])
+                found += (own.popitem()[0] for _ in range(rest))
                 self._refile(group, number, len(own))
-                if not own:
-                    del self._of[group]
-                if len(found) == count:
-                    break
         return found

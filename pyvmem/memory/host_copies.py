@@ -367,7 +367,7 @@ class StreamCopies:
         if not self._to_host:
             source, target = target, source
         count = len(pieces.sizes)
-        rows = np.concatenate([source, target, pieces.sizes]).astype(np.int64)
+        rows = np.concatenate([source, target, pieces.sizes]).astype(np.int64, copy=False)
         wide = align == 16 and not int(np.bitwise_or.reduce(rows, initial=0)) & 15
         with torch.cuda.device(self._device), torch.cuda.stream(self.stream):
             kept = torch.from_numpy(rows if count else np.zeros(3, dtype=np.int64)).pin_memory()

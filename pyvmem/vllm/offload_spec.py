@@ -340,7 +340,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
 
     def _pieces(self, transfers: Sequence[_Transfer]) -> Pieces:
         """Returns the pieces of memory that some transfers copy: addresses and bytes."""
-        found = [(np.empty(0, dtype=np.int64),) * 3]
+        found: list[tuple[Any, Any, Any]] = []
         for number, group in enumerate(self._groups):
             parts = [part for one in transfers if (part := one.groups[number]) is not None]
             if parts:
@@ -350,7 +350,10 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
                 host = self._first + chunks * self._row + within
                 copied = np.broadcast_to(group.copied, device.shape)
                 found.append((device.ravel(), host.ravel(), copied.ravel()))
-        return Pieces(*map(np.concatenate, zip(*found, strict=True)))
+        if len(found) == 1:  # a copy of the addresses would take longer than computing them
+            return Pieces(*found[0])
+        nothing = (np.empty(0, dtype=np.int64),) * 3
+        return Pieces(*map(np.concatenate, zip(nothing, *found, strict=True)))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Queues a copy to host memory, which starts with the other stores of its step.

@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -269,6 +274,43 @@ def test_growth_asks_for_no_page_more_than_its_blocks_need() -> None:
     assert len(grow(backing, memory, 1)) == 16
     assert len(memory.mapped) == 2
     assert grow(backing, memory, 1) == []
+
+
+def calls_of(run: Callable[[], Any]) -> Counter[str]:
+    """Returns the number of calls that `run` makes to each function, builtins included."""
+    found = Counter[str]()
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        if event in ("call", "c_call"):
+            found[frame.f_code.co_name if event == "call" else arg.__name__] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_growth_of_more_blocks_makes_no_more_calls(shape: str) -> None:
+    """A prompt that is loaded needs thousands of blocks at once."""
+
+    def calls(count: int) -> int:
+        backing, memory = make(geometry_of(shape, 8192))
+        return calls_of(lambda: grow(backing, memory, count)).total()
+
+    few = calls(64)
+    assert calls(4096) < few + 64
+
+
+@pytest.mark.parametrize("unit", [(1, 1), (1, 32)])
+def test_idle_blocks_are_filed_by_group(unit: tuple[int, int]) -> None:
+    idle = IdleBlocks(unit)
+    filed = calls_of(lambda: idle.add(range(4096)))["_refile"]
+    filed += calls_of(lambda: idle.take(4096))["_refile"]
+    assert filed <= 4096 // 32
 
 
 @pytest.mark.parametrize("shape", SHAPES)
