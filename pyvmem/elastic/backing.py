@@ -124,11 +124,6 @@ class Counters:
     last_failure: str = ""
 
 
-def _before(marks: Any) -> Any:
-    """Returns the number of true elements before each index, the index past the end included."""
-    return np.concatenate(([0], np.cumsum(marks)))
-
-
 @dataclass(eq=False)
 class Backing:
     """The state of each page and block of an engine.
@@ -229,49 +224,42 @@ class Backing:
     def _pick(self, count: int, room: int) -> tuple[Growth, bool]:
         """Picks blocks for `begin`; also returns true if there are more that could be backed."""
         geometry, kinds = self.geometry, range(len(self.geometry.classes))
-        bare = np.flatnonzero(self._block_states == _BARE)
-        for kind in kinds:
-            changing = self._state[kind] >= _MAPPING
-            if changing.any():
-                first, end = self._spans(kind, bare)
-                before = _before(changing)
-                bare = bare[before[first] == before[end]]
         sharing = geometry.page_size // min(one.block_bytes for one in geometry.classes)
-        blocks = bare[: count + sharing]
-        costs = np.zeros(len(blocks), dtype=np.int64)
+        changing = [int(np.count_nonzero(state >= _MAPPING)) for state in self._state]
+        bare = np.flatnonzero(self._block_states == _BARE)
+        # A page has parts of `sharing` + 2 blocks at most, so enough are left without the changing.
+        most = count + sharing + (sharing + 2) * sum(changing)
+        more, blocks = len(bare) > most, bare[:most]
+        for kind in filter(changing.__getitem__, kinds):
+            pages, which = self._pages(kind, blocks)
+            blocks = np.delete(blocks, which[self._state[kind][pages] >= _MAPPING])
+        more, blocks = more or len(blocks) > count + sharing, blocks[: count + sharing]
+        costs, found = np.zeros(len(blocks), dtype=np.int64), []
         for kind in kinds:
-            first, end = self._spans(kind, blocks)
-            first[1:] = np.maximum(first[1:], end[:-1])  # pages that no earlier block touches
-            before = _before(self._state[kind] == _NONE)
-            costs += (before[end] - before[first]) * geometry.page_bytes(kind)
+            pages, which = self._pages(kind, blocks)
+            new = self._state[kind][pages] == _NONE
+            new[1:] &= pages[1:] != pages[:-1]
+            pages, which = pages[new], which[new]
+            costs += np.bincount(which, minlength=len(blocks)) * geometry.page_bytes(kind)
+            found.append((pages, which))
         excluded = np.cumsum(costs) > room
         excluded[count:] |= costs[count:] > 0
         picked = int(np.argmax(excluded)) if excluded.any() else len(blocks)
-        blocks, new = blocks[:picked], list[list[int]]()
-        for kind in kinds:
-            start, users = self._touched(kind, blocks)
-            none = self._state[kind][start : start + len(users)] == _NONE
-            new.append((start + np.flatnonzero(none & (users > 0))).tolist())
-        growth = Growth(blocks.tolist(), runs_of(new), int(costs[:picked].sum()))
-        return growth, picked < len(bare)
+        runs = runs_of([pages[which < picked].tolist() for pages, which in found])
+        growth = Growth(blocks[:picked].tolist(), runs, int(costs[:picked].sum()))
+        return growth, more or picked < len(blocks)
 
-    def _spans(self, kind: int, blocks: Any) -> tuple[Any, Any]:
-        """Returns the first page that each block touches in a class, and the page after its last.
+    def _pages(self, kind: int, blocks: Any) -> tuple[Any, Any]:
+        """Returns the pages that blocks touch in a class, and for each the index of its block.
 
-        Vectorizes `Geometry.pages`.
+        Vectorizes `Geometry.pages`: block by block, so pages of ascending blocks ascend too.
         """
         size, page = self.geometry.classes[kind].block_bytes, self.geometry.page_size
-        return blocks * size // page, ((blocks + 1) * size - 1) // page + 1
-
-    def _touched(self, kind: int, blocks: Any) -> tuple[int, Any]:
-        """Returns the lowest page that blocks touch, and the number that touch each from there."""
-        if not len(blocks):
-            return 0, np.zeros(0, dtype=np.int64)
-        first, end = self._spans(kind, blocks)
-        start = int(first.min())
-        length = int(end.max()) - start + 1
-        begins = np.bincount(first - start, minlength=length)
-        return start, np.cumsum(begins - np.bincount(end - start, minlength=length))[:-1]
+        first, end = blocks * size // page, ((blocks + 1) * size - 1) // page + 1
+        counts = end - first
+        which = np.repeat(np.arange(len(blocks)), counts)
+        begins = np.cumsum(counts) - counts
+        return np.arange(len(which)) + (first - begins)[which], which
 
     def _handles(self, growth: Growth) -> int:
         classes = self.geometry.classes
@@ -285,10 +273,9 @@ class Backing:
         """Adds `by` to the user counts of the blocks' pages; returns pages left without users."""
         unused: list[list[int]] = []
         for kind, users in enumerate(self._users):
-            start, touched = self._touched(kind, np.asarray(blocks, dtype=np.int64))
-            mine = users[start : start + len(touched)]
-            mine += by * touched
-            unused.append((start + np.flatnonzero((touched > 0) & (mine == 0))).tolist())
+            pages, _ = self._pages(kind, np.asarray(blocks, dtype=np.int64))
+            np.add.at(users, pages, by)
+            unused.append(sorted(set(pages[users[pages] == 0].tolist())))
         return unused
 
     def _reserve(self, growth: Growth) -> None:
@@ -354,10 +341,9 @@ class Backing:
         each = np.fromiter(blocks, dtype=np.int64)
         found = np.zeros(len(each), dtype=bool)
         for kind, users in enumerate(self._users):
-            start, touched = self._touched(kind, each)
-            first, end = self._spans(kind, each)
-            before = _before(touched == users[start : start + len(touched)])
-            found |= before[end - start] > before[first - start]
+            pages, which = self._pages(kind, each)
+            every, place, counts = np.unique(pages, return_inverse=True, return_counts=True)
+            found[which[(counts == users[every])[place]]] = True
         worth: list[int] = each[found].tolist()
         return worth
 
