@@ -44,7 +44,9 @@ __all__ = ["Arrival", "PagePool", "join"]
 
 _TICK = 0.05  # s between rounds of `tick`
 _LOOK = 0.01  # s from a round to one that another engine's signal or an unmap calls for
-_REPORT = 0.1  # s between reports to the ledger, and checks of other engines' needs without a signal
+_REPORT = (
+    0.1  # s between reports to the ledger, and checks of other engines' needs without a signal
+)
 _START_PATIENCE = 30.0  # s for other engines to leave room for page 0
 _LAST_PATIENCE = 2.0  # s for them to leave room for a request that runs alone
 _BACKOFF = 0.02  # s between attempts to grow after a refusal
@@ -258,22 +260,27 @@ class PagePool:
             if not self.ranks.alone:
                 self.quota.pressure()  # the ranks agree on current numbers
             # More than needed: other requests of this step would each wait for a call.
-            ahead = 0 if self._pressed else self.reserve // 2
-            if not self._back(lacks + ahead):
+            if not self._back(lacks + self._ahead):
                 self._refused = now
         lacks = count - self.ready
         if lacks > 0 and ask:
             self.ask(lacks)
         return lacks <= 0
 
+    @property
+    def _ahead(self) -> int:
+        """Number of pages to back beyond those that a step waits for."""
+        return 0 if self._pressed else self.reserve // 2
+
     def ask(self, count: int) -> None:
         """Posts to the ledger that a request lacks `count` pages, for other engines to see.
 
-        Includes what the queue behind it lacks, since each request would otherwise wait for other
-        engines in turn. The ledger compares the sum with the engine's room, so that is added.
+        Includes what the queue behind it lacks and what is mapped ahead, since each request would
+        otherwise wait for other engines in turn. The ledger compares the sum with the engine's
+        room, so that is added.
         """
         self._lacked = True
-        count = max(count, self.count_waiting() - self.obtainable())
+        count = max(count, self.count_waiting() - self.obtainable()) + self._ahead
         need = self.geometry.most_bytes(count) + self.quota.room()
         need = min(need, max(0, self.quota.limit - self.quota.used))
         if need or self.short:
@@ -426,6 +433,7 @@ class PagePool:
         """Makes a round due, a check of other engines, and an attempt to grow."""
         self._next = self._reported = 0.0
         self._refused = -math.inf
+        self._lacked |= self.short  # the attempt comes after the check
 
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
         """Unmaps pages that are not needed, backs pages ahead.

@@ -76,6 +76,7 @@ class ElasticEngine:
     Attributes:
         lock: held by the scheduler while it runs, and by the keeper.
         count_waiting: returns the blocks that queued requests may take in a step.
+        count_queued: returns the blocks that all queued requests need.
         publish_events: publishes evictions since the last step as vLLM KV events.
         may_gather: a request ran since `gather` last freed blocks.
         asleep: `vmem` ordered the engine to sleep, as of the last check: it admits no request.
@@ -127,6 +128,7 @@ class ElasticEngine:
         self.mover = Mover(pool, self.backing, self.idle, self.holds)
         self._watch_pool()
         self.count_waiting: Callable[[], int] = lambda: 0
+        self.count_queued: Callable[[], int] = lambda: 0
         self.publish_events: Callable[[], None] = lambda: None
         self._refused = -math.inf  # time of the last partial growth
         self._step = self._ended = 0
@@ -376,7 +378,11 @@ class ElasticEngine:
                 self._back(count - len(self.idle))
             if len(self.idle) < count:
                 self._denied, self._refused = True, time.monotonic()
-                self._ask_others(max(count, self.count_waiting()) - len(self.idle))
+                lacks = max(count, self.count_waiting())
+                if not evicting:  # ask once, instead of for each request and each step
+                    cached = int(self.pool.free_block_queue.num_free_blocks) - len(self.idle)
+                    lacks = max(lacks, wanted, self.count_queued() - cached)
+                self._ask_others(lacks - len(self.idle))
         self._lacked |= len(self.idle) < count
 
     def could_back(self, count: int) -> bool:
@@ -493,10 +499,10 @@ class ElasticEngine:
         """
         if self._stopped:
             return False
-        called = self._is_called()
-        if not (woken or called or time.monotonic() >= self._next):
-            return True
         try:
+            called = self._is_called()
+            if not (woken or called or time.monotonic() >= self._next):
+                return True
             self.tick(called=called)
             if self.ranks.resting or self.asleep:
                 self._let_go()
