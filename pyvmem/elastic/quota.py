@@ -43,6 +43,9 @@ class DeviceAccount(Protocol):
     def want(self, nbytes: int) -> None:
         """See `Account.want`."""
 
+    def signals(self) -> tuple[int, int]:
+        """See `Account.signals`."""
+
     def excess(self, free: int | None = None) -> int:
         """See `Account.excess`."""
 
@@ -102,6 +105,10 @@ class LocalQuota:
 
     def want(self, nbytes: int) -> None:
         """Does nothing: no other engine could give memory back."""
+
+    def signals(self) -> tuple[int, int]:
+        """Returns zeros: there is no other engine."""
+        return 0, 0
 
     def report(self, **values: int) -> None:
         """Does nothing: `vmem top` shows ledgers only."""
@@ -184,6 +191,11 @@ class LedgerQuota:
         """Posts that a request lacks `nbytes` bytes on each rank; 0 withdraws that."""
         for account, ranks in self._accounts:
             account.want(nbytes * ranks)
+
+    def signals(self) -> tuple[int, int]:
+        """Returns `Account.signals`, summed over all devices."""
+        asks, gives = zip(*(account.signals() for account, _ in self._accounts), strict=True)
+        return sum(asks), sum(gives)
 
     def report(self, **values: int) -> None:
         """Posts the numbers that `vmem top` shows; bytes and handles are of one rank."""

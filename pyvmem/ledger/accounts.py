@@ -6,7 +6,7 @@ engine has a slot and a lock on the slot's byte, which the kernel drops when the
 any reason: a process that can take that lock knows that the owner is dead and clears the slot.
 Process ids are not comparable across containers, so they are not used for that.
 
-    header   magic, version, capacity
+    header   magic, version, capacity, number of asks and gives
     slot     an engine: limit, floor, used, pending, ...; 8-byte words written by the engine itself,
              except for orders to it: `order`, the limit, `floor` and `asleep`
 
@@ -84,6 +84,7 @@ _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
 _CAPACITY_AT = 16
 _HOLDER_AT = 24  # the last holder of the lock: process, and slot from 1
 _HOLDER = struct.Struct("<QQ")
+_ASKS_AT, _GIVES_AT = 40, 48  # both count, for `Account.signals`
 _WORD = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
 
@@ -508,7 +509,15 @@ class Ledger(Closable):
     @property
     def capacity(self) -> int:
         """Bytes for all engines together; 0: all of the device's memory."""
-        return int(_WORD.unpack_from(self._map, _CAPACITY_AT)[0])
+        return self.counted(_CAPACITY_AT)
+
+    def counted(self, at: int) -> int:
+        """A word of the header."""
+        return int(_WORD.unpack_from(self._map, at)[0])
+
+    def count(self, at: int) -> None:
+        """Adds 1 to a word of the header. The caller holds the lock."""
+        _WORD.pack_into(self._map, at, self.counted(at) + 1)
 
     def word(self, slot: int, name: str) -> int:
         """A word of a slot."""
@@ -722,6 +731,8 @@ class Account:
         self.ledger = ledger
         self.slot = slot
         self._owed: list[Callable[[], None]] = []  # changes waiting for the lock
+        self._goal = 0  # most bytes that the current shortage asked to have
+        self._own = {_ASKS_AT: 0, _GIVES_AT: 0}  # signals of this account
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -834,12 +845,37 @@ class Account:
         def change() -> None:
             self._add("used", -nbytes)
             self._add("handles", -handles)
+            self._signal(_GIVES_AT)
 
         self._change(change)
 
     def want(self, nbytes: int) -> None:
-        """Posts the bytes that a request lacks; 0: none."""
-        self.report(want=nbytes, want_ns=time.monotonic_ns())
+        """Posts the bytes that a request lacks; 0: none.
+
+        Signals an ask if the engine lacked nothing before, or now asks to have more in all.
+        """
+        now = time.monotonic_ns()
+        if not nbytes or now - self._get("want_ns") >= _STALE_NS:
+            self._goal = 0
+        goal = self._get("used") + nbytes if nbytes else 0
+        with contextlib.suppress(LedgerHeld), self._locked():
+            self._post(want=nbytes, want_ns=now)
+            if goal > self._goal:
+                self._goal = goal
+                self._signal(_ASKS_AT)
+
+    def _signal(self, at: int) -> None:
+        self._own[at] += 1
+        self.ledger.count(at)
+
+    def signals(self) -> tuple[int, int]:
+        """Returns how often other engines asked for memory, and how often they gave some back.
+
+        Reads two words without the lock, so that an engine can look often, and do what takes longer
+        when a number has changed.
+        """
+        asks, gives = (self.ledger.counted(at) - own for at, own in self._own.items())
+        return asks, gives
 
     def excess(self, free: int | None = None) -> int:
         """Returns the bytes to give back: above the limit, or because another engine lacks memory.
@@ -916,9 +952,12 @@ class Account:
         Skipped while the lock is held.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
-            for name, value in values.items():
-                self.ledger.put(self.slot, name, value)
-            self.ledger.put(self.slot, "beat_ns", time.monotonic_ns())
+            self._post(**values)
+
+    def _post(self, **values: int) -> None:
+        for name, value in values.items():
+            self.ledger.put(self.slot, name, value)
+        self.ledger.put(self.slot, "beat_ns", time.monotonic_ns())
 
     def close(self) -> None:
         """Leaves the ledger. Does nothing when called again or in a forked child."""

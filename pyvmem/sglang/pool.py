@@ -43,7 +43,8 @@ from pyvmem.sglang.ranks import Quota, Ranks, RoundState, SingleRank
 __all__ = ["Arrival", "PagePool", "join"]
 
 _TICK = 0.05  # s between rounds of `tick`
-_REPORT = 0.1  # s between reports to the ledger, and checks of other engines' needs
+_LOOK = 0.01  # s from a round to one that another engine's signal or an unmap calls for
+_REPORT = 0.1  # s between reports to the ledger, and checks that no signal calls for
 _START_PATIENCE = 30.0  # s for other engines to leave room for page 0
 _LAST_PATIENCE = 2.0  # s for them to leave room for a request that runs alone
 _BACKOFF = 0.02  # s between attempts to grow after a refusal
@@ -182,7 +183,8 @@ class PagePool:
         self._step = 0
         self._lacked = self._pressed = self._tidy = False
         self._refused = -math.inf
-        self._next = self._reported = 0.0
+        self._next = self._ticked = self._reported = 0.0
+        self._heard = self.quota.signals()
         self._busy_until = 0.0
         self._peak = Peak(settings.idle)  # of pages held and requested
         self.backing.back_null(_START_PATIENCE)
@@ -256,22 +258,27 @@ class PagePool:
             if not self.ranks.alone:
                 self.quota.pressure()  # the ranks agree on current numbers
             # More than needed: other requests of this step would each wait for a call.
-            ahead = 0 if self._pressed else self.reserve // 2
-            if not self._back(lacks + ahead):
+            if not self._back(lacks + self._ahead):
                 self._refused = now
         lacks = count - self.ready
         if lacks > 0 and ask:
             self.ask(lacks)
         return lacks <= 0
 
+    @property
+    def _ahead(self) -> int:
+        """Number of pages to back beyond those that a step waits for."""
+        return 0 if self._pressed else self.reserve // 2
+
     def ask(self, count: int) -> None:
         """Posts to the ledger that a request lacks `count` pages, for other engines to see.
 
-        Includes what the queue behind it lacks, since each request would otherwise wait for other
-        engines in turn. The ledger compares the sum with the engine's room, so that is added.
+        Includes what the queue behind it lacks and what is mapped ahead, since each request would
+        otherwise wait for other engines in turn. The ledger compares the sum with the engine's
+        room, so that is added.
         """
         self._lacked = True
-        count = max(count, self.count_waiting() - self.obtainable())
+        count = max(count, self.count_waiting() - self.obtainable()) + self._ahead
         need = self.geometry.most_bytes(count) + self.quota.room()
         need = min(need, max(0, self.quota.limit - self.quota.used))
         if need or self.short:
@@ -394,13 +401,14 @@ class PagePool:
     def round_state(self) -> RoundState | None:
         """Returns the state that rank 0 sends before a `tick`; None if that is not due yet."""
         now = time.monotonic()
-        if now < self._next:
+        called = self._is_called(now)
+        if now < self._next and not called:
             return None
         arrived = next(
             (i for i, one in enumerate(self._arrivals) if not one.arrived()), len(self._arrivals)
         )
         mapped = self._mapping is not None and self._mapping.done()
-        return RoundState(now, self._arrived + arrived, mapped)
+        return RoundState(now, self._arrived + arrived, mapped, called)
 
     def receive(self, state: RoundState) -> None:
         """Takes over rank 0's state; the next `tick` is due."""
@@ -408,9 +416,27 @@ class PagePool:
         self._may_arrive = state.arrived
         if state.mapped:
             self._finish_growth()
+        if state.called:
+            self._answer_call()
+
+    def _is_called(self, now: float) -> bool:
+        """Returns true if another engine asked for memory, or gave some that this one lacks."""
+        if now < self._ticked + _LOOK:
+            return False
+        (asks, gives), heard = self.quota.signals(), self._heard
+        self._heard = asks, gives
+        return asks != heard[0] or (self.short and gives != heard[1])
+
+    def _answer_call(self) -> None:
+        """Makes a round due, a check of other engines, and an attempt to grow."""
+        self._next = self._reported = 0.0
+        self._refused = -math.inf
+        self._lacked |= self.short  # the attempt comes after the check
 
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
-        """Unmaps pages that are not needed, backs pages ahead; at most every 50 ms.
+        """Unmaps pages that are not needed, backs pages ahead.
+
+        Does so every 50 ms, and sooner after another engine's signal and while pages are unmapped.
 
         Args:
             count_cached: returns the number of pages that only prefixes hold.
@@ -420,9 +446,11 @@ class PagePool:
             True if a refused request may be tried again.
         """
         now = self.ranks.now()
+        if self.ranks.alone and self._is_called(now):
+            self._answer_call()
         if now < self._next:
             return False
-        self._next = now + _TICK
+        self._ticked = now
         if self.ranks.alone and self._mapping is not None and self._mapping.done():
             self._finish_growth()
         self._collect()
@@ -446,6 +474,7 @@ class PagePool:
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
             self._tidy = self.memory.compact(_PIECE, self._step) > 0
+        self._next = now + (_LOOK if self.backing.unconfirmed else _TICK)
         return self.short
 
     def _check_others(

@@ -8,7 +8,7 @@ pages of a request, prefixes. On the others the ranks agree, always at the same 
     bytes that device and ledger allow      the least of all ranks
     result of a growth                      success only if it succeeded on all ranks
     ended releases                          those that have ended on all ranks
-    time, and ended copies                  rank 0's, sent with the requests as `RoundState`
+    time, ended copies, signals             rank 0's, sent with the requests as `RoundState`
 
 They use SGLang's process group for the CPU, by which it also broadcasts the requests.
 """
@@ -32,11 +32,13 @@ class RoundState:
         now: rank 0's time in seconds.
         arrived: number of arrivals that had ended, since the start.
         mapped: a growth in the background has ended.
+        called: another engine asked for memory, or gave some that rank 0 lacks.
     """
 
     now: float
     arrived: int
     mapped: bool
+    called: bool = False
 
 
 class Quota(backing.Quota, Protocol):
@@ -56,6 +58,9 @@ class Quota(backing.Quota, Protocol):
 
     def pressure(self) -> tuple[int, bool]:
         """Returns what `LedgerQuota.pressure` does."""
+
+    def signals(self) -> tuple[int, int]:
+        """Returns what `LedgerQuota.signals` does."""
 
     def report(self, **values: int) -> None:
         """Posts the numbers that `vmem top` shows."""
@@ -252,6 +257,10 @@ class AgreedQuota:
     def want(self, nbytes: int) -> None:
         """Posts a shortage of `nbytes` bytes to the ledger; 0 withdraws it."""
         self._quota.want(nbytes)
+
+    def signals(self) -> tuple[int, int]:
+        """Returns the signals that this rank sees, which others may not."""
+        return self._quota.signals()
 
     def report(self, **values: int) -> None:
         """Posts the numbers that `vmem top` shows, of this rank."""

@@ -75,7 +75,11 @@ class Demand:
         managers = manager.coordinator.single_type_managers
         self._block_sizes = [one.block_size for one in managers]
         self.most = self._blocks(tokens) + sum(map(_copies, specs))
-        elastic.count_waiting = self._count_waiting
+        config = scheduler.vllm_config
+        self._most_blocks = [
+            -(-one.max_memory_usage_bytes(config) // one.page_size_bytes) for one in specs
+        ]
+        elastic.count_waiting, elastic.count_queued = self._count_waiting, self._count_queued
         self._count_blocks = manager.coordinator.get_num_blocks_to_allocate
         self._allocate_slots = manager.allocate_slots
         self._get_num_free_blocks = self.pool.get_num_free_blocks
@@ -108,6 +112,15 @@ class Demand:
             if not left:
                 break
         return blocks
+
+    def _count_queued(self) -> int:
+        scheduler = self.scheduler
+        places = scheduler.max_num_running_reqs - len(scheduler.running)
+        return sum(
+            min(-(-(request.num_tokens + 1) // size), most)
+            for request in islice(scheduler.waiting, max(0, places))
+            for size, most in zip(self._block_sizes, self._most_blocks, strict=True)
+        )
 
     def begin(self) -> None:
         """Chooses the mode of a step; called before vLLM schedules it."""

@@ -47,6 +47,7 @@ from pyvmem.vllm.remote import join_ledgers
 __all__ = ["ElasticEngine"]
 
 _TICK = 0.05  # s between scans for idle blocks
+_LOOK = 0.01  # s between looks for signals of other engines, and for pages that were unmapped
 _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
 _REPORT = 0.1  # s between reports to the ledger, and checks of what a busy engine could give back
 _BACKOFF = 0.02  # s between attempts to grow while a request waits for memory
@@ -75,6 +76,7 @@ class ElasticEngine:
     Attributes:
         lock: held by the scheduler while it runs, and by the keeper.
         count_waiting: returns the blocks that queued requests may take in a step.
+        count_queued: returns the blocks that all queued requests need.
         publish_events: publishes evictions since the last step as vLLM KV events.
         may_gather: a request ran since `gather` last freed blocks.
         asleep: `vmem` ordered the engine to sleep, as of the last check: it admits no request.
@@ -126,6 +128,7 @@ class ElasticEngine:
         self.mover = Mover(pool, self.backing, self.idle, self.holds)
         self._watch_pool()
         self.count_waiting: Callable[[], int] = lambda: 0
+        self.count_queued: Callable[[], int] = lambda: 0
         self.publish_events: Callable[[], None] = lambda: None
         self._refused = -math.inf  # time of the last partial growth
         self._step = self._ended = 0
@@ -136,7 +139,8 @@ class ElasticEngine:
         self._wake = threading.Event()
         self._stopped = False
         self._tidy = self._short = self._resting = self._has_more = self._pressed = False
-        self._reported = self._dense_at = 0.0
+        self._next = self._reported = self._dense_at = 0.0
+        self._heard = self.quota.signals()
         self._seen: tuple[int, ...] | None = None  # at the last idle check
         self._thread = threading.Thread(
             target=_run_keeper,
@@ -374,7 +378,11 @@ class ElasticEngine:
                 self._back(count - len(self.idle))
             if len(self.idle) < count:
                 self._denied, self._refused = True, time.monotonic()
-                self._ask_others(max(count, self.count_waiting()) - len(self.idle))
+                lacks = max(count, self.count_waiting())
+                if not evicting:  # ask once, instead of for each request and each step
+                    cached = int(self.pool.free_block_queue.num_free_blocks) - len(self.idle)
+                    lacks = max(lacks, wanted, self.count_queued() - cached)
+                self._ask_others(lacks - len(self.idle))
         self._lacked |= len(self.idle) < count
 
     def could_back(self, count: int) -> bool:
@@ -483,12 +491,19 @@ class ElasticEngine:
 
     # ---- the keeper ------------------------------------------------------------------------------
 
-    def _keeper_round(self) -> bool:
-        """Runs a round of the keeper; returns false if the keeper must end."""
+    def _keeper_round(self, woken: bool = True) -> bool:
+        """Runs a round of the keeper if it was woken, is due or another engine calls for it.
+
+        Returns:
+            False if the keeper must end.
+        """
         if self._stopped:
             return False
         try:
-            self.tick()
+            called = self._is_called()
+            if not (woken or called or time.monotonic() >= self._next):
+                return True
+            self.tick(called=called)
             if self.ranks.resting or self.asleep:
                 self._let_go()
         except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
@@ -500,13 +515,21 @@ class ElasticEngine:
             return False
         return True
 
-    def tick(self, force: bool = False) -> None:
+    def _is_called(self) -> bool:
+        """Returns true if another engine asked for memory, or gave some that this one lacks."""
+        (asks, gives), heard = self.quota.signals(), self._heard
+        self._heard = asks, gives
+        return asks != heard[0] or (self._short and gives != heard[1])
+
+    def tick(self, force: bool = False, called: bool = False) -> None:
         """Runs a round of the keeper, without `lock`: frees idle memory, backs blocks ahead.
 
         Args:
             force: free memory no matter how recently it was needed.
+            called: result of `_is_called`.
         """
-        if force or self.backing.unconfirmed or time.monotonic() > self._reported + _REPORT:
+        due = called or time.monotonic() > self._reported + _REPORT
+        if force or self.backing.unconfirmed or due:
             self.ranks.poll()  # without the lock: steps continue
         with self.lock:
             self._collect()
@@ -518,20 +541,23 @@ class ElasticEngine:
             self._peak.note(now, self._live_blocks())
             if self.holds and at_rest and now > self._busy_until - self.settings.idle + WORTH:
                 self._let_idle(self.holds.expire(self._ended))
-            due = now > self._reported + _REPORT
             if due or at_rest or force:
                 self._give_back(long_idle)
             if due:
                 self._reported, self._limit = now, self.quota.limit
                 self.asleep = self.quota.asleep
                 self._report()
+            if called:
+                self._refused = -math.inf
             if self.mover.victims and quiet and (at_rest or now > self._busy_until):
                 self._move_by_call()  # otherwise the next step does
             if quiet:
                 self._send_by_call()
                 self.publish_events()  # the next step may be far off
             growth = None if at_rest else self._begin_ahead(now)
-            tidy = long_idle and not self.backing.unconfirmed and not self.backing.outbox
+            leaving = self.backing.unconfirmed or self.backing.outbox
+            self._next = now + (_LOOK if leaving else _TICK)
+            tidy = long_idle and not leaving
         if growth is not None:
             try:
                 growth.run(self.ranks)
@@ -739,9 +765,9 @@ class ElasticEngine:
 def _run_keeper(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
     """Runs the keeper's thread until the engine stops or is collected."""
     while True:
-        wake.wait(_TICK)
+        woken = wake.wait(_LOOK)
         wake.clear()
         found = engine()
-        if found is None or not found._keeper_round():
+        if found is None or not found._keeper_round(woken):
             return
         del found

@@ -256,6 +256,41 @@ def test_one_that_is_short_asks_the_others_above_their_floors(folder: Path) -> N
     b.close()
 
 
+def test_asks_and_gives_are_signalled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To all but the one that asks or gives; an ask that is repeated or smaller is not."""
+    a, b = join(folder, "a"), join(folder, "b")
+    first = a.signals()
+
+    def seen() -> tuple[int, int]:
+        asks, gives = a.signals()
+        assert b.signals() == (0, 0), "a does nothing"
+        return asks - first[0], gives - first[1]
+
+    b.want(2 * GIB)
+    b.want(2 * GIB)
+    b.want(GIB)
+    assert seen() == (1, 0)
+    b.want(3 * GIB)
+    assert seen() == (2, 0)
+    assert b.take(2 * GIB)
+    b.want(GIB)
+    assert seen() == (2, 0), "3 in all, as before"
+    b.want(2 * GIB)
+    assert seen() == (3, 0)
+    b.want(0)
+    assert seen() == (3, 0)
+    b.want(GIB)
+    assert seen() == (4, 0)
+    b.mapped(2 * GIB)
+    b.give(GIB)
+    assert seen() == (4, 1)
+    monkeypatch.setattr(ledger, "_STALE_NS", 0)
+    b.want(GIB)
+    assert seen() == (5, 1), "the last ask had expired"
+    a.close()
+    b.close()
+
+
 def test_a_fair_part_of_those_that_are_short(folder: Path) -> None:
     a, b, c = join(folder, "a"), join(folder, "b", floor=2 * GIB), join(folder, "c")
     assert a.take(6 * GIB)

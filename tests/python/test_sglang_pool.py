@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,93 @@ def test_a_queue_is_asked_for_at_once(memory: KVMemory, tmp_path: Path) -> None:
         pool.count_waiting = lambda: -5
         pool.ask(1)
         assert other.excess() == alone
+
+
+class Clock:
+    """Replaces the module `time` in the pool."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("pyvmem.sglang.pool.time", found)
+    monkeypatch.setattr("pyvmem.sglang.ranks.time", found)
+    return found
+
+
+def test_an_ask_is_answered_within_two_looks(
+    memory: KVMemory, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One unmaps, 10 ms later another records it. Without an ask a check comes every 100 ms."""
+    with beside(memory, tmp_path, idle=600.0) as (pool, other):
+        prefixes = pool.take(30) or []
+        checks: list[float] = []
+        pressure = pool.quota.pressure
+        monkeypatch.setattr(
+            pool.quota, "pressure", lambda: (checks.append(clock.now), pressure())[1]
+        )
+
+        def evict(pages: int) -> None:
+            pool.give([prefixes.pop() for _ in range(min(pages, len(prefixes)))])
+
+        def rounds(count: int) -> None:
+            """Each a millisecond after the last."""
+            for _ in range(count):
+                clock.now += 0.001
+                pool.tick(lambda: len(prefixes), evict)
+
+        rounds(1000)
+        assert 7 <= len(checks) <= 10
+        while checks[-1] != clock.now:  # then the next is due in 100 ms
+            rounds(1)
+        other.want(4 * GRANULE * 6)
+        rounds(11)
+        (release,) = memory._under_way
+        assert release.ticket is not None
+        release.ticket.wait(10)
+        rounds(11)
+        assert other.take(4 * GRANULE * 6)
+        count = len(checks)
+        other.give(4 * GRANULE * 5)  # nothing lacks here
+        for _ in range(20):
+            other.want(4 * GRANULE)  # less in all than before
+            rounds(1)
+        assert len(checks) == count
+        assert pool.check(prefixes) == []
+
+
+def test_a_gift_is_taken_at_once(memory: KVMemory, tmp_path: Path, clock: Clock) -> None:
+    """An engine that lacks memory tries again 10 ms after its last round, not 50."""
+    with beside(memory, tmp_path) as (pool, other):
+        assert other.take(4 * GRANULE * 9)
+        other.mapped(4 * GRANULE * 9)
+        assert not pool.prepare(4, ask=True)
+        assert pool.tick(lambda: 0, lambda _: None)
+        other.give(4 * GRANULE)
+        clock.now += 0.009
+        assert not pool.tick(lambda: 0, lambda _: None)
+        clock.now += 0.002
+        assert pool.tick(lambda: 0, lambda _: None)
+        assert pool.prepare(4, ask=True)
+
+
+def test_what_is_mapped_ahead_is_asked_for(memory: KVMemory, tmp_path: Path) -> None:
+    """Requests that come next then find it."""
+    with beside(memory, tmp_path, reserve=1 << 20) as (pool, other):
+        assert pool.reserve == 5, "an eighth of the limit"
+        assert other.take(4 * GRANULE * 9)
+        assert not pool.prepare(7, ask=True)
+        lacks, most = 7 - pool.ready, pool.geometry.most_bytes
+        assert other.excess() == most(lacks + 2) > most(lacks)
 
 
 def test_the_records_after_random_calls(memory: KVMemory) -> None:
@@ -435,6 +523,52 @@ def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) ->
     first, second = on_two_ranks(work)
     assert first == second
     assert any(isinstance(one, list) for one in first)
+
+
+def test_ranks_answer_the_ask_that_the_first_sees(
+    opened: Callable[..., KVMemory], tmp_path: Path, clock: Clock
+) -> None:
+    """The other rank's device has another ledger, in which nobody asks."""
+
+    def work(side: Side) -> tuple[bool, bool, int]:
+        memory, folder = opened(), tmp_path / str(side.rank)
+        settings = Settings(capacity=4 * GRANULE * 10, reserve=0, idle=600.0)
+        quota = join(memory, replace(settings, ledger=str(folder)), "one", unique=True)
+        pool = PagePool(memory, quota, settings, side)
+        prefixes = pool.take(30) or []
+
+        def evict(pages: int) -> None:
+            pool.give([prefixes.pop() for _ in range(min(pages, len(prefixes)))])
+
+        def sent() -> bool:
+            news = side.told(pool.round_state())
+            if news is not None:
+                pool.receive(news)
+            pool.tick(lambda: len(prefixes), evict)
+            return news is not None
+
+        sent()
+        side.least(0)
+        if not side.rank:
+            clock.now += 0.01
+        side.least(0)
+        calm = sent()
+        if not side.rank:
+            with Ledger("host", folder=folder) as ledger:
+                other = ledger.join("other", floor=0, limit=1 << 20, least=0, virtual=1 << 20)
+                other.want(4 * GRANULE * 6)
+                called = sent()
+                other.close()
+        else:
+            called = sent()
+        pool.clear()
+        pool.quota.close()
+        return calm, called, len(prefixes)
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert first[:2] == (False, True)
+    assert first[2] < 30
 
 
 def test_a_thread_maps_ahead_of_need(memory: KVMemory) -> None:

@@ -42,6 +42,8 @@ class Clock:
 class RankModel:
     """A rank's memory; implements `pyvmem.vllm.channel.Rank`."""
 
+    machine = ""
+
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self.mapped: set[tuple[int, int]] = set()

@@ -8,11 +8,13 @@ request computed fails (pool_model).
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pool_model import Open, Pool, open_pool
 
+from pyvmem.ledger.accounts import Ledger
 from vmem_bench.vllm.loads import Load, idle_footprint
 
 __all__ = ["open_pool"]
@@ -239,6 +241,48 @@ def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
         demand._count_blocks = count
         pool.step()
         assert (len(scheduler.running), len(scheduler.waiting)) == (1, 0)
+
+
+def test_an_ask_is_answered_within_two_looks(open_pool: Open, tmp_path: Path) -> None:
+    """One unmaps, the next records it. An engine that lacks memory tries again as fast."""
+    capacity = 1_000 * BLOCK_BYTES
+    env = {"VMEM_LEDGER": str(tmp_path), "VMEM_CAPACITY": str(capacity), "VMEM_RESERVE": "0"}
+    with open_pool(blocks=2_000, page=PAGE, **env) as pool:
+        elastic = pool.elastic
+        with Ledger("host", folder=tmp_path) as ledger:
+            other = ledger.join("other", floor=0, limit=capacity, least=0, virtual=capacity)
+            pool.run(steady(12, 1000, 10, 4))
+            pool.rest(0.2)
+
+            def looks(count: int) -> None:
+                for _ in range(count):
+                    pool.clock.now += 0.01
+                    assert elastic._keeper_round(woken=False)
+
+            elastic.tick()  # the next check is due in 100 ms
+            polls = len(pool.rank.asked)
+            looks(3)
+            assert len(pool.rank.asked) == polls, "nothing is asked for"
+            wanted = 900 * BLOCK_BYTES
+            other.want(wanted)
+            looks(2)
+            assert other.take(wanted)
+            other.mapped(wanted)
+            other.want(0)
+            for number in range(10):
+                pool.add([7 + number] * 1000, 200)
+            excess = []
+            for _ in range(6):  # prefixes make room for the first
+                pool.step()
+                excess.append(other.excess())
+            assert max(excess) > 300 * BLOCK_BYTES, "for the whole queue; a step takes 128"
+            elastic._refused = pool.clock.now
+            other.give(wanted)
+            looks(1)
+            assert elastic._refused < pool.clock.now - 1
+            while pool.scheduler.get_num_unfinished_requests():
+                pool.step()
+            other.close()
 
 
 def test_an_engine_that_is_ordered_to_sleep(
