@@ -116,12 +116,13 @@ class IdleBlocks:
             open_to_all = (one for one in groups if one not in spare) if spare else groups
             whole, rest = divmod(count - len(found), number)
             chosen = list(islice(open_to_all, whole + (rest > 0)))
-            for group in chosen[:whole]:
-                found += reversed(self._of.pop(group))
-                del bucket[group]
-            self._count -= number * len(chosen[:whole])
-            if not bucket:
-                self._some &= ~(1 << number)
+            if whole:
+                for group in chosen[:whole]:
+                    found += reversed(self._of.pop(group))
+                    del bucket[group]
+                self._count -= number * len(chosen[:whole])
+                if not bucket:
+                    self._some &= ~(1 << number)
             for group in chosen[whole:]:
                 own = self._of[group]
                 found += (own.popitem()[0] for _ in range(rest))
