@@ -15,7 +15,7 @@ idle blocks, with a bitmap of nonempty buckets, so no call depends on the number
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import groupby, islice
+from itertools import filterfalse, groupby, islice
 
 __all__ = ["IdleBlocks"]
 
@@ -112,10 +112,9 @@ class IdleBlocks:
             number = (some & -some).bit_length() - 1
             some &= some - 1
             bucket = self._buckets[number]
-            groups = reversed(bucket)
-            open_to_all = (one for one in groups if one not in spare) if spare else groups
+            groups = filterfalse(spare.__contains__, reversed(bucket))
             whole, rest = divmod(count - len(found), number)
-            chosen = list(islice(open_to_all, whole + (rest > 0)))
+            chosen = list(islice(groups, whole + (rest > 0)))
             if whole:
                 for group in chosen[:whole]:
                     found += reversed(self._of.pop(group))
