@@ -1189,8 +1189,9 @@ static bool random_step(struct model *m, bool failing) {
 }
 
 static void at_random(void) {
-  const char *given = getenv("ENTRIES_SEED");
+  const char *given = getenv("ENTRIES_SEED"), *count = getenv("ENTRIES_STEPS");
   struct model m = {.seed = given ? (unsigned)strtoul(given, NULL, 0) : 20261127};
+  unsigned steps = count ? (unsigned)strtoul(count, NULL, 0) : STEPS;
   printf("ENTRIES_SEED=%u\n", m.seed);
   for (int round = 0; round < 4; round++) {
     struct vmem_open_opts o = {.size = sizeof(o),
@@ -1203,7 +1204,7 @@ static void at_random(void) {
     if (round == 3 && on_host()) keep_contents(true);
     OK(vMemReserve(vm, BLOCKS * BLOCK, NULL, &va));
     for (unsigned i = 0; i < SPAN; i++) m.what[i] = -1;
-    for (int step = 0; step < STEPS; step++) {
+    for (unsigned step = 0; step < steps; step++) {
       bool failing = pick(&m, 5) == 0, fine;
       char why[256];
       if (failing)
@@ -1213,7 +1214,7 @@ static void at_random(void) {
       snprintf(why, sizeof(why), "%.250s", vmem_last_error());
       OK(vmem_inject(vm, 0, 0, 0, 0));
       m.failures += failing;
-      if (!fine) printf("round %d, step %d%s: %s\n", round, step, failing ? ", calls fail" : "", why);
+      if (!fine) printf("round %d, step %u%s: %s\n", round, step, failing ? ", calls fail" : "", why);
       CHECK(fine);
       OK(vmem_check(vm));
       if (step % 10 == 0 || failing) CHECK(agrees(&m, 0, SPAN));
@@ -1225,7 +1226,7 @@ static void at_random(void) {
     OK(vmem_close(vm));
   }
   printf("%u splits, %u refusals, %u failing steps, %u joins\n", m.splits, m.refusals, m.failures, m.joins);
-  CHECK(m.splits * 35 > STEPS && m.refusals * 35 > STEPS && (m.joins * 140 > STEPS || !on_host()));
+  CHECK(m.splits * 35 > steps && m.refusals * 35 > steps && (m.joins * 140 > steps || !on_host()));
 }
 
 static const struct test tests[] = {TEST(whole_blocks_get_them),

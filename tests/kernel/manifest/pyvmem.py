@@ -109,7 +109,7 @@ TESTS = [
     _uvm("gpu-fails", "gpu-fails", allow=AFTER_A_FAILURE),
     _uvm("wide", "wide", memory=4096, timeout=600.0, long=True),
     _uvm("unpatched", "unpatched", patched=False, long=True),
-    _suite("changes", CHANGES, timeout=600.0),
+    _suite("changes", CHANGES, env=(*BACKEND, "ENTRIES_STEPS=200"), timeout=600.0),
     _suite("c", C_TESTS, long=True),
     _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
     _suite("stress", ("stress",), long=True),
