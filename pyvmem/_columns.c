@@ -73,7 +73,7 @@ static uint64_t number(PyObject *owner, const char *name) {
  * share them. */
 struct look {
   PyObject *span, *places;          /* of the slot before */
-  uint64_t shared, away_end, noted; /* what these say: pages, and the intervals in `noted` */
+  uint64_t shared, off_device_end, noted; /* what these say: pages, and the intervals in `noted` */
   PyObject *stretches;              /* borrowed */
 };
 
@@ -92,8 +92,8 @@ static void look_again(struct look *look, const struct row *row) {
     Py_DECREF(look->stretches); /* the slot has it */
     uint64_t low;
     look->noted = (uint64_t)PySequence_Size(look->stretches);
-    look->away_end = 0;
-    if (look->noted) interval(look->stretches, (Py_ssize_t)look->noted - 1, &low, &look->away_end);
+    look->off_device_end = 0;
+    if (look->noted) interval(look->stretches, (Py_ssize_t)look->noted - 1, &low, &look->off_device_end);
   }
   look->span = row->span;
   look->places = row->places;
@@ -106,7 +106,7 @@ static inline void look_at(struct look *look, const struct row *row) {
 /* True if shared pages, or pages that are elsewhere or missing, lie beyond the owner's. */
 static inline int stale(struct look *look, const struct row *row) {
   look_at(look, row);
-  return look->shared > row->granted || row->head > row->granted || look->away_end > row->granted;
+  return look->shared > row->granted || row->head > row->granted || look->off_device_end > row->granted;
 }
 
 static uint32_t kinds(struct look *look, const struct row *row) {

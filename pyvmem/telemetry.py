@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pyvmem.errors import BadHandle, ForkedProcess
-from pyvmem.kvcache.metrics import CacheStats, SlotInfo
+from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.memory.info import ContextInfo, Stats
 from pyvmem.plumbing.http import HTTPServer, Reply, Request
 from pyvmem.plumbing.reentry import reentrant_lock

@@ -13,7 +13,7 @@ from readme_format import ROOT
 sys.path.insert(0, str(ROOT))
 
 from pyvmem import _native
-from pyvmem.kvcache.metrics import CacheStats
+from pyvmem.kvcache.stats import CacheStats
 from pyvmem.memory.info import ContextInfo, Stats
 from pyvmem.telemetry import Family, Telemetry
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Records which blocks of an engine have memory; part of its scheduler.
 
-A block is *backed* when all its pages are mapped on every rank, otherwise *bare*. The engine's free
-list contains only backed blocks. A page that several blocks share is refcounted, and unmapped with
-the last of them.
+A block is *backed* when all its pages are mapped on every rank, otherwise *unbacked*. The engine's
+free list contains only backed blocks. A page that several blocks share is refcounted, and unmapped
+with the last of them.
 
-    bare -- begin, run, finish --> backed -- retire, sent, confirm --> bare
+    unbacked -- begin, run, finish --> backed -- retire, sent, confirm --> unbacked
 
 A growth takes three calls, so that the one that maps runs without the lock:
 
@@ -31,7 +31,7 @@ from pyvmem.elastic.geometry import Geometry, Run, runs_of
 __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
 _NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # states of a page
-_BARE, _GROWING, _BACKED = range(3)  # states of a block
+_UNBACKED, _GROWING, _BACKED = range(3)  # states of a block
 _POLL = 0.05  # s between attempts to take the null block's memory
 _AGAIN = 1.0  # s: an idle engine that is asked again within this time gives twice as much
 
@@ -134,7 +134,7 @@ class Backing:
     Attributes:
         geometry: geometry of the engine.
         quota: grants bytes before they are mapped.
-        bare: number of blocks without memory, growing ones not included.
+        unbacked: number of blocks without memory, growing ones not included.
         mapped_bytes: bytes that are mapped, being mapped, or being unmapped.
         unmapping_bytes: the part of them that is being unmapped.
         outbox: releases not yet sent to any rank.
@@ -157,7 +157,7 @@ class Backing:
         self._blocks = bytearray(self.geometry.num_blocks)  # the state of each
         self._blocks[0] = _GROWING
         self._block_states = np.frombuffer(self._blocks, dtype=np.uint8)  # the same memory
-        self.bare = self.geometry.num_blocks - 1
+        self.unbacked = self.geometry.num_blocks - 1
         self._asked, self._asked_at = 0, -_AGAIN  # last result of `owed`, and its time
         self._sent: dict[int, Release] = {}
         self._last = 0
@@ -202,7 +202,7 @@ class Backing:
         self.finish(growth)
 
     def begin(self, count: int) -> Growth | None:
-        """Picks up to `count` bare blocks, the lowest first, as far as the quota allows.
+        """Picks up to `count` unbacked blocks, the lowest first, as far as the quota allows.
 
         The lowest addresses are taken first so that a growth has few runs. Further blocks on the
         same pages are added, since they need no more memory.
@@ -226,10 +226,10 @@ class Backing:
         geometry, kinds = self.geometry, range(len(self.geometry.classes))
         sharing = geometry.page_size // min(one.block_bytes for one in geometry.classes)
         changing = [int(np.count_nonzero(state >= _MAPPING)) for state in self._state]
-        bare = np.flatnonzero(self._block_states == _BARE)
+        unbacked = np.flatnonzero(self._block_states == _UNBACKED)
         # A page has parts of `sharing` + 2 blocks at most, so enough are left without the changing.
         most = count + sharing + (sharing + 2) * sum(changing)
-        more, blocks = len(bare) > most, bare[:most]
+        more, blocks = len(unbacked) > most, unbacked[:most]
         for kind in filter(changing.__getitem__, kinds):
             pages, which = self._pages(kind, blocks)
             blocks = np.delete(blocks, which[self._state[kind][pages] >= _MAPPING])
@@ -281,7 +281,7 @@ class Backing:
     def _reserve(self, growth: Growth) -> None:
         if growth is not self._null:
             self._block_states[growth.blocks] = _GROWING
-            self.bare -= len(growth.blocks)
+            self.unbacked -= len(growth.blocks)
         # Counted before they are mapped, so that retiring a neighbour frees no shared page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
@@ -304,8 +304,8 @@ class Backing:
         unused = self._count(growth.blocks, -1)
         self.mapped_bytes -= growth.nbytes
         self.quota.give(growth.nbytes)
-        self._block_states[growth.blocks] = _BARE
-        self.bare += len(growth.blocks)
+        self._block_states[growth.blocks] = _UNBACKED
+        self.unbacked += len(growth.blocks)
         # Pages of neighbours that were retired while this growth counted on them.
         self._release([[p for p in pages if self._state[k][p] == _MAPPED]
                      for k, pages in enumerate(unused)])  # fmt: skip
@@ -314,7 +314,7 @@ class Backing:
     # ---- giving back -----------------------------------------------------------------------------
 
     def retire(self, blocks: list[int]) -> int:
-        """Makes backed blocks bare; the engine's free list must no longer contain them.
+        """Makes backed blocks unbacked; the engine's free list must no longer contain them.
 
         Puts a release of their pages that no other block uses into `outbox`.
 
@@ -327,9 +327,9 @@ class Backing:
         for block in blocks:
             if not self.is_backed(block) or not block:
                 raise AssertionError(f"block {block} is not backed, or the null block")
-            self._blocks[block] = _BARE
+            self._blocks[block] = _UNBACKED
         unused = self._count(blocks, -1)
-        self.bare += len(blocks)
+        self.unbacked += len(blocks)
         self.counters.retired_blocks += len(blocks)
         return self._release(unused)
 
@@ -446,8 +446,8 @@ class Backing:
         """Checks the records; returns a message for each inconsistency. Slow."""
         wrong: list[str] = []
         mapped = 0
-        if self.bare != (bare := self._blocks.count(_BARE)):
-            wrong.append(f"{bare} blocks are bare, the records say {self.bare}")
+        if self.unbacked != (unbacked := self._blocks.count(_UNBACKED)):
+            wrong.append(f"{unbacked} blocks are unbacked, the records say {self.unbacked}")
         for kind in range(len(self.geometry.classes)):
             users = [0] * self.geometry.num_pages(kind)
             for block in range(self.geometry.num_blocks):

@@ -6,7 +6,7 @@ The modules, each of which imports only from those before it:
     config, layout          the model's shape and the policy; offsets in the reservation
     events                  the caller's GPU work
     journal, mapper         the undo log; every mapping call of the context
-    pages, slots, metrics   the records: refcounts of pages, slots and batches, counters
+    pages, slots, stats     the records: refcounts of pages, slots and batches, counters
     reclaim                 victims, and unmapping in the background
     migration, window       pages replaced under their addresses; sliding windows
     runs, growth            lengths of runs; pages for requests
@@ -37,9 +37,9 @@ from pyvmem.kvcache.common_pages import CommonPages
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.prefix_tree import TokenIds
+from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.tiers import Moved
 from pyvmem.models.hf_config import layer_shapes

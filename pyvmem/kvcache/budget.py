@@ -485,7 +485,10 @@ class Share:
         """Returns the bytes above their floors that the other caches would free after a wait."""
         return sum(
             min(
-                (one.pager.unsettled({}, promoting=promoting) - one.pager.loose({}) * promoting)
+                (
+                    one.pager.unsettled({}, promoting=promoting)
+                    - one.pager.splittable({}) * promoting
+                )
                 * one.layout.page_size,
                 one._excess(),
             )

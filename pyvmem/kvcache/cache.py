@@ -42,8 +42,8 @@ from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.idle import IDLE_SECONDS, IdleThread
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager, check_memory
-from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
+from pyvmem.kvcache.stats import CacheStats, SlotInfo, together
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.tiers import Moved
 from pyvmem.memory.context import Context

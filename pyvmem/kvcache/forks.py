@@ -137,7 +137,7 @@ class _Fork:
             [pager, "granted_pages", pager.granted_pages + pages * count],
             [reclaimer, "held", held],
             [reclaimer, "slid", reclaimer.slid + head * count],
-            [reclaimer, "own_away", None],
+            [reclaimer, "own_off_device", None],
             [counters, "grown", counters.grown + new],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
             [group, "used_tokens", group.used_tokens + self.rows * count],

@@ -28,13 +28,13 @@ from pyvmem.kvcache.growth import Pager, grow
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import BLOCK_BYTES, Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
-from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.migration import Mover, Promoter
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Growth, Slot, SlotTable
+from pyvmem.kvcache.stats import Counters
 from pyvmem.kvcache.window import Window
 from pyvmem.memory.context import Context
 from pyvmem.memory.info import Caps
@@ -306,7 +306,7 @@ class Group:
         """
         if self.mover.moves:
             self.mover.abandon(slot)
-        edits = [*self.entering(slot, 0), [self.reclaimer, "own_away", None]]
+        edits = [*self.entering(slot, 0), [self.reclaimer, "own_off_device", None]]
         if slot.pins:
             edits += self.prefixes.keeping(slot, [])
         if self.promoter is not None:
@@ -343,7 +343,7 @@ class Group:
             event: GPU work that may still touch the other pages; None if complete.
             written: mark the other pages as dirty.
         """
-        edits = [*self.pager.granting(slot, keep), [self.reclaimer, "own_away", None]]
+        edits = [*self.pager.granting(slot, keep), [self.reclaimer, "own_off_device", None]]
         if written:
             edits.append([slot, "dirty", max(slot.dirty, slot.granted)])
         if event is not None:
@@ -408,26 +408,26 @@ class Group:
     def _use(self) -> tuple[int, int]:
         """Returns `active_pages` and `used_bytes`."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
-        away, elsewhere = 0, 0
-        if any(reclaimer.away.values()):
-            if reclaimer.own_away is None:  # counted only when it may have changed
-                reclaimer.own_away = self.own_away()
-            away, slots = reclaimer.own_away
+        off_device, elsewhere = 0, 0
+        if any(reclaimer.off_device.values()):
+            if reclaimer.own_off_device is None:  # counted only when it may have changed
+                reclaimer.own_off_device = self.own_off_device()
+            off_device, slots = reclaimer.own_off_device
             elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
-        pages = self.pager.used_pages - away
+        pages = self.pager.used_pages - off_device
         # Rows of all requests: one per token, or one state per request.
         rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
         used = rows * self.token_bytes - elsewhere
-        gone = shared.away_uses
+        gone = shared.off_device_uses
         if self.window is not None:
             gone += reclaimer.slid
         if gone or shared.used:
             used = max(0, used - (gone + shared.uses - shared.used) * self.page_bytes)
-        if shared.used or shared.away_uses:
+        if shared.used or shared.off_device_uses:
             used = min(used, pages * self.page_bytes)
         return pages * self.layout.num_tensors, used
 
-    def own_away(self) -> tuple[int, list[Slot]]:
+    def own_off_device(self) -> tuple[int, list[Slot]]:
         """Returns the pages per tensor that a request owns off the device, and their slots."""
         found = [(slot, self._own_away(slot)) for slot in self.table if slot.active and slot.places]
         slots = [slot for slot, ranges in found if ranges]
@@ -484,7 +484,7 @@ class Group:
             if slot.block:
                 edits.append([slot, "whole", slot.whole_with(head, end, slot.whole)])
             for block, *_ in span.parts:
-                if slot.places.noted or block.away:
+                if slot.places.noted or block.off_device:
                     edits.append([slot, "places", slot.places.put(*span.stretches(head))])
                     break
             edits.append([pager.capacity, slot.index, self.layout.capacity(end) if end else 0])

@@ -130,7 +130,7 @@ class Pager:
     def used_pages(self) -> int:
         """Pages per tensor that requests own, in any memory; shared pages count once."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
-        own = self.granted_pages - reclaimer.slid - shared.uses - shared.away_uses
+        own = self.granted_pages - reclaimer.slid - shared.uses - shared.off_device_uses
         return own + shared.used
 
     # ---- numbers from outside --------------------------------------------------------------------
@@ -423,13 +423,13 @@ class Pager:
         pages += sum(move.here() for move in self.mover.cancelled)
         pages += self.mover.promoting() if promoting else 0
         pages *= self.layout.num_tensors
-        return pages + (self.loose(keep) if promoting and self.layout.block else 0)
+        return pages + (self.splittable(keep) if promoting and self.layout.block else 0)
 
-    def loose(self, keep: Mapping[Slot, int]) -> int:
+    def splittable(self, keep: Mapping[Slot, int]) -> int:
         """Returns the physical pages that a step can unmap by splitting 2 MiB entries."""
         if not self.layout.block:
             return 0
-        pages = sum(slot.loose_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
+        pages = sum(slot.splittable_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
         return pages * self.layout.num_tensors
 
     def fewer_mappings(

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.pages import Tier
 from pyvmem.kvcache.slots import Growth, Slide, Slot, Unmap
+from pyvmem.kvcache.stats import CacheStats, SlotInfo
 from pyvmem.memory.info import Location, RangeFlags
 
 __all__ = [
@@ -59,7 +59,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
             mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.span.pages,
             large_pages=_large(group, slot),
-            away_pages=sum(slot.places.away(slot.head, slot.mapped).values()),
+            away_pages=sum(slot.places.off_device(slot.head, slot.mapped).values()),
             moving_pages=group.mover.moving(slot),
             in_flight=in_flight[slot.index],
         )
@@ -150,8 +150,8 @@ def _large(group: Group, slot: Slot) -> int:
 
 
 def _away(group: Group, location: Location) -> int:
-    away = group.reclaimer.away.items()
-    return sum(pages for tier, pages in away if tier.location is location)
+    off_device = group.reclaimer.off_device.items()
+    return sum(pages for tier, pages in off_device if tier.location is location)
 
 
 def verify(groups: Sequence[Group]) -> None:
@@ -174,7 +174,7 @@ def check(group: Group) -> list[str]:
     for slot in table:
         name = f"slot {slot.index}"
         held += slot.mapped - slot.shared
-        held -= sum(slot.places.away(slot.shared, slot.mapped).values())
+        held -= sum(slot.places.off_device(slot.shared, slot.mapped).values())
         slid += slot.head if slot.active and not slot.stale else 0
         granted += slot.granted
         if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
@@ -319,8 +319,10 @@ def check_places(group: Group, slot: Slot) -> list[str]:
             found += [f"{name}: {text}" for text in _check_memory(group, slot, low, high, tier)]
     if _elsewhere(slot):
         found.append(f"{name}: its shared pages are in other memory than noted")
-    if slot.active and places.away_end > slot.granted and not slot.stale:
-        found.append(f"{name}: pages up to {places.away_end} are away, {slot.granted} granted")
+    if slot.active and places.off_device_end > slot.granted and not slot.stale:
+        found.append(
+            f"{name}: pages up to {places.off_device_end} are off_device, {slot.granted} granted"
+        )
     return found
 
 
@@ -351,18 +353,17 @@ def check_away(group: Group) -> list[str]:
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:
-        counted.update(slot.places.away(slot.shared, slot.mapped))
+        counted.update(slot.places.off_device(slot.shared, slot.mapped))
     for unmap in group.reclaimer.unmaps:
-        counted.update(unmap.away)
-    counted.update(group.reclaimer.shared.away())
+        counted.update(unmap.off_device)
+    counted.update(group.reclaimer.shared.off_device())
     counted.update(group.mover.pages()[1])
     found = []
-    own = group.own_away()
-    if group.reclaimer.own_away not in (None, own):
+    own = group.own_off_device()
+    if group.reclaimer.own_off_device not in (None, own):
         found.append(f"requests own {own[0]} pages per tensor outside the device")
-    for tier in {*counted, *group.reclaimer.away}:
-        if counted[tier] * tensors != group.reclaimer.away[tier]:
-            found.append(
-                f"{group.reclaimer.away[tier]} pages in {tier}, counted {counted[tier] * tensors}"
-            )
+    recorded = group.reclaimer.off_device
+    for tier in {*counted, *recorded}:
+        if (pages := counted[tier] * tensors) != recorded[tier]:
+            found.append(f"{recorded[tier]} pages in {tier}, counted {pages}")
     return found

@@ -92,7 +92,7 @@ class Mover:
         addresses = move.addresses = self._scratch.take(self._plan.place(move))
         ticket = move.ticket = Ticket(self._mapper.context) if background else None
         ops = self._plan.copies(move)
-        moves += self._counts(-move.here(), {tier: -n for tier, n in move.away().items()})
+        moves += self._counts(-move.here(), {tier: -n for tier, n in move.off_device().items()})
         moves.append([self._journal.held, addresses, ...])
         try:
             waits = self._counters.waits
@@ -102,9 +102,9 @@ class Mover:
             self._scratch.give(addresses)
             raise
 
-    def _counts(self, here: int, away: Mapping[Tier, int]) -> list[list[Any]]:
+    def _counts(self, here: int, off_device: Mapping[Tier, int]) -> list[list[Any]]:
         """Returns the edits where scratch pages per tensor leave the cache; negative: join it."""
-        counters, edits = self._counters, self._reclaimer.freeing(here, away, reclaimed=False)
+        counters, edits = self._counters, self._reclaimer.freeing(here, off_device, reclaimed=False)
         return [*edits, [counters, "peak_mapped", max(counters.peak_mapped, edits[0][2])]]
 
     # ---- the second phase ------------------------------------------------------------------------
@@ -163,16 +163,16 @@ class Mover:
     def _swap(self, move: Move, after: list[Any]) -> None:
         """Replaces the old pages by the new ones and unmaps the scratch addresses, in one batch."""
         slot, counters, pages, whole = move.slot, self._counters, 0, move.slot.whole
-        away: Counter[Tier] = Counter()
+        off_device: Counter[Tier] = Counter()
         for low, high, _ in move.stretches:  # count the old pages, which are freed
             pages += high - low
-            away.update(slot.places.away(low, high))
+            off_device.update(slot.places.off_device(low, high))
             whole = slot.whole_with(low, high, whole)
         edits = [
             [slot, "places", slot.places.put(*move.stretches)],
             [slot, "whole", whole],
             [counters, "moved", counters.moved + pages * self._layout.num_tensors],
-            *self._reclaimer.freeing(pages - away.total(), away, reclaimed=False),
+            *self._reclaimer.freeing(pages - off_device.total(), off_device, reclaimed=False),
         ]
         if move.promotes:
             edits += self._promoted(self.copied, slot, [low for low, *_ in move.stretches])
@@ -299,7 +299,7 @@ class Mover:
         if move.addresses is None:
             self._remove(move)
             return
-        counts = self._counts(move.here(), move.away())
+        counts = self._counts(move.here(), move.off_device())
         try:
             self._take_out(move, counts, self._plan.unmaps(move, move.addresses))
         except NotRecoverable:
@@ -311,8 +311,8 @@ class Mover:
 
     def _remove(self, move: Move) -> None:
         """Removes a move whose scratch addresses have nothing mapped from the records."""
-        here, away = (0, {}) if move.addresses is None else (move.here(), move.away())
-        self._take_out(move, self._counts(here, away))
+        here, off_device = (0, {}) if move.addresses is None else (move.here(), move.off_device())
+        self._take_out(move, self._counts(here, off_device))
 
     def _take_out(
         self,
@@ -366,12 +366,12 @@ class Mover:
     def pages(self) -> tuple[int, dict[Tier, int]]:
         """Returns the scratch pages per tensor: of the device, and elsewhere by tier."""
         here = 0
-        away: dict[Tier, int] = {}
+        off_device: dict[Tier, int] = {}
         for move in (*self.moves.values(), *self.cancelled):
             here += move.here()
-            for tier, pages in move.away().items():
-                away[tier] = away.get(tier, 0) + pages
-        return here, away
+            for tier, pages in move.off_device().items():
+                off_device[tier] = off_device.get(tier, 0) + pages
+        return here, off_device
 
 
 class MovePlanner:
@@ -556,7 +556,7 @@ class Promoter:
         first = -(-slot.shared // unit) * unit
         full = min(held * layout.row_bytes // layout.page_size, slot.granted)
         for low in range(first, full // unit * unit, unit):
-            if slot.places.away(low, low + unit):
+            if slot.places.off_device(low, low + unit):
                 continue
             at = [slot.addr + layout.offset(0, low, one) for one in range(layout.num_tensors)]
             each = list(map(self._mapper.query, at))

@@ -125,7 +125,7 @@ class Places:
         if low < high:
             yield low, high, DEVICE
 
-    def away(self, low: int, high: int) -> dict[Tier, int]:
+    def off_device(self, low: int, high: int) -> dict[Tier, int]:
         """Counts the pages of [low, high) outside the device, by tier."""
         found: dict[Tier, int] = {}
         if self.noted:
@@ -135,7 +135,7 @@ class Places:
         return found
 
     @property
-    def away_end(self) -> int:
+    def off_device_end(self) -> int:
         """End of the last page outside the device; 0 if there is none."""
         return self.noted[-1][1] if self.noted else 0
 
@@ -165,13 +165,13 @@ class Block:
         users: for each page, the number of requests among these.
         events: GPU work that wrote the pages and is not known to be complete.
         tier: the memory that holds the pages.
-        away: true if that is not device memory.
+        off_device: true if that is not device memory.
         gone: for each page, whether it was returned to the pool.
 
     `holders`: requests that hold and use all pages from the start.
     """
 
-    __slots__ = ("away", "events", "gone", "handle", "pages", "refs", "tier", "users")
+    __slots__ = ("events", "gone", "handle", "off_device", "pages", "refs", "tier", "users")
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Block:
     ) -> None:
         self.handle = handle
         self.tier = tier
-        self.away = tier != DEVICE
+        self.off_device = tier != DEVICE
         self.pages = pages
         self.gone = [False] * pages
         self.refs = [holders] * pages
@@ -277,7 +277,7 @@ class SharedPages:
         pages: shared device pages, each counted once.
         used: of these, pages used by at least one request.
         uses: the same, counted once for each request.
-        away_uses: uses of pages outside the device.
+        off_device_uses: uses of pages outside the device.
         blocks: blocks with at least one page left.
         lent: pages kept alive by `Reclaimer.lend`, in addition to slots, unmaps and prefixes.
         unheld: pages without a reference that are not yet returned to the pool.
@@ -286,7 +286,7 @@ class SharedPages:
     def __init__(self, layout: Layout, mapper: Mapper) -> None:
         self.layout = layout
         self._mapper = mapper
-        self.pages = self.used = self.uses = self.away_uses = 0
+        self.pages = self.used = self.uses = self.off_device_uses = 0
         self.blocks: set[Block] = set()
         self.lent = EMPTY
         self.unheld: dict[Part, None] = {}
@@ -305,7 +305,7 @@ class SharedPages:
             new: new blocks, whose handles this object owns from now on.
         """
         edits: list[list[Any]] = []
-        pages, used, total, away = self.pages, self.used, self.uses, self.away_uses
+        pages, used, total, off_device = self.pages, self.used, self.uses, self.off_device_uses
         for name, spans in (("users", uses), ("refs", holds)):
             copies: dict[Block, list[int]] = {}
             for span, count in spans.items():
@@ -324,8 +324,8 @@ class SharedPages:
                         if 0 in after:  # a page drops to 0 only once
                             for part in _unheld(block, low, after):
                                 edits.append([self.unheld, part, None])
-                    elif block.away:
-                        away += (high - low) * count
+                    elif block.off_device:
+                        off_device += (high - low) * count
                     else:
                         total += (high - low) * count
                         used += before.count(0) - after.count(0)
@@ -333,8 +333,8 @@ class SharedPages:
                 edits.append([getattr(block, name), slice(None), numbers])
         for block in new:
             edits += ([self.blocks, block, None], [self._mapper.journal.held, block.handle, ...])
-            if block.away:
-                away += sum(block.users)
+            if block.off_device:
+                off_device += sum(block.users)
             else:
                 pages, used = pages + block.pages, used + block.pages
                 total += sum(block.users)
@@ -343,7 +343,7 @@ class SharedPages:
                 [self, "pages", pages],
                 [self, "used", used],
                 [self, "uses", total],
-                [self, "away_uses", away],
+                [self, "off_device_uses", off_device],
             )
         return edits
 
@@ -355,7 +355,7 @@ class SharedPages:
         """Counts the span's device pages that exactly `users` requests use."""
         found = 0
         for block, low, high in span.parts:
-            if not block.away:
+            if not block.off_device:
                 found += block.users[low:high].count(users)
         return found
 
@@ -363,7 +363,7 @@ class SharedPages:
         """Counts the device pages in these spans that no request uses, each page once."""
         named: dict[Block, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
-            if not block.away:
+            if not block.off_device:
                 named.setdefault(block, []).append((low, high))
         found = 0
         for block, ranges in named.items():
@@ -377,7 +377,7 @@ class SharedPages:
         """Counts the device pages that are freed with these holds, as nothing else holds them."""
         held: dict[Block, list[int]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
-            if not block.away:
+            if not block.off_device:
                 counts = held.setdefault(block, [0] * block.pages)
                 counts[low:high] = map(add, counts[low:high], repeat(1))
         found = 0
@@ -395,7 +395,7 @@ class SharedPages:
         journal, pages = self._mapper.journal, high - low
         edits += (
             [block.gone, slice(low, high), [True] * pages],
-            [self, "pages", self.pages - (0 if block.away else pages)],
+            [self, "pages", self.pages - (0 if block.off_device else pages)],
             [self.unheld, part, ...],
         )
         last = pages == block.live
@@ -415,7 +415,7 @@ class SharedPages:
         for block in list(self.blocks):
             journal.change([[self.blocks, block, ...], [journal.held, block.handle, None]])
         self.unheld = {}
-        self.pages = self.used = self.uses = self.away_uses = 0
+        self.pages = self.used = self.uses = self.off_device_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
         """Compares the counts with the spans held and used; returns contradictions as text."""
@@ -435,12 +435,12 @@ class SharedPages:
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
             found.append(f"shared pages per tensor: {live} counted, others are live")
-        here = [block for block in self.blocks if not block.away]
+        here = [block for block in self.blocks if not block.off_device]
         if self.pages != sum(block.live for block in here):
             found.append(f"{self.pages} shared pages per tensor, but the blocks differ")
         parts = [part for span in used for part in span.parts]
-        for name, away in (("uses", False), ("away_uses", True)):
-            uses = sum(high - low for block, low, high in parts if block.away == away)
+        for name, off_device in (("uses", False), ("off_device_uses", True)):
+            uses = sum(high - low for block, low, high in parts if block.off_device == off_device)
             if getattr(self, name) != uses:
                 found.append(f"{getattr(self, name)} {name} of shared pages, counted {uses}")
         busy = sum(sum(map(bool, block.users)) for block in here)
@@ -448,11 +448,11 @@ class SharedPages:
             found.append(f"{self.used} shared pages in use per tensor, counted {busy}")
         return found
 
-    def away(self) -> dict[Tier, int]:
+    def off_device(self) -> dict[Tier, int]:
         """Returns the shared pages per tensor outside the device, by tier."""
         found: dict[Tier, int] = {}
         for block in self.blocks:
-            if block.away:
+            if block.off_device:
                 found[block.tier] = found.get(block.tier, 0) + block.live
         return found
 

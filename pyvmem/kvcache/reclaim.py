@@ -23,9 +23,9 @@ from pyvmem.errors import (
 )
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.pages import EMPTY, NOTHING, NOWHERE, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
+from pyvmem.kvcache.stats import Counters
 from pyvmem.memory.info import RangeFlags
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
@@ -119,8 +119,8 @@ class Reclaimer:
         limit: most physical pages that the cache may have.
         watermark: fraction of `limit` below which free memory is scarce.
         held: physical device pages of the cache, shared ones once, including pages being unmapped.
-        away: physical pages outside the device, by tier; not in `held`.
-        own_away: cached result of `Group.own_away`; None: out of date.
+        off_device: physical pages outside the device, by tier; not in `held`.
+        own_off_device: cached result of `Group.own_off_device`; None: out of date.
         shared: refcounts of shared pages.
         unmaps: unmaps in flight, or finished but not yet recorded.
         errors: failures of background batches that no call has raised yet.
@@ -149,8 +149,8 @@ class Reclaimer:
         self.watermark = low_watermark
         self.counters = counters
         self.held = self.slid = self.coming = 0
-        self.away: Counter[Tier] = Counter()
-        self.own_away: tuple[int, list[Slot]] | None = None
+        self.off_device: Counter[Tier] = Counter()
+        self.own_off_device: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
         self._prefixes, self._place = prefixes, place
         self.unmaps: list[Unmap | Slide] = []
@@ -189,7 +189,7 @@ class Reclaimer:
         if slot.stale:
             keep = 0
         elif slot.granted < slot.whole and slot.active:
-            keep = max(keep, slot.firm)
+            keep = max(keep, slot.busy_end)
         low = max(keep, slot.head)
         if low >= slot.mapped:
             return
@@ -230,7 +230,7 @@ class Reclaimer:
             job.span = slot.span
             edits.append([slot, "span", EMPTY])
         if places.noted:
-            job.away = places.away(low + job.span.pages, mapped)
+            job.off_device = places.off_device(low + job.span.pages, mapped)
             job.places = places.within(low, mapped)
             edits.append([slot, "places", places.without(low, mapped)])
         if slot.block:
@@ -331,7 +331,7 @@ class Reclaimer:
         if isinstance(unmap, Slide):
             self._finish_slide(unmap, timeout)
             return
-        slot, pages, span, away = unmap.slot, unmap.pages, unmap.span, unmap.away
+        slot, pages, span, off_device = unmap.slot, unmap.pages, unmap.span, unmap.off_device
         left = [one for one in self.unmaps if one is not unmap]
         edits: list[list[Any]] = [
             [self, "unmaps", left],
@@ -355,15 +355,20 @@ class Reclaimer:
                 )
                 if slot.block:  # as far as is known
                     edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
-                pages, span, away = 0, EMPTY, {}
+                pages, span, off_device = 0, EMPTY, {}
         if span.pages:
             edits += self.shared.using({}, {span: -1})
-        self.journal.change([*edits, *self.freeing(pages, away)])
+        self.journal.change([*edits, *self.freeing(pages, off_device)])
         self.drop_unheld()
 
     def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
         """`_finish` for pages that left the windows of slots."""
-        freed, slid, span, away = slide.pages, self.slid, slide.span, Counter(slide.away)
+        freed, slid, span, off_device = (
+            slide.pages,
+            self.slid,
+            slide.span,
+            Counter(slide.off_device),
+        )
         uses: Counter[Span] = Counter()
         edits: list[list[Any]] = [
             [self, "unmaps", [one for one in self.unmaps if one is not slide]],
@@ -389,8 +394,8 @@ class Reclaimer:
                     continue
                 # Rolled back: the pages are still mapped.
                 places = slot.places.put(*slide.places.get(slot, NOWHERE).noted)
-                outside = places.away(low + share.pages, head)
-                away.subtract(outside)
+                outside = places.off_device(low + share.pages, head)
+                off_device.subtract(outside)
                 freed -= head - low - share.pages - sum(outside.values())
                 edits += ([slot, "head", low], [slot, "places", places])
                 edits.append([slot, "span", share + slot.span])
@@ -399,7 +404,7 @@ class Reclaimer:
                     uses[share] += 1
             edits.append([self, "slid", slid])
         edits += self.shared.using(uses, {span: -1} if span.pages else NOTHING)
-        self.journal.change([*edits, *self.freeing(freed, away)])
+        self.journal.change([*edits, *self.freeing(freed, off_device)])
         self.drop_unheld()
 
     def lend(self, span: Span) -> None:
@@ -417,25 +422,25 @@ class Reclaimer:
     def drop_unheld(self) -> None:
         """Returns shared pages that nobody holds to the pool; the next call retries failures."""
         for part in list(self.shared.unheld):
-            pages, away = part.high - part.low, dict[Tier, int]()
-            if part.block.away:
-                pages, away = 0, {part.block.tier: pages}
+            pages, off_device = part.high - part.low, dict[Tier, int]()
+            if part.block.off_device:
+                pages, off_device = 0, {part.block.tier: pages}
             with suppress(OutOfMemory):
-                self.shared.drop(part, self.freeing(pages, away))
+                self.shared.drop(part, self.freeing(pages, off_device))
 
     def freeing(
-        self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True
+        self, pages: int, off_device: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
         """Returns the edits for pages that leave the cache: device pages, and others by tier."""
         tensors, counters = self.layout.num_tensors, self.counters
-        edits = [[self, "held", self.held - pages * tensors], [self, "own_away", None]]
-        if away:
-            others = self.away.copy()
-            for tier, count in away.items():
+        edits = [[self, "held", self.held - pages * tensors], [self, "own_off_device", None]]
+        if off_device:
+            others = self.off_device.copy()
+            for tier, count in off_device.items():
                 others[tier] -= count * tensors
-            edits.append([self, "away", others])
+            edits.append([self, "off_device", others])
         if reclaimed:
-            gone = (pages + sum(away.values())) * tensors
+            gone = (pages + sum(off_device.values())) * tensors
             edits.append([counters, "reclaimed", counters.reclaimed + gone])
         return edits
 
@@ -475,11 +480,11 @@ class Reclaimer:
         for at, size in runs:
             ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
-        own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
+        own, off_device = slot.mapped - first, slot.places.off_device(first, slot.mapped)
         gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
         edits += ([slot, "broken", quarantined], [slot, "places", NOWHERE])
-        edits += self.freeing(own - sum(away.values()), away)
+        edits += self.freeing(own - sum(off_device.values()), off_device)
         edits += self.shared.using({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)
         self.drop_unheld()

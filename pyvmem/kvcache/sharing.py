@@ -97,7 +97,7 @@ class Sharing:
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],
             [slot, "whole", whole],
-            [self.reclaimer, "own_away", None],
+            [self.reclaimer, "own_off_device", None],
             *self.reclaimer.shared.using({}, new=new),
         ]
 

@@ -126,10 +126,10 @@ class Slot(Row):
         """
         granted = self.granted
         if granted < self.whole and self.active:
-            granted = self.firm
+            granted = self.busy_end
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
-    def loose_beyond(self, keep: int) -> int:
+    def splittable_beyond(self, keep: int) -> int:
         """Returns the further pages that could be unmapped without GPU work in the slot."""
         if not self.active or self.granted >= self.whole or self.lost:
             return 0
@@ -138,7 +138,7 @@ class Slot(Row):
         return self.here_from(max(self.shared, self.granted, keep)) - self.spare_beyond(keep)
 
     @property
-    def firm(self) -> int:
+    def busy_end(self) -> int:
         """End of the pages that stay mapped while the owner's work may run."""
         granted = self.granted
         return granted + -granted % self.block if granted < self.whole else granted
@@ -163,14 +163,14 @@ class Slot(Row):
         """Returns the device pages from `page` to `mapped`."""
         if not self.places.noted:
             return max(0, self.mapped - page)
-        return max(0, self.mapped - page - sum(self.places.away(page, self.mapped).values()))
+        return max(0, self.mapped - page - sum(self.places.off_device(page, self.mapped).values()))
 
     @property
     def spare(self) -> int:
         """Mapped pages without an owner that can be unmapped; 0 if kept, as prefixes own them."""
         if self.kept:
             return 0
-        return self.mapped - max(self.firm, self.head)
+        return self.mapped - max(self.busy_end, self.head)
 
 
 class SlotTable:
@@ -406,8 +406,8 @@ class Unmap:
     """Unmap in flight of pages [low, high) of one slot, ordered after the slot's last GPU work.
 
     `dirty`, `head` and `places` restore the slot if the batch fails. `span`: the shared pages in
-    the range, which are released once nothing else references them. `away`: unshared pages outside
-    the device, by tier.
+    the range, which are released once nothing else references them. `off_device`: unshared pages
+    outside the device, by tier.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -420,12 +420,12 @@ class Unmap:
     head: int = 0
     span: Span = EMPTY
     places: Places = NOWHERE
-    away: dict[Tier, int] = field(default_factory=dict)
+    off_device: dict[Tier, int] = field(default_factory=dict)
 
     @property
     def pages(self) -> int:
         """Unshared device pages per tensor in the range."""
-        return self.high - self.low - self.span.pages - sum(self.away.values())
+        return self.high - self.low - self.span.pages - sum(self.off_device.values())
 
     def done(self) -> bool:
         """True if the batch has finished, successfully or not."""
@@ -438,8 +438,8 @@ class Slide:
 
     Slot ``slots[i]``, whose owner number was `owners[i]`, loses pages [`lows[i]`, `heads[i]`); the
     first of these were shared, `shares[i]`, and `span` is the sum of all shares. `places` restores
-    the slots if the batch fails; `away` counts unshared pages outside the device, by tier. The
-    failure of a `quiet` slide is reported by another group's.
+    the slots if the batch fails; `off_device` counts unshared pages outside the device, by tier.
+    The failure of a `quiet` slide is reported by another group's.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -453,12 +453,12 @@ class Slide:
     ticket: Any
     quiet: bool
     places: dict[Slot, Places]
-    away: dict[Tier, int]
+    off_device: dict[Tier, int]
 
     @property
     def pages(self) -> int:
         """Unshared device pages per tensor in all ranges."""
-        return sum(self.heads) - sum(self.lows) - self.span.pages - sum(self.away.values())
+        return sum(self.heads) - sum(self.lows) - self.span.pages - sum(self.off_device.values())
 
     def done(self) -> bool:
         """True if the batch has finished, successfully or not."""
@@ -512,7 +512,7 @@ class Move:
         """Returns the new device pages per tensor."""
         return sum(high - low for low, high, tier in self.stretches if tier == DEVICE)
 
-    def away(self) -> dict[Tier, int]:
+    def off_device(self) -> dict[Tier, int]:
         """Returns the new pages per tensor outside the device, by tier."""
         found: dict[Tier, int] = {}
         for low, high, tier in self.stretches:

@@ -97,7 +97,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         columns.held = rows
         group.used_tokens = total
         group.clock += 1
-        if reclaimer.shared.blocks or reclaimer.away or reclaimer.slid or group.layout.state:
+        if reclaimer.shared.blocks or reclaimer.off_device or reclaimer.slid or group.layout.state:
             group.note_peaks()
         else:  # shortcut: all pages of requests are unshared device pages
             used = total * group.token_bytes
@@ -178,7 +178,7 @@ def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
         needs = dict(group.pager.wants(short))
         for slot in group.table if group.layout.block else ():
             keep = max(slot.granted, needs.get(slot, 0))
-            if pages := slot.loose_beyond(keep):
+            if pages := slot.splittable_beyond(keep):
                 found.append((-pages * group.page_bytes, slot.index, group, keep))
     if found:
         wait_for_device(stream, begun[0][0].device)
@@ -372,7 +372,7 @@ def _begin_what_comes_back(
         own, size, tensors = pager.reclaimer, pager.layout.page_size, pager.layout.num_tensors
         coming = own.leaving + pager.unsettled(keep, promoting=False)
         above = count - (own.limit - own.held) - own.returning - coming
-        coming += pager.loose(keep)  # a step can split these entries
+        coming += pager.splittable(keep)  # a step can split these entries
         missing -= coming * size
         if above > 0:
             missing -= own.evict(-(-above // tensors)) * tensors * size

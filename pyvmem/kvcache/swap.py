@@ -124,7 +124,11 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
     needed = held = 0  # pages that no other request uses are freed
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
-        own = slot.granted - slot.shared - sum(slot.places.away(slot.shared, slot.granted).values())
+        own = (
+            slot.granted
+            - slot.shared
+            - sum(slot.places.off_device(slot.shared, slot.granted).values())
+        )
         needed += group.layout.pages_for(length) * tensors
         held += (own + group.reclaimer.shared.idle(slot.span, users=1)) * tensors
     if not can_reclaim_for([(groups[0].pager, needed - held)], {}):

@@ -185,7 +185,7 @@ def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: in
     taken = sum(
         count * one.layout.page_size
         for one in groups
-        for at, count in one.reclaimer.away.items()
+        for at, count in one.reclaimer.off_device.items()
         if at.location is tier.location
     )
     if taken + pages * size > limit:

@@ -81,7 +81,7 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
     each = []
     for group, slot in both:
         places = slot.places
-        keep = max(group.layout.pages_for(rows), places.away_end, slot.shared)
+        keep = max(group.layout.pages_for(rows), places.off_device_end, slot.shared)
         if keep < slot.granted and slot not in group.mover.moves:
             each.append((group, slot, keep))
     event = work.record() if each else None
@@ -146,7 +146,7 @@ class Truncation:
                 copied = min(keep, last)
             else:
                 keep = shared  # the next step maps rows that a kernel may over-read
-        unmaps = shared < last or bool(places.noted and places.away_end > keep)
+        unmaps = shared < last or bool(places.noted and places.off_device_end > keep)
         pages = copied - shared
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
         return cls(
@@ -230,13 +230,13 @@ class Truncation:
         """Returns the edits that belong to `unmap`."""
         group, slot, places = self.group, self.slot, self.slot.places
         own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
-        away: dict[Tier, int] = {}
+        off_device: dict[Tier, int] = {}
         granted = self.keep
         if places.noted:
-            away = places.away(own, slot.mapped)
+            off_device = places.off_device(own, slot.mapped)
             places = places.without(self.shared, self.copied).without(self.end, slot.mapped)
-            granted = max(granted, places.away_end)
-        freed = max(0, slot.mapped - own) - sum(away.values())
+            granted = max(granted, places.off_device_end)
+        freed = max(0, slot.mapped - own) - sum(off_device.values())
         kept, gone = slot.span.part(self.shared - slot.head)
         return [
             [slot, "places", places],
@@ -247,7 +247,7 @@ class Truncation:
             *group.pager.granting(slot, granted),
             *group.reclaimer.shared.using({gone: -1}, {gone: -1}),
             [self, "addresses", None],
-            *group.reclaimer.freeing(freed, away),
+            *group.reclaimer.freeing(freed, off_device),
         ]
 
 

@@ -167,7 +167,7 @@ class Window:
         count: Counter[Span] = Counter()
         keeping, kept = [], []
         places: dict[Slot, Places] = {}
-        away: Counter[Tier] = Counter()
+        off_device: Counter[Tier] = Counter()
         for slot, head, later, least in due:
             index = slot.index
             slots.append(slot)
@@ -189,7 +189,7 @@ class Window:
                 shares.append(EMPTY)
             if slot.places.noted:
                 places[slot] = slot.places.within(slot.head, head)
-                away.update(slot.places.away(slot.head + shares[-1].pages, head))
+                off_device.update(slot.places.off_device(slot.head + shares[-1].pages, head))
                 edits.append([slot, "places", slot.places.without(slot.head, head)])
         if keeping:
             edits.append([keeping, "span", kept])
@@ -197,7 +197,7 @@ class Window:
         reclaimer.table.columns.unmaps(indexes, lows, heads, ops)
         parts = chain.from_iterable(map(attrgetter("parts"), shares))
         span = Span(tuple(parts)) if keeping else EMPTY
-        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, places, away)
+        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, places, off_device)
         gone = sum(heads) - sum(lows)
         edits += (
             [slots, "head", heads[:]],
@@ -205,7 +205,7 @@ class Window:
             [reclaimer, "unmaps", [*reclaimer.unmaps, job]],
             [reclaimer, "slid", reclaimer.slid + gone],
             [reclaimer, "coming", reclaimer.coming + job.pages],
-            [reclaimer, "own_away", None],
+            [reclaimer, "own_off_device", None],
         )
 
     def beginning(self, slot: Slot, head: int) -> list[list[Any]]:

@@ -5,7 +5,7 @@ SGLang counts every page without a request or prefix as free. A free page is
 
     idle       backed
     arriving   backed; its id is being copied from the device
-    bare       without memory
+    unbacked       without memory
 
 and only idle pages are handed out. Pages that SGLang is about to take are made idle before it
 decides (`prepare`), since its scheduler crashes if an allocation fails.
@@ -204,7 +204,7 @@ class PagePool:
     def obtainable(self) -> int:
         """Returns the number of pages that could be ready without eviction; an estimate."""
         coming = 0 if self._growth is None else len(self._growth.blocks)
-        return self.ready + coming + self._pages_in(self.quota.room(), self.backing.bare)
+        return self.ready + coming + self._pages_in(self.quota.room(), self.backing.unbacked)
 
     def most(self) -> int:
         """Returns the number of pages that the current limit allows all requests together."""
@@ -212,7 +212,7 @@ class PagePool:
         return self._pages_in(room, self.geometry.num_blocks - 1)
 
     def _pages_in(self, room: int, most: int) -> int:
-        """Returns how many bare pages, `most` at most, `room` bytes can back in the worst case."""
+        """Returns how many unbacked pages, up to `most`, `room` bytes can back at worst."""
         if self._bytes_for(most) <= room:
             return most
         low, high = 0, most  # low fits, high does not
@@ -225,7 +225,7 @@ class PagePool:
         return low
 
     def _bytes_for(self, count: int) -> int:
-        """Returns the bytes that `count` bare pages need in the worst case."""
+        """Returns the bytes that `count` unbacked pages need in the worst case."""
         geometry = self.geometry
         block, page = geometry.classes[0].block_bytes, geometry.page_size
         if geometry.classes[1:] or (block % page and page % block):
@@ -236,8 +236,8 @@ class PagePool:
     def free_pages(self) -> list[int]:
         """Returns the ids of all free pages; waits for those that are arriving."""
         self._arrive(wait=True)
-        bare = (b for b in range(1, self.geometry.num_blocks) if not self.backing.is_backed(b))
-        return sorted([*self.idle, *bare])
+        unbacked = (b for b in range(1, self.geometry.num_blocks) if not self.backing.is_backed(b))
+        return sorted([*self.idle, *unbacked])
 
     # ---- demand ----------------------------------------------------------------------------------
 

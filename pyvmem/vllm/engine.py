@@ -334,7 +334,7 @@ class ElasticEngine:
         """
         try:
             with self.lock:
-                has_more = self.backing.bare < self.backing.geometry.num_blocks - 1
+                has_more = self.backing.unbacked < self.backing.geometry.num_blocks - 1
                 at_rest = has_more and not self.used_blocks() and self.pool.reset_prefix_cache()
             if at_rest:
                 self.settle()
@@ -391,7 +391,7 @@ class ElasticEngine:
         Nothing is reserved: if another engine takes the memory first, a request is preempted.
         """
         needed = self.backing.geometry.scattered_bytes(count)
-        return self.backing.bare >= count and self.quota.room() >= needed
+        return self.backing.unbacked >= count and self.quota.room() >= needed
 
     def _back(self, count: int) -> bool:
         """Backs up to `count` blocks while the step waits; returns false if the driver refused."""
@@ -461,7 +461,7 @@ class ElasticEngine:
     def backed_blocks(self) -> int:
         """Returns the number of backed blocks, the null block included."""
         growing = len(self._background.blocks) if self._background else 0
-        return int(self.pool.num_gpu_blocks) - self.backing.bare - growing
+        return int(self.pool.num_gpu_blocks) - self.backing.unbacked - growing
 
     @property
     def has_more(self) -> bool:

@@ -38,7 +38,7 @@ def _span(pages: int) -> Span:
 
 
 def _stale(slot: Slot) -> bool:
-    return max(slot.span.pages, slot.head, slot.places.away_end) > slot.granted
+    return max(slot.span.pages, slot.head, slot.places.off_device_end) > slot.granted
 
 
 def _losing(slot: Slot) -> bool:

@@ -103,7 +103,7 @@ def test_the_modules_of_the_cache_from_below() -> None:
     """
     found = graph(types=True)
     order = (
-        *("checks", "config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
+        *("checks", "config", "events", "journal", "layout", "mapper", "pages", "slots", "stats"),
         *("reclaim", "migration", "window", "runs", "growth", "sharing", "prefix_tree"),
         *("host_prefixes", "prefix_cache", "budget", "group", "integrity", "manager", "requests"),
         *("mappings", "steps", "admission", "truncation", "forks", "tiers", "prefix_alloc", "swap"),

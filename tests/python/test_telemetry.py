@@ -19,7 +19,7 @@ from kvcache_helpers import LAYERS, ROWS, eventually, lens, small_cache, small_c
 
 from pyvmem import Caps, Context, InvalidArgument, KVCache, telemetry
 from pyvmem._native import Waits
-from pyvmem.kvcache.metrics import CacheStats, Counters, together
+from pyvmem.kvcache.stats import CacheStats, Counters, together
 from pyvmem.telemetry import Telemetry
 
 TENSORS = 2 * LAYERS

@@ -258,7 +258,7 @@ def test_a_page_that_is_paid_for_backs_all_its_blocks(shape: str) -> None:
     backing, memory = make(geometry)
     for count in (1, 3, 9):
         grown = grow(backing, memory, count)
-        assert len(grown) >= min(count, len(grown) + backing.bare)
+        assert len(grown) >= min(count, len(grown) + backing.unbacked)
         held = [{p for k, p in memory.mapped if k == kind} for kind in range(len(geometry.classes))]
         for block in range(geometry.num_blocks):
             pages = [set(geometry.pages(kind, block)) for kind in range(len(geometry.classes))]

@@ -551,7 +551,7 @@ def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
         for number in range(8):
             ids = [3 + (7 * i + number) % 400 for i in range(120)]
             engine.add_request(str(number), {"prompt_token_ids": ids}, greedy(4))
-        assert elastic.backing.bare == elastic.pool.num_gpu_blocks - 1
+        assert elastic.backing.unbacked == elastic.pool.num_gpu_blocks - 1
         elastic.reserve_blocks = elastic._batch = 2
         calls: list[str] = []
         begin = elastic.backing.begin
