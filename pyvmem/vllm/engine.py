@@ -47,7 +47,7 @@ from pyvmem.vllm.remote import join_ledgers
 __all__ = ["ElasticEngine"]
 
 _TICK = 0.05  # s between scans for idle blocks
-_LOOK = 0.01  # s between looks for signals of other engines, and for pages that were unmapped
+_LOOK = 0.01  # s between looks for other engines' signals without steps, and for ended unmaps
 _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
 _REPORT = 0.1  # s between reports to the ledger, and checks of what a busy engine could give back
 _BACKOFF = 0.02  # s between attempts to grow while a request waits for memory
@@ -274,7 +274,7 @@ class ElasticEngine:
         if self._short and not self._lacked:
             self._ask_others(0)
         self._taken, self._waited, self._lacked, self._denied = 0, False, False, False
-        if not self._wake.is_set() and self._may_back_ahead(now):
+        if not self._wake.is_set() and (self._may_back_ahead(now) or self._is_called()):
             self._wake.set()
         return self._step, self.backing.send()
 
@@ -500,7 +500,8 @@ class ElasticEngine:
         if self._stopped:
             return False
         try:
-            called = self._is_called()
+            heard, called = self.quota.signals(), self._is_called()
+            self._heard = heard
             if not (woken or called or time.monotonic() >= self._next):
                 return True
             self.tick(called=called)
@@ -518,8 +519,13 @@ class ElasticEngine:
     def _is_called(self) -> bool:
         """Returns true if another engine asked for memory, or gave some that this one lacks."""
         (asks, gives), heard = self.quota.signals(), self._heard
-        self._heard = asks, gives
         return asks != heard[0] or (self._short and gives != heard[1])
+
+    def _pause(self) -> float:
+        """Returns the seconds until the keeper looks again; steps wake it while they run."""
+        now = time.monotonic()
+        stepping = now < self._busy_until - self.settings.idle + _TICK
+        return max(_LOOK, self._next - now) if stepping else _LOOK
 
     def tick(self, force: bool = False, called: bool = False) -> None:
         """Runs a round of the keeper, without `lock`: frees idle memory, backs blocks ahead.
@@ -764,10 +770,12 @@ class ElasticEngine:
 
 def _run_keeper(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
     """Runs the keeper's thread until the engine stops or is collected."""
+    pause = _LOOK
     while True:
-        woken = wake.wait(_LOOK)
+        woken = wake.wait(pause)
         wake.clear()
         found = engine()
         if found is None or not found._keeper_round(woken):
             return
+        pause = found._pause()
         del found

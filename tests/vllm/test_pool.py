@@ -276,10 +276,23 @@ def test_an_ask_is_answered_within_two_looks(open_pool: Open, tmp_path: Path) ->
                 pool.step()
                 excess.append(other.excess())
             assert max(excess) > 300 * BLOCK_BYTES, "for the whole queue; a step takes 128"
+            elastic._wake.clear()
             elastic._refused = pool.clock.now
             other.give(wanted)
             looks(1)
             assert elastic._refused < pool.clock.now - 1
+            pool.clock.now += 1
+            assert elastic._pause() == 0.01, "no step runs"
+            while pool.scheduler.get_num_unfinished_requests():
+                pool.step()
+            elastic.tick()
+            pool.add([3] * 1000, 20)
+            pool.step()
+            elastic._wake.clear()
+            assert elastic._pause() > 0.03, "steps look instead"
+            other.want(2 * wanted)
+            pool.step()
+            assert elastic._wake.is_set()
             while pool.scheduler.get_num_unfinished_requests():
                 pool.step()
             other.close()
