@@ -41,9 +41,9 @@ class BlockStored:
     """Blocks that prompts may now begin with.
 
     Attributes:
-        block_hashes: of each block.
+        block_hashes: hashes of each block.
         parent_block_hash: hash of the block before the first one; None: no such block.
-        token_ids: of all the blocks.
+        token_ids: token ids of all the blocks.
         block_size: tokens of a block.
         lora_id: not used.
         medium: memory that holds the rows.
@@ -114,8 +114,8 @@ class _Told(NamedTuple):
     """State of a reader: the blocks it has been told of.
 
     Attributes:
-        number: of the last change that was reported.
-        copies: of each block in a namespace, how many namespaces of that name have it.
+        number: number of the last change that was reported.
+        copies: number of namespaces of one name that have each block.
     """
 
     number: int

@@ -311,7 +311,7 @@ def extend(
 
     Args:
         vm: the context.
-        columns: of groups of layers.
+        columns: the `Columns` of groups of layers.
         ops: ``struct vmem_op[]`` with the operations of all groups.
         count: number of operations.
         outcome: with the edits of the other records.

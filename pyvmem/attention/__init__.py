@@ -169,10 +169,10 @@ class Attention:
         """Writes the new tokens' rows into their slots.
 
         Args:
-            layer: of the cache.
+            layer: index of a layer of the cache.
             key: ``[tokens, num_kv_heads, head_dim]``; for a latent, whole rows.
             value: ``[tokens, num_kv_heads, v_head_dim]``; for a latent, None.
-            batch: of this object.
+            batch: a batch that this object made.
 
         Raises:
             InvalidArgument: another shape, type or device.
@@ -232,9 +232,9 @@ class Attention:
         Args:
             q: ``[tokens, num_heads, head_dim]``, in the cache's type (8-bit caches: bfloat16);
                 `num_heads` is a multiple of the KV heads.
-            layer: of the cache; its new rows must have been written.
-            batch: of this object.
-            scale: of the scores; None: ``head_dim ** -0.5``.
+            layer: index of a layer of the cache; its new rows must have been written.
+            batch: a batch that this object made.
+            scale: scale of the scores; None: ``head_dim ** -0.5``.
             up: for a latent, the up-projections of its keys and values: `q` then has the heads'
                 own queries, ``nope + rotary`` elements, and the result their values. Requests with
                 many new tokens have their rows expanded (`pyvmem.attention.latent`).

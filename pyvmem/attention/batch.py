@@ -77,7 +77,7 @@ class Batch:
         reqids: the requests' slots, no two the same.
         q_lens: new tokens of each, at least 1.
         kv_lens: tokens of each, the new ones included.
-        device: of the tensors below: the caches'.
+        device: device of the tensors below, the caches' device.
 
     Attributes:
         parts, reqids, q_lens, kv_lens: as given.

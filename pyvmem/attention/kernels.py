@@ -109,9 +109,9 @@ class Choice:
     """The chosen kernels, and why the others were not.
 
     Attributes:
-        name: of `KERNELS`; for prefills, chunked ones included.
+        name: one of `KERNELS`, for prefills, chunked ones included.
         why_not: for every kernel, why it cannot be used on this cache; "" where it can.
-        decode: of `KERNELS`; for batches with at most `PREFILL_TOKENS` new tokens per request.
+        decode: one of `KERNELS`, for batches with at most `PREFILL_TOKENS` new tokens per request.
     """
 
     name: str
@@ -140,7 +140,7 @@ def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") ->
 
     Args:
         cache: a cache whose layers are alike, or a form of layers.
-        device: of its tensors.
+        device: device of its tensors.
         kernel: "auto", or one of `KERNELS`.
 
     Raises:

@@ -74,7 +74,7 @@ def attend(
         k: a layer's rows, ``[slots, rows, 1, rank + rotary]``.
         v: the same without the rotary elements.
         batch: whose rows are read.
-        scale: of the scores.
+        scale: scale of the scores.
         window: tokens that a token sees; 0: all.
         up: in the type of `q`.
     """

@@ -66,7 +66,7 @@ class Part:
             samples: nanoseconds.
             page: page size in bytes, where there is one.
             nbytes: bytes that one sample handles; the row then has GB/s at the median as well.
-            unit: of the row, a key of SCALES.
+            unit: unit of the row, a key of SCALES.
             overhead_ns: time of an empty call of this system, which `net` excludes.
             calls: how many calls one sample stands for.
             note: further information for the reader.

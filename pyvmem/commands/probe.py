@@ -33,7 +33,7 @@ class ProbeResult:
         caps: capabilities of the back end.
         page_sizes: bytes, ascending.
         driver: the driver's version.
-        device_name: of the device asked for.
+        device_name: name of the device asked for.
         reason: why it is not usable, or what the test showed.
     """
 

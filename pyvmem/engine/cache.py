@@ -251,7 +251,7 @@ class RequestCache(Closable):
         Args:
             prompt: a `Prefix`, as for `admit`; or a number of tokens, for a prompt that is not
                 looked up: the best-fitting slot is taken.
-            namespace: of a prompt that is not looked up.
+            namespace: namespace of a prompt that is not looked up.
             stream: the stream that will read the prefix, as in `admit`.
 
         Returns:

@@ -51,7 +51,7 @@ class Model:
 
     Attributes:
         layers: the shape of each layer, in the model's order; at least one has keys and values.
-        dtype: of its elements, as in `KVCacheConfig`.
+        dtype: type of its elements, as in `KVCacheConfig`.
         max_seq_len: the longest sequence the model supports.
     """
 
@@ -152,7 +152,7 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
     Args:
         model: its windows, latents and kinds of layers count.
         policy: its `page_size` and `layers_per_tensor`, if given, are kept.
-        info: of the back end: its page sizes, and the cost of a map call.
+        info: properties of the back end: its page sizes, and the cost of a map call.
         memory: bytes for keys and values.
 
     Raises:

@@ -24,9 +24,9 @@ class SlotCacheBase:
 
     Args:
         options: as installed.
-        config: of the text model.
+        config: configuration of the text model.
         continuous_batching_config: resolved; ``max_requests_per_batch`` is lowered to the slots.
-        device, dtype: of the model.
+        device, dtype: device and type of the model.
         distributed_helper: describes the devices that the model is split over.
         model_supports_logits_to_keep: the model computes scores only for the last token of each
             request; versions without this argument do not.

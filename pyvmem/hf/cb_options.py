@@ -49,7 +49,7 @@ class Options:
     Attributes:
         max_batch: slots; None: `max_requests_per_batch`, at most `MAX_SLOTS`.
         max_seq_len: tokens of a slot; None: the model's `max_position_embeddings`.
-        kernel: of attention.
+        kernel: attention kernel.
         backend: None: "host" for a model on the CPU, else "auto".
         context: shared; None: one is opened and owned.
         keep_windows: keep rows that left a sliding window, so that prefixes are found wherever
@@ -204,10 +204,10 @@ def make_requests(
 
     Args:
         options: as installed.
-        config: of the text model.
+        config: configuration of the text model.
         cb_config: transformers' ``ContinuousBatchingConfig``, resolved.
         block_tokens: tokens of a block, in which ``num_blocks`` counts memory.
-        device, dtype: of the model.
+        device, dtype: device and type of the model.
         logits_of_all: the model computes scores for every token of a batch, not only the last of
             each request; leave memory for them.
 

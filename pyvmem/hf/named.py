@@ -74,7 +74,7 @@ class NamedRequests:
 
     Args:
         cache: closed by `close`.
-        kernel: of attention, see `pyvmem.attention.Attention`.
+        kernel: attention kernel, see `pyvmem.attention.Attention`.
         sharing: record prompts for reuse by requests with the same first tokens.
         windows: see `Attention`.
         v_head_dim: see `Attention`.
@@ -338,10 +338,10 @@ class NamedRequests:
         """Writes the batch's new rows, then attends causally, each request over its own rows.
 
         Args:
-            layer: of the cache.
+            layer: index of a layer of the cache.
             q: ``[tokens, num_heads, head_dim]``; tokens after the batch's are padding.
             k, v: ``[tokens, num_kv_heads, head_dim]``; for a latent, `v` is ignored.
-            scale: of the scores; None: ``head_dim ** -0.5``.
+            scale: scale of the scores; None: ``head_dim ** -0.5``.
             up: see `Attention`.
 
         Returns:

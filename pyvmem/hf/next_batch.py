@@ -56,7 +56,7 @@ class NextBatch:
         Args:
             requests: by name.
             tokens: that each request holds after this batch; their pages are mapped.
-            stream: of the model's work.
+            stream: stream of the model's work.
 
         Raises:
             OutOfMemory: pages are missing. VMemError: as `RequestCache.extend`.

@@ -128,7 +128,7 @@ def _stored_rows(
     """Maps each layer's configuration to its stored and passed data.
 
     Args:
-        rows: of all layers with keys and values.
+        rows: rows of all layers with keys and values.
         layer, mine, given: one layer, its entry in the configuration, and the data it is passed.
     """
     heads, wide, values = given

@@ -588,7 +588,7 @@ class OnLedger(Participant):
     engine is short of or that a lowered limit forbids, even while no cache is called.
 
     Args:
-        ledger: of the context's device; closed by `close`.
+        ledger: ledger of the context's device; closed by `close`.
         context: the budget's.
         free: returns the device's free memory; None: unknown, and the ledger alone counts.
         name, floor, limit: as in `Ledger.join`.

@@ -82,7 +82,7 @@ class GroupView(Facet):
     Requests belong to the cache. Raises BadHandle once the cache is closed.
 
     Attributes:
-        config: of these layers.
+        config: configuration of these layers.
         layout: the sizes and offsets, for planning or drawing.
         context: the context that the pages belong to.
         reservation: the addresses of all tensors; `layout` gives the offsets.
@@ -201,8 +201,8 @@ class KVCache(MustClose):
     Args:
         config: shape, limits and policy.
         context: a context to share; it must outlive the cache. None: one is opened and owned.
-        backend: of the owned context.
-        device: of the owned context: CUDA ordinal, torch or cuda.core device.
+        backend: back end of the owned context.
+        device: device of the owned context: CUDA ordinal, torch or cuda.core device.
         budget: memory to share with other caches; the cache uses the budget's context.
 
     Raises:
@@ -622,7 +622,7 @@ class KVCache(MustClose):
         """Restores a swapped-out request, into any slot.
 
         Args:
-            swapped: of this cache; closed afterwards.
+            swapped: a request that this cache swapped out; closed afterwards.
             stream: the stream that will use the rows. Waits for it, and for the copy.
 
         Returns:
@@ -769,7 +769,7 @@ class KVCache(MustClose):
         Args:
             reqid: the request. The work that writes its rows must have been launched.
             location: "device", "host" or "peer", or a `pyvmem.Location`.
-            device: of a peer: a CUDA ordinal, torch or cuda.core device.
+            device: device of a peer: a CUDA ordinal, torch or cuda.core device.
             tokens: a range, or the first and the last + 1 token; only pages that hold no other rows
                 move. None: all tokens of the request.
             stream: the stream (or event) of the last work on the request; waited for.

@@ -384,8 +384,8 @@ class ParallelKVCache(KVCache):
             (`rank_config`). A `memory_limit` of 0 means 0.9 of the device's free memory. The memory
             is allocated at once and kept until `close`.
         group: the ranks' torch.distributed group; None: the default group.
-        backend: of the context that the cache opens for itself.
-        device: of this rank; None: torch's current CUDA device, 0 on ``host``.
+        backend: back end of the context that the cache opens for itself.
+        device: device of this rank; None: torch's current CUDA device, 0 on ``host``.
 
     Raises:
         InvalidArgument: no process group; configurations or page sizes differ; on every rank.

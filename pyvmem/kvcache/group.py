@@ -108,9 +108,9 @@ def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any)
     """Returns a context for groups of layers, with 2 MiB entries for small pages if possible.
 
     Args:
-        configs: of the groups.
+        configs: configurations of the groups.
         backend: name of the back end.
-        options: of the context.
+        options: options of the context.
     """
     page_size = configs[0].page_size
     packed = [one for one in configs if one.packed_slots and not one.state]

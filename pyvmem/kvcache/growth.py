@@ -560,7 +560,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     writes the records. With `background` the batch is only submitted when this returns.
 
     Args:
-        pagers: of groups that have the same requests.
+        pagers: pagers of groups that have the same requests.
         background: run on the worker thread.
         ahead: see `Pager.grow_ahead`.
 

@@ -70,7 +70,7 @@ class HostPrefixes:
     units that were being copied.
 
     Args:
-        layouts: of the groups.
+        layouts: layouts of the groups.
         unit_pages: pages per tensor of a unit in each of them.
 
     Attributes:
@@ -190,7 +190,7 @@ class HostPrefixes:
         Args:
             slots: the request's slot in each group.
             first: index of the first unit.
-            keys: of the units.
+            keys: keys of the units.
         """
         cells, units = [self._rows[key] for key in keys], range(first, first + len(keys))
         for place, (group, _) in enumerate(self._groups):

@@ -41,7 +41,7 @@ class IdleThread:
     next check tries again.
 
     Args:
-        manager: of the cache to trim.
+        manager: manager of the cache to trim.
         seconds: idle time before trimming.
 
     Attributes:

@@ -41,13 +41,13 @@ class Manager:
         configs: one for each group, without memory limits: they share a budget. None: there is one
             group, with configuration `whole`.
         context: the context to use; None: the budget's, or a new one, which it owns.
-        backend: of an owned context.
-        device: of an owned context.
+        backend: back end of an owned context.
+        device: device of an owned context.
         budget: memory to share with other caches; None: several groups share a new budget.
         table: chooses slots.
 
     Attributes:
-        context: of all groups, from `make` on.
+        context: context of all groups, from `make` on.
         groups: empty before `make`.
         lock, journal: entered by every call, in this order.
         owns_context: the context is closed with the cache.

@@ -47,10 +47,10 @@ class Mapper:
         """Runs a batch, or submits it if a ticket is given; C applies the edits on success.
 
         Args:
-            edits: of the records; see `Outcome`.
+            edits: changes to the records; see `Outcome`.
             ops: the batch.
             after: GPU work that it waits for.
-            ticket: of the batch; None: run in the calling thread.
+            ticket: ticket of the batch; None: run in the calling thread.
             late: as for `Context.submit`.
             waits: as for `Context.batch`.
 

@@ -132,7 +132,7 @@ def _begin_with(
     """Lets a request begin with a leased match, in every group or in none.
 
     Args:
-        groups: of the cache.
+        groups: groups of the cache.
         match: the match.
         spans: its pages in each group.
         slots: the slots that the request gets in each group.

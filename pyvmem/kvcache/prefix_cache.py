@@ -249,7 +249,7 @@ class PrefixCache:
     the index of a group. The caller holds the cache's lock.
 
     Args:
-        layouts: of the groups, which `join` in this order and share a budget.
+        layouts: layouts of the groups, which `join` in this order and share a budget.
         journal: the cache's journal.
         lockstep: see `SlotTable`.
 

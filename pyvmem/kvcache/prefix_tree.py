@@ -228,7 +228,7 @@ class Node(Generic[S]):
     """A run of units that continues its parent's. Changed only by the tree.
 
     Attributes:
-        namespace: of the prefix; the root's key.
+        namespace: namespace of the prefix; the root's key.
         parent: None for a root, and for an evicted node.
         units: length of the run.
         end: tokens from the start of the prefix to the end of this run.

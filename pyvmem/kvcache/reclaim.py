@@ -213,7 +213,7 @@ class Reclaimer:
             slot: without a batch in flight.
             low: first page to unmap.
             keep: the slot's new `mapped`.
-            ticket: of the batch.
+            ticket: ticket of the batch.
             kept: keep the slot's shared pages for a request that begins with them.
         """
         places, mapped = slot.places, slot.mapped

@@ -489,7 +489,7 @@ class Move:
         first: first page that the scratch addresses cover.
         stride: bytes between tensors in the scratch addresses.
         addresses: scratch reservation; None if nothing is copied.
-        ticket: of the copies; None: they are complete.
+        ticket: ticket of the copies; None: they are complete.
         promotes: made for 2 MiB entries; may be cancelled when memory is short.
     """
 

@@ -320,7 +320,7 @@ def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int
     own before those of other caches of its budget; then cancels promotions.
 
     Args:
-        groups: of the cache.
+        groups: groups of the cache.
         wants: the slots, and the pages per tensor that each is to have.
         more: bytes to reclaim in addition.
 

@@ -157,7 +157,7 @@ class Window:
             edits: gets the edits; see `Outcome`.
             due: of this window.
             ops: where the unmap operations are written.
-            ticket: of the batch.
+            ticket: ticket of the batch.
             quiet: another group reports its failure.
         """
         reclaimer, owners = self.reclaimer, []
@@ -244,8 +244,8 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
     """Begins to unmap pages that a step no longer needs, in one batch for all slots; never blocks.
 
     Args:
-        windows: of groups that have the same requests, each with the lengths of the step.
-        stream: of the work so far, which may read the pages.
+        windows: windows of groups that have the same requests, each with the lengths of the step.
+        stream: stream with the work so far, which may read the pages.
     """
     found = []
     for window, lens in windows:

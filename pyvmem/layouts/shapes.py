@@ -178,7 +178,7 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
     Args:
         model: one of `SHAPES` (case does not matter), or the path of a transformers
             ``config.json`` or its folder; the weights of such a model are not known.
-        dtype: of its keys and values, where such a file has none.
+        dtype: type of its keys and values, where such a file has none.
 
     Raises:
         InvalidArgument: neither, or a configuration that lacks a needed value.

@@ -992,7 +992,7 @@ class Participant(Closable):
     serializes all calls but `start`.
 
     Args:
-        ledger: of the device; closed by `close`.
+        ledger: the device's ledger; closed by `close`.
         name, floor, limit, least, virtual: as in `Ledger.join`.
 
     Attributes:

@@ -30,7 +30,7 @@ def order(
     """Changes an engine's limits or sleep; returns the previous state.
 
     Args:
-        ledger: of the device.
+        ledger: ledger of the device.
         who: the engine's name, or its process id.
         limit, floor: bytes; None: unchanged.
         asleep: a sleeping engine admits no request, and frees its memory once none runs; None:

@@ -219,7 +219,7 @@ class ThreadCopies:
     """Copies by memcpy. A step of vLLM's CPU back end is complete when it returns.
 
     Args:
-        context: of the KV tensors.
+        context: context of the KV tensors.
         to_host: the direction.
     """
 
@@ -298,10 +298,10 @@ class StreamCopies:
     """Copies by a Triton kernel.
 
     Args:
-        context: of the KV tensors.
+        context: context of the KV tensors.
         to_host: the direction.
         device: a torch device.
-        thread_blocks: of the kernel.
+        thread_blocks: thread blocks of the kernel.
         after_current: copies wait for the work on torch's current stream; False: for no work, as
             the caller has waited already.
 

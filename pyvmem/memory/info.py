@@ -101,10 +101,10 @@ class ContextInfo:
         max_segments: limit on Stats.segments (host: vm.max_map_count), 0 = none.
         max_mappings: limit on Stats.mappings (`Context`), 0 = none.
         driver: the driver's version, ``""`` on host.
-        device_name: of the first device.
+        device_name: name of the first device.
         devices: CUDA ordinals, the first one holds the pages.
-        uuid: of the first device as nvidia-smi writes it, ``""`` on host.
-        uuids: of every device.
+        uuid: UUID of the first device as nvidia-smi writes it, ``""`` on host.
+        uuids: UUIDs of every device.
         why: for ``"auto"``, why the back ends tried first cannot be used.
         warning: a message for the operator, such as a driver of an unknown branch; ``""`` if none.
     """
@@ -213,8 +213,8 @@ class RangeInfo:
     Attributes:
         base: the reservation's first address.
         nbytes: its length.
-        mapped_bytes: of the reservation.
-        segments: of the reservation.
+        mapped_bytes: bytes mapped in the reservation.
+        segments: segments of the reservation.
         run_bytes: bytes from the granule of the address on that have the same state and are
             physically contiguous.
         flags: state of the address.
@@ -259,7 +259,7 @@ class PagesInfo:
 
     Attributes:
         nbytes: total length of the pages.
-        page_size: of each page.
+        page_size: size of each page.
         runs: physical runs.
         mappings: live mappings made with this handle.
         location: the memory that holds the pages.

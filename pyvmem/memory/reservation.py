@@ -198,7 +198,7 @@ class Reservation(Closable):
             shape: elements along each dimension.
             dtype: a name (``"bfloat16"``), torch.dtype or numpy dtype.
             strides: in elements, as torch counts them; None = contiguous.
-            offset: of the first element in bytes, a multiple of the element size.
+            offset: offset of the first element in bytes, a multiple of the element size.
 
         Raises:
             InvalidArgument: it does not fit (both sizes are named), or is malformed.

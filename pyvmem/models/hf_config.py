@@ -358,7 +358,7 @@ def plain_rows(config: Any, what: str, *others: str) -> None:
     """Refuses models that need more than causal (or windowed) attention over the layer's own rows.
 
     Args:
-        config: of the text model.
+        config: configuration of the text model.
         what: the feature that cannot run the model, for the message.
         *others: kinds of layers that it can also run.
 

@@ -75,7 +75,7 @@ class StateShape:
         conv: channels and tokens of the convolution's input; (): none.
         recurrent: shape of the state, always float32, since it accumulates over all tokens; ():
             none.
-        dtype: of `conv`; "": the cache's.
+        dtype: type of `conv`; "": the cache's.
     """
 
     conv: tuple[int, ...] = ()

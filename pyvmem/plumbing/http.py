@@ -69,7 +69,7 @@ class HTTPServer(Closable):
         where: an address and a port (0: any free one), or the path of a Unix socket, which only
             this user's processes may use.
         token: the bearer token clients must send; ``""``: none.
-        name: of the thread.
+        name: name of the thread.
 
     Attributes:
         port: of TCP, else 0.

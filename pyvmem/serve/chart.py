@@ -18,7 +18,7 @@ def chart(
 
     Args:
         steps: per step: mapped bytes, and the part of them that held tokens.
-        width: of the chart; a column shows the largest of its steps.
+        width: width of the chart; a column shows the largest of its steps.
     """
     most = max((mapped for mapped, _ in steps), default=0)
     if not most:

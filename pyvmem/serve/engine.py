@@ -107,7 +107,7 @@ class Engine(Closable):
             be where layers have a state.
         background: map the next step's pages while the present one is computed.
         observer: called with every `StepRecord`.
-        kernel: of the attention, as `pyvmem.attention.Attention` takes it.
+        kernel: attention kernel, as `pyvmem.attention.Attention` takes it.
 
     Attributes:
         attention: its `choice` names the kernel.

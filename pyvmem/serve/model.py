@@ -184,7 +184,7 @@ def load(
 
     Args:
         path: as in `find`.
-        dtype: of weights and computation, and so of the KV cache.
+        dtype: type of weights and computation, and so of the KV cache.
         device: where the model goes.
         notify: called with a message before a slow step.
 

@@ -62,7 +62,7 @@ class StepPast(_Cache):  # type: ignore[misc]  # a base that is Any
 
     Args:
         cache: whose slots.
-        slots: of the rows of the batch, in order.
+        slots: slot of each row of the batch, in order.
         lengths: tokens that each has computed; 0: its states are new. All are 0, or none.
     """
 

@@ -194,7 +194,7 @@ class VMemPool:
         the view, but is ignored after `resume`.
 
         Args:
-            address: of a tensor in the pool.
+            address: address of a tensor in the pool.
             nbytes: bytes from `address` on, within one segment.
         """
         with self._lock:

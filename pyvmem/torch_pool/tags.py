@@ -66,8 +66,8 @@ class Tag:
     Attributes:
         name: the caller's.
         number: the tag's number in C; 0 means a thread without a tag.
-        device: of the pool.
-        host: of the pool.
+        device: device of the pool.
+        host: the pool's host memory.
         users: active `VMemPool.use` blocks.
         paused: since the last resume.
         pool: its torch.cuda.MemPool, once made.

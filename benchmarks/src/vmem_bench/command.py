@@ -71,14 +71,14 @@ class Command:
 
     Args:
         args: with the options of `add_common`.
-        name: of the benchmark; the format is ``vmem-bench-NAME/1``.
+        name: name of the benchmark; the format is ``vmem-bench-NAME/1``.
         method: how it measures, in words.
         **options: for the record, in addition to the common ones.
 
     Attributes:
         backend: name of the back end that was opened to query it.
         page_sizes, max_segments: from its `ContextInfo`.
-        deadline: of the whole command.
+        deadline: deadline of the whole command.
 
     Raises:
         VMemError: the back end cannot be opened.

@@ -133,14 +133,14 @@ class Decoder:
     """The model. Its bfloat16 weights depend only on seed and device, not on the number of ranks.
 
     Args:
-        sizes: of the whole model.
+        sizes: sizes of the whole model.
         device: where the weights lie.
-        seed: of the weights.
+        seed: random seed of the weights.
         longest: most tokens of a request.
         shard: this rank's part.
 
     Attributes:
-        sizes: of this rank's part.
+        sizes: sizes of this rank's part.
 
     Raises:
         ValueError: as `Sizes.on_ranks`.
@@ -207,7 +207,7 @@ class Decoder:
         """One forward pass: writes the new tokens' rows into the cache and reads it.
 
         Args:
-            ids: of the new tokens, one request after the other, int64 ``[tokens]``.
+            ids: token ids of the new tokens, one request after the other, int64 ``[tokens]``.
             attend: stores the rows and attends to them.
             batch: which requests the tokens belong to, and where their rows lie.
             during: called once the first layers are launched, while the GPU is busy.

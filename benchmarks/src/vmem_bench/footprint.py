@@ -111,7 +111,7 @@ class Footprint:
         command: gives the back end and the device's number.
         part: gets the rows ``FOOTPRINT/LAYOUT/CASE/MEMORY``.
         kernel: for decoding over slots and over blocks.
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, command: Command, part: Part, kernel: Kernel, device: torch.device) -> None:

@@ -56,7 +56,7 @@ class Kind:
     Attributes:
         model: the class name of its transformers configuration, without "Config".
         what: the model whose shape it has.
-        fields: of its configuration, at full size.
+        fields: fields of its configuration at full size.
         small: the fields that a quick run changes.
     """
 
@@ -480,7 +480,7 @@ def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> floa
     kernels with bfloat16, but at most a half, since unrelated logits differ by about 1.
 
     Args:
-        way: of `WAYS`.
+        way: one of `WAYS`.
         cuda: the model is in bfloat16.
         found: the differences of earlier ways.
     """

@@ -88,10 +88,10 @@ class Mode(Closable):
     """One of `MODES`, with its cache. A context manager.
 
     Args:
-        name: of `MODES`.
+        name: one of `MODES`.
         command: names back end, page and kernel.
         model: the model that decodes.
-        lengths: of the requests.
+        lengths: lengths of the requests.
         batch: requests.
 
     Attributes:

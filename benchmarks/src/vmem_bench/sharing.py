@@ -58,7 +58,7 @@ class Family:
     """Requests forked from one prompt, and the pages of one tensor that they hold.
 
     Args:
-        layout: of the cache, or of blocks treated as pages.
+        layout: layout of the cache, or of blocks treated as pages.
         prompt: tokens of the prompt, computed already.
         count: requests, at least 1.
     """

@@ -56,9 +56,9 @@ class Blocks:
     """A request's blocks, scattered in a pool of twice as many, and pinned host memory for them.
 
     Args:
-        sizes: of the model.
+        sizes: sizes of the model.
         block, tokens: rows of a block, and of the request.
-        device: of the pool.
+        device: device of the pool.
     """
 
     def __init__(self, sizes: Sizes, block: int, tokens: int, device: torch.device) -> None:
@@ -148,7 +148,7 @@ class _Length:
         """Times swapping out and in, and checks that the same rows come back.
 
         Args:
-            name: of the result's rows, followed by "out" or "in".
+            name: name of the result's rows, followed by "out" or "in".
             words: where the request's rows are kept.
             system: what is measured.
             out: moves the rows out; returns what `back` takes.

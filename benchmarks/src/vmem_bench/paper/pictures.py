@@ -29,10 +29,10 @@ class Picture:
     """A figure.
 
     Attributes:
-        name: of the file, without its extension.
+        name: name of the file, without its extension.
         title: what it shows, and which figure it follows.
         kind: "bars" or "lines".
-        label: of the vertical axis. along: of the horizontal axis.
+        label: label of the vertical axis. along: label of the horizontal axis.
         data: returns, for bars, the groups' names and each series' values; for lines, each series'
             points. Raises NotMeasured if a result is missing.
     """

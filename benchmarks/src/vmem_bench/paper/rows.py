@@ -59,8 +59,8 @@ class Row:
     """A table or figure.
 
     Attributes:
-        paper: of `PAPERS`.
-        number: of the table or figure in the paper; in v3 if versions differ.
+        paper: one of `PAPERS`.
+        number: number of the table or figure in the paper, in v3 if versions differ.
         what: what it shows.
         theirs: the paper's number, with its hardware.
         source: a key of `SOURCES`.

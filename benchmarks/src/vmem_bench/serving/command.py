@@ -72,7 +72,7 @@ class Arm:
         group: layers in a tensor, for slots; 0: the command's.
         block: rows of a block, for blocks.
         backend: for slots; "": the command's.
-        library: of attention; see `Kernels`.
+        library: library of attention; see `Kernels`.
     """
 
     what: str

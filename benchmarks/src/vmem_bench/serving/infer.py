@@ -27,7 +27,7 @@ class Prompts:
     """FlashInfer's calls for the prompts of one step after the other.
 
     Args:
-        sizes: of the model.
+        sizes: sizes of the model.
         block: rows of a block; 0: prompts lie in contiguous slots.
         device: a GPU.
 

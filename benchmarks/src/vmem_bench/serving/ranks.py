@@ -58,10 +58,10 @@ class Group:
     """The ranks, and how one tells the others.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
 
     Attributes:
-        rank, size: of this process; ranks.
+        rank, size: rank of this process; number of ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,8 +108,8 @@ class Told(Store):
     """Rank 0's store: tells the other ranks its calls, so that they can repeat them.
 
     Args:
-        store: of this rank.
-        group: of the ranks.
+        store: this rank's store.
+        group: group of the ranks.
     """
 
     def __init__(self, store: Store, group: Group) -> None:
@@ -213,7 +213,7 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
     """The other ranks' loop: follows run after run, until rank 0 sends None.
 
     Args:
-        group: of the ranks.
+        group: group of the ranks.
         make: makes a forward pass over a new store.
         sweep: closes the store, once nothing refers to the pass.
 

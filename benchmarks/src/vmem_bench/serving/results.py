@@ -146,9 +146,9 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
     """Adds the ratio of the reference to each other arm, with the goals set for them.
 
     Args:
-        aims: of the record that has the part.
+        aims: aims of the record that has the part.
         part: has the arms' rows.
-        names: of the arms, and what they are in words; the reference comes first.
+        names: names of the arms, and what they are in words; the reference comes first.
         limit: bytes for keys and values that were asked for; 0: what is free. The goals for larger
             batches apply when memory is short and requests waited for it.
     """

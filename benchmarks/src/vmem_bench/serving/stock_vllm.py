@@ -41,7 +41,7 @@ def serve(
     """Serves a workload in an engine that is started for it and ends with it.
 
     Args:
-        command: of the run.
+        command: the run's command.
         sizes: the model's shape.
         arrivals: the requests, sorted by time.
         tokens: as in `vmem_bench.serving.loop.serve`; the answers' are sampled instead.

@@ -46,7 +46,7 @@ class Table(NamedTuple):
 
     Attributes:
         layers: ``[blocks, block, kv_heads, head_dim]``, keys and values.
-        rows: of a block.
+        rows: rows per block.
         width: blocks of the longest request.
         of: returns the blocks of some slots, int32 ``[slots, width]``, given the slots' numbers on
             the device and the width.
@@ -178,7 +178,7 @@ class Slots(Store):
     """Slots of a `KVCache`.
 
     Args:
-        config: of the cache; its `overread_rows` are those of `reads`.
+        config: configuration of the cache; its `overread_rows` are those of `reads`.
         block: rows of a block for paged kernels; 0: no paged kernel is used.
         prefixes: share them.
         ranks: how many have such a cache, a `ParallelKVCache` over torch's process group.

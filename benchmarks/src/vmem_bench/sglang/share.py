@@ -112,7 +112,7 @@ def bursts(
 
     Args:
         found: the requests, in order; their times are not used.
-        tokens: of the requests of a burst, at least.
+        tokens: least number of tokens of a burst's requests.
         count: bursts of an engine.
         period: seconds from a burst to the next of the same engine.
     """

@@ -57,7 +57,7 @@ def body(rows: Rows) -> list[list[str]]:
     """The lines below `HEAD`.
 
     Args:
-        rows: of the part, by name.
+        rows: rows of the part, by name.
     """
     counts = [name.split("/")[1] for name in rows if name.startswith("rate/") and "stock" in name]
     lines = _Lines(rows, ("stock", "elastic"))
@@ -91,7 +91,7 @@ def shared(rows: Rows) -> list[list[str]]:
     """The lines of the part ``share``, below `SHARED`.
 
     Args:
-        rows: of the part, by name.
+        rows: rows of the part, by name.
     """
     lines = _Lines(rows, ("static", "elastic"))
     engines = (("vllm", "vLLM"), ("sglang", "SGLang"), ("both", "both"))

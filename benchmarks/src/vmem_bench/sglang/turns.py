@@ -53,10 +53,10 @@ def engine_options(
     """The options of `sglang.Engine`.
 
     Args:
-        command: of the run.
+        command: the run's command.
         model: directory of its configuration.
         longest: tokens of the longest request.
-        tokens: of the KV cache.
+        tokens: tokens of the KV cache.
         most: requests that run at a time.
         graphs: requests of the largest CUDA graph.
     """
@@ -101,7 +101,7 @@ def engine_environment(command: Command, site: Path, path: str = "") -> dict[str
     """The environment of an engine's process, without the pool's variables.
 
     Args:
-        command: of the run.
+        command: the run's command.
         site: made by `make_site`.
         path: PYTHONPATH; "": this process's.
     """
@@ -119,7 +119,7 @@ class Turns:
     """Engines of one model, one at a time on the device.
 
     Args:
-        command: of the run.
+        command: the run's command.
         folder: for the model, the ledger, and what engines say.
         requests: numbers of requests at once, ascending.
         order: the arms of the turns.

@@ -252,9 +252,9 @@ class Fleet:
     removed with them.
 
     Args:
-        command: of the run.
+        command: the run's command.
         shape: the model's, as in `SHAPES`.
-        ranks: of an engine with tensor parallelism, on a GPU each.
+        ranks: ranks of an engine with tensor parallelism, on a GPU each.
         stages: of an engine with pipeline parallelism, each on as many GPUs as there are ranks.
         block_size: tokens of a vLLM block; 32 on the CPU, which takes only multiples of 32.
         max_num_seqs: most requests that an engine runs at a time; 0: 128, 8 in a quick run.

@@ -49,12 +49,12 @@ def filling(
 
     Args:
         memory: bytes of the KV cache.
-        token_bytes: of a token in all layers.
+        token_bytes: bytes of a token in all layers.
         count: requests.
         output: tokens that each generates.
         longest: tokens that a request may have, prompt and answer.
         vocabulary: number of token ids.
-        seed: of the prompts and their lengths, which vary by a tenth.
+        seed: seed of the prompts and their lengths, which vary by a tenth.
 
     Raises:
         InvalidArgument: the memory is too small for `count` requests, or too large.

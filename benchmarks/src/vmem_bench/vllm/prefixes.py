@@ -37,7 +37,7 @@ class _Turns(NamedTuple):
     """The sizes of a run.
 
     Attributes:
-        tokens: of a prompt.
+        tokens: tokens of a prompt.
         tail: tokens that end a request's prompt; no two requests have the same.
         output: tokens that a request generates.
         rate: requests a second.
