@@ -129,7 +129,7 @@ def _one(
 
 
 def _events(setting: Setting, context: Context, base: int, each: int) -> int:
-    """How many events of each kind to time: as many as the limit on mappings allows."""
+    """Number of events of each kind to time: as many as the limit on mappings allows."""
     wanted = setting.count(100, 2)
     limit = context.info.max_segments or context.info.max_mappings
     if limit:

@@ -75,7 +75,7 @@ class SlotCache(SlotCacheBase):
         return self.requests.hold(state.request_id, total)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """How many of the requests, in order, could get their missing pages."""
+        """Returns how many of the requests, in order, could get their missing pages."""
         free = self.requests.pages()[0]
         for count, needed in enumerate(list_blocks_needed):
             free -= sum(needed.values())

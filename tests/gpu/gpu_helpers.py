@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What tests beside real kernels have in common: when they run, the context, a small cache."""
+"""Helpers of tests beside real kernels: when they run, the context, a small cache."""
 
 from __future__ import annotations
 

@@ -67,12 +67,12 @@ class Lane:
         return self.kind in STREAMS
 
     def current(self) -> AbstractContextManager[Any]:
-        """Where the call is made: the lane is torch's current stream only where that is meant."""
+        """Context of the call: the lane is torch's current stream only where that is meant."""
         here = self.kind in ("none", "CurrentStream")
         return torch.cuda.stream(self.stream) if here else nullcontext()
 
     def name(self) -> Any:
-        """What names the work so far."""
+        """Returns what names the work so far."""
         if self.kind == "none":
             return None
         if self.kind == "CurrentStream":
@@ -127,7 +127,7 @@ def put(cache: KVCache, reqid: int, length: int, value: float) -> None:
 
 
 def room(cache: KVCache, length: int) -> Any:
-    """Where `late_read` writes; the kernels that tests launch have run once when this returns."""
+    """Memory that `late_read` writes; the kernels that tests launch have run once by then."""
     rows = cache.v(1)[0, :length]
     out = torch.full_like(rows, -1.0)
     torch.mul(rows, 1, out=out)

@@ -67,7 +67,7 @@ def make(context: Context, overread: int, **changes: Any) -> KVCache:
 
 
 class Rows:
-    """What row i of every request holds, by layer: keys and values."""
+    """Contents of row i of every request, by layer: keys and values."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)

@@ -28,7 +28,7 @@ needs_ranks = pytest.mark.parametrize(
 @needs_ranks
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_on_each_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
-    """What tests/python/test_parallel.py expects of ranks on the CPU."""
+    """The expectations of tests/python/test_parallel.py for ranks on the CPU."""
     results = run_ranks(backend, tmp_path, ranks)
     for answers in results["same_answers"]:
         assert ["step", -1] in answers

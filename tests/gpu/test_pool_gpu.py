@@ -42,7 +42,7 @@ def change(context: Context, addr: int, size: int, *, grow: bool, dirty: bool = 
 
 
 def clean(context: Context) -> bool:
-    """Whether every free page is zero within a second."""
+    """Returns true if every free page is zero within a second."""
     end = time.monotonic() + 1
     while context.stats().dirty_bytes and time.monotonic() < end:
         time.sleep(0.001)

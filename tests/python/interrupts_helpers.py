@@ -580,7 +580,7 @@ def ended(steps: Steps) -> None:
 
 
 class Outcome:
-    """What came of one run.
+    """The outcome of one run.
 
     Attributes:
         places: where it was interrupted.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How many Python functions a call of the cache runs: what it costs, on any machine.
+"""Counts the Python functions that a call of the cache runs: its cost on any machine.
 
 Counted are the functions of the package that are entered or gone on with, each page and each slot
 that a loop calls a function for included, so that a number that grows with either is seen.
@@ -463,7 +463,7 @@ def test_a_slot_taken_and_given_back(context: Context, slots: int) -> None:
 
 
 def engine_calls(context: Context, requests: int) -> dict[str, Calls]:
-    """What an engine's iteration runs with so many requests."""
+    """Counts the functions of an engine's iteration with a number of requests."""
     with cache_of(context, pages=2 * requests, slots=2 * requests, layers=1) as cache:
         engine = RequestCache(cache)
         running = [engine.admit(list(range(8)), room=0) for _ in range(requests)]
@@ -493,7 +493,7 @@ def test_an_iteration_of_an_engine(context: Context) -> None:
 
 
 def test_import_without_torch() -> None:
-    """What `import pyvmem` loads: nothing of torch, numpy, an engine, or the command line."""
+    """`import pyvmem` loads nothing of torch, numpy, an engine, or the command line."""
     script = "import sys, pyvmem; print(*sorted({n.split('.')[0] for n in sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

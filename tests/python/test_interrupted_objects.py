@@ -69,7 +69,7 @@ class Opened:
 
 
 def is_pool_open() -> bool:
-    """Whether torch's allocations on device 0 come from some pool."""
+    """Returns true if torch's allocations on device 0 come from a pool."""
     cell = ffi.new("struct pyvmem_outcome *")
     if lib.pyvmem_torch_open(cell, 0, 12345, PAGE, 0, ffi.NULL):
         return True
@@ -616,7 +616,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def lost_exceptions() -> Iterator[list[str]]:
-    """What finalizers could raise to nobody; what they warn of is known."""
+    """Collects what finalizers raise to nobody; their warnings are known."""
     lost: list[str] = []
     hook, sys.unraisablehook = sys.unraisablehook, lambda one: lost.append(repr(one.exc_value))
     try:

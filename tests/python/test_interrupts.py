@@ -117,7 +117,7 @@ def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def _free_recording(engine: Engine, cache: Any, reqid: int) -> Steps:
-    """What was recorded, if it was, are the request's rows."""
+    """A prefix, if one was recorded, holds the request's rows."""
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
     engine.leaves(cache, reqid)
@@ -416,7 +416,7 @@ def match_is_released(engine: Engine) -> Steps:
 
 
 def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]]) -> Steps:
-    """What was recorded is told once: by the call, or by the next one if nobody received it."""
+    """A recorded event is delivered once: by the call, or by the next if nobody received it."""
     cache, reqid = _forkable(engine, 2 * ROWS)
     told, poll = [], tell(cache)
     poll()
@@ -1075,7 +1075,7 @@ def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> 
 
 
 def named_drop(engine: Engine) -> Steps:
-    """What has ended is named until then, so that nothing is held without a name."""
+    """An ended object keeps its name until then, so that nothing is held without one."""
 
     def call(named: NamedRequests) -> None:
         named.drop("two", record=False)
@@ -1379,7 +1379,7 @@ NOBODY_TOLD = _nobody_told()
 def _opening(
     engine: Engine, make: Callable[[], Any], groups: int = 1, budget: Budget | None = None
 ) -> Steps:
-    """What a constructor had begun is given back; a close that was ended can be called again."""
+    """An interrupted constructor gives back what it took; an interrupted close can be repeated."""
     made: list[Any] = []
     before = engine.context.stats().reservations
 
