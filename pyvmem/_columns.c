@@ -72,9 +72,9 @@ static uint64_t number(PyObject *owner, const char *name) {
 /* Reads slots one after the other, with the GIL; caches the objects of the previous slot, as many
  * share them. */
 struct look {
-  PyObject *span, *places;          /* of the slot before */
+  PyObject *span, *places;                /* of the slot before */
   uint64_t shared, off_device_end, noted; /* what these say: pages, and the intervals in `noted` */
-  PyObject *stretches;              /* borrowed */
+  PyObject *stretches;                    /* borrowed */
 };
 
 /* Bounds of the interval at a place of `Places.noted`. */
