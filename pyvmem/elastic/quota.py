@@ -10,7 +10,7 @@ from typing import Protocol
 from pyvmem.errors import InvalidArgument
 from pyvmem.ledger.accounts import Account, Ledger, engine_name
 
-__all__ = ["DeviceAccount", "LedgerQuota", "LocalQuota", "join_device"]
+__all__ = ["DeviceAccount", "LedgerQuota", "LocalQuota", "Signals", "join_device"]
 
 
 class DeviceAccount(Protocol):
@@ -115,6 +115,32 @@ class LocalQuota:
 
     def close(self) -> None:
         """Does nothing."""
+
+
+class Signals:
+    """Signals of other engines that this one has not answered yet.
+
+    Args:
+        count: returns the number of asks and of gives so far, such as `LedgerQuota.signals`.
+    """
+
+    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
+        self._count = count
+        self._heard = count()
+
+    def arrived(self, lacks: bool) -> bool:
+        """Returns true if an engine asked for memory, or gave some and this one `lacks` it."""
+        return self._differ(self._count(), lacks)
+
+    def take(self, lacks: bool) -> bool:
+        """Returns what `arrived` does; the next call tells only what comes from now on."""
+        now = self._count()
+        arrived = self._differ(now, lacks)
+        self._heard = now
+        return arrived
+
+    def _differ(self, now: tuple[int, int], lacks: bool) -> bool:
+        return now[0] != self._heard[0] or (lacks and now[1] != self._heard[1])
 
 
 class LedgerQuota:

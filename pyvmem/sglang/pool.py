@@ -34,7 +34,7 @@ from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.elastic.memory import KVMemory
 from pyvmem.elastic.peak import Peak
-from pyvmem.elastic.quota import LedgerQuota, LocalQuota, join_device
+from pyvmem.elastic.quota import LedgerQuota, LocalQuota, Signals, join_device
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import VMemError
 from pyvmem.ledger.accounts import Ledger, device_of
@@ -184,7 +184,7 @@ class PagePool:
         self._lacked = self._pressed = self._tidy = False
         self._refused = -math.inf
         self._next = self._ticked = self._reported = 0.0
-        self._heard = self.quota.signals()
+        self._signals = Signals(self.quota.signals)
         self._busy_until = 0.0
         self._peak = Peak(settings.idle)  # of pages held and requested
         self.backing.back_null(_START_PATIENCE)
@@ -421,11 +421,7 @@ class PagePool:
 
     def _is_called(self, now: float) -> bool:
         """Returns true if another engine asked for memory, or gave some that this one lacks."""
-        if now < self._ticked + _LOOK:
-            return False
-        (asks, gives), heard = self.quota.signals(), self._heard
-        self._heard = asks, gives
-        return asks != heard[0] or (self.short and gives != heard[1])
+        return now >= self._ticked + _LOOK and self._signals.take(self.short)
 
     def _answer_call(self) -> None:
         """Makes a round due, a check of other engines, and an attempt to grow."""

@@ -34,7 +34,7 @@ from pyvmem.elastic.geometry import Geometry
 from pyvmem.elastic.idle_blocks import IdleBlocks
 from pyvmem.elastic.metrics import identity_of
 from pyvmem.elastic.peak import Peak
-from pyvmem.elastic.quota import LedgerQuota, LocalQuota
+from pyvmem.elastic.quota import LedgerQuota, LocalQuota, Signals
 from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import engine_name
 from pyvmem.vllm.channel import RankLost, Ranks
@@ -140,7 +140,7 @@ class ElasticEngine:
         self._stopped = False
         self._tidy = self._short = self._resting = self._has_more = self._pressed = False
         self._next = self._reported = self._dense_at = 0.0
-        self._heard = self.quota.signals()
+        self._signals = Signals(self.quota.signals)
         self._seen: tuple[int, ...] | None = None  # at the last idle check
         self._thread = threading.Thread(
             target=_run_keeper,
@@ -274,7 +274,9 @@ class ElasticEngine:
         if self._short and not self._lacked:
             self._ask_others(0)
         self._taken, self._waited, self._lacked, self._denied = 0, False, False, False
-        if not self._wake.is_set() and (self._may_back_ahead(now) or self._is_called()):
+        if not self._wake.is_set() and (
+            self._may_back_ahead(now) or self._signals.arrived(self._short)
+        ):
             self._wake.set()
         return self._step, self.backing.send()
 
@@ -500,8 +502,7 @@ class ElasticEngine:
         if self._stopped:
             return False
         try:
-            heard, called = self.quota.signals(), self._is_called()
-            self._heard = heard
+            called = self._signals.take(self._short)
             if not (woken or called or time.monotonic() >= self._next):
                 return True
             self.tick(called=called)
@@ -516,11 +517,6 @@ class ElasticEngine:
             return False
         return True
 
-    def _is_called(self) -> bool:
-        """Returns true if another engine asked for memory, or gave some that this one lacks."""
-        (asks, gives), heard = self.quota.signals(), self._heard
-        return asks != heard[0] or (self._short and gives != heard[1])
-
     def _pause(self) -> float:
         """Returns the seconds until the keeper looks again; steps wake it while they run."""
         now = time.monotonic()
@@ -532,7 +528,7 @@ class ElasticEngine:
 
         Args:
             force: free memory no matter how recently it was needed.
-            called: result of `_is_called`.
+            called: another engine's signal arrived.
         """
         due = called or time.monotonic() > self._reported + _REPORT
         if force or self.backing.unconfirmed or due:
