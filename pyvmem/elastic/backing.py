@@ -222,18 +222,18 @@ class Backing:
         return growth
 
     def _pick(self, count: int, room: int) -> tuple[Growth, bool]:
-        """Picks blocks for `begin`; also returns true if there are more that could be backed."""
+        """Picks blocks for `begin`; also returns true if `room` or `count` left some out."""
         geometry, kinds = self.geometry, range(len(self.geometry.classes))
         sharing = geometry.page_size // min(one.block_bytes for one in geometry.classes)
         changing = [int(np.count_nonzero(state >= _MAPPING)) for state in self._state]
         unbacked = np.flatnonzero(self._block_states == _UNBACKED)
         # A page has parts of `sharing` + 2 blocks at most, so enough are left without the changing.
         most = count + sharing + (sharing + 2) * sum(changing)
-        more, blocks = len(unbacked) > most, unbacked[:most]
+        blocks = unbacked[:most]
         for kind in filter(changing.__getitem__, kinds):
             pages, which = self._pages(kind, blocks)
             blocks = np.delete(blocks, which[self._state[kind][pages] >= _MAPPING])
-        more, blocks = more or len(blocks) > count + sharing, blocks[: count + sharing]
+        blocks = blocks[: count + sharing]
         costs, found = np.zeros(len(blocks), dtype=np.int64), []
         for kind in kinds:
             pages, which = self._pages(kind, blocks)
@@ -247,7 +247,7 @@ class Backing:
         picked = int(np.argmax(excluded)) if excluded.any() else len(blocks)
         runs = runs_of([pages[which < picked].tolist() for pages, which in found])
         growth = Growth(blocks[:picked].tolist(), runs, int(costs[:picked].sum()))
-        return growth, more or picked < len(blocks)
+        return growth, picked < len(blocks)
 
     def _pages(self, kind: int, blocks: Any) -> tuple[Any, Any]:
         """Returns the pages that blocks touch in a class, and for each the index of its block.
