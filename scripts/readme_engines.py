@@ -10,6 +10,7 @@ from readme_cache import runs
 from readme_format import ROOT, Result, number, rows, table, title
 
 from vmem_bench.sglang import tables as sglang
+from vmem_bench.vllm import picture
 
 # As benchmarks/serve/README.md names the arms.
 ARMS = (
@@ -18,7 +19,6 @@ ARMS = (
 )
 ENGINES = ("stock", "elastic", "stock again")
 _GB = 1e9
-_DRAWN = ("share", "prefixes")  # parts with memory over time
 
 
 def arrivals(options: Result) -> str:
@@ -252,7 +252,7 @@ def picture_of(run: Result) -> str:
 
 def pictures() -> dict[Path, Result]:
     """The pictures of kept runs with memory over time, with their runs."""
-    drawn = [run for run in runs("vllm") if not run["parts"].keys().isdisjoint(_DRAWN)]
+    drawn = [run for run in runs("vllm") if not run["parts"].keys().isdisjoint(picture.PARTS)]
     return {ROOT / picture_of(run): run for run in drawn}
 
 

@@ -16,8 +16,10 @@ from typing import Any
 
 from pyvmem.plumbing.paths import existing_file, written
 
-__all__ = ["digest", "draw", "main", "series"]
+__all__ = ["PARTS", "digest", "draw", "main", "series"]
 
+PARTS = ("share", "prefixes")
+"""Parts of `vmem bench vllm` with a series of memory."""
 _PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 _GB = 1 << 30
 _POINTS = 400  # of a line, at most
@@ -43,7 +45,7 @@ def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
         ValueError: the document has no series of memory.
     """
     parts = document.get("parts", {})
-    part = parts.get("share") or parts.get("prefixes") or {}
+    part: dict[str, Any] = next((parts[name] for name in PARTS if parts.get(name)), {})
     found = {row["id"].partition("/")[2]: row for row in part.get("rows", ())}
     drawn = [name for name, row in found.items() if row.get("series")][:1]
     if not drawn:
