@@ -32,8 +32,13 @@ static void *asks_for_ever(void *arg) {
   return NULL;
 }
 
-/* Whatever the type of cancellation. */
+/* Whatever the type of cancellation. ThreadSanitizer's own locks do not survive it: a thread that is cancelled while
+ * it switches to its next trace keeps that lock, and the next thread with the same number never starts. */
 static void threads_that_are_cancelled_at_once(void) {
+#ifdef __SANITIZE_THREAD__
+  printf("not run with ThreadSanitizer: %s\n", __func__);
+  return;
+#endif
   vmem_t vm = open_vm(0);
   for (int i = 0; i < 300; i++) {
     pthread_t thread;

@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "scripts")]
 
 from builder import BUILD, ROOT, Builder, BuildError, child, end_children  # noqa: E402
+from guest.machine import UP_TIME  # noqa: E402
 from kernel_common import is_version  # noqa: E402
 from kernel_debian import KERNEL_SUITES  # noqa: E402
 from manifest import Test, all_tests, branch_tests, kernel_tests  # noqa: E402
@@ -47,8 +48,9 @@ from record import add_to_record, add_to_runs, entry_of, run_of  # noqa: E402
 __all__ = ["main"]
 
 SKIPPED = 77
-# What the runner itself needs beside the test's own time, on a machine that does other things too.
-MARGIN = 60.0
+# What the runner itself needs beside the test's own time, on a machine that does other things too;
+# and a first boot that hangs.
+MARGIN = 60.0 + UP_TIME
 # A machine that is slower, or has more to do, gives every test this many times its time.
 PATIENCE = float(os.environ.get("VMEM_TEST_PATIENCE", "2"))
 # Of the output of a test that has failed; its log has everything.

@@ -32,6 +32,8 @@ COMMAND_LINE = (
     "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on no_timer_check watchdog_thresh=60"
     " rcupdate.rcu_cpu_stall_timeout=120"
 )
+# A kernel that has not started its first program by then hangs; on a busy host it takes 10 s.
+UP_TIME = 90.0
 # How long before its time is over a run shows where it hangs.
 LAST_WORDS = 10.0
 
@@ -125,6 +127,10 @@ class _Run:
     def end(self) -> None:
         self._console.end()
         self._output.end()
+
+    def limit(self, timeout: float) -> float:
+        """The seconds that it has from its start, as far as it has come."""
+        return timeout if self.words else min(UP_TIME, timeout)
 
     def failures(self) -> list[str]:
         """Failures other than the command's own."""
@@ -228,16 +234,17 @@ def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -
 def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]) -> Outcome:
     """Boots, waits for the end, and says what came of it.
 
-    A kernel that dies before its first program is booted once more. Nothing of ours has run in it:
-    on a busy machine QEMU's emulation can run into a place that the kernel is just patching, which
-    is an oops.
+    A kernel that dies or hangs before its first program is booted once more. Nothing of ours has
+    run in it: on a busy machine QEMU's emulation can run into a place that the kernel is just
+    patching, which is an oops, or a processor stalls.
     """
     if shutil.which(QEMU) is None:
         raise GuestError(f"no {QEMU} here (Debian: qemu-system-x86)")
     outcome = _boot(machine, log, cache, show)
-    if outcome.up or outcome.late:
+    if outcome.up:
         return outcome
-    show(b"the guest's kernel died before its first program: once more\n")
+    fate = "hung" if outcome.late else "died"
+    show(f"the guest's kernel {fate} before its first program: once more\n".encode())
     return _boot(machine, log, cache, show)
 
 
@@ -263,7 +270,8 @@ def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None
         os.close(console)
         os.close(output)
         try:
-            late = _relay({pair[0]: take for pair, take in pipes.items()}, start + machine.timeout)
+            streams = {pair[0]: take for pair, take in pipes.items()}
+            late = _relay(streams, lambda: start + run.limit(machine.timeout))
             if late:
                 qemu.kill()
             said = (qemu.communicate()[1] or b"").decode(errors="replace").strip()
@@ -274,7 +282,8 @@ def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None
         run.end()
     failures = run.failures()
     if late:
-        failures.append(f"not done after {machine.timeout:.0f} s")
+        reached = "done" if run.words else "at its first program"
+        failures.append(f"not {reached} after {run.limit(machine.timeout):.0f} s")
     elif "end" not in run.words:
         reached = run.words[-1] if run.words else "nothing: it did not boot"
         failures.append(f"the machine stopped early; the last that it reached: {reached}")
@@ -286,14 +295,14 @@ def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None
     return Outcome(run.status, failures, up, loaded, late, time.monotonic() - start, busy, log)
 
 
-def _relay(streams: dict[int, Callable[[bytes], None]], deadline: float) -> bool:
+def _relay(streams: dict[int, Callable[[bytes], None]], deadline: Callable[[], float]) -> bool:
     """Hands on what comes out of pipes until all are closed; whether time ran out before."""
     with selectors.DefaultSelector() as selector:
         for stream, take in streams.items():
             selector.register(stream, selectors.EVENT_READ, take)
         try:
             while selector.get_map():
-                left = deadline - time.monotonic()
+                left = deadline() - time.monotonic()
                 if left <= 0:
                     return True
                 for key, _ in selector.select(left):

@@ -82,21 +82,29 @@ def test_a_crash_is_a_failure_though_the_command_printed_success(tmp_path: Path)
     assert "the machine stopped early" in ran.output
 
 
-def test_a_kernel_that_dies_before_its_first_program_is_booted_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("then", "fate", "failure"),
+    [
+        ("", b"died before", "it did not boot"),
+        ("exec sleep 1000", b"hung before", "not at its first program after 1 s"),
+    ],
+)
+def test_a_kernel_that_dies_or_hangs_before_its_first_program_is_booted_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, fate: bytes, failure: str
 ) -> None:
-    """In QEMU's place a program that ends at once."""
+    """In QEMU's place a program that ends at once, or never."""
     program, boots = tmp_path / "qemu", tmp_path / "boots"
-    program.write_text(f"#!/bin/sh\necho boot >>{boots}\n")
+    program.write_text(f"#!/bin/sh\necho boot >>{boots}\n{then}\n")
     program.chmod(0o755)
     monkeypatch.setattr(machine, "QEMU", str(program))
+    monkeypatch.setattr(machine, "UP_TIME", 1.0)
     shown: list[bytes] = []
     guest = machine.Machine(kernel=tmp_path / "vmlinuz", command=["true"])
     outcome = machine.boot(guest, tmp_path / "log", tmp_path / "cache", shown.append)
     assert boots.read_text() == "boot\nboot\n"
-    assert b"once more" in b"".join(shown)
+    assert fate in b"".join(shown)
     assert outcome.code == 1
-    assert "it did not boot" in outcome.failures[0]
+    assert failure in outcome.failures[0]
 
 
 def test_what_hangs_is_ended_and_shown(tmp_path: Path) -> None:
