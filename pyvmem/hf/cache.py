@@ -4,7 +4,7 @@
 transformers' `DynamicCache` copies the whole past with every token (`torch.cat`); its `StaticCache`
 allocates all memory at once and attends over all of it. Here a row of the batch is a slot of a
 `pyvmem.KVCache` and grows in place; the past is never copied, and attention gets a view of exactly
-the valid tokens. Checked with transformers 5.17.0 and 5.23.0.
+the valid tokens. Checked with transformers 5.17.0, 5.23.0 and 5.24.0.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import cache_utils
 
 from pyvmem.errors import NotSupported
 from pyvmem.hf.empty import VMemNothing
+from pyvmem.hf.keyword import CACHE
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import GIVEN, Rows, Settings
 from pyvmem.hf.state import VMemState
@@ -40,10 +41,10 @@ _Cache: Any = cache_utils.Cache
 
 
 class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
-    """A cache for ``model.generate(past_key_values=...)`` and for ``model.forward``.
+    """A cache for ``model.generate(cache=...)`` and for ``model.forward``.
 
         with VMemCache(model.config, max_batch_size=4, max_cache_len=4096) as cache:
-            model.generate(**inputs, past_key_values=cache)
+            model.generate(**inputs, cache=cache)  # past_key_values=cache before 5.24
 
     Generates the same tokens as `DynamicCache`. A batch of n rows (batch times beams) takes n
     slots. Heads, type and device are taken from the first keys; memory is allocated only then.
@@ -172,7 +173,7 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
     """Inside the block, a draft model keeps its keys and values in `cache`.
 
         with drafting(draft, draft_cache):
-            model.generate(**inputs, assistant_model=draft, past_key_values=cache)
+            model.generate(**inputs, assistant_model=draft, cache=cache)
 
     ``generate`` creates the draft's cache itself and accepts none, so the draft model is patched to
     use this one. The target's is passed as usual; with one `Budget` for both, each can use memory
@@ -183,9 +184,9 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
     def prepare(
         generation_config: Any, model_kwargs: dict[str, Any], *more: Any, **named: Any
     ) -> Any:
-        if model_kwargs.get("past_key_values") is None:
+        if model_kwargs.get(CACHE) is None:
             cache.reset()
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[CACHE] = cache
         return original(generation_config, model_kwargs, *more, **named)
 
     assistant._prepare_cache_for_generation = prepare

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cache for continuous batching in transformers 5.18 to 5.23.
+"""The cache for continuous batching in transformers 5.18 to 5.24.
 
 It implements the methods of ``PagedAttentionCache`` and its allocators
 (``generation/continuous_batching/cache.py``) that scheduler, inputs, offloading and runner use;
@@ -64,6 +64,13 @@ class SlotCache(SlotCacheBase):
         self.bytes_per_sector = block * self.token_bytes
         self.cache_allocators = {FULL: _Allocator(self.requests, block, self.bytes_per_sector)}
         self.pool = _Pool()
+
+    def update(
+        self, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Hands itself on: from 5.24 on attention functions are no longer passed the cache."""
+        kwargs["cache"] = self
+        return key, value
 
     # ---- scheduler and offloading ----------------------------------------------------------------
 

@@ -35,7 +35,7 @@ __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_bat
 #: The supported transformers versions, and the cache for each.
 CHECKED = {
     "5.17": "pyvmem.hf.cb_5_17",
-    **{f"5.{minor}": "pyvmem.hf.cb_5_18" for minor in range(18, 24)},
+    **{f"5.{minor}": "pyvmem.hf.cb_5_18" for minor in range(18, 25)},
 }
 
 _lock = reentrant_lock()

@@ -94,11 +94,14 @@ def _forward(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """DeepSeek-V3's forward on ``[1, tokens, hidden]``; the attention function writes the cache."""
-    if past_key_values is not None:
+    from transformers import Cache
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # From transformers 5.24 on a cache comes as `cache`, and so does continuous batching's.
+    if isinstance(kwargs.pop("past_key_values", None) or kwargs.get("cache"), Cache):
         raise NotSupported(
             "absorbed attention: the cache is the attention function's", op="absorbed"
         )
@@ -121,8 +124,6 @@ def _forward(
     kwargs[UP] = UpProjections(*up.split([nope, module.v_head_dim], 1))
     query = torch.cat([q_nope, q_rot], -1)
     key = torch.cat([latent, k_rot], -1)
-
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attend: Any = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     out, _ = attend(

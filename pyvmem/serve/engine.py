@@ -283,6 +283,7 @@ class Engine(Closable):
 
     def _forward_rows(self, cache: LayeredCache, batch: list[Sequence]) -> list[int]:
         """As `_forward`, for models with state layers, which need a row per request."""
+        from pyvmem.hf.keyword import CACHE
         from pyvmem.serve.states import StepPast
 
         alone = [[one] for one in batch if not one.cached or one.needed - one.cached > 1]
@@ -295,7 +296,7 @@ class Engine(Closable):
             output = self._model(
                 input_ids=torch.tensor(tokens, device=self._device),
                 position_ids=step.batch.positions.view(len(group), -1),
-                past_key_values=past,
+                **{CACHE: past},
                 use_cache=True,
                 logits_to_keep=1,
                 vmem_step=step,

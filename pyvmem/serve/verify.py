@@ -77,6 +77,8 @@ def _generate(loaded: LoadedModel, job: Job) -> Reference:
     import torch
     from transformers import DynamicCache
 
+    from pyvmem.hf.keyword import CACHE
+
     model = loaded.model
     ids = torch.tensor([job.prompt], device=model.device)
     output = model.generate(
@@ -84,7 +86,7 @@ def _generate(loaded: LoadedModel, job: Job) -> Reference:
         attention_mask=torch.ones_like(ids),
         max_new_tokens=job.max_new_tokens,
         do_sample=False,
-        past_key_values=DynamicCache(config=model.config),
+        **{CACHE: DynamicCache(config=model.config)},
         return_dict_in_generate=True,
         output_logits=True,
     )

@@ -25,6 +25,7 @@ from pyvmem.attention import Attention
 from pyvmem.compiled import Writer
 from pyvmem.engine import RequestCache
 from pyvmem.hf import VMemCache, vmem_continuous_batching
+from pyvmem.hf.keyword import CACHE
 from pyvmem.kvcache import LayeredCache, layer_shapes
 from pyvmem.serve import Engine
 
@@ -50,10 +51,10 @@ def generates(model: Any, rows: int, length: int) -> None:
     for beams in (1, 2):
         way = same | {"max_new_tokens": 6, "num_beams": beams, "pad_token_id": 0}
         model.forward = forward
-        want = model.generate(**way, past_key_values=DynamicCache(config=model.config))
+        want = model.generate(**way, **{CACHE: DynamicCache(config=model.config)})
         model.forward = compiled(forward)
         with VMemCache(model.config, rows, length, backend=WHERE) as past:
-            assert model.generate(**way, past_key_values=past).equal(want), beams
+            assert model.generate(**way, **{CACHE: past}).equal(want), beams
     model.forward = forward
 
 

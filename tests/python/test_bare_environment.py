@@ -77,6 +77,7 @@ import torch
 import transformers
 
 from pyvmem.hf import VMemCache
+from pyvmem.hf.keyword import CACHE
 
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
@@ -87,7 +88,7 @@ model = transformers.LlamaForCausalLM(config).eval()
 ids = torch.randint(1, 99, (2, 9))
 options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
 with VMemCache(config, 4, 64, backend="host") as past:
-    own = model.generate(ids, past_key_values=past, **options)
+    own = model.generate(ids, **{CACHE: past}, **options)
 assert own.equal(model.generate(ids, **options))
 """
 

@@ -23,6 +23,7 @@ import pyvmem
 from pyvmem import BadHandle, Busy, InvalidArgument, NotSupported, OutOfMemory
 from pyvmem.hf import VMemCache, cb_options
 from pyvmem.hf.ancestry import Ancestry
+from pyvmem.hf.keyword import CACHE
 from pyvmem.hf.rows import move_rows
 from pyvmem.kvcache import Budget
 
@@ -84,7 +85,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(
                 for past in (DynamicCache(config=model.config), cache):
                     torch.manual_seed(11)
                     run = {"max_new_tokens": 24, "pad_token_id": 0, **way}
-                    answers.append(model.generate(**inputs, past_key_values=past, **run))
+                    answers.append(model.generate(**inputs, **{CACHE: past}, **run))
                 assert cache.kvcache.stats().grown_pages > 0
                 cache.kvcache.check_integrity()
             assert torch.equal(*answers), way
@@ -104,12 +105,8 @@ def test_a_second_turn_continues_and_reset_begins_anew(model: Any, host: pyvmem.
             dynamic = DynamicCache(config=model.config)
             turn = dict(inputs)
             for _ in range(3):
-                want = model.generate(
-                    **turn, past_key_values=dynamic, max_new_tokens=6, do_sample=False
-                )
-                got = model.generate(
-                    **turn, past_key_values=cache, max_new_tokens=6, do_sample=False
-                )
+                want = model.generate(**turn, **{CACHE: dynamic}, max_new_tokens=6, do_sample=False)
+                got = model.generate(**turn, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
                 assert torch.equal(got, want)
                 more = torch.full((2, 2), 7)
                 ids = torch.cat([got, more], 1)
@@ -136,9 +133,9 @@ def test_a_sliding_window_slides(host: pyvmem.Context) -> None:
     model = MistralForCausalLM(config).eval()
     inputs = prompts(2, 14, torch.device("cpu"))
     run = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    want = model.generate(**inputs, **run, past_key_values=DynamicCache(config=config))
+    want = model.generate(**inputs, **run, **{CACHE: DynamicCache(config=config)})
     with make(host, config) as cache:
-        assert torch.equal(model.generate(**inputs, **run, past_key_values=cache), want)
+        assert torch.equal(model.generate(**inputs, **run, **{CACHE: cache}), want)
 
 
 def test_a_cache_is_not_pickled(model: Any, host: pyvmem.Context) -> None:
@@ -155,7 +152,7 @@ def test_assisted_generation_crops(model: Any, host: pyvmem.Context) -> None:
     run = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     want = model.generate(ids, **run)
     with make(host, model.config) as cache:
-        got = model.generate(ids, **run, assistant_model=assistant, past_key_values=cache)
+        got = model.generate(ids, **run, assistant_model=assistant, **{CACHE: cache})
         assert torch.equal(got, want)
 
 
@@ -481,7 +478,7 @@ def test_keys_of_a_layer_that_keeps_nothing_are_refused(model: Any, host: pyvmem
             InvalidArgument, match=f"layer {last} stores nothing according to the configuration"
         ),
     ):
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
 
 
 def test_memory_goes_back_at_close_and_when_forgotten(model: Any, host: pyvmem.Context) -> None:

@@ -34,6 +34,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 import pyvmem
 from pyvmem import InvalidArgument
 from pyvmem.hf import VMemCache
+from pyvmem.hf.keyword import CACHE
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.needs_tensors
@@ -112,12 +113,10 @@ def test_the_tokens_of_a_static_cache_and_the_same_object_back(
 ) -> None:
     inputs = prompts(3, 11, torch.device("cpu"))
     static = StaticCache(config=model.config, max_cache_len=40)
-    want = model.generate(**inputs, past_key_values=static, disable_compile=True, **GREEDY)
+    want = model.generate(**inputs, **{CACHE: static}, disable_compile=True, **GREEDY)
     with make(host, model.config) as cache:
-        out = model.generate(
-            **inputs, past_key_values=cache, return_dict_in_generate=True, **GREEDY
-        )
-        assert out.past_key_values is cache
+        out = model.generate(**inputs, **{CACHE: cache}, return_dict_in_generate=True, **GREEDY)
+        assert out[CACHE] is cache
         assert torch.equal(out.sequences, want)
 
 
@@ -127,7 +126,7 @@ def test_more_padding_gives_the_same_words(model: Any, host: pyvmem.Context) -> 
     for more in (0, 23):
         padded = {name: torch.nn.functional.pad(one, (more, 0)) for name, one in inputs.items()}
         with make(host, model.config) as cache:
-            answers.append(model.generate(**padded, past_key_values=cache, **GREEDY)[:, more:])
+            answers.append(model.generate(**padded, **{CACHE: cache}, **GREEDY)[:, more:])
     assert torch.equal(*answers)
 
 
@@ -138,13 +137,13 @@ def test_a_prompt_is_computed_once_and_copied(model: Any, context: pyvmem.Contex
     prompt, dice = torch.randint(1, 99, (1, 40), device=device), torch.Generator().manual_seed(4)
     try:
         with make(context, model.config) as cache, torch.no_grad():
-            model(prompt, past_key_values=cache)
+            model(prompt, **{CACHE: cache})
             held = cache.kvcache.stats().mapped_bytes
             for _ in range(3):
                 question = torch.randint(1, 99, (1, 5), generator=dice).to(device)
                 ids = torch.cat([prompt, question], 1)
                 with copy.deepcopy(cache) as mine:
-                    got = model.generate(ids, past_key_values=mine, **GREEDY)
+                    got = model.generate(ids, **{CACHE: mine}, **GREEDY)
                 assert torch.equal(got, model.generate(ids, **GREEDY))
             assert cache.get_seq_length() == 40
             assert cache.kvcache.stats().mapped_bytes == held
@@ -158,7 +157,7 @@ def test_early_initialisation_then_generate(model: Any, host: pyvmem.Context) ->
     with make(host, model.config) as cache:
         heads, widths = [HEADS] * LAYERS, [DIM] * LAYERS
         cache.early_initialization(1, heads, widths, torch.float32, torch.device("cpu"))
-        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), want)
+        assert torch.equal(model.generate(ids, **{CACHE: cache}, **GREEDY), want)
     with (
         make(host, model.config) as cache,
         pytest.raises(InvalidArgument, match="this cache has 2 heads of 24"),
@@ -171,7 +170,7 @@ def test_a_prompt_in_chunks_and_answers_from_the_prompt(model: Any, host: pyvmem
     want = model.generate(ids, **GREEDY)
     for way in ({"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 3}):
         with make(host, model.config) as cache:
-            assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **way), want)
+            assert torch.equal(model.generate(ids, **{CACHE: cache}, **GREEDY, **way), want)
 
 
 def test_a_full_queue_delays_what_is_mapped_ahead(model: Any, host: pyvmem.Context) -> None:
@@ -190,9 +189,9 @@ def test_a_cache_goes_on_in_another_grad_mode(
         want = model(ids).logits[:, 20:]
     with make(host, model.config) as cache:
         with MODES[modes[0]]():
-            model(ids[:, :20], past_key_values=cache)
+            model(ids[:, :20], **{CACHE: cache})
         with MODES[modes[1]]():
-            got = model(ids[:, 20:], past_key_values=cache).logits
+            got = model(ids[:, 20:], **{CACHE: cache}).logits
         assert torch.allclose(got, want, atol=1e-4)
         del got
 
@@ -202,7 +201,7 @@ def test_no_graph_leaves_the_cache_in_a_copy_or_stays_after_a_reset(
 ) -> None:
     ids = prompts(1, 30, torch.device("cpu"))["input_ids"]
     with make(host, model.config) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         assert all(tensor.requires_grad for tensor in cache.kvcache.tensors)
         with copy.deepcopy(cache) as other:
             assert not any(tensor.requires_grad for tensor in other.kvcache.tensors)
@@ -226,13 +225,13 @@ def test_models_that_call_view_on_cached_keys(host: pyvmem.Context, rows: int) -
     way = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "pad_token_id": 0}
     want = model.generate(ids, **way)
     with VMemCache(config, 2, 32, context=host) as cache:
-        assert model.generate(ids, **way, past_key_values=cache).equal(want)
+        assert model.generate(ids, **way, **{CACHE: cache}).equal(want)
         copied = copy.deepcopy(cache)
         assert copied._rows.settings.contiguous
         copied.close()
     with VMemCache(config, 2, 32, context=host, contiguous=False) as cache:
         if rows == 1:  # one row is a view
-            assert model.generate(ids, **way, past_key_values=cache).equal(want)
+            assert model.generate(ids, **way, **{CACHE: cache}).equal(want)
         keys, values = torch.randn(2, rows, 4, 5, 8)
         cache.reset()
         shown = cache.update(keys, values, 0)
@@ -269,7 +268,7 @@ def test_code_from_the_hub_gets_copies_unless_told_otherwise(
     way = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "pad_token_id": 0}
     want = model.generate(ids, **way)
     with VMemCache(config, 2, 32, context=host) as cache:
-        assert model.generate(ids, **way, past_key_values=cache).equal(want)
+        assert model.generate(ids, **way, **{CACHE: cache}).equal(want)
     with VMemCache(config, 2, 32, context=host, contiguous=False) as cache:
         assert not cache._rows.settings.contiguous
 

@@ -281,10 +281,10 @@ def test_layers_that_differ_are_refused_where_the_plug_is_installed(
 
 
 def test_a_model_that_attends_by_itself_is_refused() -> None:
-    config = transformers.CodeGenConfig(n_embd=48, n_layer=1, n_head=4, rotary_dim=8, vocab_size=9)
-    model = transformers.CodeGenForCausalLM(config)
+    config = transformers.BloomConfig(hidden_size=48, n_layer=1, n_head=4, vocab_size=9)
+    model = transformers.BloomForCausalLM(config)
     with (
-        pytest.raises(NotSupported, match="CodeGenForCausalLM attends by itself"),
+        pytest.raises(NotSupported, match="BloomForCausalLM attends by itself"),
         vmem_continuous_batching(model),
     ):
         pass

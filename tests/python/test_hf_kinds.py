@@ -20,6 +20,7 @@ from transformers import DynamicCache, Gemma3TextConfig
 import pyvmem
 from pyvmem import InvalidArgument
 from pyvmem.hf import VMemCache, drafting
+from pyvmem.hf.keyword import CACHE
 from pyvmem.kvcache import Budget, EmptyShape, KVCache
 
 __all__ = ["one_thread"]
@@ -54,7 +55,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: 
             for past in (DynamicCache(config=model.config), cache):
                 torch.manual_seed(11)
                 run = {**inputs, **way, "pad_token_id": 0}
-                answers.append(model.generate(**run, past_key_values=past))
+                answers.append(model.generate(**run, **{CACHE: past}))
             assert cache.kvcache is not None
             cache.kvcache.check_integrity()
         assert torch.equal(*answers), way
@@ -79,14 +80,14 @@ def test_layers_that_share_slide_and_keep_nothing(host: pyvmem.Context, kind: st
         VMemCache(model.config, 2, 128, context=host, window_tile=TILE) as cache,
     ):
         past = DynamicCache(config=model.config)
-        want, got = (model.generate(**run, past_key_values=one) for one in (past, cache))
+        want, got = (model.generate(**run, **{CACHE: one}) for one in (past, cache))
         assert torch.equal(got, want)
         assert cache.kvcache is not None
         held = [shape for shape in cache.kvcache.layers if not isinstance(shape, EmptyShape)]
         assert len(held) == sum(map(holds, past.layers))
         with copy.deepcopy(cache) as other:
             new = got[:, -1:]
-            answers = [model(new, past_key_values=one).logits for one in (cache, other)]
+            answers = [model(new, **{CACHE: one}).logits for one in (cache, other)]
             assert torch.equal(*answers)
             del answers
         cache.kvcache.check_integrity()
@@ -99,7 +100,7 @@ WINDOWED = {"gemma3": [True, False], "mistral": [True]}  # the groups, as the la
 def test_what_left_the_window_is_not_there(host: pyvmem.Context, kind: str) -> None:
     model, inputs = model_of(kind), prompts(2, 31)
     with VMemCache(model.config, 2, 512, context=host, window_tile=TILE) as cache:
-        model.generate(**inputs, past_key_values=cache, max_new_tokens=200, pad_token_id=0)
+        model.generate(**inputs, **{CACHE: cache}, max_new_tokens=200, pad_token_id=0)
         found = cache.kvcache
         assert found is not None
         assert [bool(part.config.window) for part in found.caches] == WINDOWED[kind]
@@ -142,7 +143,7 @@ def test_a_refused_crop_changes_no_layer(host: pyvmem.Context) -> None:
 def test_the_latent_is_one_tensor_a_layer(host: pyvmem.Context) -> None:
     model = model_of("deepseek")
     with VMemCache(model.config, 1, 64, context=host) as cache:
-        model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        model(torch.tensor([[1, 2, 3]]), **{CACHE: cache})
         found = cache.kvcache
         assert isinstance(found, KVCache)
         config = found.config
@@ -175,7 +176,7 @@ def test_assisted_generation_over_one_budget(
     ):
         for one in (cache, drafts):
             monkeypatch.setattr(one.layers[0], "crop", _noting(one.layers[0].crop, cropped))
-        got = model.generate(ids, **run, assistant_model=draft, past_key_values=cache)
+        got = model.generate(ids, **run, assistant_model=draft, **{CACHE: cache})
         assert torch.equal(got, want)
         assert min(cropped) < 0, "nothing was rejected"
         assert drafts.get_seq_length() > 40
@@ -201,9 +202,9 @@ def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) ->
         VMemCache(model.config, 2, 256, context=host, window_tile=TILE) as cache,
     ):
         for new in ids[:, :88].split(22, 1):
-            model(new, past_key_values=cache)
+            model(new, **{CACHE: cache})
         with copy.deepcopy(cache) as other:
-            answers = [model(ids[:, 88:], past_key_values=one).logits for one in (cache, other)]
+            answers = [model(ids[:, 88:], **{CACHE: one}).logits for one in (cache, other)]
             assert torch.equal(*answers)
 
 
@@ -216,17 +217,17 @@ def test_what_is_taken_back_beyond_the_tile_is_refused_while_it_is_still_mapped(
     length = WINDOW + TILE + 5
     for back in (TILE, TILE + 1, length):
         with torch.no_grad(), VMemCache(model.config, 1, 512, **how) as cache:
-            model(ids[:, :length], past_key_values=cache)
+            model(ids[:, :length], **{CACHE: cache})
             if back > TILE:
                 with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
                     cache.crop(-back)
                 continue
             cache.crop(-back)
             past, left = DynamicCache(config=model.config), length - back
-            model(ids[:, :left], past_key_values=past)
+            model(ids[:, :left], **{CACHE: past})
             for at in range(left, left + 2 * WINDOW, 2):
                 new = ids[:, at : at + 2]
-                got, want = (model(new, past_key_values=one).logits for one in (cache, past))
+                got, want = (model(new, **{CACHE: one}).logits for one in (cache, past))
                 torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
@@ -241,7 +242,7 @@ def test_rows_before_the_window_go_along_with_the_others(
     for length, back in product((231, 232), (1, TILE, TILE + 9)):  # 232: a page ends there
         with torch.no_grad(), VMemCache(model.config, 4, 512, **how) as cache:
             for new in ids[:, :length].split(WINDOW, 1):
-                model(new, past_key_values=cache)
+                model(new, **{CACHE: cache})
             for other, rows in ((copy.deepcopy(cache), ids), (cache, ids.flip(0))):
                 with other:
                     if other is cache:
@@ -254,7 +255,7 @@ def test_rows_before_the_window_go_along_with_the_others(
                         continue
                     other.reorder_cache(torch.tensor([1, 0]))
                     past, left = DynamicCache(config=model.config), length - back
-                    model(rows.flip(0)[:, :left], past_key_values=past)
+                    model(rows.flip(0)[:, :left], **{CACHE: past})
                     new = rows.flip(0)[:, left : left + 3]
-                    got, want = (model(new, past_key_values=one).logits for one in (other, past))
+                    got, want = (model(new, **{CACHE: one}).logits for one in (other, past))
                     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 import pyvmem
 from pyvmem.hf import VMemCache
+from pyvmem.hf.keyword import CACHE
 from pyvmem.serve import model as models
 
 PROMPTS = ["The capital of France is", "Once upon a time there was a small robot who", "Two and"]
@@ -39,11 +40,9 @@ def test_a_real_model_generates_the_same(backend: str) -> None:
     with pyvmem.Context(backend) as context:
         for way in ({"max_new_tokens": 16}, {"max_new_tokens": 6, "num_beams": 3}):
             run = {**inputs, **way, "do_sample": False}
-            want = loaded.model.generate(
-                **run, past_key_values=DynamicCache(config=loaded.model.config)
-            )
+            want = loaded.model.generate(**run, **{CACHE: DynamicCache(config=loaded.model.config)})
             with VMemCache(loaded.model.config, 9, 8192, context=context) as cache:
-                got = loaded.model.generate(**run, past_key_values=cache)
+                got = loaded.model.generate(**run, **{CACHE: cache})
                 assert cache.kvcache is not None
                 cache.kvcache.check_integrity()
                 assert cache.kvcache.stats().peak_mapped_bytes <= 9 * 60 * context.info.granule

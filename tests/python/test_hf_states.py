@@ -20,6 +20,7 @@ import pyvmem
 from pyvmem import InvalidArgument, NotSupported
 from pyvmem.engine import Model, Policy, RequestCache
 from pyvmem.hf import VMemCache
+from pyvmem.hf.keyword import CACHE
 from pyvmem.kvcache import LayeredCache, StateShape, layer_shapes
 
 __all__ = ["one_thread"]
@@ -48,7 +49,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: 
             for past in (DynamicCache(config=model.config), cache):
                 torch.manual_seed(11)
                 run = {"input_ids": ids * mask, "attention_mask": mask, **way, "pad_token_id": 0}
-                answers.append(model.generate(**run, past_key_values=past))
+                answers.append(model.generate(**run, **{CACHE: past}))
             assert torch.equal(*answers), way
             assert cache.kvcache is not None
             cache.kvcache.check_integrity()
@@ -63,7 +64,7 @@ def test_what_the_configuration_tells_is_what_the_model_keeps(kind: str) -> None
     model = copy.deepcopy(model_of(kind)).to(torch.bfloat16)
     past = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompts(2, 5), past_key_values=past)
+        model(prompts(2, 5), **{CACHE: past})
     for shape, layer in zip(layer_shapes(model.config), past.layers, strict=True):
         if not isinstance(shape, StateShape):
             assert layer.keys.shape[1:] == (shape.num_kv_heads, 5, shape.head_dim)
@@ -82,7 +83,7 @@ def test_the_states_lie_in_the_cache_and_do_not_grow(host: pyvmem.Context) -> No
     with torch.no_grad(), VMemCache(model.config, 2, 512, context=host) as cache:
         pages = []
         for new in ids.split(12, 1):
-            model(new, past_key_values=cache)
+            model(new, **{CACHE: cache})
             found = cache.kvcache
             assert isinstance(found, LayeredCache)
             states = [part for part in found.caches if part.config.state]
@@ -100,15 +101,15 @@ def test_states_made_in_inference_mode_are_written_outside(host: pyvmem.Context,
     ids = torch.tensor([[5, 6, 7], [8, 9, 4]])
 
     def step(past: Any) -> torch.Tensor:
-        return model(input_ids=ids[:, :1], past_key_values=past).logits
+        return model(input_ids=ids[:, :1], **{CACHE: past}).logits
 
     with torch.no_grad():
         past = DynamicCache(config=model.config)
-        model(input_ids=ids, past_key_values=past)
+        model(input_ids=ids, **{CACHE: past})
         want = step(past)
     with VMemCache(model.config, 4, 64, context=host) as cache:
         with torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache)
+            model(input_ids=ids, **{CACHE: cache})
         with torch.no_grad():
             torch.testing.assert_close(step(cache), want)
 
@@ -116,7 +117,7 @@ def test_states_made_in_inference_mode_are_written_outside(host: pyvmem.Context,
 def test_the_storage_of_a_state_has_no_holes(host: pyvmem.Context) -> None:
     model = model_of("lfm2")
     with VMemCache(model.config, 4, 64, context=host) as cache, torch.no_grad():
-        model(input_ids=torch.tensor([[5, 6], [8, 9]]), past_key_values=cache)
+        model(input_ids=torch.tensor([[5, 6], [8, 9]]), **{CACHE: cache})
         state = cache.layers[0].conv_states[0]
         storage = state.untyped_storage()
         assert storage.nbytes() < state.stride(0) * state.element_size() * 2
@@ -130,9 +131,9 @@ def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) ->
     model, ids = model_of(kind), prompts(2, 40)
     with torch.no_grad(), VMemCache(model.config, 2, 128, context=host) as cache:
         for new in ids[:, :38].split(19, 1):
-            model(new, past_key_values=cache)
+            model(new, **{CACHE: cache})
         with copy.deepcopy(cache) as other:
-            answers = [model(ids[:, 38:], past_key_values=one).logits for one in (cache, other)]
+            answers = [model(ids[:, 38:], **{CACHE: one}).logits for one in (cache, other)]
             assert torch.equal(*answers)
 
 
@@ -140,7 +141,7 @@ def test_a_state_does_not_go_back(host: pyvmem.Context) -> None:
     model, ids = model_of("jamba"), prompts(1, 20)
     run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad(), VMemCache(model.config, 1, 128, context=host) as cache:
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         assert not cache.is_croppable
         with pytest.raises(InvalidArgument, match="the state of layer 0 cannot be rolled back"):
             cache.crop(-1)
@@ -152,7 +153,7 @@ def test_a_state_does_not_go_back(host: pyvmem.Context) -> None:
         with pytest.raises(NotSupported, match="cannot be used in assisted generation"):
             cache.activate_past_recording()
         cache.reset()
-        draft = {"assistant_model": model_of("qwen3"), "past_key_values": cache}
+        draft = {"assistant_model": model_of("qwen3"), CACHE: cache}
         with pytest.raises(ValueError, match="not supported with stateful models"):
             model.generate(ids, **run, **draft)
 
@@ -161,7 +162,7 @@ def test_rows_that_a_batch_does_not_have_are_refused(host: pyvmem.Context) -> No
     model = model_of("jamba")
     with torch.no_grad(), VMemCache(model.config, 2, 16, context=host) as cache:
         cache.reorder_cache(torch.tensor([1, 0]))  # nothing is there
-        model(prompts(2, 3), past_key_values=cache)
+        model(prompts(2, 3), **{CACHE: cache})
         for row in (-1, 2):
             with pytest.raises(InvalidArgument, match=f"row {row} is not between 0 and 1"):
                 cache.reorder_cache(torch.tensor([0, row]))
@@ -180,7 +181,7 @@ def test_other_states_are_refused(host: pyvmem.Context) -> None:
         VMemCache(wrong, 1, 64, context=host) as cache,
         pytest.raises(InvalidArgument, match=r"a recurrent state of \(96, 8\), float32 on cpu"),
     ):
-        model(prompts(1, 4), past_key_values=cache)
+        model(prompts(1, 4), **{CACHE: cache})
     alone = MambaConfig(num_hidden_layers=2)
     with pytest.raises(InvalidArgument, match="layer 0 is linear_attention: its configuration"):
         VMemCache(alone, 1, 8)
@@ -195,7 +196,7 @@ def test_a_convolution_is_no_target_of_drafts(host: pyvmem.Context) -> None:
         VMemCache(model.config, 1, 128, context=host) as cache,
         pytest.raises(NotSupported, match="cannot be used in assisted generation"),
     ):
-        model.generate(ids, **run, assistant_model=model_of("qwen3"), past_key_values=cache)
+        model.generate(ids, **run, assistant_model=model_of("qwen3"), **{CACHE: cache})
 
 
 def test_the_engine_opens_such_a_model(backend: str) -> None:

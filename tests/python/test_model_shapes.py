@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from pyvmem import InvalidArgument, VMemError
 from pyvmem.engine import Model
+from pyvmem.hf.keyword import CACHE
 from pyvmem.kvcache import EmptyShape, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.layouts import Request, advise, shape_of
@@ -134,7 +135,7 @@ def kept(config: Any) -> list[Any]:
             model = transformers.AutoModelForCausalLM.from_config(config).eval()
         past = transformers.DynamicCache(config=config)
         with torch.no_grad():
-            model(torch.zeros(1, 5, dtype=torch.long, device="meta"), past_key_values=past)
+            model(torch.zeros(1, 5, dtype=torch.long, device="meta"), **{CACHE: past})
     finally:
         torch.set_default_dtype(before)
     found: list[Any] = []

@@ -258,7 +258,9 @@ class _Dynamic(_Way):
         self.cache = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(ids, past_key_values=self.cache, logits_to_keep=1).logits
+        from pyvmem.hf.keyword import CACHE
+
+        found: torch.Tensor = self.model(ids, **{CACHE: self.cache}, logits_to_keep=1).logits
         return found[:, -1]
 
     def nbytes(self) -> int:

@@ -122,6 +122,7 @@ def _searched(path: Path | None, width: int, prompts: int, steps: int) -> list[P
     import torch
     from transformers import DynamicCache
 
+    from pyvmem.hf.keyword import CACHE
     from pyvmem.serve import model
     from pyvmem.serve import prompts as texts
 
@@ -140,7 +141,7 @@ def _searched(path: Path | None, width: int, prompts: int, steps: int) -> list[P
     loaded.model.generate(
         torch.tensor(rows),
         attention_mask=torch.tensor(mask),
-        past_key_values=Watched(config=loaded.model.config),
+        **{CACHE: Watched(config=loaded.model.config)},
         num_beams=width,
         do_sample=False,
         min_new_tokens=steps,
