@@ -39,7 +39,8 @@ from pyvmem.kvcache.config import MOST_BYTES
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.reclaim import wait_for_unmaps
-from pyvmem.ledger.accounts import Ledger, Participant, device_of, weakly
+from pyvmem.ledger.accounts import Ledger, device_of
+from pyvmem.ledger.participant import Participant, weakly
 from pyvmem.memory.context import Context
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.reentry import RLock, free_in_children, reentrant_lock, when_collected

@@ -22,7 +22,8 @@ import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig
 from pyvmem.kvcache import Budget, runs
 from pyvmem.kvcache.cache import LayeredCache
-from pyvmem.ledger.accounts import Ledger, Participant, device_of
+from pyvmem.ledger.accounts import Ledger, device_of
+from pyvmem.ledger.participant import Participant
 from pyvmem.models.shapes import LayerShape
 from pyvmem.plumbing import logs
 
