@@ -21,7 +21,7 @@ from kvcache_helpers import eventually
 import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig
 from pyvmem.kvcache import Budget, runs
-from pyvmem.kvcache.cache import LayeredCache
+from pyvmem.kvcache.layered_cache import LayeredCache
 from pyvmem.ledger.accounts import Ledger, device_of
 from pyvmem.ledger.participant import Participant
 from pyvmem.models.shapes import LayerShape
