@@ -34,8 +34,8 @@ class DeviceAccount(Protocol):
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
         """See `Account.take`."""
 
-    def mapped(self, nbytes: int) -> None:
-        """See `Account.mapped`."""
+    def end_pending(self, nbytes: int) -> None:
+        """See `Account.end_pending`."""
 
     def give(self, nbytes: int, handles: int = 0) -> None:
         """See `Account.give`."""
@@ -86,8 +86,8 @@ class LocalQuota:
         self._pending += nbytes
         return True
 
-    def mapped(self, nbytes: int) -> None:
-        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
+    def end_pending(self, nbytes: int) -> None:
+        """See `Account.end_pending`."""
         self._pending -= nbytes
 
     def give(self, nbytes: int) -> None:
@@ -182,16 +182,16 @@ class LedgerQuota:
         for account, ranks in self._accounts:
             if not account.take(nbytes * ranks, handles * ranks, free):
                 for other, count in taken:
-                    other.mapped(nbytes * count)
+                    other.end_pending(nbytes * count)
                     other.give(nbytes * count, handles * count)
                 return False
             taken.append((account, ranks))
         return True
 
-    def mapped(self, nbytes: int) -> None:
-        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
+    def end_pending(self, nbytes: int) -> None:
+        """See `Account.end_pending`."""
         for account, ranks in self._accounts:
-            account.mapped(nbytes * ranks)
+            account.end_pending(nbytes * ranks)
 
     def give(self, nbytes: int) -> None:
         """Returns `nbytes` of each rank, whose pages are unmapped, to the ledgers."""

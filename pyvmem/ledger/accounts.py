@@ -799,7 +799,7 @@ class Account:
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
         """Requests more bytes; true if granted.
 
-        They are pending until `mapped`. None while a stopped process holds the ledger's lock.
+        Pending until `end_pending`. Denied while a stopped process holds the ledger's lock.
         """
         ledger = self.ledger
         on_gpu = ledger.path.stem != "host"
@@ -818,8 +818,8 @@ class Account:
             warn(_log, "ledger", "nothing can be mapped: %s", error)
             return False
 
-    def mapped(self, nbytes: int) -> None:
-        """Ends the pending state of bytes from `take`: mapped, or failed, for `give` to return."""
+    def end_pending(self, nbytes: int) -> None:
+        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
         self._change(lambda: self._add("pending", -nbytes))
 
     def settle(self, mapped: int) -> None:
