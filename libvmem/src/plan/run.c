@@ -145,7 +145,7 @@ static void quarantine(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
 /* Runs what was pushed. Quarantines whatever a failure leaves in an unknown state. */
 static int run(struct calls *b) {
   int err = b->n ? vm_bind(b->c, b->ops, b->n, &b->r) : 0;
-  for (size_t i = b->r.done; err && i < b->r.done + b->r.lost; i++) {
+  for (size_t i = b->r.done; err && i < b->r.done + b->r.unknown; i++) {
     const struct vm_bind_op *op = &b->ops[i];
     if (b->c->be->bind || op->kind != VM_BIND_REPLACE)
       quarantine(b->c, op->addr, op->bytes);
