@@ -305,7 +305,7 @@ class ElasticWorker:
         self._rest()
 
     def _rest(self) -> None:
-        if self._memory is not None and not self._memory.rest(_PATIENCE):
+        if self._memory is not None and not self._memory.drain(_PATIENCE):
             log.warning("vmem: a sleeping worker still has the memory of its KV cache")
 
     def shutdown(self) -> None:
