@@ -373,8 +373,8 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         work = self._work(stream)
-        look = partial(waits.before_fork, count=count, length=length, work=work, into=None)
-        self._clear(request, look)
+        blockers = partial(waits.before_fork, count=count, length=length, work=work, into=None)
+        self._clear(request, blockers)
         with self._turns, self._journal:
             return self._fork(request, self._slot(request), count, length, work)
 
@@ -387,9 +387,9 @@ class RequestCache(Closable):
         work, slot = self._work(stream), request.slot
         work.record()
         wanted: dict[str, Any] = {"count": count, "length": length, "work": work}
-        look = partial(waits.before_fork, reqid=slot, into=None, **wanted)
+        blockers = partial(waits.before_fork, reqid=slot, into=None, **wanted)
         call = partial(self._fork, request, **wanted)
-        return self._begin("fork_async", request, State.RUNNING, call, look)
+        return self._begin("fork_async", request, State.RUNNING, call, blockers)
 
     def _fork(
         self, request: Request, slot: int, count: int, length: int | None, work: PriorWork
@@ -411,8 +411,10 @@ class RequestCache(Closable):
         work = self._work(stream)
         space = request.namespace
         if space is None or space.is_open:
-            look = partial(waits.before_record, tokens=tokens, work=work, namespace=key_of(space))
-            self._clear(request, look)
+            blockers = partial(
+                waits.before_record, tokens=tokens, work=work, namespace=key_of(space)
+            )
+            self._clear(request, blockers)
         with self._turns, self._journal:
             slot, key = self._slot(request), key_of(request.namespace)
             return self.cache.record(slot, tokens, work, key)
@@ -467,9 +469,9 @@ class RequestCache(Closable):
         self._require(request, State.RUNNING)
         work, slot = self._work(stream), request.slot
         work.record()
-        look = partial(waits.before_swap_out, reqid=slot, work=work)
+        blockers = partial(waits.before_swap_out, reqid=slot, work=work)
         call = partial(self._swap_out, request, work=work)
-        return self._begin("swap_out_async", request, State.RUNNING, call, look)
+        return self._begin("swap_out_async", request, State.RUNNING, call, blockers)
 
     def _swap_out(self, request: Request, slot: int, work: PriorWork) -> None:
         self._journal.on_abort(partial(self._settle, request))
@@ -491,8 +493,8 @@ class RequestCache(Closable):
                 stays swapped out.
         """
         self._refuse_busy(request)
-        look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
-        self.cache.internals.wait_before(look)
+        blockers = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
+        self.cache.internals.wait_before(blockers)
         with self._turns, self._journal:
             self._require(request, State.SWAPPED)
             return self._swap_in(request, stream)
@@ -502,9 +504,9 @@ class RequestCache(Closable):
         self._refuse_busy(request)
         self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)
-        look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
+        blockers = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
         call = lambda _: self._swap_in(request, stream)  # noqa: E731
-        return self._begin("swap_in_async", request, State.SWAPPED, call, look)
+        return self._begin("swap_in_async", request, State.SWAPPED, call, blockers)
 
     def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
         assert request.rows is not None
@@ -715,21 +717,21 @@ class RequestCache(Closable):
         """Captures the work submitted to a stream so far."""
         return PriorWork(stream, self._device)
 
-    def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
+    def _clear(self, request: Request, blockers: Callable[..., waits.Blockers]) -> None:
         """Waits, without the lock, for the blockers of a call on a request's slot."""
         if request._slot is not None:
-            self.cache.internals.wait_before(partial(look, reqid=request._slot))
+            self.cache.internals.wait_before(partial(blockers, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
         """Waits, without the lock, for the blockers of admitting a request with this prefix."""
-        look = partial(
+        blockers = partial(
             waits.before_prefix,
             tokens=prefix.match,
             leave=0,
             reader=work_of(stream),
             namespace=None,
         )
-        self.cache.internals.wait_before(look)
+        self.cache.internals.wait_before(blockers)
 
     def _begin(
         self,
@@ -737,7 +739,7 @@ class RequestCache(Closable):
         request: Request,
         state: State,
         call: Callable[[int], _T],
-        look: waits.Look,
+        blockers: waits.FindBlockers,
     ) -> Future[_T]:
         """Queues a call on a request, which is busy until the call is complete.
 
@@ -747,7 +749,7 @@ class RequestCache(Closable):
             state: required state of the request when the call runs, as another thread's call may
                 run first.
             call: gets the slot; -1: it is swapped out.
-            look: lists the call's blockers.
+            blockers: returns what blocks the call.
         """
         self._alone(what)
         future: CallFuture[_T] = CallFuture()
@@ -755,7 +757,7 @@ class RequestCache(Closable):
 
         def finish() -> _T:
             try:
-                self.cache.internals.wait_before(look)
+                self.cache.internals.wait_before(blockers)
                 with self._turns, self._journal:
                     self._look(request)
                     if request.held is not state:

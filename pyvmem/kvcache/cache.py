@@ -475,9 +475,9 @@ class KVCache(MustClose):
         `into` names `count` different free reqids, in the order returned.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
-        into, look = into if into is None else [*into], waits.before_fork
+        into, blockers = into if into is None else [*into], waits.before_fork
         return waits.when_clear(
-            self._manager, look, forks.fork_all, reqid, number, length, work, into
+            self._manager, blockers, forks.fork_all, reqid, number, length, work, into
         )
 
     # ---- prefixes --------------------------------------------------------------------------------
@@ -576,9 +576,9 @@ class KVCache(MustClose):
             PrefixEvicted: the match has lost its lease, and the prefix was evicted.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        reader, look = work_of(stream), waits.before_prefix
+        reader, blockers = work_of(stream), waits.before_prefix
         return waits.when_clear(
-            self._manager, look, prefix_alloc.alloc_prefix, tokens, leave, reader, namespace
+            self._manager, blockers, prefix_alloc.alloc_prefix, tokens, leave, reader, namespace
         )
 
     # ---- preemption and admission ----------------------------------------------------------------
@@ -697,8 +697,8 @@ class KVCache(MustClose):
         def call(groups: Sequence[Group]) -> int:
             return trim.trim(owner, prefixes, compact, stream, before)
 
-        look = partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact)
-        return waits.when_clear(owner, look, call)
+        blockers = partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact)
+        return waits.when_clear(owner, blockers, call)
 
     # ---- placement of pages ----------------------------------------------------------------------
 
