@@ -476,7 +476,7 @@ class RequestCache(Closable):
     def _swap_out(self, request: Request, slot: int, work: PriorWork) -> None:
         self._journal.on_abort(partial(self._settle, request))
         rows = self.cache.swap_out(slot, work)
-        self._change(request, _slot=None, rows=rows, held=State.SWAPPED)
+        self._change(request, _slot=None, rows=rows, base_state=State.SWAPPED)
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
         """Restores a swapped request, into any slot.
@@ -514,7 +514,7 @@ class RequestCache(Closable):
         if slot is None:
             return self._shortage({}, request.length)
         owner = self.cache.slots.owner(slot)
-        self._change(request, _slot=slot, rows=None, held=State.RUNNING, owner=owner)
+        self._change(request, _slot=slot, rows=None, base_state=State.RUNNING, owner=owner)
         return None
 
     # ---- reports and end -------------------------------------------------------------------------
@@ -567,7 +567,7 @@ class RequestCache(Closable):
         """
         if request.calls and not (request.pending and self._background.works_on(request)):
             request.calls = ()
-        if request.held is State.RUNNING and not self._has(request):
+        if request.base_state is State.RUNNING and not self._has(request):
             self._end(request)
 
     def _settle(self, *requests: Request) -> None:
@@ -578,10 +578,10 @@ class RequestCache(Closable):
         for request in requests:
             rows, slot = request.rows, request._slot
             if rows is not None and rows.is_open:
-                request.held = State.SWAPPED
+                request.base_state = State.SWAPPED
             elif slot is not None and (owner := self.cache.slots.owner(slot)) is not None:
                 request.length, request.owner = self.cache.seq_len(slot), owner
-                request.held = State.RUNNING
+                request.base_state = State.RUNNING
             else:
                 self._end(request)
 
@@ -630,7 +630,7 @@ class RequestCache(Closable):
             slots = [
                 one._slot
                 for one in requests
-                if one.held is running and not one.calls and one._slot is not None
+                if one.base_state is running and not one.calls and one._slot is not None
             ]
             owners = [one.owner for one in requests]
             if len(slots) == len(owners) and self.cache.slots.owners(slots) == owners:
@@ -650,7 +650,7 @@ class RequestCache(Closable):
     def _end(self, request: Request) -> None:
         rows = request.rows
         self._journal.change([[self._requests, request, ...]])
-        self._change(request, held=State.ENDED, _slot=None, rows=None)
+        self._change(request, base_state=State.ENDED, _slot=None, rows=None)
         if rows is not None:
             rows.close(self._journal)
 
@@ -760,8 +760,8 @@ class RequestCache(Closable):
                 self.cache.internals.wait_before(blockers)
                 with self._turns, self._journal:
                     self._look(request)
-                    if request.held is not state:
-                        raise request.refusal(request.held, state)
+                    if request.base_state is not state:
+                        raise request.refusal(request.base_state, state)
                     self._journal.on_abort(partial(self._settle, request))
                     return call(-1 if request._slot is None else request._slot)
             finally:

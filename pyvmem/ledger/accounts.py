@@ -295,7 +295,7 @@ class Ledger(Closable):
             raise InvalidArgument(f"device {device!r}: not a device's name", errno=errno.EINVAL)
         self.path = private(folder or default_folder()) / f"{device}.ledger"
         self._thread_lock = threading.RLock()
-        self._held = False  # at the last attempt, a stopped process held the lock
+        self._stuck = False  # the last attempt to lock timed out
         self._beside: dict[str, Ledger] = {}  # ledgers of other devices, by file name
         if create and not self.path.exists():
             self._make(capacity)
@@ -447,7 +447,7 @@ class Ledger(Closable):
 
         After one timeout, later calls do not wait until it is free again.
         """
-        end = time.monotonic() + (0 if self._held else _PATIENCE_S)
+        end = time.monotonic() + (0 if self._stuck else _PATIENCE_S)
         pause = 20e-6
         while True:
             try:
@@ -456,10 +456,10 @@ class Ledger(Closable):
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             else:
-                self._held = False
+                self._stuck = False
                 return
             if time.monotonic() >= end:
-                self._held = True
+                self._stuck = True
                 raise LedgerHeld(
                     f"{self.path}: {self._holder()} has the lock and does not release it: it seems "
                     "suspended (stopped, frozen, in a debugger); resume it or end it",

@@ -112,7 +112,7 @@ def test_what_cannot_be_had_is_said_before(memory: KVMemory) -> None:
     assert pool.prepare(12)
     assert not pool.prepare(16)
     assert pool.take(16) is None
-    assert pool.held == 0
+    assert pool.allocated == 0
     assert pool.take(15) is not None
 
 
