@@ -265,7 +265,7 @@ uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
  * has room for one more than there are slots.
  *
  * Returns the number of indices in `beyond`; -1 - i if entry i is not an int from 0 to 2^64 - 1; or
- * -1 - slots - i if no slot can hold so many rows as entry i says, or slot i is free.
+ * -1 - slots - i if entry i is above a slot's limit, or above 0 for a free slot.
  */
 int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                     const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total) {

@@ -6,7 +6,7 @@
 
 #define PYVMEM_WAIT_COUNTS 40 /* up to nine minutes */
 
-/* How far beyond a request's need a growth may map; runs.py explains it. Pages are per tensor. */
+/* Limits on the pages that a growth maps beyond a request's need; runs.py explains it. Pages are per tensor. */
 struct pyvmem_runs {
   double fraction;  /* of a request's pages: the length of its next run */
   uint64_t longest; /* most pages of a run; 1: growth maps only what is needed */

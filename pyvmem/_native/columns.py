@@ -65,7 +65,7 @@ class Kind:
 
 
 class Waits:
-    """How often and how long a cache's calls waited; C adds to the counts.
+    """Counts and durations of the waits in a cache's calls; C adds to them.
 
     Attributes:
         struct: ``struct pyvmem_waits``.

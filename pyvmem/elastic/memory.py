@@ -295,7 +295,7 @@ class KVMemory:
             step: the last step that was scheduled.
 
         Returns:
-            False, without an effect, if that step is not launched yet or the memory is closed.
+            False, with no effect, if that step is not launched yet or the memory is closed.
         """
         with self._in_use() as is_open:
             if not is_open or self._launched < step:
@@ -415,12 +415,12 @@ class KVMemory:
         No step may be launched during the call.
 
         Args:
-            nbytes: bytes to give back at least, as far as possible.
+            nbytes: fewest bytes to give back, if that many can be freed.
             step: the last step that was scheduled.
 
         Returns:
-            Bytes given back; 0, without an effect, if that step is not launched yet or the memory
-            is closed.
+            Bytes given back; 0, with no effect, if that step is not launched yet or the memory is
+            closed.
         """
         with self._in_use() as is_open:
             if not is_open or self._launched < step:

@@ -79,7 +79,7 @@ class LocalQuota:
         return max(0, room if free is None else min(room, free - self._pending))
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes for the engine; false, without an effect, if denied."""
+        """Reserves `nbytes` more bytes for the engine; false, with no effect, if denied."""
         if nbytes > self.room():
             return False
         self.used += nbytes
@@ -100,7 +100,7 @@ class LocalQuota:
 
     @property
     def asleep(self) -> bool:
-        """False: nobody can order the engine to sleep."""
+        """Always false: without a ledger no order to sleep can arrive."""
         return False
 
     def want(self, nbytes: int) -> None:

@@ -201,7 +201,7 @@ class KVCache(MustClose):
     layers first use them. For tensors, layouts and reports."""
 
     memory: CacheMemory
-    """How much memory calls need, and how much there is; the limit."""
+    """Memory: the need of calls, the amount available, and the limit."""
 
     slots: CacheSlots
     """For programs that choose slots themselves, or keep records of them."""

@@ -324,7 +324,7 @@ class ElasticWorker:
 def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator[None]:
     """Backs the blocks that the V2 runner uses outside a step, in the ``with`` block.
 
-    Since 0.31, `prepare_dummy_attn` so warms up the kernels of layers with a state.
+    Since 0.31, `prepare_dummy_attn` uses them to warm up the kernels of layers with a state.
     """
     prepare = getattr(runner, "prepare_dummy_attn", None)
     if prepare is None:

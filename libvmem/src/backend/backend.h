@@ -21,7 +21,7 @@
 
 #define VM_POOL_DELAY 500000000u /* of the back ends whose memory is costly to take */
 
-/* What open() reports to the core. */
+/* Properties that open() reports to the core. */
 struct vm_be_info {
   struct vmem_info pub;           /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
                                      the rest */
@@ -79,7 +79,7 @@ struct vm_bind_op {
   uint64_t from; /* where the piece begins. Without `bind` its operations may map less: they split an entry */
 };
 
-/* How far a failed `bind` got: operations [0, done) are carried out, [done, done + unknown) are in an unknown state, the
+/* Progress of a failed `bind`: operations [0, done) are carried out, [done, done + unknown) are in an unknown state, the
  * others are not carried out. */
 struct vm_bind_result {
   size_t done, unknown;

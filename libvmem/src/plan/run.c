@@ -36,7 +36,7 @@ static size_t most_maps(const struct vm_ctx *c, const struct vm_list *segs) {
 
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
   size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces) + most_maps(c, &p->joins);
-  n += p->kept.n + p->groups.n; /* shorter than a block; where a group is unmapped by a call of its own */
+  n += p->kept.n + p->groups.n; /* kept runs are shorter than a block; a group may take an unmap of its own */
   for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, VM_AT(p->unmaps, struct vm_piece, i)->bytes);
   return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
 }

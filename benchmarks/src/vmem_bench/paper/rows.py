@@ -429,7 +429,7 @@ ROWS = (
         "bandwidth of allocation, 64 KB to 2 MB",
         "7.59 / 14.56 / 27.04 / 35.17 GB/s on one GPU; 70.3 GB/s on two at 2 MB (A100)",
         "t",
-        "A call of ours takes longer page by page; pages that are neighbours share one.",
+        "Page by page, our call takes longer; adjacent pages share one.",
         "h100",
         ours.bandwidth,
         "vmem bench api --only bandwidth",

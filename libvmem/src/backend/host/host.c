@@ -73,7 +73,7 @@ static const char *const source_paths[SOURCES] = {
     [MAX_MAPS] = "/proc/sys/vm/max_map_count",
 };
 
-/* What all contexts share. */
+/* State shared by all contexts. */
 static struct {
   pthread_mutex_t forks; /* held by a fork; what follows */
   struct host *first;
@@ -88,7 +88,7 @@ static struct {
  * only their growth is used. */
 static uint64_t all_segments; /* atomic */
 
-/* How often this thread holds `forks` or waits for it: a fork in a signal handler must not wait for its own thread.
+/* Nesting depth of this thread's holds of `forks`, waits included: a fork in a signal handler must not wait for its own thread.
  * In the child it is 0, even in the middle of the interrupted call. */
 static _Thread_local unsigned forks_held;
 
