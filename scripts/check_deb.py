@@ -37,7 +37,7 @@ PACKAGING = ROOT / "packaging"
 KERNEL_TESTS = ROOT / "tests" / "kernel"
 # Also what vmem-dkms depends on, so that anything left after a purge is its own.
 INCLUDE = ("dkms", "gcc", "kmod", "libc6-dev", "make", "patch", "pkgconf", "python3", "xz-utils")
-# Of the emulated machine, on a busy host.
+# Timeout of the emulated machine, on a busy host.
 GUEST_SECONDS = 1800
 
 

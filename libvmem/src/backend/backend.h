@@ -79,8 +79,8 @@ struct vm_bind_op {
   uint64_t from; /* where the piece begins. Without `bind` its operations may map less: they split an entry */
 };
 
-/* Progress of a failed `bind`: operations [0, done) are carried out, [done, done + unknown) are in an unknown state, the
- * others are not carried out. */
+/* Progress of a failed `bind`: operations [0, done) are carried out, [done, done + unknown) are in an unknown state,
+ * the others are not carried out. */
 struct vm_bind_result {
   size_t done, unknown;
   /* vm_bind's alone */

@@ -88,8 +88,8 @@ static struct {
  * only their growth is used. */
 static uint64_t all_segments; /* atomic */
 
-/* Nesting depth of this thread's holds of `forks`, waits included: a fork in a signal handler must not wait for its own thread.
- * In the child it is 0, even in the middle of the interrupted call. */
+/* Nesting depth of this thread's holds of `forks`, waits included: a fork in a signal handler must not wait for its
+ * own thread. In the child it is 0, even in the middle of the interrupted call. */
 static _Thread_local unsigned forks_held;
 
 static int no_handlers; /* errno of their registration */
