@@ -103,7 +103,7 @@ class _Fork:
                     whole = parent.whole_with(low, high, whole)
             span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
             edits += ([parent, "span", span], [parent, "whole", whole])
-        edits += reclaimer.shared.using(uses, uses, blocks)
+        edits += reclaimer.shared.use_edits(uses, uses, blocks)
         capacity, rows = group.layout.capacity(pages), pager.columns.held
         owners = []
         for slot in slots:
@@ -143,9 +143,9 @@ class _Fork:
             [group, "used_tokens", group.used_tokens + self.rows * count],
         )
         if group.window is not None:
-            edits += group.window.following(slots, parent)
+            edits += group.window.follow_edits(slots, parent)
         if parent.pins and span.pages:
-            edits += group.prefixes.tree.pinning(parent.pins * count, ())
+            edits += group.prefixes.tree.pin_edits(parent.pins * count, ())
             edits.append([slots, "pins", [parent.pins[:] for _ in slots]])
         if parent.block:
             wholes = map(Slot.whole_with, slots, repeat(head), goals, repeat(0))

@@ -306,23 +306,23 @@ class Group:
         """
         if self.mover.moves:
             self.mover.abandon(slot)
-        edits = [*self.entering(slot, 0), [self.reclaimer, "own_off_device", None]]
+        edits = [*self.enter_edits(slot, 0), [self.reclaimer, "own_off_device", None]]
         if slot.pins:
-            edits += self.prefixes.keeping(slot, [])
+            edits += self.prefixes.slot_pin_edits(slot, [])
         if self.promoter is not None:
-            edits += self.promoter.forgetting(slot)
+            edits += self.promoter.forget_edits(slot)
         if slot.granted:
-            edits += self.pager.granting(slot, 0)
+            edits += self.pager.grant_edits(slot, 0)
         if self.window is not None:
-            edits += self.window.forgetting(slot)
+            edits += self.window.forget_edits(slot)
         if slot.span.pages and not slot.stale:
-            edits += self.reclaimer.shared.using({slot.span: -1})
+            edits += self.reclaimer.shared.use_edits({slot.span: -1})
         stale = (slot.span.pages or slot.head or slot.places.noted) and not slot.lost
         if stale or not self.config.deferred_reclaim:
             edits.append([self, "reclaim_due", True])
         self.table.give_back(slot, event, self.clock, edits)
 
-    def entering(self, slot: Slot, length: int) -> list[list[Any]]:
+    def enter_edits(self, slot: Slot, length: int) -> list[list[Any]]:
         """Returns the edits that set a slot's rows to `length`, independent of `step`."""
         rows, index = self.pager.columns.held, slot.index
         used = self.used_tokens + length - rows[index]
@@ -330,9 +330,9 @@ class Group:
 
     def enter(self, slot: Slot, length: int) -> None:
         """Sets a slot's rows to `length`, independent of `step`."""
-        self.journal.change(self.entering(slot, length))
+        self.journal.change(self.enter_edits(slot, length))
 
-    def disowning(
+    def disown_edits(
         self, slot: Slot, keep: int, event: Any, *, written: bool = True
     ) -> list[list[Any]]:
         """Returns the edits that reduce a request to its first `keep` pages; all stay mapped.
@@ -343,7 +343,7 @@ class Group:
             event: GPU work that may still touch the other pages; None if complete.
             written: mark the other pages as dirty.
         """
-        edits = [*self.pager.granting(slot, keep), [self.reclaimer, "own_off_device", None]]
+        edits = [*self.pager.grant_edits(slot, keep), [self.reclaimer, "own_off_device", None]]
         if written:
             edits.append([slot, "dirty", max(slot.dirty, slot.granted)])
         if event is not None:
@@ -356,9 +356,9 @@ class Group:
         `event`: GPU work that may still touch the others. The slot has no batch in flight.
         """
         pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
-        keep, edits = max(pages, slot.shared), self.entering(slot, length)
+        keep, edits = max(pages, slot.shared), self.enter_edits(slot, length)
         if slot.granted > keep:
-            edits += self.disowning(slot, keep, event)
+            edits += self.disown_edits(slot, keep, event)
         self.journal.change(edits)
 
     @property
@@ -455,7 +455,7 @@ class Group:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
+    def lend_edits(self, loans: Sequence[Loan]) -> list[list[Any]]:
         """Returns the edits that start a request in each loan's slot, with its shared pages."""
         reclaimer, table, pager = self.reclaimer, self.table, self.pager
         uses: dict[Span, int] = {}
@@ -469,7 +469,7 @@ class Group:
             holds[more] = holds.get(more, 0) + 1
             granted += end
             if head and self.window is not None:
-                edits += self.window.beginning(slot, head)
+                edits += self.window.begin_edits(slot, head)
             slid += head
             edits += (
                 [slot, "active", True],
@@ -493,7 +493,7 @@ class Group:
             *edits,
             [pager, "granted_pages", granted],
             [reclaimer, "slid", slid],
-            *reclaimer.shared.using(uses, holds),
+            *reclaimer.shared.use_edits(uses, holds),
         ]
 
     def keep(self, slot: Slot, first: int) -> None:
@@ -670,7 +670,7 @@ def lend(loans: Sequence[Loan]) -> None:
         by_group.setdefault(loan.group, []).append(loan)
     free_on_abort([loan[:2] for loan in loans])
     for group, own in by_group.items():
-        edits += group.lending(own)
+        edits += group.lend_edits(own)
     try:
         if missing:
             first.mapper.commit(edits, ops)

@@ -234,7 +234,7 @@ class Pager:
             growths = [*self.growths, job]
             edits += ([job.slots, "job", [job] * len(job.slots)], [self, "growths", growths])
         else:
-            edits += self._granting(job)
+            edits += self._grant_edits(job)
         if self.runs.limit:
             self.runs.grown(job.pieces)
 
@@ -467,10 +467,10 @@ class Pager:
             return error
         for event in job.handover if job.awaited else ():  # the slot keeps them for its next owner
             order_after(event, stream, device)
-        edits = [] if job.granted else self._granting(job)
+        edits = [] if job.granted else self._grant_edits(job)
         edits += ([job, "handover", []], [job, "granted", True])
         if job.done():
-            edits += self._retiring(job)
+            edits += self._retire_edits(job)
         self.journal.change(edits)
         return None
 
@@ -492,7 +492,7 @@ class Pager:
         short = short and not self.reclaimer.table.lockstep
         return None if short or job.quiet else error
 
-    def _granting(self, job: Growth) -> list[list[Any]]:
+    def _grant_edits(self, job: Growth) -> list[list[Any]]:
         """Returns the edits that grant a growth's pages to owners that have not been freed."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
@@ -502,7 +502,7 @@ class Pager:
                 edits += ([slot, "granted", pages], [self.capacity, slot.index, capacity(pages)])
         return [*edits, [self, "granted_pages", granted]]
 
-    def granting(self, slot: Slot, pages: int) -> list[list[Any]]:
+    def grant_edits(self, slot: Slot, pages: int) -> list[list[Any]]:
         """Returns the edits that set the owner's pages to `pages`."""
         granted = self.granted_pages + pages - slot.granted
         return [
@@ -511,14 +511,14 @@ class Pager:
             [self.capacity, slot.index, self.layout.capacity(pages) if pages else 0],
         ]
 
-    def _retiring(self, job: Growth) -> list[list[Any]]:
+    def _retire_edits(self, job: Growth) -> list[list[Any]]:
         growths = [one for one in self.growths if one is not job]
         return [[self, "growths", growths], [job.slots, "job", [None] * len(job.slots)]]
 
     def _undo(self, job: Growth, error: VMemError) -> None:
         """Rolls back the records of a failed growth; libvmem has rolled back the mapping."""
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
-        edits = self._retiring(job)
+        edits = self._retire_edits(job)
         if job.filling is not None and _failed(job.filling):
             zeroed -= job.filling_pages  # of pages that were mapped before
         if job.mapping is not None and _failed(job.mapping):

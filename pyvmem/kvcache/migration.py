@@ -104,7 +104,10 @@ class Mover:
 
     def _counts(self, here: int, off_device: Mapping[Tier, int]) -> list[list[Any]]:
         """Returns the edits where scratch pages per tensor leave the cache; negative: join it."""
-        counters, edits = self._counters, self._reclaimer.freeing(here, off_device, reclaimed=False)
+        counters, edits = (
+            self._counters,
+            self._reclaimer.free_edits(here, off_device, reclaimed=False),
+        )
         return [*edits, [counters, "peak_mapped", max(counters.peak_mapped, edits[0][2])]]
 
     # ---- the second phase ------------------------------------------------------------------------
@@ -172,7 +175,7 @@ class Mover:
             [slot, "places", slot.places.put(*move.stretches)],
             [slot, "whole", whole],
             [counters, "moved", counters.moved + pages * self._layout.num_tensors],
-            *self._reclaimer.freeing(pages - off_device.total(), off_device, reclaimed=False),
+            *self._reclaimer.free_edits(pages - off_device.total(), off_device, reclaimed=False),
         ]
         if move.promotes:
             edits += self._promoted(self.copied, slot, [low for low, *_ in move.stretches])
@@ -200,7 +203,7 @@ class Mover:
         """Returns the number of whole blocks granted to the slot's request."""
         return slot.granted // self._layout.block
 
-    def parting(self, slot: Slot, low: int) -> list[list[Any]]:
+    def forget_edits(self, slot: Slot, low: int) -> list[list[Any]]:
         """Returns the edits that forget promoted blocks from page `low` on."""
         index, unit = slot.index, self._layout.block
         return [
@@ -220,7 +223,7 @@ class Mover:
         move = self.moves.get(slot)
         if move is None:
             return
-        reclaimer, edits = self._reclaimer, self._cancelling(move)
+        reclaimer, edits = self._reclaimer, self._cancel_edits(move)
         if move.ticket is not None:
             ticket = QuietTicket(move.ticket)
             if slot.job is None:
@@ -231,7 +234,7 @@ class Mover:
         self._journal.change(edits)
         self.sweep()
 
-    def _cancelling(self, move: Move) -> list[list[Any]]:
+    def _cancel_edits(self, move: Move) -> list[list[Any]]:
         """Returns the edits that reduce a move to its scratch addresses, if it has any."""
         edits: list[list[Any]] = [[self.moves, move.slot, ...]]
         if move.addresses is not None:
@@ -307,7 +310,7 @@ class Mover:
             self._remove(move)
         except VMemError:
             if move not in self.cancelled:
-                self._journal.change(self._cancelling(move))
+                self._journal.change(self._cancel_edits(move))
 
     def _remove(self, move: Move) -> None:
         """Removes a move whose scratch addresses have nothing mapped from the records."""
@@ -498,9 +501,9 @@ class Promoter:
                 done = max(0, held) * layout.row_bytes // size + 1
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
-    def forgetting(self, slot: Slot, page: int = 0) -> list[list[Any]]:
+    def forget_edits(self, slot: Slot, page: int = 0) -> list[list[Any]]:
         """Returns the edits for pages of a slot that change owner or are written again."""
-        return [*self._mover.parting(slot, page), [self._next, slot.index, 0]]
+        return [*self._mover.forget_edits(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
         """Returns how many blocks fit the free memory above the watermark."""

@@ -291,7 +291,7 @@ class SharedPages:
         self.lent = EMPTY
         self.unheld: dict[Part, None] = {}
 
-    def using(
+    def use_edits(
         self,
         uses: Mapping[Span, int],
         holds: Mapping[Span, int] = NOTHING,
@@ -349,7 +349,7 @@ class SharedPages:
 
     def hold(self, span: Span) -> None:
         """Adds a reference to each page of the span."""
-        self._mapper.journal.change(self.using({}, {span: 1}))
+        self._mapper.journal.change(self.use_edits({}, {span: 1}))
 
     def idle(self, span: Span, users: int = 0) -> int:
         """Counts the span's device pages that exactly `users` requests use."""

@@ -197,14 +197,14 @@ class Reclaimer:
         self._add_unmap(self._ops, slot, low, slot.mapped)
         ticket = Ticket(self.mapper.context)
         try:
-            edits = self._unmapping(slot, low, keep, ticket)
+            edits = self._unmap_edits(slot, low, keep, ticket)
             self.mapper.commit(edits, self._ops, slot.events, ticket=ticket)
         except TooManyBatches:
             if not now:
                 raise
             self._run(slot, low, keep)
 
-    def _unmapping(
+    def _unmap_edits(
         self, slot: Slot, low: int, keep: int, ticket: Any, *, kept: bool = False
     ) -> list[list[Any]]:
         """Returns the record edits for a batch that unmaps a slot's pages from `low` on.
@@ -254,7 +254,7 @@ class Reclaimer:
     def _run(self, slot: Slot, low: int, keep: int) -> None:
         """Unmaps in this thread; a failure is recorded like that of a background batch."""
         try:
-            edits = self._unmapping(slot, low, keep, DoneTicket())
+            edits = self._unmap_edits(slot, low, keep, DoneTicket())
             self.mapper.commit(edits, self._ops, slot.events)
         except OutOfMemory:
             raise
@@ -288,7 +288,7 @@ class Reclaimer:
             return True
         ticket = Ticket(self.mapper.context)
         try:
-            edits = self._unmapping(slot, low, low, ticket, kept=True)
+            edits = self._unmap_edits(slot, low, low, ticket, kept=True)
             self.mapper.commit(edits, ops, slot.events, ticket=ticket)
         except (TooManyBatches, OutOfMemory):
             return False
@@ -357,8 +357,8 @@ class Reclaimer:
                     edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
                 pages, span, off_device = 0, EMPTY, {}
         if span.pages:
-            edits += self.shared.using({}, {span: -1})
-        self.journal.change([*edits, *self.freeing(pages, off_device)])
+            edits += self.shared.use_edits({}, {span: -1})
+        self.journal.change([*edits, *self.free_edits(pages, off_device)])
         self.drop_unheld()
 
     def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
@@ -403,8 +403,8 @@ class Reclaimer:
                     slid -= head - low
                     uses[share] += 1
             edits.append([self, "slid", slid])
-        edits += self.shared.using(uses, {span: -1} if span.pages else NOTHING)
-        self.journal.change([*edits, *self.freeing(freed, off_device)])
+        edits += self.shared.use_edits(uses, {span: -1} if span.pages else NOTHING)
+        self.journal.change([*edits, *self.free_edits(freed, off_device)])
         self.drop_unheld()
 
     def lend(self, span: Span) -> None:
@@ -416,7 +416,7 @@ class Reclaimer:
 
     def unref(self, span: Span) -> None:
         """Drops a reference to each shared page; pages without another return to the pool."""
-        self.journal.change(self.shared.using({}, {span: -1}))
+        self.journal.change(self.shared.use_edits({}, {span: -1}))
         self.drop_unheld()
 
     def drop_unheld(self) -> None:
@@ -426,9 +426,9 @@ class Reclaimer:
             if part.block.off_device:
                 pages, off_device = 0, {part.block.tier: pages}
             with suppress(OutOfMemory):
-                self.shared.drop(part, self.freeing(pages, off_device))
+                self.shared.drop(part, self.free_edits(pages, off_device))
 
-    def freeing(
+    def free_edits(
         self, pages: int, off_device: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
         """Returns the edits for pages that leave the cache: device pages, and others by tier."""
@@ -484,8 +484,8 @@ class Reclaimer:
         gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
         edits += ([slot, "broken", quarantined], [slot, "places", NOWHERE])
-        edits += self.freeing(own - sum(off_device.values()), off_device)
-        edits += self.shared.using({}, {span: -1})
+        edits += self.free_edits(own - sum(off_device.values()), off_device)
+        edits += self.shared.use_edits({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)
         self.drop_unheld()
 
@@ -723,7 +723,7 @@ class Reclaimer:
     def count_evicted(self, spans: Sequence[Span]) -> None:
         """Counts evicted pages and drops the prefix tree's references; call `drop_unheld` next."""
         gone = sum(span.pages for span in spans) * self.layout.num_tensors
-        edits = self.shared.using({}, dict.fromkeys(spans, -1))
+        edits = self.shared.use_edits({}, dict.fromkeys(spans, -1))
         self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
 
     def release_kept(self, *spans: Span) -> None:

@@ -73,7 +73,7 @@ class Sharing:
         ops = OpBatch(len(pieces))
         self.map_pieces(ops, slot, pieces, replace=True)
         try:
-            self.mapper.commit(self._adopting(slot, pieces, [], unit_pages), ops)
+            self.mapper.commit(self._adopt_edits(slot, pieces, [], unit_pages), ops)
         except NotRecoverable as error:
             raise self.table.lose(slot, error) from error
 
@@ -83,9 +83,9 @@ class Sharing:
         Used when the request is about to be freed, so its own mapping need not become read-only;
         other requests that map the pages wait for `events`, the GPU work that writes them.
         """
-        self.mapper.journal.change(self._adopting(slot, pieces, events, unit_pages))
+        self.mapper.journal.change(self._adopt_edits(slot, pieces, events, unit_pages))
 
-    def _adopting(
+    def _adopt_edits(
         self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
     ) -> list[list[Any]]:
         """Returns the edits of `adopt`."""
@@ -98,7 +98,7 @@ class Sharing:
             [slot, "span", Span(tuple(parts), unit_pages)],
             [slot, "whole", whole],
             [self.reclaimer, "own_off_device", None],
-            *self.reclaimer.shared.using({}, new=new),
+            *self.reclaimer.shared.use_edits({}, new=new),
         ]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[Held]:

@@ -86,7 +86,7 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
             each.append((group, slot, keep))
     event = work.record() if each else None
     for group, slot, keep in each:
-        group.journal.change(group.disowning(slot, keep, event, written=False))
+        group.journal.change(group.disown_edits(slot, keep, event, written=False))
         group.table.changes += 1
         if not group.config.deferred_reclaim and slot.job is None:
             group.reclaimer.try_unmap(slot, keep)
@@ -179,7 +179,7 @@ class Truncation:
     def drop_copy(self) -> None:
         """Undoes `copy` after the batch has run; may be repeated."""
         if self.addresses is not None:
-            edits = self.group.reclaimer.freeing(self.copied - self.shared, {})
+            edits = self.group.reclaimer.free_edits(self.copied - self.shared, {})
             nbytes = self.stride * self.group.layout.num_tensors
             self.group.scratch.give_mapped(
                 self.addresses, nbytes, [*edits, [self, "addresses", None]]
@@ -215,18 +215,18 @@ class Truncation:
     def edits(self, work: PriorWork) -> list[list[Any]]:
         """Returns the edits of the records; `work`: the last work on the rows."""
         group, slot = self.group, self.slot
-        edits = group.entering(slot, self.rows)
+        edits = group.enter_edits(slot, self.rows)
         if slot.pins:
-            edits += group.prefixes.shortening(slot, self.rows)
+            edits += group.prefixes.shorten_edits(slot, self.rows)
         if self.unmaps:
-            edits += self._unmapping()
+            edits += self._unmap_edits()
         elif self.ownerless:
-            edits += group.disowning(slot, self.keep, work.record())
+            edits += group.disown_edits(slot, self.keep, work.record())
         if group.promoter is not None:
-            edits += group.promoter.forgetting(slot, self.first)
+            edits += group.promoter.forget_edits(slot, self.first)
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
-    def _unmapping(self) -> list[list[Any]]:
+    def _unmap_edits(self) -> list[list[Any]]:
         """Returns the edits that belong to `unmap`."""
         group, slot, places = self.group, self.slot, self.slot.places
         own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
@@ -244,10 +244,10 @@ class Truncation:
             [slot, "mapped", mapped],
             [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
             [slot, "whole", slot.whole_below(mapped)],
-            *group.pager.granting(slot, granted),
-            *group.reclaimer.shared.using({gone: -1}, {gone: -1}),
+            *group.pager.grant_edits(slot, granted),
+            *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
             [self, "addresses", None],
-            *group.reclaimer.freeing(freed, off_device),
+            *group.reclaimer.free_edits(freed, off_device),
         ]
 
 

@@ -193,7 +193,7 @@ class Window:
                 edits.append([slot, "places", slot.places.without(slot.head, head)])
         if keeping:
             edits.append([keeping, "span", kept])
-            edits += reclaimer.shared.using(count)
+            edits += reclaimer.shared.use_edits(count)
         reclaimer.table.columns.unmaps(indexes, lows, heads, ops)
         parts = chain.from_iterable(map(attrgetter("parts"), shares))
         span = Span(tuple(parts)) if keeping else EMPTY
@@ -208,11 +208,11 @@ class Window:
             [reclaimer, "own_off_device", None],
         )
 
-    def beginning(self, slot: Slot, head: int) -> list[list[Any]]:
+    def begin_edits(self, slot: Slot, head: int) -> list[list[Any]]:
         """Returns the edits for a request that begins with a prefix's window at page `head`."""
-        return self._setting(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
+        return self._set_edits(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
-    def following(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
+    def follow_edits(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
         """Returns the edits for requests that begin with the rows of another request's window."""
         noted = [(values, values[parent.index]) for values in (self._next, self._least)]
         return [[values, slot.index, value] for slot in slots for values, value in noted]
@@ -228,16 +228,16 @@ class Window:
         if low > slot.head and slot.job is None:
             _begin([(self, [(slot, low, self._goes_at(low + 1), least)])], [])
 
-    def forgetting(self, slot: Slot) -> list[list[Any]]:
+    def forget_edits(self, slot: Slot) -> list[list[Any]]:
         """Returns the edits for the end of a request, before the slot is freed."""
         slid = self.reclaimer.slid - (0 if slot.stale else slot.head)
-        return [[self.reclaimer, "slid", slid], *self._setting(slot.index, self._first, 0)]
+        return [[self.reclaimer, "slid", slid], *self._set_edits(slot.index, self._first, 0)]
 
-    def _setting(self, index: int, later: int, least: int) -> list[list[Any]]:
+    def _set_edits(self, index: int, later: int, least: int) -> list[list[Any]]:
         return [[self._next, index, later], [self._least, index, least]]
 
     def _set(self, index: int, later: int, least: int) -> None:
-        self._journal.change(self._setting(index, later, least))
+        self._journal.change(self._set_edits(index, later, least))
 
 
 def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
