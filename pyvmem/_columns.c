@@ -31,7 +31,7 @@ struct row { /* the fields of a Slot of slots.py, except those that C does not r
   /* Scans of all slots read these 64 bytes. */
   char active, broken, writer, lost, kept;
   uint64_t mapped, granted, head, dirty;
-  PyObject *job, *span, *places; /* never NULL but while the slot is made or collected */
+  PyObject *job, *span, *tier_map; /* never NULL but while the slot is made or collected */
   uint64_t index, addr, whole, block, owner, freed_at, freed_order;
 };
 
@@ -40,7 +40,7 @@ static int row_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(row->job);
   Py_VISIT(row->span);
-  Py_VISIT(row->places);
+  Py_VISIT(row->tier_map);
   return 0;
 }
 
@@ -48,7 +48,7 @@ static int row_clear(PyObject *self) {
   struct row *row = (struct row *)self;
   Py_CLEAR(row->job);
   Py_CLEAR(row->span);
-  Py_CLEAR(row->places);
+  Py_CLEAR(row->tier_map);
   return 0;
 }
 
@@ -72,12 +72,12 @@ static uint64_t number(PyObject *owner, const char *name) {
 /* Reads slots one after the other, with the GIL; caches the objects of the previous slot, as many
  * share them. */
 struct look {
-  PyObject *span, *places;                /* of the slot before */
+  PyObject *span, *tier_map;              /* of the slot before */
   uint64_t shared, off_device_end, noted; /* what these say: pages, and the intervals in `noted` */
   PyObject *stretches;                    /* borrowed */
 };
 
-/* Bounds of the interval at a place of `Places.noted`. */
+/* Bounds of an interval of `TierMap.noted`. */
 static void interval(PyObject *stretches, Py_ssize_t at, uint64_t *low, uint64_t *high) {
   PyObject *one = PySequence_GetItem(stretches, at);
   *low = PyLong_AsUnsignedLongLong(PyTuple_GetItem(one, 0));
@@ -87,8 +87,8 @@ static void interval(PyObject *stretches, Py_ssize_t at, uint64_t *low, uint64_t
 
 static void look_again(struct look *look, const struct row *row) {
   if (look->span != row->span) look->shared = number(row->span, "pages");
-  if (look->places != row->places) {
-    look->stretches = PyObject_GetAttrString(row->places, "noted");
+  if (look->tier_map != row->tier_map) {
+    look->stretches = PyObject_GetAttrString(row->tier_map, "noted");
     Py_DECREF(look->stretches); /* the slot has it */
     uint64_t low;
     look->noted = (uint64_t)PySequence_Size(look->stretches);
@@ -96,11 +96,11 @@ static void look_again(struct look *look, const struct row *row) {
     if (look->noted) interval(look->stretches, (Py_ssize_t)look->noted - 1, &low, &look->off_device_end);
   }
   look->span = row->span;
-  look->places = row->places;
+  look->tier_map = row->tier_map;
 }
 
 static inline void look_at(struct look *look, const struct row *row) {
-  if (look->span != row->span || look->places != row->places) look_again(look, row);
+  if (look->span != row->span || look->tier_map != row->tier_map) look_again(look, row);
 }
 
 /* True if shared pages, or pages that are elsewhere or missing, lie beyond the owner's. */
@@ -156,7 +156,7 @@ void *pyvmem_row_type(void) {
       MEMBER(T_ULONGLONG, freed_order),
       MEMBER(T_OBJECT_EX, job),
       MEMBER(T_OBJECT_EX, span),
-      MEMBER(T_OBJECT_EX, places),
+      MEMBER(T_OBJECT_EX, tier_map),
       MEMBER(T_BOOL, active),
       MEMBER(T_BOOL, broken),
       MEMBER(T_BOOL, writer),

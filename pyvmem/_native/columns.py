@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         freed_order: int
         job: Any
         span: Any
-        places: Any
+        tier_map: Any
         active: bool
         broken: bool
         writer: bool

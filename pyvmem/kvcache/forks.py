@@ -120,9 +120,9 @@ class _Fork:
             self.job.new_pages = (sum(goals) - full * count) * group.layout.num_tensors
             for slot, low, high in self.job.pieces:
                 pager.populate(ops, slot, low, high, source)
-        places = parent.places
-        if places.noted:
-            places = places.within(head, full)
+        tier_map = parent.tier_map
+        if tier_map.noted:
+            tier_map = tier_map.within(head, full)
         held, new = reclaimer.held + self.job.new_pages, self.job.new_pages
         edits += (
             [slots, "active", [True] * count],
@@ -133,7 +133,7 @@ class _Fork:
             [slots, "granted", [pages] * count],
             [slots, "dirty", [0] * count],
             [slots, "head", [head] * count],
-            [slots, "places", [places] * count],
+            [slots, "tier_map", [tier_map] * count],
             [pager, "granted_pages", pager.granted_pages + pages * count],
             [reclaimer, "held", held],
             [reclaimer, "slid", reclaimer.slid + head * count],
@@ -248,7 +248,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
     first, share, most = parts[0].group, parts[0].group.reclaimer.share, 0
     taken: list[tuple[Group, Slot]] = []
     for part in parts:
-        pieces = 1 + 2 * len(part.parent.places.noted)
+        pieces = 1 + 2 * len(part.parent.tier_map.noted)
         most += pieces + len(part.slots) * (max(_FEW_PARTS, pieces) + 3)
         taken += zip(repeat(part.group), part.slots)
     free_on_abort(taken)

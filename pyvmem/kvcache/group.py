@@ -317,7 +317,7 @@ class Group:
             edits += self.window.forget_edits(slot)
         if slot.span.pages and not slot.stale:
             edits += self.reclaimer.shared.use_edits({slot.span: -1})
-        stale = (slot.span.pages or slot.head or slot.places.noted) and not slot.lost
+        stale = (slot.span.pages or slot.head or slot.tier_map.noted) and not slot.lost
         if stale or not self.config.deferred_reclaim:
             edits.append([self, "reclaim_due", True])
         self.table.give_back(slot, event, self.clock, edits)
@@ -429,14 +429,16 @@ class Group:
 
     def own_off_device(self) -> tuple[int, list[Slot]]:
         """Returns the pages per tensor that a request owns off the device, and their slots."""
-        found = [(slot, self._own_away(slot)) for slot in self.table if slot.active and slot.places]
+        found = [
+            (slot, self._own_away(slot)) for slot in self.table if slot.active and slot.tier_map
+        ]
         slots = [slot for slot, ranges in found if ranges]
         return sum(high - low for _, ranges in found for low, high in ranges), slots
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
         """Returns the owner's unshared page ranges [low, high) outside the device."""
-        places = slot.places.within(slot.shared, slot.granted)
-        return [(low, high) for low, high, _ in places.noted]
+        tier_map = slot.tier_map.within(slot.shared, slot.granted)
+        return [(low, high) for low, high, _ in tier_map.noted]
 
     def _bytes_away(self, slot: Slot) -> int:
         """Returns the bytes per tensor of the slot's rows in them; the last page may be partial."""
@@ -484,8 +486,8 @@ class Group:
             if slot.block:
                 edits.append([slot, "whole", slot.whole_with(head, end, slot.whole)])
             for block, *_ in span.parts:
-                if slot.places.noted or block.off_device:
-                    edits.append([slot, "places", slot.places.put(*span.stretches(head))])
+                if slot.tier_map.noted or block.off_device:
+                    edits.append([slot, "tier_map", slot.tier_map.put(*span.stretches(head))])
                     break
             edits.append([pager.capacity, slot.index, self.layout.capacity(end) if end else 0])
         table.changes += len(loans)
@@ -515,7 +517,7 @@ class Group:
             or slot.job is not None
             or slot.lost
             or not span.pages
-            or slot.places.noted
+            or slot.tier_map.noted
             or (runs.limit and 2 * runs.used > runs.limit)
         ):
             return

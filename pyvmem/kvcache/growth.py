@@ -528,7 +528,7 @@ class Pager:
                 edits += (
                     [slot, "mapped", low],
                     [slot, "whole", slot.whole_below(low)],
-                    [slot, "places", slot.places.without(low, high)],
+                    [slot, "tier_map", slot.tier_map.without(low, high)],
                 )
             zeroed -= job.zeroed_pages
             edits += (

@@ -59,7 +59,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
             mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.span.pages,
             large_pages=_large(group, slot),
-            away_pages=sum(slot.places.off_device(slot.head, slot.mapped).values()),
+            away_pages=sum(slot.tier_map.off_device(slot.head, slot.mapped).values()),
             moving_pages=group.mover.moving(slot),
             in_flight=in_flight[slot.index],
         )
@@ -174,7 +174,7 @@ def check(group: Group) -> list[str]:
     for slot in table:
         name = f"slot {slot.index}"
         held += slot.mapped - slot.shared
-        held -= sum(slot.places.off_device(slot.shared, slot.mapped).values())
+        held -= sum(slot.tier_map.off_device(slot.shared, slot.mapped).values())
         slid += slot.head if slot.active and not slot.stale else 0
         granted += slot.granted
         if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
@@ -311,17 +311,17 @@ def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
 
 def check_places(group: Group, slot: Slot) -> list[str]:
     """Returns contradictions between a slot's pages and their recorded locations, as text."""
-    found, places, name = [], slot.places, f"slot {slot.index}"
-    for low, high, tier in places.noted:
+    found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
+    for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:
             found.append(f"{name}: pages {low} to {high} noted in {tier}, mapped {slot.mapped}")
         elif slot.job is None:
             found += [f"{name}: {text}" for text in _check_memory(group, slot, low, high, tier)]
     if _elsewhere(slot):
         found.append(f"{name}: its shared pages are in other memory than noted")
-    if slot.active and places.off_device_end > slot.granted and not slot.stale:
+    if slot.active and tier_map.off_device_end > slot.granted and not slot.stale:
         found.append(
-            f"{name}: pages up to {places.off_device_end} are off_device, {slot.granted} granted"
+            f"{name}: pages up to {tier_map.off_device_end} are off_device, {slot.granted} granted"
         )
     return found
 
@@ -330,7 +330,7 @@ def _elsewhere(slot: Slot) -> bool:
     """Returns whether the memory of a slot's shared pages differs from its notes."""
     head, end = slot.head, slot.shared
     tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
-    noted = slot.places.stretches(head, end)
+    noted = slot.tier_map.stretches(head, end)
     return tiers != [tier for low, high, tier in noted for _ in range(low, high)]
 
 
@@ -353,7 +353,7 @@ def check_away(group: Group) -> list[str]:
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:
-        counted.update(slot.places.off_device(slot.shared, slot.mapped))
+        counted.update(slot.tier_map.off_device(slot.shared, slot.mapped))
     for unmap in group.reclaimer.unmaps:
         counted.update(unmap.off_device)
     counted.update(group.reclaimer.shared.off_device())

@@ -169,10 +169,10 @@ class Mover:
         off_device: Counter[Tier] = Counter()
         for low, high, _ in move.stretches:  # count the old pages, which are freed
             pages += high - low
-            off_device.update(slot.places.off_device(low, high))
+            off_device.update(slot.tier_map.off_device(low, high))
             whole = slot.whole_with(low, high, whole)
         edits = [
-            [slot, "places", slot.places.put(*move.stretches)],
+            [slot, "tier_map", slot.tier_map.put(*move.stretches)],
             [slot, "whole", whole],
             [counters, "moved", counters.moved + pages * self._layout.num_tensors],
             *self._reclaimer.free_edits(pages - off_device.total(), off_device, reclaimed=False),
@@ -559,7 +559,7 @@ class Promoter:
         first = -(-slot.shared // unit) * unit
         full = min(held * layout.row_bytes // layout.page_size, slot.granted)
         for low in range(first, full // unit * unit, unit):
-            if slot.places.off_device(low, low + unit):
+            if slot.tier_map.off_device(low, low + unit):
                 continue
             at = [slot.addr + layout.offset(0, low, one) for one in range(layout.num_tensors)]
             each = list(map(self._mapper.query, at))

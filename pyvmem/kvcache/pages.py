@@ -40,9 +40,9 @@ __all__ = [
     "Block",
     "DEVICE",
     "EMPTY",
-    "NOWHERE",
+    "ALL_ON_DEVICE",
     "Part",
-    "Places",
+    "TierMap",
     "SharedPages",
     "Span",
     "Stretch",
@@ -69,7 +69,7 @@ Stretch: TypeAlias = tuple[int, int, Tier]
 """Pages [low, high), in every tensor, all in one memory."""
 
 
-class Places:
+class TierMap:
     """Intervals of a slot's pages outside the device, in order. Immutable.
 
     Attributes:
@@ -84,7 +84,7 @@ class Places:
     def __bool__(self) -> bool:
         return bool(self.noted)
 
-    def put(self, *stretches: Stretch) -> Places:
+    def put(self, *stretches: Stretch) -> TierMap:
         """Returns a copy in which pages [low, high) of each stretch are in the stretch's memory."""
         noted = self.noted
         for low, high, tier in stretches:
@@ -98,17 +98,17 @@ class Places:
                     else:
                         joined.append((start, end, one))
                 noted = joined
-        return Places(noted)
+        return TierMap(noted)
 
-    def without(self, low: int, high: int) -> Places:
+    def without(self, low: int, high: int) -> TierMap:
         """Returns a copy without the entries in [low, high)."""
-        return Places(_without(self.noted, low, high))
+        return TierMap(_without(self.noted, low, high))
 
-    def within(self, low: int, high: int) -> Places:
+    def within(self, low: int, high: int) -> TierMap:
         """Returns a copy with only the entries in [low, high)."""
         if not self.noted:
             return self
-        return Places([one for one in self.stretches(low, high) if one[2] != DEVICE])
+        return TierMap([one for one in self.stretches(low, high) if one[2] != DEVICE])
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
         """Yields [low, high) as stretches of one memory each, device memory included."""
@@ -140,7 +140,7 @@ class Places:
         return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:
-        return f"<Places {self.noted}>"
+        return f"<TierMap {self.noted}>"
 
 
 def _without(noted: Sequence[Stretch], low: int, high: int) -> list[Stretch]:
@@ -152,7 +152,7 @@ def _without(noted: Sequence[Stretch], low: int, high: int) -> list[Stretch]:
     ]
 
 
-NOWHERE = Places()
+ALL_ON_DEVICE = TierMap()
 
 
 class Block:

@@ -23,7 +23,7 @@ from pyvmem.errors import (
 )
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.pages import EMPTY, NOTHING, NOWHERE, SharedPages, Span, Tier
+from pyvmem.kvcache.pages import ALL_ON_DEVICE, EMPTY, NOTHING, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.kvcache.stats import Counters
 from pyvmem.memory.info import RangeFlags
@@ -216,7 +216,7 @@ class Reclaimer:
             ticket: ticket of the batch.
             kept: keep the slot's shared pages for a request that begins with them.
         """
-        places, mapped = slot.places, slot.mapped
+        tier_map, mapped = slot.tier_map, slot.mapped
         job = Unmap(slot, low, mapped, slot.dirty, ticket, slot.head)
         edits: list[list[Any]] = [
             [slot, "job", job],
@@ -229,10 +229,10 @@ class Reclaimer:
         if slot.stale and not kept:
             job.span = slot.span
             edits.append([slot, "span", EMPTY])
-        if places.noted:
-            job.off_device = places.off_device(low + job.span.pages, mapped)
-            job.places = places.within(low, mapped)
-            edits.append([slot, "places", places.without(low, mapped)])
+        if tier_map.noted:
+            job.off_device = tier_map.off_device(low + job.span.pages, mapped)
+            job.tier_map = tier_map.within(low, mapped)
+            edits.append([slot, "tier_map", tier_map.without(low, mapped)])
         if slot.block:
             edits.append([slot, "whole", slot.whole_below(keep)])
         return [*edits, [self, "coming", self.coming + job.pages]]
@@ -348,7 +348,7 @@ class Reclaimer:
                 edits += (
                     [slot, "head", unmap.head],
                     [slot, "kept", False],
-                    [slot, "places", slot.places.put(*unmap.places.noted)],
+                    [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
                     [slot, "mapped", unmap.high],
                     [slot, "dirty", max(slot.dirty, unmap.dirty)],  # `dirty` may have risen since
                     [slot, "span", span + slot.span],
@@ -393,11 +393,11 @@ class Reclaimer:
                     span = span + share
                     continue
                 # Rolled back: the pages are still mapped.
-                places = slot.places.put(*slide.places.get(slot, NOWHERE).noted)
-                outside = places.off_device(low + share.pages, head)
+                tier_map = slot.tier_map.put(*slide.tier_map.get(slot, ALL_ON_DEVICE).noted)
+                outside = tier_map.off_device(low + share.pages, head)
                 off_device.subtract(outside)
                 freed -= head - low - share.pages - sum(outside.values())
-                edits += ([slot, "head", low], [slot, "places", places])
+                edits += ([slot, "head", low], [slot, "tier_map", tier_map])
                 edits.append([slot, "span", share + slot.span])
                 if slot.owner == owner:
                     slid -= head - low
@@ -480,10 +480,10 @@ class Reclaimer:
         for at, size in runs:
             ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
-        own, off_device = slot.mapped - first, slot.places.off_device(first, slot.mapped)
+        own, off_device = slot.mapped - first, slot.tier_map.off_device(first, slot.mapped)
         gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
-        edits += ([slot, "broken", quarantined], [slot, "places", NOWHERE])
+        edits += ([slot, "broken", quarantined], [slot, "tier_map", ALL_ON_DEVICE])
         edits += self.free_edits(own - sum(off_device.values()), off_device)
         edits += self.shared.use_edits({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)

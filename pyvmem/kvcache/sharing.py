@@ -103,8 +103,8 @@ class Sharing:
 
     def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
         """Returns handles to pages [low, high) of a slot, one for each stretch of one memory."""
-        layout, places, found = self.layout, slot.places, []
-        stretches = places.stretches(low, high) if places.noted else ((low, high, DEVICE),)
+        layout, tier_map, found = self.layout, slot.tier_map, []
+        stretches = tier_map.stretches(low, high) if tier_map.noted else ((low, high, DEVICE),)
         for first, last, tier in stretches if low < high else ():
             handle = self.mapper.gather(
                 slot.addr + first * layout.page_size,

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from pyvmem._native import Columns, Kind, Row
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.pages import DEVICE, EMPTY, NOWHERE, Places, Span, Stretch, Tier
+from pyvmem.kvcache.pages import ALL_ON_DEVICE, DEVICE, EMPTY, Span, Stretch, Tier, TierMap
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Slot(Row):
         job: the one batch in flight over this slot's addresses: `Growth`, `Unmap`, `Slide` or None.
         span: the shared pages, from `head` on.
         pins: nodes of the prefix tree that cannot be evicted while the request runs.
-        places: pages outside the device.
+        tier_map: pages outside the device.
         freed_at: step count at which the slot became free.
         freed_order: sequence number of that; larger is more recent.
         stale: must be unmapped before reuse: an earlier owner's shared or moved pages are mapped,
@@ -101,13 +101,13 @@ class Slot(Row):
     __slots__ = ("events", "pins")
 
     span: Span
-    places: Places
+    tier_map: TierMap
 
     def __init__(self, index: int, addr: int = 0, block: int = 0) -> None:
         self.index, self.addr, self.block = index, addr, block
         self.events: list[Any] = []
         self.pins: list[Any] = []
-        self.job, self.span, self.places = None, EMPTY, NOWHERE
+        self.job, self.span, self.tier_map = None, EMPTY, ALL_ON_DEVICE
 
     @property
     def shared(self) -> int:
@@ -161,9 +161,11 @@ class Slot(Row):
 
     def here_from(self, page: int) -> int:
         """Returns the device pages from `page` to `mapped`."""
-        if not self.places.noted:
+        if not self.tier_map.noted:
             return max(0, self.mapped - page)
-        return max(0, self.mapped - page - sum(self.places.off_device(page, self.mapped).values()))
+        return max(
+            0, self.mapped - page - sum(self.tier_map.off_device(page, self.mapped).values())
+        )
 
     @property
     def spare(self) -> int:
@@ -405,7 +407,7 @@ class Growth:
 class Unmap:
     """Unmap in flight of pages [low, high) of one slot, ordered after the slot's last GPU work.
 
-    `dirty`, `head` and `places` restore the slot if the batch fails. `span`: the shared pages in
+    `dirty`, `head` and `tier_map` restore the slot if the batch fails. `span`: the shared pages in
     the range, which are released once nothing else references them. `off_device`: unshared pages
     outside the device, by tier.
     """
@@ -419,7 +421,7 @@ class Unmap:
     ticket: Any
     head: int = 0
     span: Span = EMPTY
-    places: Places = NOWHERE
+    tier_map: TierMap = ALL_ON_DEVICE
     off_device: dict[Tier, int] = field(default_factory=dict)
 
     @property
@@ -437,9 +439,9 @@ class Slide:
     """Unmap in flight of pages that left the windows of several slots: one batch.
 
     Slot ``slots[i]``, whose owner number was `owners[i]`, loses pages [`lows[i]`, `heads[i]`); the
-    first of these were shared, `shares[i]`, and `span` is the sum of all shares. `places` restores
-    the slots if the batch fails; `off_device` counts unshared pages outside the device, by tier.
-    The failure of a `quiet` slide is reported by another group's.
+    first of these were shared, `shares[i]`, and `span` is the sum of all shares. `tier_map`
+    restores the slots if the batch fails; `off_device` counts unshared pages outside the device, by
+    tier. The failure of a `quiet` slide is reported by another group's.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -452,7 +454,7 @@ class Slide:
     span: Span
     ticket: Any
     quiet: bool
-    places: dict[Slot, Places]
+    tier_map: dict[Slot, TierMap]
     off_device: dict[Tier, int]
 
     @property

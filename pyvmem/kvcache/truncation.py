@@ -80,8 +80,8 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
     """
     each = []
     for group, slot in both:
-        places = slot.places
-        keep = max(group.layout.pages_for(rows), places.off_device_end, slot.shared)
+        tier_map = slot.tier_map
+        keep = max(group.layout.pages_for(rows), tier_map.off_device_end, slot.shared)
         if keep < slot.granted and slot not in group.mover.moves:
             each.append((group, slot, keep))
     event = work.record() if each else None
@@ -136,7 +136,7 @@ class Truncation:
     @classmethod
     def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
         """Plans a truncation to `rows`; no move may be in flight past these rows."""
-        layout, places = group.layout, slot.places
+        layout, tier_map = group.layout, slot.tier_map
         first, rest = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(layout.pages_for(rows), slot.granted)
         last = slot.head + slot.span.pages
@@ -146,7 +146,7 @@ class Truncation:
                 copied = min(keep, last)
             else:
                 keep = shared  # the next step maps rows that a kernel may over-read
-        unmaps = shared < last or bool(places.noted and places.off_device_end > keep)
+        unmaps = shared < last or bool(tier_map.noted and tier_map.off_device_end > keep)
         pages = copied - shared
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
         return cls(
@@ -228,18 +228,18 @@ class Truncation:
 
     def _unmap_edits(self) -> list[list[Any]]:
         """Returns the edits that belong to `unmap`."""
-        group, slot, places = self.group, self.slot, self.slot.places
+        group, slot, tier_map = self.group, self.slot, self.slot.tier_map
         own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
         off_device: dict[Tier, int] = {}
         granted = self.keep
-        if places.noted:
-            off_device = places.off_device(own, slot.mapped)
-            places = places.without(self.shared, self.copied).without(self.end, slot.mapped)
-            granted = max(granted, places.off_device_end)
+        if tier_map.noted:
+            off_device = tier_map.off_device(own, slot.mapped)
+            tier_map = tier_map.without(self.shared, self.copied).without(self.end, slot.mapped)
+            granted = max(granted, tier_map.off_device_end)
         freed = max(0, slot.mapped - own) - sum(off_device.values())
         kept, gone = slot.span.part(self.shared - slot.head)
         return [
-            [slot, "places", places],
+            [slot, "tier_map", tier_map],
             [slot, "span", kept],
             [slot, "mapped", mapped],
             [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],

@@ -30,7 +30,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import EMPTY, Part, Places, Span, Tier
+from pyvmem.kvcache.pages import EMPTY, Part, Span, Tier, TierMap
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slide, Slot
 from pyvmem.memory.ops import OpBatch
@@ -166,7 +166,7 @@ class Window:
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
         keeping, kept = [], []
-        places: dict[Slot, Places] = {}
+        tier_map: dict[Slot, TierMap] = {}
         off_device: Counter[Tier] = Counter()
         for slot, head, later, least in due:
             index = slot.index
@@ -187,17 +187,17 @@ class Window:
                 kept.append(rest)
             else:
                 shares.append(EMPTY)
-            if slot.places.noted:
-                places[slot] = slot.places.within(slot.head, head)
-                off_device.update(slot.places.off_device(slot.head + shares[-1].pages, head))
-                edits.append([slot, "places", slot.places.without(slot.head, head)])
+            if slot.tier_map.noted:
+                tier_map[slot] = slot.tier_map.within(slot.head, head)
+                off_device.update(slot.tier_map.off_device(slot.head + shares[-1].pages, head))
+                edits.append([slot, "tier_map", slot.tier_map.without(slot.head, head)])
         if keeping:
             edits.append([keeping, "span", kept])
             edits += reclaimer.shared.use_edits(count)
         reclaimer.table.columns.unmaps(indexes, lows, heads, ops)
         parts = chain.from_iterable(map(attrgetter("parts"), shares))
         span = Span(tuple(parts)) if keeping else EMPTY
-        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, places, off_device)
+        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, tier_map, off_device)
         gone = sum(heads) - sum(lows)
         edits += (
             [slots, "head", heads[:]],

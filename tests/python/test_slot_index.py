@@ -38,7 +38,7 @@ def _span(pages: int) -> Span:
 
 
 def _stale(slot: Slot) -> bool:
-    return max(slot.span.pages, slot.head, slot.places.off_device_end) > slot.granted
+    return max(slot.span.pages, slot.head, slot.tier_map.off_device_end) > slot.granted
 
 
 def _losing(slot: Slot) -> bool:
@@ -74,7 +74,7 @@ def _change(table: SlotTable, rng: random.Random) -> None:
             slot.mapped = rng.randrange(slot.job is not None, 6)
             slot.granted, slot.head = min(slot.granted, slot.mapped), min(slot.head, slot.mapped)
             slot.span = EMPTY
-            slot.places = slot.places.without(slot.mapped, 8)
+            slot.tier_map = slot.tier_map.without(slot.mapped, 8)
         elif what == 4 and slot.active:
             slot.granted = rng.randrange(slot.mapped + 1)
         elif what == 5:
@@ -87,7 +87,7 @@ def _change(table: SlotTable, rng: random.Random) -> None:
         elif what == 7:
             slot.head = rng.randrange(slot.mapped + 1) if rng.random() < 0.3 else 0
         elif what == 8 and slot.mapped >= 2:
-            slot.places = slot.places.put((0, 2, rng.choice([DEVICE, Tier(Location.HOST)])))
+            slot.tier_map = slot.tier_map.put((0, 2, rng.choice([DEVICE, Tier(Location.HOST)])))
         elif what == 9:
             slot.whole = rng.randrange(slot.mapped + 1) // 2 * 2
     for one in table:
