@@ -32,7 +32,7 @@ struct row { /* the fields of a Slot of slots.py, except those that C does not r
   char active, broken, writer, lost, kept;
   uint64_t mapped, granted, head, dirty;
   PyObject *job, *span, *tier_map; /* never NULL but while the slot is made or collected */
-  uint64_t index, addr, whole, block, owner, freed_at, freed_order;
+  uint64_t index, addr, large_end, block, owner, freed_at, freed_order;
 };
 
 static int row_traverse(PyObject *self, visitproc visit, void *arg) {
@@ -147,7 +147,7 @@ void *pyvmem_row_type(void) {
       MEMBER(T_ULONGLONG, addr),
       MEMBER(T_ULONGLONG, mapped),
       MEMBER(T_ULONGLONG, granted),
-      MEMBER(T_ULONGLONG, whole),
+      MEMBER(T_ULONGLONG, large_end),
       MEMBER(T_ULONGLONG, block),
       MEMBER(T_ULONGLONG, head),
       MEMBER(T_ULONGLONG, dirty),
@@ -241,7 +241,7 @@ uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
     if (row->lost || (row->job != Py_None && !number(row->job, "takes_pages"))) continue;
     look_at(&look, row);
     uint64_t from = row->granted, low, high;
-    if (row->active && from < row->whole) from = ceil_div(from, row->block) * row->block;
+    if (row->active && from < row->large_end) from = ceil_div(from, row->block) * row->block;
     if (from < row->head + look.shared) from = row->head + look.shared;
     if (from >= row->mapped) continue;
     sum += row->mapped - from;
@@ -393,9 +393,9 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
     uint64_t mapped = growth->mapped[i];
-    growth->whole[i] = row_at(columns, slot)->whole;
+    growth->large_end[i] = row_at(columns, slot)->large_end;
     if (place->block && (ceil_div(mapped, place->block) + 1) * place->block <= growth->goal[i])
-      growth->whole[i] = growth->goal[i] / place->block * place->block;
+      growth->large_end[i] = growth->goal[i] / place->block * place->block;
     if (growth->goal[i] <= mapped) {
       growth->goal[i] = mapped;
       continue;
@@ -427,7 +427,7 @@ static void commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
     }
     row->mapped = growth->goal[i];
     row->granted = growth->pages[i];
-    row->whole = growth->whole[i];
+    row->large_end = growth->large_end[i];
     columns->capacity[slot] = place->fixed || rows >= place->max_rows ? place->max_rows : rows - place->overread;
   }
 }

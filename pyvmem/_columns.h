@@ -65,7 +65,7 @@ struct pyvmem_growth {
   uint64_t *goal;   /* mapped afterwards, at least `pages` */
   uint64_t *mapped; /* before */
   uint64_t *head;
-  uint64_t *whole; /* afterwards */
+  uint64_t *large_end; /* afterwards */
   uint64_t count;
   uint64_t ops;     /* written */
   uint64_t lacking; /* pages that are not mapped */

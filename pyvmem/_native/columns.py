@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         addr: int
         mapped: int
         granted: int
-        whole: int
+        large_end: int
         block: int
         head: int
         dirty: int
@@ -124,14 +124,14 @@ class Planned(NamedTuple):
         slots: indices of the slots.
         mapped: pages per tensor before the growth.
         goals, pages: mapped and granted pages per tensor after it.
-        whole: `Slot.whole` after it.
+        large_end: `Slot.large_end` after it.
     """
 
     slots: list[int]
     mapped: list[int]
     goals: list[int]
     pages: list[int]
-    whole: list[int]
+    large_end: list[int]
 
 
 class Columns:
@@ -176,7 +176,7 @@ class Columns:
         self._point(self._at, "row", ffi.new("void *[]", [ffi.cast("void *", id(r)) for r in rows]))
         self._point(self._at, "found", ffi.new("void *[]", count))
         self._growth: Any = ffi.new("struct pyvmem_growth *")
-        for name in ("pages", "goal", "mapped", "head", "whole"):
+        for name in ("pages", "goal", "mapped", "head", "large_end"):
             self._point(self._growth, name, ffi.new("uint64_t[]", count))
         self._beyond: Any = ffi.new("uint32_t[]", count + 1)
         self._growth.slot = self._beyond
@@ -257,7 +257,7 @@ class Columns:
             unpack(one.mapped, count),
             unpack(one.goal, count),
             unpack(one.pages, count),
-            unpack(one.whole, count),
+            unpack(one.large_end, count),
         )
 
     def unmaps(self, slots: list[int], low: list[int], high: list[int], ops: Any) -> None:

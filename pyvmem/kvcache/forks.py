@@ -95,14 +95,14 @@ class _Fork:
         uses = {span: count}
         blocks: list[Block] = []
         if own:
-            parts, whole = list(span.parts), parent.whole
+            parts, large_end = list(span.parts), parent.large_end
             for handle, low, high, tier in own:
                 blocks.append(Block(handle, high - low, [], tier, holders=1 + count))
                 parts.append(Part(blocks[-1], 0, high - low))
                 if parent.block:
-                    whole = parent.whole_with(low, high, whole)
+                    large_end = parent.large_end_with(low, high, large_end)
             span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
-            edits += ([parent, "span", span], [parent, "whole", whole])
+            edits += ([parent, "span", span], [parent, "large_end", large_end])
         edits += reclaimer.shared.use_edits(uses, uses, blocks)
         capacity, rows = group.layout.capacity(pages), pager.columns.held
         owners = []
@@ -148,8 +148,8 @@ class _Fork:
             edits += group.prefixes.tree.pin_edits(parent.pins * count, ())
             edits.append([slots, "pins", [parent.pins[:] for _ in slots]])
         if parent.block:
-            wholes = map(Slot.whole_with, slots, repeat(head), goals, repeat(0))
-            edits.append([slots, "whole", list(wholes)])
+            large_ends = map(Slot.large_end_with, slots, repeat(head), goals, repeat(0))
+            edits.append([slots, "large_end", list(large_ends)])
         group.table.changes += count
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:

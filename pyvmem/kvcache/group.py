@@ -484,7 +484,7 @@ class Group:
                 [slot, "head", head],
             )
             if slot.block:
-                edits.append([slot, "whole", slot.whole_with(head, end, slot.whole)])
+                edits.append([slot, "large_end", slot.large_end_with(head, end, slot.large_end)])
             for block, *_ in span.parts:
                 if slot.tier_map.noted or block.off_device:
                     edits.append([slot, "tier_map", slot.tier_map.put(*span.stretches(head))])

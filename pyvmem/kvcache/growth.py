@@ -314,13 +314,13 @@ class Pager:
         return pages
 
     def settle(
-        self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
+        self, stream: Any = None, on_cpu: bool = False, lens: Sequence[int] | None = None
     ) -> None:
         """Completes the growths begun so far: mapped, and filled or ordered before `stream`.
 
         Args:
             stream: the work that will use the pages.
-            whole: wait on the CPU for fills and for earlier owners' work, whatever `stream` is.
+            on_cpu: wait on the CPU for fills and for earlier owners' work, whatever `stream` is.
             lens: lengths of all slots; growths that no slot needs for these are not waited for.
 
         Raises:
@@ -332,10 +332,10 @@ class Pager:
             if not needed and not (over and all(map(is_over, job.handover))):
                 continue
             if over:
-                error = self._complete(job, stream, whole)
+                error = self._complete(job, stream, on_cpu)
             else:
                 with self.counters.waiting():
-                    error = self._complete(job, stream, whole)
+                    error = self._complete(job, stream, on_cpu)
             first = first or self._failure(job, error)
         if first is not None:
             raise first
@@ -371,7 +371,7 @@ class Pager:
         elif slot.job is not None:
             job = slot.job
             with self.counters.waiting():
-                error = self._complete(job, None, whole=True)
+                error = self._complete(job, None, on_cpu=True)
             if (error := self._failure(job, error)) is not None:
                 raise error
         if slot.stale:
@@ -407,7 +407,7 @@ class Pager:
         """Waits for growths that no owner waits for, as their pages become spare then."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
-                error = self._complete(job, None, whole=True)
+                error = self._complete(job, None, on_cpu=True)
             if (error := self._failure(job, error)) is not None:
                 self.reclaimer.errors.append(error)
 
@@ -451,13 +451,13 @@ class Pager:
 
     # ---- how growths end, and what is granted ----------------------------------------------------
 
-    def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
+    def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
         """Waits for a growth, then grants its pages, or undoes it and returns the error.
 
-        `whole`: also wait on the CPU for its fills and for earlier owners' work, as no stream is
+        `on_cpu`: also wait on the CPU for its fills and for earlier owners' work, as no stream is
         known.
         """
-        device = None if whole else self.device
+        device = None if on_cpu else self.device
         try:
             for ticket in (job.mapping, job.filling):
                 if ticket is not None:
@@ -477,7 +477,7 @@ class Pager:
     def poll(self) -> None:
         """Completes growths that have finished and that no owner waits for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
-            error = self._failure(job, self._complete(job, None, whole=True))
+            error = self._failure(job, self._complete(job, None, on_cpu=True))
             if error is not None:
                 self.reclaimer.errors.append(error)
 
@@ -527,7 +527,7 @@ class Pager:
             for slot, low, high in job.pieces:
                 edits += (
                     [slot, "mapped", low],
-                    [slot, "whole", slot.whole_below(low)],
+                    [slot, "large_end", slot.large_end_below(low)],
                     [slot, "tier_map", slot.tier_map.without(low, high)],
                 )
             zeroed -= job.zeroed_pages
@@ -598,7 +598,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
             continue
         planned = pager.columns.planned
         slots = list(map(pager.reclaimer.table.slots.__getitem__, planned.slots))
-        edits += ([slots, "mapped", planned.goals], [slots, "whole", planned.whole])
+        edits += ([slots, "mapped", planned.goals], [slots, "large_end", planned.large_end])
         pieces = list(zip(slots, planned.mapped, planned.goals, strict=True))
         owners = map(attrgetter("owner"), slots)
         job = Growth(
@@ -732,8 +732,8 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
         edits.append([slots, "mapped", goals])
         edits.append([counters, "zeroed", zeroed])
         if pager.layout.block:
-            whole = [slot.whole_with(low, high, slot.whole) for slot, low, high in job.pieces]
-            edits.append([slots, "whole", whole])
+            ends = [one.large_end_with(low, high, one.large_end) for one, low, high in job.pieces]
+            edits.append([slots, "large_end", ends])
         if late:
             pages = pager.fill(fills, pieces)
             filled += (

@@ -145,7 +145,7 @@ def _large(group: Group, slot: Slot) -> int:
             > layout.page_size
             for tensor in range(layout.num_tensors)
         )
-        for page in (range(0, slot.whole, block) if block else ())
+        for page in (range(0, slot.large_end, block) if block else ())
     )
 
 
@@ -183,8 +183,8 @@ def check(group: Group) -> list[str]:
             )
         if not 0 <= slot.head <= slot.mapped:
             found.append(f"{name}: head {slot.head}, mapped {slot.mapped}")
-        if not slot.whole <= slot.mapped or (slot.whole and slot.whole % layout.block):
-            found.append(f"{name}: large entries up to page {slot.whole}, mapped {slot.mapped}")
+        if not slot.large_end <= slot.mapped or (slot.large_end and slot.large_end % layout.block):
+            found.append(f"{name}: large entries up to page {slot.large_end}, mapped {slot.mapped}")
         if slot.shared > slot.mapped:
             found.append(f"{name}: shared up to page {slot.shared}, mapped {slot.mapped}")
         if not slot.active and slot.granted:
@@ -300,12 +300,12 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Returns 2 MiB entries past `slot.whole` in the tensor at `start`, as text."""
+    """Returns 2 MiB entries past `slot.large_end` in the tensor at `start`, as text."""
     layout, found = group.layout, []
     quiet = layout.block and slot.job is None
-    for page in range(slot.whole, slot.mapped, layout.block) if quiet else ():
+    for page in range(slot.large_end, slot.mapped, layout.block) if quiet else ():
         if group.context.query(start + page * layout.page_size).entry_bytes > layout.page_size:
-            found.append(f"slot {slot.index}: an entry of 2 MiB at page {page} of {slot.whole}")
+            found.append(f"slot {slot.index}: an entry of 2 MiB at page {page} of {slot.large_end}")
     return found
 
 

@@ -165,15 +165,15 @@ class Mover:
 
     def _swap(self, move: Move, after: list[Any]) -> None:
         """Replaces the old pages by the new ones and unmaps the scratch addresses, in one batch."""
-        slot, counters, pages, whole = move.slot, self._counters, 0, move.slot.whole
+        slot, counters, pages, large_end = move.slot, self._counters, 0, move.slot.large_end
         off_device: Counter[Tier] = Counter()
         for low, high, _ in move.stretches:  # count the old pages, which are freed
             pages += high - low
             off_device.update(slot.tier_map.off_device(low, high))
-            whole = slot.whole_with(low, high, whole)
+            large_end = slot.large_end_with(low, high, large_end)
         edits = [
             [slot, "tier_map", slot.tier_map.put(*move.stretches)],
-            [slot, "whole", whole],
+            [slot, "large_end", large_end],
             [counters, "moved", counters.moved + pages * self._layout.num_tensors],
             *self._reclaimer.free_edits(pages - off_device.total(), off_device, reclaimed=False),
         ]
@@ -183,14 +183,14 @@ class Mover:
 
     def _join(self, move: Move, after: list[Any]) -> None:
         """Joins the pages of each run, in all tensors."""
-        layout, slot, whole = self._layout, move.slot, move.slot.whole
+        layout, slot, large_end = self._layout, move.slot, move.slot.large_end
         ops = OpBatch(len(move.runs))
         for low, high in move.runs:
             at, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
             ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
-            whole = slot.whole_with(low, high, whole)
+            large_end = slot.large_end_with(low, high, large_end)
         edits = self._promoted(self.joined, slot, [low for low, _ in move.runs])
-        self._mapper.commit([[slot, "whole", whole], *edits], ops, after)
+        self._mapper.commit([[slot, "large_end", large_end], *edits], ops, after)
 
     def _promoted(
         self, noted: dict[int, dict[int, int]], slot: Slot, firsts: Sequence[int]

@@ -188,7 +188,7 @@ class Reclaimer:
         """
         if slot.stale:
             keep = 0
-        elif slot.granted < slot.whole and slot.active:
+        elif slot.granted < slot.large_end and slot.active:
             keep = max(keep, slot.busy_end)
         low = max(keep, slot.head)
         if low >= slot.mapped:
@@ -234,7 +234,7 @@ class Reclaimer:
             job.tier_map = tier_map.within(low, mapped)
             edits.append([slot, "tier_map", tier_map.without(low, mapped)])
         if slot.block:
-            edits.append([slot, "whole", slot.whole_below(keep)])
+            edits.append([slot, "large_end", slot.large_end_below(keep)])
         return [*edits, [self, "coming", self.coming + job.pages]]
 
     def cut(self, slot: Slot, keep: int) -> None:
@@ -354,7 +354,7 @@ class Reclaimer:
                     [slot, "span", span + slot.span],
                 )
                 if slot.block:  # as far as is known
-                    edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
+                    edits.append([slot, "large_end", unmap.high - unmap.high % slot.block])
                 pages, span, off_device = 0, EMPTY, {}
         if span.pages:
             edits += self.shared.use_edits({}, {span: -1})
@@ -481,7 +481,7 @@ class Reclaimer:
             ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
         own, off_device = slot.mapped - first, slot.tier_map.off_device(first, slot.mapped)
-        gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
+        gone = {"span": EMPTY, "mapped": 0, "large_end": 0, "head": 0, "dirty": 0, "lost": False}
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
         edits += ([slot, "broken", quarantined], [slot, "tier_map", ALL_ON_DEVICE])
         edits += self.free_edits(own - sum(off_device.values()), off_device)

@@ -298,8 +298,8 @@ class Runs:
         first = self._first(slot)
         calls = 0
         if first < slot.mapped:
-            whole = slot.whole_with(first, slot.mapped, slot.whole)
-            self._table.change(slot, whole=whole)
+            large_end = slot.large_end_with(first, slot.mapped, slot.large_end)
+            self._table.change(slot, large_end=large_end)
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)

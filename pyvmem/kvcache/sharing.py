@@ -89,14 +89,14 @@ class Sharing:
         self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
     ) -> list[list[Any]]:
         """Returns the edits of `adopt`."""
-        parts, new, whole = list(slot.span.parts), [], slot.whole
+        parts, new, large_end = list(slot.span.parts), [], slot.large_end
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))
             parts.append(Part(new[-1], 0, high - low))
-            whole = slot.whole_with(low, high, whole)  # remapped with as few calls as possible
+            large_end = slot.large_end_with(low, high, large_end)  # remapped with few calls
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],
-            [slot, "whole", whole],
+            [slot, "large_end", large_end],
             [self.reclaimer, "own_off_device", None],
             *self.reclaimer.shared.use_edits({}, new=new),
         ]

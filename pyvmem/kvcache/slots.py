@@ -21,8 +21,8 @@ it. A slot whose window slid, or with pages outside the device, is stale too. Un
 begins at once. A *kept* slot is the exception: everything that it maps is a recorded prefix, so the
 next turn of the conversation can continue in it without a driver call.
 
-Pages below `whole` may be mapped by 2 MiB entries, in blocks of `block` pages. No part of such a
-block can be unmapped while GPU work may read any of it. So the pages of a running request between
+Pages below `large_end` may be mapped by 2 MiB entries, in blocks of `block` pages. No part of such
+a block can be unmapped while GPU work may read any of it. So the pages of a running request between
 `granted` and the end of that block are not spare; `KVCache.step` unmaps them only when memory is
 short, after all work on the device.
 
@@ -81,7 +81,7 @@ class Slot(Row):
         kept: free, with a recorded prefix mapped read-only for a request that begins with it.
         mapped: end of the pages that are mapped, or will be by a growth in flight.
         granted: end of the pages that the owner may use.
-        whole: pages below this may be mapped by 2 MiB entries; a multiple of `block`.
+        large_end: pages below this may be mapped by 2 MiB entries; a multiple of `block`.
         block: pages per 2 MiB entry; 0: the cache has no such entries.
         head: pages below this are not mapped, as they left the window; 0 without a window.
         dirty: pages below this may hold an earlier owner's data.
@@ -125,13 +125,13 @@ class Slot(Row):
         ignores `keep`.
         """
         granted = self.granted
-        if granted < self.whole and self.active:
+        if granted < self.large_end and self.active:
             granted = self.busy_end
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
     def splittable_beyond(self, keep: int) -> int:
         """Returns the further pages that could be unmapped without GPU work in the slot."""
-        if not self.active or self.granted >= self.whole or self.lost:
+        if not self.active or self.granted >= self.large_end or self.lost:
             return 0
         if isinstance(self.job, Growth):
             return 0
@@ -141,18 +141,18 @@ class Slot(Row):
     def busy_end(self) -> int:
         """End of the pages that stay mapped while the owner's work may run."""
         granted = self.granted
-        return granted + -granted % self.block if granted < self.whole else granted
+        return granted + -granted % self.block if granted < self.large_end else granted
 
-    def whole_with(self, low: int, high: int, whole: int) -> int:
-        """Returns `whole` after mapping pages [low, high): full blocks may get 2 MiB entries."""
+    def large_end_with(self, low: int, high: int, large_end: int) -> int:
+        """Returns `large_end` after mapping [low, high): full blocks may get 2 MiB entries."""
         block = self.block
         if block and (low + -low % block) + block <= high:
-            return max(whole, high - high % block)
-        return whole
+            return max(large_end, high - high % block)
+        return large_end
 
-    def whole_below(self, page: int) -> int:
-        """Returns `whole` after unmapping the pages from `page` on."""
-        return page - page % self.block if self.whole > page else self.whole
+    def large_end_below(self, page: int) -> int:
+        """Returns `large_end` after unmapping the pages from `page` on."""
+        return page - page % self.block if self.large_end > page else self.large_end
 
     @property
     def grows_from(self) -> int:

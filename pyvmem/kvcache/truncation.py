@@ -243,7 +243,7 @@ class Truncation:
             [slot, "span", kept],
             [slot, "mapped", mapped],
             [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
-            [slot, "whole", slot.whole_below(mapped)],
+            [slot, "large_end", slot.large_end_below(mapped)],
             *group.pager.grant_edits(slot, granted),
             *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
             [self, "addresses", None],

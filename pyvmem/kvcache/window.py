@@ -125,7 +125,7 @@ class Window:
             head = (held - held % self._unit - self._kept) * row // size
             if mover.moves and not mover.make_way(slot, head):
                 continue
-            head, end = self._parted(slot, head) if head < slot.whole else (head, head + 1)
+            head, end = self._parted(slot, head) if head < slot.large_end else (head, head + 1)
             later = self._kept - end * -size // row  # as `_goes_at`
             later += -later % self._unit
             least = self._window - head * -size // row
@@ -137,7 +137,7 @@ class Window:
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
         """Returns the last page up to `head` that splits no 2 MiB entry, and the next such page."""
-        if head < slot.whole and head % slot.block:  # inside a 2 MiB entry
+        if head < slot.large_end and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
         return head, head + 1

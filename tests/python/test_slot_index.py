@@ -89,7 +89,7 @@ def _change(table: SlotTable, rng: random.Random) -> None:
         elif what == 8 and slot.mapped >= 2:
             slot.tier_map = slot.tier_map.put((0, 2, rng.choice([DEVICE, Tier(Location.HOST)])))
         elif what == 9:
-            slot.whole = rng.randrange(slot.mapped + 1) // 2 * 2
+            slot.large_end = rng.randrange(slot.mapped + 1) // 2 * 2
     for one in table:
         for event in one.events:
             event.over |= rng.random() < 0.1
@@ -198,6 +198,6 @@ def test_pages_that_can_be_unmapped() -> None:
     assert table.columns.spare == 3
     journal.change([[[table[0], table[2]], "mapped", [4, 5]]])
     assert table.columns.spare == 12
-    table.change(table[2], whole=4)
+    table.change(table[2], large_end=4)
     table.change(table[2], active=True, granted=1)
     assert table.columns.spare == 8, "an entry of 2 MiB that its owner has a part of"
