@@ -29,7 +29,7 @@ static uint64_t ceil_div(uint64_t number, uint64_t by) { return (number + by - 1
 struct row { /* the fields of a Slot of slots.py, except those that C does not read */
   PyObject ob_base;
   /* Scans of all slots read these 64 bytes. */
-  char active, broken, writer, lost, kept;
+  char active, broken, writer, rows_lost, kept;
   uint64_t mapped, granted, head, dirty;
   PyObject *job, *span, *tier_map; /* never NULL but while the slot is made or collected */
   uint64_t index, addr, large_end, block, owner, freed_at, freed_order;
@@ -112,11 +112,12 @@ static inline int stale(struct look *look, const struct row *row) {
 static uint32_t kinds(struct look *look, const struct row *row) {
   int busy = row->job != Py_None, taking = busy && number(row->job, "takes_pages");
   uint32_t found = busy ? PYVMEM_BUSY : 0;
-  if (row->lost) found |= PYVMEM_LOST;
+  if (row->rows_lost) found |= PYVMEM_ROWS_LOST;
   if (stale(look, row)) found |= PYVMEM_STALE | PYVMEM_LOSING;
   if (taking) found |= PYVMEM_LOSING;
-  if (!row->active) return found | (row->broken ? 0 : PYVMEM_FREE) | (row->mapped && !row->lost ? PYVMEM_CACHED : 0);
-  if (busy || row->lost) return found;
+  if (!row->active)
+    return found | (row->broken ? 0 : PYVMEM_FREE) | (row->mapped && !row->rows_lost ? PYVMEM_CACHED : 0);
+  if (busy || row->rows_lost) return found;
   if (row->mapped > row->granted) found |= PYVMEM_LEFT;
   if (row->dirty > row->granted || look->noted || found & PYVMEM_STALE) return found;
   return found | PYVMEM_PLAIN;
@@ -160,7 +161,7 @@ void *pyvmem_row_type(void) {
       MEMBER(T_BOOL, active),
       MEMBER(T_BOOL, broken),
       MEMBER(T_BOOL, writer),
-      MEMBER(T_BOOL, lost),
+      MEMBER(T_BOOL, rows_lost),
       MEMBER(T_BOOL, kept),
       {NULL, 0, 0, 0, NULL},
   };
@@ -230,7 +231,7 @@ uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t
 
 /*
  * Counts the device pages of slots beyond those of their owners, without the rest of a partly used
- * large entry. Leaves out slots with a growth in flight, and lost ones.
+ * large entry. Leaves out slots with a growth in flight, and those that lost rows.
  */
 uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
   struct look look = {0};
@@ -238,7 +239,7 @@ uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
   PyGILState_STATE state = PyGILState_Ensure();
   for (uint32_t i = 0; i < columns->count; i++) {
     const struct row *row = columns->row[i];
-    if (row->lost || (row->job != Py_None && !number(row->job, "takes_pages"))) continue;
+    if (row->rows_lost || (row->job != Py_None && !number(row->job, "takes_pages"))) continue;
     look_at(&look, row);
     uint64_t from = row->granted, low, high;
     if (row->active && from < row->large_end) from = ceil_div(from, row->block) * row->block;

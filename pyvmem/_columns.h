@@ -35,14 +35,14 @@ struct pyvmem_place {
 };
 
 /* Flags of a slot; see slots.py. */
-#define PYVMEM_FREE 1    /* a request may get it */
-#define PYVMEM_STALE 2   /* has an earlier owner's shared or moved pages, or lacks its first ones */
-#define PYVMEM_LOSING 4  /* growing it means waiting for a batch that unmaps */
-#define PYVMEM_BUSY 8    /* a batch is in flight over its addresses */
-#define PYVMEM_CACHED 16 /* without an owner, with pages */
-#define PYVMEM_LEFT 32   /* active, with mapped pages that were not granted, and no batch in flight */
-#define PYVMEM_PLAIN 64  /* active, and growing it takes only a map call */
-#define PYVMEM_LOST 128  /* its pages stay mapped until the cache is closed */
+#define PYVMEM_FREE 1        /* a request may get it */
+#define PYVMEM_STALE 2       /* has an earlier owner's shared or moved pages, or lacks its first ones */
+#define PYVMEM_LOSING 4      /* growing it means waiting for a batch that unmaps */
+#define PYVMEM_BUSY 8        /* a batch is in flight over its addresses */
+#define PYVMEM_CACHED 16     /* without an owner, with pages */
+#define PYVMEM_LEFT 32       /* active, with mapped pages that were not granted, and no batch in flight */
+#define PYVMEM_PLAIN 64      /* active, and growing it takes only a map call */
+#define PYVMEM_ROWS_LOST 128 /* its pages stay mapped until the cache is closed */
 
 struct pyvmem_columns {
   uint64_t *capacity; /* rows that fit the granted pages */

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         active: bool
         broken: bool
         writer: bool
-        lost: bool
+        rows_lost: bool
         kept: bool
 
         @property
@@ -61,7 +61,7 @@ class Kind:
     BUSY = constant("PYVMEM_BUSY")
     CACHED = constant("PYVMEM_CACHED")
     LEFT = constant("PYVMEM_LEFT")
-    LOST = constant("PYVMEM_LOST")
+    ROWS_LOST = constant("PYVMEM_ROWS_LOST")
 
 
 class Waits:

@@ -317,7 +317,7 @@ class Group:
             edits += self.window.forget_edits(slot)
         if slot.span.pages and not slot.stale:
             edits += self.reclaimer.shared.use_edits({slot.span: -1})
-        stale = (slot.span.pages or slot.head or slot.tier_map.noted) and not slot.lost
+        stale = (slot.span.pages or slot.head or slot.tier_map.noted) and not slot.rows_lost
         if stale or not self.config.deferred_reclaim:
             edits.append([self, "reclaim_due", True])
         self.table.give_back(slot, event, self.clock, edits)
@@ -515,7 +515,7 @@ class Group:
             or not self.config.deferred_reclaim
             or not self.config.keep_mapped
             or slot.job is not None
-            or slot.lost
+            or slot.rows_lost
             or not span.pages
             or slot.tier_map.noted
             or (runs.limit and 2 * runs.used > runs.limit)
@@ -565,7 +565,7 @@ class Group:
                 self.release(slot, event)
         # Slot by slot, each after its own GPU work; the worker waits for it.
         for slot in self.table:
-            if slot.lost:
+            if slot.rows_lost:
                 continue
             if slot.mapped and not self.reclaimer.try_unmap(slot, 0):
                 self.reclaimer.finish_all()
@@ -592,7 +592,7 @@ def prepare(groups: Sequence[Group]) -> None:
     for group in groups:
         table, reclaimer, pages = group.table, group.reclaimer, group._eager_pages
         group.unprepared = True  # until it is done
-        stale = table.columns.count(Kind.STALE, Kind.LOST)  # includes all kept slots
+        stale = table.columns.count(Kind.STALE, Kind.ROWS_LOST)  # includes all kept slots
         few = stale and table.free_count < group._newcomers + stale
         waits = bool(few) and not reclaimer.spare_slots(group._newcomers)
         if pages:

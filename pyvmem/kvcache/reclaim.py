@@ -481,7 +481,14 @@ class Reclaimer:
             ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
         own, off_device = slot.mapped - first, slot.tier_map.off_device(first, slot.mapped)
-        gone = {"span": EMPTY, "mapped": 0, "large_end": 0, "head": 0, "dirty": 0, "lost": False}
+        gone = {
+            "span": EMPTY,
+            "mapped": 0,
+            "large_end": 0,
+            "head": 0,
+            "dirty": 0,
+            "rows_lost": False,
+        }
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
         edits += ([slot, "broken", quarantined], [slot, "tier_map", ALL_ON_DEVICE])
         edits += self.free_edits(own - sum(off_device.values()), off_device)
@@ -663,7 +670,11 @@ class Reclaimer:
             job = slot.job
             if self.table.slots[slot.index] is not slot:
                 continue  # another group's
-            if slot.mapped == slot.granted or slot.lost or not (job is None or job.takes_pages):
+            if (
+                slot.mapped == slot.granted
+                or slot.rows_lost
+                or not (job is None or job.takes_pages)
+            ):
                 continue  # not counted
             spare += slot.spare_beyond(keep[slot]) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()

@@ -268,7 +268,7 @@ class Runs:
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
                         self._table.mark_broken(slot)
-                        self._table.change(slot, lost=True)
+                        self._table.change(slot, rows_lost=True)
                     self._reclaimer.errors.append(error)
                     break
         before = self._used
@@ -278,7 +278,7 @@ class Runs:
         return (
             slot.active
             and slot.job is None
-            and not slot.lost
+            and not slot.rows_lost
             and self._calls[slot.index] >= _LEAST
             and slot not in self._mover.moves
         )

@@ -211,7 +211,7 @@ class Sharing:
             slot.kept
             and slot.job is None
             and not slot.broken
-            and not slot.lost
+            and not slot.rows_lost
             and slot.head == head
             and 0 < own.pages == slot.mapped - head <= span.pages
             and (own.parts == span.parts or span.slice(0, own.pages).parts == own.parts)

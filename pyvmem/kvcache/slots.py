@@ -76,8 +76,8 @@ class Slot(Row):
         active: owned by a request.
         broken: retired after a failed rollback in its addresses; never allocated again.
         writer: its owner may write the shared pages, which are read-only in other slots.
-        lost: pages in its middle could not be mapped again; the others stay mapped until the cache
-            is closed (or `ParallelKVCache.recover`).
+        rows_lost: pages in its middle could not be mapped again; the others stay mapped until the
+            cache is closed (or `ParallelKVCache.recover`).
         kept: free, with a recorded prefix mapped read-only for a request that begins with it.
         mapped: end of the pages that are mapped, or will be by a growth in flight.
         granted: end of the pages that the owner may use.
@@ -131,7 +131,7 @@ class Slot(Row):
 
     def splittable_beyond(self, keep: int) -> int:
         """Returns the further pages that could be unmapped without GPU work in the slot."""
-        if not self.active or self.granted >= self.large_end or self.lost:
+        if not self.active or self.granted >= self.large_end or self.rows_lost:
             return 0
         if isinstance(self.job, Growth):
             return 0
@@ -230,8 +230,8 @@ class SlotTable:
 
     @property
     def stale(self) -> list[Slot]:
-        """Stale slots, taken or not, except those that lost pages."""
-        return self.pick(Kind.STALE, Kind.LOST)
+        """Stale slots, taken or not, except those that lost rows."""
+        return self.pick(Kind.STALE, Kind.ROWS_LOST)
 
     def change(self, slot: Slot, **values: Any) -> None:
         """Sets attributes of a slot through the journal."""
@@ -273,7 +273,7 @@ class SlotTable:
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
         """Retires the slot of a request whose rows are gone, and returns the error to raise."""
         self.mark_broken(slot)
-        self.change(slot, lost=True)
+        self.change(slot, rows_lost=True)
         return NotRecoverable(
             f"reqid {slot.index} has lost its rows, free it: {error}",
             errno=errno.ENOTRECOVERABLE,

@@ -212,7 +212,9 @@ def test_a_failed_join_is_told_and_the_cache_goes_on(refused: int) -> None:
         else:
             assert isinstance(told.value, pyvmem.NotRecoverable)
             broken = [
-                slot.reqid for slot in cache.snapshot() if cache._groups[0].table[slot.reqid].lost
+                slot.reqid
+                for slot in cache.snapshot()
+                if cache._groups[0].table[slot.reqid].rows_lost
             ]
             assert len(broken) == 1
             cache.free_reqid(broken[0])

@@ -54,7 +54,7 @@ def _free(table: SlotTable) -> list[Slot]:
 
 
 def _spare(slot: Slot) -> int:
-    if slot.lost or not (slot.job is None or slot.job.takes_pages):
+    if slot.rows_lost or not (slot.job is None or slot.job.takes_pages):
         return 0
     return slot.spare_beyond(0)
 
@@ -113,7 +113,7 @@ def _emptiest(table: SlotTable, count: int) -> list[Slot]:
 
 
 def _victims(table: SlotTable) -> list[Slot]:
-    found = [s for s in table if s.job is None and s.mapped > s.granted and not s.lost]
+    found = [s for s in table if s.job is None and s.mapped > s.granted and not s.rows_lost]
     waits = {slot: any(not event.over for event in slot.events) for slot in found}
     return sorted(found, key=lambda s: (s.active, waits[s], s.freed_order, s.index))
 
