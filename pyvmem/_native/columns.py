@@ -141,7 +141,7 @@ class Columns:
         rows: the slots, which this object keeps alive.
 
     Attributes:
-        held: rows that each slot holds. `scan` never writes into the array assigned here.
+        held_rows: rows that each slot holds. `scan` never writes into the array assigned here.
         needs: rows for which the last `scan` wanted pages, including a prefill's over-read rows.
         capacity: rows for which each slot has pages.
         calls, joined: see `kvcache.runs.Runs`.
@@ -152,7 +152,7 @@ class Columns:
 
     __slots__ = (
         *("_at", "_beyond", "_growth", "_keep", "_needs", "_rows", "_total"),
-        *("calls", "capacity", "held", "joined", "named", "needs", "place", "runs"),
+        *("calls", "capacity", "held_rows", "joined", "named", "needs", "place", "runs"),
     )
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -164,7 +164,7 @@ class Columns:
         self.capacity, self.calls, self.joined = column(), column(), column()
         self.named = bytearray(count)
         self.needs, first, second = column(), column(), column()
-        self.held = first
+        self.held_rows = first
         self._needs = _pointer(self.needs)
         self._rows = [(one, _pointer(one)) for one in (first, second)]
         self.place: Any = ffi.new("struct pyvmem_place *")
@@ -193,7 +193,7 @@ class Columns:
 
         Returns:
             The rows of each slot, in an array that the next `scan` overwrites unless it is assigned
-            to `held`; their sum; and the indices of slots that lack pages, in order. For bad
+            to `held_rows`; their sum; and the indices of slots that lack pages, in order. For bad
             lengths an int instead: the index of an entry that is not an int from 0 to 2**64 - 1;
             or the number of slots plus the index of an entry that is above a slot's limit, or above
             0 for a free slot.
@@ -202,7 +202,7 @@ class Columns:
         if len(lengths) != count:
             raise ValueError(f"{len(lengths)} lengths for {count} slots")
         (first, at_first), (second, at_second) = self._rows
-        swap = self.held is second
+        swap = self.held_rows is second
         held, rows = (at_second, at_first) if swap else (at_first, at_second)
         found = lib.pyvmem_scan(
             ffi.cast("void *", id(lengths)),
@@ -228,7 +228,7 @@ class Columns:
             room: most pages per tensor that these slots may lack together.
         """
         (first, at_first), (_, at_second) = self._rows
-        held = at_first if self.held is first else at_second
+        held = at_first if self.held_rows is first else at_second
         found = lib.pyvmem_near(self.place, self._at, held, ahead, room, self._needs, self._beyond)
         self._growth.count = found
         return ffi.unpack(self._beyond, found) if found else []

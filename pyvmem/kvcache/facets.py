@@ -117,7 +117,7 @@ class CacheMemory(Facet):
             group = self._manager.only("set_limit", alone="limit")
             group.reclaimer.poll()
             most = MOST_BYTES // group.layout.page_size
-            count, held = bounded("pages", pages, 0, most), group.reclaimer.held
+            count, held = bounded("pages", pages, 0, most), group.reclaimer.device_pages
             if count < held:
                 raise invalid(f"a limit of {count} pages: the cache has {held}", limit=held)
             floor = -(-group.config.memory_floor // group.layout.page_size)

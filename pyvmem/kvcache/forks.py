@@ -104,7 +104,7 @@ class _Fork:
             span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
             edits += ([parent, "span", span], [parent, "large_end", large_end])
         edits += reclaimer.shared.use_edits(uses, uses, blocks)
-        capacity, rows = group.layout.capacity(pages), pager.columns.held
+        capacity, rows = group.layout.capacity(pages), pager.columns.held_rows
         owners = []
         for slot in slots:
             owners.append(slot.owner + 1)
@@ -123,7 +123,7 @@ class _Fork:
         tier_map = parent.tier_map
         if tier_map.noted:
             tier_map = tier_map.within(head, full)
-        held, new = reclaimer.held + self.job.new_pages, self.job.new_pages
+        held, new = reclaimer.device_pages + self.job.new_pages, self.job.new_pages
         edits += (
             [slots, "active", [True] * count],
             [slots, "kept", [False] * count],
@@ -135,7 +135,7 @@ class _Fork:
             [slots, "head", [head] * count],
             [slots, "tier_map", [tier_map] * count],
             [pager, "granted_pages", pager.granted_pages + pages * count],
-            [reclaimer, "held", held],
+            [reclaimer, "device_pages", held],
             [reclaimer, "slid", reclaimer.slid + head * count],
             [reclaimer, "own_off_device", None],
             [counters, "grown", counters.grown + new],
@@ -181,12 +181,12 @@ def fork_all(
         parent = group.slot(reqid)
         parents.append(parent)
         if length is not None:
-            check_kept(operator.index(length), reqid, group.pager.columns.held[parent.index])
+            check_kept(operator.index(length), reqid, group.pager.columns.held_rows[parent.index])
             group.check_back(parent, operator.index(length))
     parts: list[_Fork] = []
     rows = 0
     for group, parent in zip(groups, parents, strict=True):
-        held = group.pager.columns.held
+        held = group.pager.columns.held_rows
         rows = held[parent.index] if length is None else operator.index(length)
         if not 1 <= count <= len(group.table.slots):
             raise invalid(
@@ -219,7 +219,9 @@ def fork_all(
             return None
         raise
     own = groups[0].reclaimer
-    sure = own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.held
+    sure = (
+        own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.device_pages
+    )
     if not sure and not reclaim_for([(part.group.pager, part.new_pages) for part in parts], {}):
         return None
     for part in () if work.over else parts:

@@ -94,7 +94,7 @@ def make_parts(
         SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
     # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
     reservation = Reservation(context, Outcome())
-    journal.held[reservation] = None
+    journal.unrecorded[reservation] = None
     context.reserve(
         layout.total_bytes,
         into=reservation,
@@ -226,14 +226,14 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        made = [journal.held, parts.reservation, ...]
+        made = [journal.unrecorded, parts.reservation, ...]
         journal.change([made, [journal, "recoverables", [*journal.recoverables, self]]])
 
     # ---- after an exception from outside ---------------------------------------------------------
 
-    def owns(self, held: object) -> bool:
+    def owns(self, made: object) -> bool:
         """Returns whether a reservation is the group's."""
-        return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
+        return made is self.parts.reservation or self.scratch.owns(made) or self.mover.owns(made)
 
     def failed(self, error: VMemError) -> None:
         """See `Recoverable.failed`."""
@@ -324,7 +324,7 @@ class Group:
 
     def enter_edits(self, slot: Slot, length: int) -> list[list[Any]]:
         """Returns the edits that set a slot's rows to `length`, independent of `step`."""
-        rows, index = self.pager.columns.held, slot.index
+        rows, index = self.pager.columns.held_rows, slot.index
         used = self.used_tokens + length - rows[index]
         return [[self, "used_tokens", used], [rows, index, length]]
 
@@ -367,7 +367,7 @@ class Group:
 
         They grow with `step`, and shrink only with `truncate` and at the end of the request.
         """
-        return self.pager.columns.held
+        return self.pager.columns.held_rows
 
     @property
     def has_batches(self) -> bool:
@@ -549,7 +549,7 @@ class Group:
             self.reclaim_due = stale
         if (
             reclaimer.share is not None
-            or reclaimer.limit - reclaimer.held < reclaimer.watermark * reclaimer.limit
+            or reclaimer.limit - reclaimer.device_pages < reclaimer.watermark * reclaimer.limit
         ):
             self.keep_watermark()
 

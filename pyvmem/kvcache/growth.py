@@ -220,9 +220,9 @@ class Pager:
             reused: physical pages granted that were mapped before.
         """
         reclaimer, counters = self.reclaimer, self.counters
-        held = reclaimer.held + added
+        held = reclaimer.device_pages + added
         edits += (
-            [reclaimer, "held", held],
+            [reclaimer, "device_pages", held],
             [counters, "grown", counters.grown + added],
             [counters, "reused", counters.reused + reused],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
@@ -532,7 +532,7 @@ class Pager:
                 )
             zeroed -= job.zeroed_pages
             edits += (
-                [reclaimer, "held", reclaimer.held - job.new_pages],
+                [reclaimer, "device_pages", reclaimer.device_pages - job.new_pages],
                 [counters, "grown", counters.grown - job.new_pages],
                 [counters, "reused", counters.reused - job.reused_pages],
             )
@@ -769,7 +769,7 @@ def fit(needs: Needs) -> bool:
     nbytes = 0
     for pager, pages in needs:
         reclaimer = pager.reclaimer
-        if pages > reclaimer.limit - reclaimer.held:
+        if pages > reclaimer.limit - reclaimer.device_pages:
             return False
         nbytes += pages * pager.layout.page_size
     return not nbytes or nbytes <= needs[0][0].reclaimer.room
@@ -803,7 +803,7 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
     for pager, pages in needs:
         reclaimer = pager.reclaimer
         pages -= reclaimer.idle(keep) + (pager.unsettled(keep) if later else 0)
-        if pages > reclaimer.limit - reclaimer.held:
+        if pages > reclaimer.limit - reclaimer.device_pages:
             return None
         new += pages * pager.layout.page_size
     return new
@@ -901,7 +901,7 @@ def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
         reclaimer = pager.reclaimer
         nbytes += pages * pager.layout.page_size
         if pages and (missing := pages if more else pages - reclaimer.free) > 0:
-            own = max(0, pages - (reclaimer.limit - reclaimer.held))
+            own = max(0, pages - (reclaimer.limit - reclaimer.device_pages))
             back |= reclaimer.make_room(missing, keep, own)
     if (missing := nbytes - first.room) > 0 and len(needs) > 1:
         back |= first.make_room(-(-missing // first.layout.page_size), keep)

@@ -71,7 +71,7 @@ def stats(group: Group) -> CacheStats:
     """Returns the present state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     group.note_peaks()  # an interrupted call may have left that out
-    counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
+    counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
     active_pages, used = group.active_pages, group.used_bytes
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
@@ -79,9 +79,9 @@ def stats(group: Group) -> CacheStats:
     grown, reused, zeroed = group.pager.under_way()
     now, host = group.context.stats(), group.prefixes.host
     return CacheStats(
-        total_pages=reclaimer.free + reclaimer.held,
+        total_pages=reclaimer.free + reclaimer.device_pages,
         free_pages=reclaimer.free,
-        cached_pages=reclaimer.held - active_pages,
+        cached_pages=reclaimer.device_pages - active_pages,
         ahead_pages=sum(
             slot.mapped - slot.granted for slot in group.table if slot.active and not slot.stale
         )
@@ -94,7 +94,7 @@ def stats(group: Group) -> CacheStats:
         prefix_pages=group.prefixes.pages(group.place) * layout.num_tensors,
         prefix_tokens=group.prefixes.tree.tokens,
         prefix_host_bytes=host.nbytes,
-        mapped_bytes=reclaimer.held * layout.page_size,
+        mapped_bytes=reclaimer.device_pages * layout.page_size,
         used_bytes=used,
         wasted_bytes=active_pages * layout.page_size - used,
         peak_mapped_bytes=counters.peak_mapped * layout.page_size,
@@ -216,10 +216,12 @@ def check(group: Group) -> list[str]:
         found.extend(group.prefixes.check())
     held += shared.pages + group.mover.pages()[0]
     if (
-        held + returning != reclaimer.held // layout.num_tensors
-        or reclaimer.held % layout.num_tensors
+        held + returning != reclaimer.device_pages // layout.num_tensors
+        or reclaimer.device_pages % layout.num_tensors
     ):
-        found.append(f"{held} + {returning} pages per tensor counted, {reclaimer.held} pages held")
+        found.append(
+            f"{held} + {returning} pages per tensor counted, {reclaimer.device_pages} pages held"
+        )
     if granted != pager.granted_pages:
         found.append(f"{granted} pages per tensor granted, {pager.granted_pages} counted")
     if returning != reclaimer.coming:
@@ -227,8 +229,8 @@ def check(group: Group) -> list[str]:
     if slid != reclaimer.slid:
         found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
     found.extend(check_away(group))
-    if reclaimer.held > reclaimer.limit:
-        found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
+    if reclaimer.device_pages > reclaimer.limit:
+        found.append(f"{reclaimer.device_pages} pages held, the limit is {reclaimer.limit}")
     if reclaimer.share is not None:
         found.extend(reclaimer.share.check())
     if group.used_tokens != sum(group.rows):

@@ -93,7 +93,7 @@ class Mover:
         ticket = move.ticket = Ticket(self._mapper.context) if background else None
         ops = self._plan.copies(move)
         moves += self._counts(-move.here(), {tier: -n for tier, n in move.off_device().items()})
-        moves.append([self._journal.held, addresses, ...])
+        moves.append([self._journal.unrecorded, addresses, ...])
         try:
             waits = self._counters.waits
             self._mapper.commit(moves, ops, after, ticket=ticket, waits=waits)
@@ -333,7 +333,7 @@ class Mover:
             left = [one for one in self.cancelled if one is not move]
             edits.append([self, "cancelled", left])
         if addresses is not None:
-            edits.append([self._journal.held, addresses, None])
+            edits.append([self._journal.unrecorded, addresses, None])
         if ops is None:
             self._journal.change(edits)
         else:
@@ -341,9 +341,9 @@ class Mover:
         if addresses is not None:
             self._scratch.give(addresses)
 
-    def owns(self, held: object) -> bool:
+    def owns(self, made: object) -> bool:
         """Returns whether a move has this reservation."""
-        return any(held is move.addresses for move in (*self.moves.values(), *self.cancelled))
+        return any(made is move.addresses for move in (*self.moves.values(), *self.cancelled))
 
     def close(self) -> None:
         """Cancels every move and waits for the copies."""
@@ -482,10 +482,10 @@ class Promoter:
         Does nothing in a small cache, where the entries' size makes no difference.
         """
         reclaimer, layout = self._reclaimer, self._layout
-        if reclaimer.held * layout.page_size < REACH:
+        if reclaimer.device_pages * layout.page_size < REACH:
             return
         table = reclaimer.table
-        old = table.columns.held
+        old = table.columns.held_rows
         for index in compress(range(len(table)), map(operator.ge, old, self._next)):
             slot = table[index]
             if lens[index] > old[index] and slot not in self._mover.moves:

@@ -332,7 +332,10 @@ class SharedPages:
             for block, numbers in copies.items():
                 edits.append([getattr(block, name), slice(None), numbers])
         for block in new:
-            edits += ([self.blocks, block, None], [self._mapper.journal.held, block.handle, ...])
+            edits += (
+                [self.blocks, block, None],
+                [self._mapper.journal.unrecorded, block.handle, ...],
+            )
             if block.off_device:
                 off_device += sum(block.users)
             else:
@@ -400,20 +403,20 @@ class SharedPages:
         )
         last = pages == block.live
         if last:
-            edits += ([self.blocks, block, ...], [journal.held, block.handle, None])
+            edits += ([self.blocks, block, ...], [journal.unrecorded, block.handle, None])
         size, stride = self.layout.page_size, block.pages * self.layout.page_size
         where = (low * size, pages * size, self.layout.num_tensors, stride)
         self._mapper.drop_range(edits, block.handle, *where)
         if last:  # now: what interrupts the end of the call cannot undo the call
             with suppress(VMemError):
                 block.handle.abandon()
-            journal.held.pop(block.handle, None)
+            journal.unrecorded.pop(block.handle, None)
 
     def close(self) -> None:
         """Drops every remaining handle, even if its pages are held."""
         journal = self._mapper.journal
         for block in list(self.blocks):
-            journal.change([[self.blocks, block, ...], [journal.held, block.handle, None]])
+            journal.change([[self.blocks, block, ...], [journal.unrecorded, block.handle, None]])
         self.unheld = {}
         self.pages = self.used = self.uses = self.off_device_uses = 0
 

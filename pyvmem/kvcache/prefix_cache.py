@@ -383,7 +383,7 @@ class PrefixCache:
         if self._groups[0].mapper.context.info is not self._supported:
             self.require("record")
         ids, index = TokenIds.of(tokens, namespace), slot.index
-        held, count = self._rows.held[index], len(ids.data) // ID_BYTES
+        held, count = self._rows.held_rows[index], len(ids.data) // ID_BYTES
         if count > held:
             ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
         each, units, found = [], count // self.unit, self.tree.match(ids)

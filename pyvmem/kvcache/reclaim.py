@@ -118,8 +118,9 @@ class Reclaimer:
     Attributes:
         limit: most physical pages that the cache may have.
         watermark: fraction of `limit` below which free memory is scarce.
-        held: physical device pages of the cache, shared ones once, including pages being unmapped.
-        off_device: physical pages outside the device, by tier; not in `held`.
+        device_pages: physical device pages of the cache, shared ones once, including pages being
+            unmapped.
+        off_device: physical pages outside the device, by tier; not in `device_pages`.
         own_off_device: cached result of `Group.own_off_device`; None: out of date.
         shared: refcounts of shared pages.
         unmaps: unmaps in flight, or finished but not yet recorded.
@@ -148,7 +149,7 @@ class Reclaimer:
         self.limit = limit
         self.watermark = low_watermark
         self.counters = counters
-        self.held = self.slid = self.coming = 0
+        self.device_pages = self.slid = self.coming = 0
         self.off_device: Counter[Tier] = Counter()
         self.own_off_device: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
@@ -433,7 +434,10 @@ class Reclaimer:
     ) -> list[list[Any]]:
         """Returns the edits for pages that leave the cache: device pages, and others by tier."""
         tensors, counters = self.layout.num_tensors, self.counters
-        edits = [[self, "held", self.held - pages * tensors], [self, "own_off_device", None]]
+        edits = [
+            [self, "device_pages", self.device_pages - pages * tensors],
+            [self, "own_off_device", None],
+        ]
         if off_device:
             others = self.off_device.copy()
             for tier, count in off_device.items():
@@ -514,7 +518,7 @@ class Reclaimer:
     @property
     def free(self) -> int:
         """Physical pages that the cache could take now."""
-        own = self.limit - self.held
+        own = self.limit - self.device_pages
         if self.share is None:
             return own
         return min(own, self.share.room() // self.layout.page_size)
@@ -525,7 +529,7 @@ class Reclaimer:
         if self.share is None:
             return self.free
         room = self.share.room() + self.share.beyond()
-        return min(self.limit - self.held, room // self.layout.page_size)
+        return min(self.limit - self.device_pages, room // self.layout.page_size)
 
     @property
     def returning(self) -> int:
@@ -659,7 +663,7 @@ class Reclaimer:
     def room(self) -> int:
         """Free bytes of the budget or limit; ignores the cache's own limit within a budget."""
         if self.share is None:
-            return (self.limit - self.held) * self.layout.page_size
+            return (self.limit - self.device_pages) * self.layout.page_size
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
@@ -681,7 +685,7 @@ class Reclaimer:
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Returns the physical pages that are free, being unmapped, or reclaimable."""
-        own = self.limit - self.held
+        own = self.limit - self.device_pages
         if self.share is not None:
             own = min(own, self.share.within_reach() // self.layout.page_size)
         return own + self.idle(keep)

@@ -117,7 +117,7 @@ class Runs:
             room: free bytes of the budget, if known.
         """
         runs, reclaimer = self._columns.runs, self._reclaimer
-        free = reclaimer.limit - reclaimer.held
+        free = reclaimer.limit - reclaimer.device_pages
         if room is None and reclaimer.share is not None:
             room = reclaimer.share.room()
         if room is not None:
@@ -142,7 +142,7 @@ class Runs:
         self._spare -= pages
         if self._spare >= open_pages:
             return
-        limit = min(reclaimer.limit - reclaimer.held, reclaimer.room // layout.page_size)
+        limit = min(reclaimer.limit - reclaimer.device_pages, reclaimer.room // layout.page_size)
         want = min(pages + open_pages * 5 // 4, limit)  # a quarter more, to read stats seldom
         free = self._context.stats().free_bytes // layout.page_size
         if free < min(pages + open_pages, limit):

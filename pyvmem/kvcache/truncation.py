@@ -38,7 +38,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
     for group in groups:
         slot = group.slot(reqid)
         slots.append(slot)
-        held = max(held, group.pager.columns.held[slot.index])
+        held = max(held, group.pager.columns.held_rows[slot.index])
     check_kept(rows, slots[0].index, held)
     for group, slot in zip(groups, slots, strict=True):
         group.check_back(slot, rows)
@@ -305,7 +305,7 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
             reclaimer, counters = one.group.reclaimer, one.group.counters
             edits += (
                 [one, "addresses", one.copy(ops)],
-                [reclaimer, "held", reclaimer.held + one.new_pages],
+                [reclaimer, "device_pages", reclaimer.device_pages + one.new_pages],
                 [counters, "grown", counters.grown + one.new_pages],
             )
         first.mapper.commit(edits, ops, waits=first.counters.waits)

@@ -156,7 +156,7 @@ def before_fork(
         if slot.job is not None or group.mover.moves:
             waits += _own(group, slot)
         if not work.over:
-            rows = group.pager.columns.held[slot.index] if length is None else length
+            rows = group.pager.columns.held_rows[slot.index] if length is None else length
             shared = slot.head + slot.span.pages
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
@@ -239,7 +239,7 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
     waits: Blockers = []
     blockers = work.pending()
     for group, slot in both:
-        if not 0 <= length < group.pager.columns.held[slot.index]:
+        if not 0 <= length < group.pager.columns.held_rows[slot.index]:
             return []
         if slot.job is not None:
             blockers += _job(slot)

@@ -111,7 +111,7 @@ class Window:
             Slots, their first pages that stay mapped, and `_next` and `_least` after the unmap.
         """
         table, mover, size, row = self.reclaimer.table, self._mover, self._size, self._row
-        old = table.columns.held
+        old = table.columns.held_rows
         found: list[_Due] = []
         for index in compress(range(len(old)), map(operator.ge, old, self._next)):
             slot = table.slots[index]

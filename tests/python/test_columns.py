@@ -66,9 +66,9 @@ def test_a_scan_is_what_python_would_find(count: int) -> None:
         assert list(rows) == list(columns.needs) == list(map(max, numbers, held))
         assert total == sum(rows) % (1 << 64)
         assert beyond == [i for i in range(count) if numbers[i] > columns.capacity[i]]
-        assert list(columns.held) == held
+        assert list(columns.held_rows) == held
         if most < 1 << 40:  # every second scan is committed
-            columns.held, held = rows, list(rows)
+            columns.held_rows, held = rows, list(rows)
 
 
 def test_every_place_may_be_beyond() -> None:
@@ -85,7 +85,7 @@ def test_as_many_lengths_as_slots() -> None:
 def test_the_first_that_is_no_length_is_named(bad: Any) -> None:
     columns = columns_of(4)
     assert columns.scan([1, True, bad, bad]) == 2
-    assert list(columns.held) == [0, 0, 0, 0]
+    assert list(columns.held_rows) == [0, 0, 0, 0]
     assert columns.scan([1, 0, 0, 0]) == (array("Q", [1, 0, 0, 0]), 1, [0])
 
 
