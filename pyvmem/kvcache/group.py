@@ -167,7 +167,7 @@ class Group:
         unprepared: the next step calls `prepare`.
         named: the last step named a request, which GPU work may be using; kept only in the first
             group.
-        rested: if not `named`, the earlier GPU work that is not known to be complete.
+        idle_step_work: if not `named`, the earlier GPU work that is not known to be complete.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Group:
         # By slot, its owner and the pages per tensor that `step_async` left to a later call.
         self.left: dict[Slot, tuple[int, int]] = {}
         self.named = False
-        self.rested: list[Any] = []
+        self.idle_step_work: list[Any] = []
         self.used_tokens = 0
         self.clock = 0
         self.reclaim_due = config.reclaim_steps > 0
@@ -293,10 +293,10 @@ class Group:
         counters = self.counters
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
-    def rest(self, stream: Any) -> None:
+    def record_idle_step(self, stream: Any) -> None:
         """Records that the last step named no request; `stream` carries the earlier work."""
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
-        self.rested = [] if event is None else [event]
+        self.idle_step_work = [] if event is None else [event]
         self.named = False
 
     def release(self, slot: Slot, event: Any) -> None:

@@ -85,7 +85,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     if windows:
         slide(windows, stream)
     if not names and groups[0].named:
-        groups[0].rest(stream)
+        groups[0].record_idle_step(stream)
     entries = groups[0].journal.entries
     for group, rows, total, _ in begun:
         columns, counters, reclaimer = group.pager.columns, group.counters, group.reclaimer
