@@ -73,7 +73,7 @@ static uint64_t number(PyObject *owner, const char *name) {
  * share them. */
 struct look {
   PyObject *span, *tier_map;              /* of the slot before */
-  uint64_t shared, off_device_end, noted; /* what these say: pages, and the intervals in `noted` */
+  uint64_t shared, off_device_end, noted; /* read from these: pages, and the number of intervals in `noted` */
   PyObject *stretches;                    /* borrowed */
 };
 

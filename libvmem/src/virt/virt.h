@@ -29,7 +29,7 @@ enum {
                                 the driver unmaps and replaces no part */
 };
 
-#define PTE_MARKS (PTE_START | PTE_CALL | PTE_LARGE) /* where something begins: no part of a granule's state */
+#define PTE_MARKS (PTE_START | PTE_CALL | PTE_LARGE) /* marks of a boundary, not part of a granule's state */
 
 struct vm_pte {
   uint32_t slab; /* index in vm_phys.slabs */
