@@ -24,7 +24,7 @@
 #include "uvm_procfs.h"
 #include "uvm_vmem_internal.h"
 
-// How often a reader tries to take a client's locks, 10 ms apart.
+// Attempts of a reader to take a client's locks, 10 ms apart.
 #define LOCK_TRIES 100
 
 // "PID ADDRESS" and some room.

@@ -139,7 +139,7 @@ struct uvm_vmem_object_struct
     // Once unreferenced: link in a list of objects whose pages are being returned, last first (uvm_vmem_object_reap).
     struct list_head node;
 
-    // Where each page begins: the address of its chunk, and in the low 5 bits the unit in it.
+    // Start of each page: the address of its chunk, with the unit's index in the low 5 bits.
     unsigned long pages[];
 };
 

@@ -205,7 +205,7 @@ int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *par
     if (params->__reserved)
         return -EINVAL;
 
-    // Keep the GPU that the pages may return to registered.
+    // Keeps the pages' GPU registered until the call ends: they may return to it.
     uvm_va_space_down_read(state->va_space);
     uvm_vmem_call_begin(state);
     uvm_va_space_up_read(state->va_space);

@@ -29,10 +29,10 @@ static uint64_t ceil_div(uint64_t number, uint64_t by) { return (number + by - 1
 struct row { /* the fields of a Slot of slots.py, except those that C does not read */
   PyObject ob_base;
   /* Scans of all slots read these 64 bytes. */
-  char active, broken, writer, lost, kept;
+  char active, broken, writer, rows_lost, kept;
   uint64_t mapped, granted, head, dirty;
-  PyObject *job, *span, *places; /* never NULL but while the slot is made or collected */
-  uint64_t index, addr, whole, block, owner, freed_at, freed_order;
+  PyObject *job, *span, *tier_map; /* never NULL but while the slot is made or collected */
+  uint64_t index, addr, large_end, block, owner, freed_at, freed_order;
 };
 
 static int row_traverse(PyObject *self, visitproc visit, void *arg) {
@@ -40,7 +40,7 @@ static int row_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(row->job);
   Py_VISIT(row->span);
-  Py_VISIT(row->places);
+  Py_VISIT(row->tier_map);
   return 0;
 }
 
@@ -48,7 +48,7 @@ static int row_clear(PyObject *self) {
   struct row *row = (struct row *)self;
   Py_CLEAR(row->job);
   Py_CLEAR(row->span);
-  Py_CLEAR(row->places);
+  Py_CLEAR(row->tier_map);
   return 0;
 }
 
@@ -72,12 +72,12 @@ static uint64_t number(PyObject *owner, const char *name) {
 /* Reads slots one after the other, with the GIL; caches the objects of the previous slot, as many
  * share them. */
 struct look {
-  PyObject *span, *places;                /* of the slot before */
-  uint64_t shared, off_device_end, noted; /* what these say: pages, and the intervals in `noted` */
+  PyObject *span, *tier_map;              /* of the slot before */
+  uint64_t shared, off_device_end, noted; /* read from these: pages, and the number of intervals in `noted` */
   PyObject *stretches;                    /* borrowed */
 };
 
-/* Bounds of the interval at a place of `Places.noted`. */
+/* Bounds of an interval of `TierMap.noted`. */
 static void interval(PyObject *stretches, Py_ssize_t at, uint64_t *low, uint64_t *high) {
   PyObject *one = PySequence_GetItem(stretches, at);
   *low = PyLong_AsUnsignedLongLong(PyTuple_GetItem(one, 0));
@@ -87,8 +87,8 @@ static void interval(PyObject *stretches, Py_ssize_t at, uint64_t *low, uint64_t
 
 static void look_again(struct look *look, const struct row *row) {
   if (look->span != row->span) look->shared = number(row->span, "pages");
-  if (look->places != row->places) {
-    look->stretches = PyObject_GetAttrString(row->places, "noted");
+  if (look->tier_map != row->tier_map) {
+    look->stretches = PyObject_GetAttrString(row->tier_map, "noted");
     Py_DECREF(look->stretches); /* the slot has it */
     uint64_t low;
     look->noted = (uint64_t)PySequence_Size(look->stretches);
@@ -96,11 +96,11 @@ static void look_again(struct look *look, const struct row *row) {
     if (look->noted) interval(look->stretches, (Py_ssize_t)look->noted - 1, &low, &look->off_device_end);
   }
   look->span = row->span;
-  look->places = row->places;
+  look->tier_map = row->tier_map;
 }
 
 static inline void look_at(struct look *look, const struct row *row) {
-  if (look->span != row->span || look->places != row->places) look_again(look, row);
+  if (look->span != row->span || look->tier_map != row->tier_map) look_again(look, row);
 }
 
 /* True if shared pages, or pages that are elsewhere or missing, lie beyond the owner's. */
@@ -112,11 +112,12 @@ static inline int stale(struct look *look, const struct row *row) {
 static uint32_t kinds(struct look *look, const struct row *row) {
   int busy = row->job != Py_None, taking = busy && number(row->job, "takes_pages");
   uint32_t found = busy ? PYVMEM_BUSY : 0;
-  if (row->lost) found |= PYVMEM_LOST;
+  if (row->rows_lost) found |= PYVMEM_ROWS_LOST;
   if (stale(look, row)) found |= PYVMEM_STALE | PYVMEM_LOSING;
   if (taking) found |= PYVMEM_LOSING;
-  if (!row->active) return found | (row->broken ? 0 : PYVMEM_FREE) | (row->mapped && !row->lost ? PYVMEM_CACHED : 0);
-  if (busy || row->lost) return found;
+  if (!row->active)
+    return found | (row->broken ? 0 : PYVMEM_FREE) | (row->mapped && !row->rows_lost ? PYVMEM_CACHED : 0);
+  if (busy || row->rows_lost) return found;
   if (row->mapped > row->granted) found |= PYVMEM_LEFT;
   if (row->dirty > row->granted || look->noted || found & PYVMEM_STALE) return found;
   return found | PYVMEM_PLAIN;
@@ -147,7 +148,7 @@ void *pyvmem_row_type(void) {
       MEMBER(T_ULONGLONG, addr),
       MEMBER(T_ULONGLONG, mapped),
       MEMBER(T_ULONGLONG, granted),
-      MEMBER(T_ULONGLONG, whole),
+      MEMBER(T_ULONGLONG, large_end),
       MEMBER(T_ULONGLONG, block),
       MEMBER(T_ULONGLONG, head),
       MEMBER(T_ULONGLONG, dirty),
@@ -156,11 +157,11 @@ void *pyvmem_row_type(void) {
       MEMBER(T_ULONGLONG, freed_order),
       MEMBER(T_OBJECT_EX, job),
       MEMBER(T_OBJECT_EX, span),
-      MEMBER(T_OBJECT_EX, places),
+      MEMBER(T_OBJECT_EX, tier_map),
       MEMBER(T_BOOL, active),
       MEMBER(T_BOOL, broken),
       MEMBER(T_BOOL, writer),
-      MEMBER(T_BOOL, lost),
+      MEMBER(T_BOOL, rows_lost),
       MEMBER(T_BOOL, kept),
       {NULL, 0, 0, 0, NULL},
   };
@@ -230,7 +231,7 @@ uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t
 
 /*
  * Counts the device pages of slots beyond those of their owners, without the rest of a partly used
- * large entry. Leaves out slots with a growth in flight, and lost ones.
+ * large entry. Leaves out slots with a growth in flight, and those that lost rows.
  */
 uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
   struct look look = {0};
@@ -238,10 +239,10 @@ uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
   PyGILState_STATE state = PyGILState_Ensure();
   for (uint32_t i = 0; i < columns->count; i++) {
     const struct row *row = columns->row[i];
-    if (row->lost || (row->job != Py_None && !number(row->job, "takes_pages"))) continue;
+    if (row->rows_lost || (row->job != Py_None && !number(row->job, "takes_pages"))) continue;
     look_at(&look, row);
     uint64_t from = row->granted, low, high;
-    if (row->active && from < row->whole) from = ceil_div(from, row->block) * row->block;
+    if (row->active && from < row->large_end) from = ceil_div(from, row->block) * row->block;
     if (from < row->head + look.shared) from = row->head + look.shared;
     if (from >= row->mapped) continue;
     sum += row->mapped - from;
@@ -265,7 +266,7 @@ uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
  * has room for one more than there are slots.
  *
  * Returns the number of indices in `beyond`; -1 - i if entry i is not an int from 0 to 2^64 - 1; or
- * -1 - slots - i if no slot can hold so many rows as entry i says, or slot i is free.
+ * -1 - slots - i if entry i is above a slot's limit, or above 0 for a free slot.
  */
 int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                     const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total) {
@@ -393,9 +394,9 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
     uint64_t mapped = growth->mapped[i];
-    growth->whole[i] = row_at(columns, slot)->whole;
+    growth->large_end[i] = row_at(columns, slot)->large_end;
     if (place->block && (ceil_div(mapped, place->block) + 1) * place->block <= growth->goal[i])
-      growth->whole[i] = growth->goal[i] / place->block * place->block;
+      growth->large_end[i] = growth->goal[i] / place->block * place->block;
     if (growth->goal[i] <= mapped) {
       growth->goal[i] = mapped;
       continue;
@@ -427,7 +428,7 @@ static void commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
     }
     row->mapped = growth->goal[i];
     row->granted = growth->pages[i];
-    row->whole = growth->whole[i];
+    row->large_end = growth->large_end[i];
     columns->capacity[slot] = place->fixed || rows >= place->max_rows ? place->max_rows : rows - place->overread;
   }
 }

@@ -6,7 +6,7 @@
 
 #define PYVMEM_WAIT_COUNTS 40 /* up to nine minutes */
 
-/* How far beyond a request's need a growth may map; runs.py explains it. Pages are per tensor. */
+/* Limits on the pages that a growth maps beyond a request's need; runs.py explains it. Pages are per tensor. */
 struct pyvmem_runs {
   double fraction;  /* of a request's pages: the length of its next run */
   uint64_t longest; /* most pages of a run; 1: growth maps only what is needed */
@@ -35,14 +35,14 @@ struct pyvmem_place {
 };
 
 /* Flags of a slot; see slots.py. */
-#define PYVMEM_FREE 1    /* a request may get it */
-#define PYVMEM_STALE 2   /* has an earlier owner's shared or moved pages, or lacks its first ones */
-#define PYVMEM_LOSING 4  /* growing it means waiting for a batch that unmaps */
-#define PYVMEM_BUSY 8    /* a batch is in flight over its addresses */
-#define PYVMEM_CACHED 16 /* without an owner, with pages */
-#define PYVMEM_LEFT 32   /* active, with mapped pages that were not granted, and no batch in flight */
-#define PYVMEM_PLAIN 64  /* active, and growing it takes only a map call */
-#define PYVMEM_LOST 128  /* its pages stay mapped until the cache is closed */
+#define PYVMEM_FREE 1        /* a request may get it */
+#define PYVMEM_STALE 2       /* has an earlier owner's shared or moved pages, or lacks its first ones */
+#define PYVMEM_LOSING 4      /* growing it means waiting for a batch that unmaps */
+#define PYVMEM_BUSY 8        /* a batch is in flight over its addresses */
+#define PYVMEM_CACHED 16     /* without an owner, with pages */
+#define PYVMEM_LEFT 32       /* active, with mapped pages that were not granted, and no batch in flight */
+#define PYVMEM_PLAIN 64      /* active, and growing it takes only a map call */
+#define PYVMEM_ROWS_LOST 128 /* its pages stay mapped until the cache is closed */
 
 struct pyvmem_columns {
   uint64_t *capacity; /* rows that fit the granted pages */
@@ -65,7 +65,7 @@ struct pyvmem_growth {
   uint64_t *goal;   /* mapped afterwards, at least `pages` */
   uint64_t *mapped; /* before */
   uint64_t *head;
-  uint64_t *whole; /* afterwards */
+  uint64_t *large_end; /* afterwards */
   uint64_t count;
   uint64_t ops;     /* written */
   uint64_t lacking; /* pages that are not mapped */

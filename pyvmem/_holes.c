@@ -46,7 +46,7 @@ struct range {
 
 static struct {
   pthread_mutex_t lock;
-  bool asked, off; /* whether VMEM_HOLES was read, and what it says */
+  bool asked, off; /* VMEM_HOLES was read; it is "fault" */
   struct range *ranges;
   size_t n, cap;
   struct sigaction before[DISPLACED]; /* the oldest first */

@@ -7,7 +7,7 @@ struct pyvmem_hole {
   uint64_t start, bytes; /* the hole */
   uint64_t base;         /* of the reservation */
   uint64_t thread;       /* pthread_self */
-  int32_t python;        /* whether the thread runs Python */
+  int32_t python;        /* true if the thread runs Python */
 };
 
 /* Watches a reservation that the CPU reads. Best effort: unwatched, a fault there kills the

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Checks the Debian packages: lintian, and a new Debian system that installs, uses and purges them.
 
-There the driver's source comes from Debian's contrib, and nvidia.ko is the one that the driver's
-tests build. The same system is then the disk of a virtual machine with a software GPU, where the
-module that DKMS built is loaded, used and purged. It is not compiled again in the machine, whose
-processor is emulated. Exit status 77: this machine cannot make a Debian system.
+The driver's source comes from Debian's contrib, nvidia.ko from the build of the driver's tests. A
+virtual machine with a software GPU then boots from the same system, and loads, uses and purges the
+module that DKMS built. The module is not compiled again in the machine, as its processor is
+emulated. Exit status 77: this machine cannot make a Debian system.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKAGING = ROOT / "packaging"
 KERNEL_TESTS = ROOT / "tests" / "kernel"
 # Also what vmem-dkms depends on, so that anything left after a purge is its own.
 INCLUDE = ("dkms", "gcc", "kmod", "libc6-dev", "make", "patch", "pkgconf", "python3", "xz-utils")
-# Of the emulated machine, on a busy host.
+# Timeout of the emulated machine, on a busy host.
 GUEST_SECONDS = 1800
 
 
@@ -88,7 +88,7 @@ def give_tests(given: Path) -> None:
 
 
 def guest_command(image: Path, debs: Path, headers: KernelHeaders) -> list[str]:
-    """The command of the guest's runner: the disk, overlaid with the packages and `given`."""
+    """Returns the command that boots the guest from the disk, with the packages copied in."""
     kernel = IMAGE / "boot" / f"vmlinuz-{headers.release}"
     words = [str(PYTHON), str(KERNEL_TESTS / "run.py"), "--name", "deb", "--image", str(image)]
     words += ["--kernel", str(kernel), "--memory", "4096", "--timeout", str(GUEST_SECONDS)]

@@ -248,7 +248,7 @@ def check_errors() -> tuple[int, list[str]]:
     problems += [f"{page}: no {one}" for one in classes if one not in rest["python"]]
     listed = HEADER.read_text(encoding="utf-8").split("#ifndef VMEM_H")[0]
     header = set(re.findall(r"^ \*   -(E\w+) ", listed, re.M))
-    # Where an error is recorded; other negative values are the system's, and are translated.
+    # Calls that record an error; other negative values are the system's, and are translated.
     code = returned("libvmem/src", r"vm_fail(?:_at)?\((?:[^,;]*\?)?[^,;]*?-(E[A-Z0-9]+)\b")
     problems += compare(page, library, HEADER.name, header) + compare(
         HEADER.name, header, "libvmem/src", code

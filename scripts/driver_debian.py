@@ -13,7 +13,7 @@ __all__ = ["PACKAGE", "SUITES", "fetch", "installed", "unpack"]
 
 PACKAGE = "nvidia-open-kernel-source"
 ARCHIVE = "usr/src/nvidia-open-kernel.tar.xz"
-# Where Debian carries the versions that the project supports; all in the component contrib.
+# Debian's suites with the driver versions that the project supports, all in contrib.
 SUITES = {"535.261.03": "bookworm", "550.163.01": "trixie", "555.58.02": "experimental"}
 
 

@@ -40,7 +40,7 @@ class Gone:
 
 GONE = (
     Gone("of_gpio.h", "", "common/inc/nv-linux.h", b"#include <linux/of_gpio.h>\n", b""),
-    # A name that its buffer has room for: what strncpy fills up with zeros, nobody reads.
+    # The name fits its buffer, and the zeros that strncpy pads it with are never read.
     Gone("string.h", "strncpy(char", "nvidia-uvm/uvm_pmm_gpu.c", b"strncpy(", b"strscpy("),
     # A debug build with HMM reads the page after the GPU's last one, and faults. The first of
     # Debian's kernels that have HMM are also the first without this callback.

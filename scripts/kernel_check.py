@@ -77,7 +77,7 @@ def findings(
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = [line.replace(f"{work}/", "") for line in (done.stdout + done.stderr).splitlines()]
     ours = {path.name for path in sources}
-    # A line of ours, or of the kernel inlined into our function.
+    # A line of our source, or of kernel source inlined into it.
     named = re.compile(r"(?:\S*/)?(\w+\.[ch]):\d+:.*: |.*inlined from .* at (?:\S*/)?(\w+\.[ch]):")
     said = [
         line

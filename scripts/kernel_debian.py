@@ -114,7 +114,7 @@ def fetch_kernel(suite: str, final: Path) -> None:
         (kbuild,) = (new / "usr" / "lib").glob("linux-kbuild-*")
         use_libraries(kbuild, programs / LIBRARIES)
         (new / "compiler").symlink_to(Path("..") / programs.name)
-        # Where an older package has the image, and its modules.
+        # Move the image and its modules to where older packages have them.
         image = new / "usr" / "lib" / "modules" / release / "vmlinuz"
         if image.is_file():
             (new / "boot").mkdir()

@@ -67,7 +67,7 @@ def release_key(path: Path) -> tuple[int, ...]:
 
 
 def default_headers() -> KernelHeaders:
-    """The headers for the guest: of the newest installed Debian cloud kernel."""
+    """Returns the guest's kernel headers: by default, those of the newest Debian cloud kernel."""
     chosen = os.environ.get("VMEM_KERNEL_HEADERS")
     if chosen:
         return kernel_headers(Path(chosen))

@@ -85,7 +85,7 @@ def installed_nvidia(modules: Path) -> list[KernelModule]:
 
 
 def find_nvidia(modules: Path, version: str, srcversion: str = "") -> KernelModule | None:
-    """The installed nvidia.ko of a driver version; of several the one that is loaded."""
+    """Finds the installed nvidia.ko of a driver version; of several, the loaded one."""
     right = [module for module in installed_nvidia(modules) if module.version == version]
     loaded = [module for module in right if module.first("srcversion") == srcversion]
     return next(iter(loaded or right), None)

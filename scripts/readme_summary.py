@@ -48,7 +48,7 @@ def capacity() -> tuple[str, str]:
 
 
 def overlap() -> tuple[str, str]:
-    """The 99th percentile of decoding iterations, mapped in the background over mapped before."""
+    """The p99 of decoding iterations: mapping in the background over mapping ahead of time."""
     found = []
     where: list[Result] = []
     for run in runs("overlap"):

@@ -107,7 +107,7 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
                                   batch is unfinished or failed; so 7 MB, 48 MB where all failed */
 #define VMEM_KEEP_ALL UINT64_MAX
 
-/* What a back end can do (vmem_info.caps, vmem_probe_info.caps). */
+/* Capabilities of a back end (vmem_info.caps, vmem_probe_info.caps). */
 #define VMEM_CAP_ALIAS (1u << 0)       /* one page at several addresses */
 #define VMEM_CAP_READONLY (1u << 1)    /* read-only mappings */
 #define VMEM_CAP_SPARSE (1u << 2)      /* unmapped parts of a sparse reservation read as zeros */

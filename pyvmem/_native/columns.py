@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         addr: int
         mapped: int
         granted: int
-        whole: int
+        large_end: int
         block: int
         head: int
         dirty: int
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
         freed_order: int
         job: Any
         span: Any
-        places: Any
+        tier_map: Any
         active: bool
         broken: bool
         writer: bool
-        lost: bool
+        rows_lost: bool
         kept: bool
 
         @property
@@ -61,11 +61,11 @@ class Kind:
     BUSY = constant("PYVMEM_BUSY")
     CACHED = constant("PYVMEM_CACHED")
     LEFT = constant("PYVMEM_LEFT")
-    LOST = constant("PYVMEM_LOST")
+    ROWS_LOST = constant("PYVMEM_ROWS_LOST")
 
 
 class Waits:
-    """How often and how long a cache's calls waited; C adds to the counts.
+    """Counts and durations of the waits in a cache's calls; C adds to them.
 
     Attributes:
         struct: ``struct pyvmem_waits``.
@@ -124,14 +124,14 @@ class Planned(NamedTuple):
         slots: indices of the slots.
         mapped: pages per tensor before the growth.
         goals, pages: mapped and granted pages per tensor after it.
-        whole: `Slot.whole` after it.
+        large_end: `Slot.large_end` after it.
     """
 
     slots: list[int]
     mapped: list[int]
     goals: list[int]
     pages: list[int]
-    whole: list[int]
+    large_end: list[int]
 
 
 class Columns:
@@ -141,7 +141,7 @@ class Columns:
         rows: the slots, which this object keeps alive.
 
     Attributes:
-        held: rows that each slot holds. `scan` never writes into the array assigned here.
+        held_rows: rows that each slot holds. `scan` never writes into the array assigned here.
         needs: rows for which the last `scan` wanted pages, including a prefill's over-read rows.
         capacity: rows for which each slot has pages.
         calls, joined: see `kvcache.runs.Runs`.
@@ -152,7 +152,7 @@ class Columns:
 
     __slots__ = (
         *("_at", "_beyond", "_growth", "_keep", "_needs", "_rows", "_total"),
-        *("calls", "capacity", "held", "joined", "named", "needs", "place", "runs"),
+        *("calls", "capacity", "held_rows", "joined", "named", "needs", "place", "runs"),
     )
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -164,7 +164,7 @@ class Columns:
         self.capacity, self.calls, self.joined = column(), column(), column()
         self.named = bytearray(count)
         self.needs, first, second = column(), column(), column()
-        self.held = first
+        self.held_rows = first
         self._needs = _pointer(self.needs)
         self._rows = [(one, _pointer(one)) for one in (first, second)]
         self.place: Any = ffi.new("struct pyvmem_place *")
@@ -176,7 +176,7 @@ class Columns:
         self._point(self._at, "row", ffi.new("void *[]", [ffi.cast("void *", id(r)) for r in rows]))
         self._point(self._at, "found", ffi.new("void *[]", count))
         self._growth: Any = ffi.new("struct pyvmem_growth *")
-        for name in ("pages", "goal", "mapped", "head", "whole"):
+        for name in ("pages", "goal", "mapped", "head", "large_end"):
             self._point(self._growth, name, ffi.new("uint64_t[]", count))
         self._beyond: Any = ffi.new("uint32_t[]", count + 1)
         self._growth.slot = self._beyond
@@ -193,7 +193,7 @@ class Columns:
 
         Returns:
             The rows of each slot, in an array that the next `scan` overwrites unless it is assigned
-            to `held`; their sum; and the indices of slots that lack pages, in order. For bad
+            to `held_rows`; their sum; and the indices of slots that lack pages, in order. For bad
             lengths an int instead: the index of an entry that is not an int from 0 to 2**64 - 1;
             or the number of slots plus the index of an entry that is above a slot's limit, or above
             0 for a free slot.
@@ -202,7 +202,7 @@ class Columns:
         if len(lengths) != count:
             raise ValueError(f"{len(lengths)} lengths for {count} slots")
         (first, at_first), (second, at_second) = self._rows
-        swap = self.held is second
+        swap = self.held_rows is second
         held, rows = (at_second, at_first) if swap else (at_first, at_second)
         found = lib.pyvmem_scan(
             ffi.cast("void *", id(lengths)),
@@ -228,7 +228,7 @@ class Columns:
             room: most pages per tensor that these slots may lack together.
         """
         (first, at_first), (_, at_second) = self._rows
-        held = at_first if self.held is first else at_second
+        held = at_first if self.held_rows is first else at_second
         found = lib.pyvmem_near(self.place, self._at, held, ahead, room, self._needs, self._beyond)
         self._growth.count = found
         return ffi.unpack(self._beyond, found) if found else []
@@ -257,7 +257,7 @@ class Columns:
             unpack(one.mapped, count),
             unpack(one.goal, count),
             unpack(one.pages, count),
-            unpack(one.whole, count),
+            unpack(one.large_end, count),
         )
 
     def unmaps(self, slots: list[int], low: list[int], high: list[int], ops: Any) -> None:

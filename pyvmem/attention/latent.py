@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UpProjections", "attend", "expands_from"]
 
-_ELEMENTS = 1 << 26  # of the expanded keys of a block of heads
+_ELEMENTS = 1 << 26  # most elements of expanded keys at a time; heads are processed in blocks
 
 
 class UpProjections(NamedTuple):
@@ -66,17 +66,19 @@ def attend(
     window: int,
     up: UpProjections,
 ) -> torch.Tensor:
-    """Attention of ``[tokens, num_heads, nope + rotary]``, to ``[tokens, num_heads, v_head_dim]``.
+    """Attends to latents; absorbs the up-projections, or expands rows where that is cheaper.
+
+    Returns ``[tokens, num_heads, v_head_dim]``.
 
     Args:
         run: attends over latents.
-        q: the new tokens of `batch`.
+        q: the new tokens of `batch`, ``[tokens, num_heads, nope + rotary]``.
         k: a layer's rows, ``[slots, rows, 1, rank + rotary]``.
         v: the same without the rotary elements.
-        batch: whose rows are read.
+        batch: the requests.
         scale: scale of the scores.
         window: tokens that a token sees; 0: all.
-        up: in the type of `q`.
+        up: the layer's up-projections, of the same dtype as `q`.
     """
     least = expands_from(up)
 

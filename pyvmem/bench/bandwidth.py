@@ -97,7 +97,7 @@ def _batch(
 
 
 def _cumem(setting: Setting, m: CuMem, book: Book, base: int, total: int, page: int) -> _Turn:
-    """Pages of the smallest size, or (page == total) all in one allocation."""
+    """Allocates pages of the smallest size, or one large allocation if ``page == total``."""
     d, costs, count = m.driver, setting.overhead("cumem"), total // page
     one = page == total
     samples = book.samples(

@@ -42,7 +42,7 @@ def _page(book: _Book, op: str) -> list[float]:
 
 
 class _Ours:
-    """A turn of our back end at one page size."""
+    """Times the calls of libvmem's back end, at one page size."""
 
     def __init__(self, setting: Setting, page: int) -> None:
         self.n = setting.native

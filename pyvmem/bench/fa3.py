@@ -20,10 +20,11 @@ _FILE = "_vllm_fa3_C.abi3.so"
 
 
 def load(source: Path | None, device: torch.device) -> Any:
-    """Loads the op from the shared object, or from a zip (a wheel) that has it; it stays loaded.
+    """Loads the op from a shared object, or from a wheel that contains it; it stays loaded.
 
     Raises:
-        ValueError: no file, or not a GPU. OSError, RuntimeError: it cannot be loaded.
+        ValueError: the file does not exist, or the device is not a GPU.
+        OSError, RuntimeError: the op cannot be loaded.
     """
     import torch
 

@@ -3,8 +3,8 @@
 
 The kernel of `pyvmem.memory.host_copies` with several numbers of thread blocks, over plain
 addresses and page-locked host memory. Times come from GPU events around the copy, so they include
-sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. Beside them libvmem's
-own copies of the whole range, by the host's clock: the way where the kernel cannot run.
+sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. For comparison,
+libvmem's own copies of the whole range, by the host's clock: the fallback without the kernel.
 """
 
 from __future__ import annotations

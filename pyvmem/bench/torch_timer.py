@@ -14,7 +14,7 @@ __all__ = ["captured", "timer"]
 
 
 def captured(work: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], str]:
-    """`work` as the replay of a CUDA graph, which outlives neither its memory nor `work`'s.
+    """Captures `work` in a CUDA graph, to be replayed while the memory that it uses is alive.
 
     Returns:
         The replay and "", or `work` itself and why it cannot be captured.

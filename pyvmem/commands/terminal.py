@@ -45,7 +45,7 @@ class Live(Scoped):
 
     Lines wider than the terminal are cut, and so are those below its last line: the terminal would
     scroll, and what has scrolled cannot be redrawn. Lines that the program prints meanwhile go
-    above the text. If the output is no terminal, only the last text is printed.
+    above the text. If the output is not a terminal, only the last text is printed.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:

@@ -45,8 +45,8 @@ class Quota(Protocol):
     def take(self, nbytes: int, handles: int) -> bool:
         """Reserves `nbytes` more bytes, in `handles` driver mappings; false if denied."""
 
-    def mapped(self, nbytes: int) -> None:
-        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
+    def end_pending(self, nbytes: int) -> None:
+        """See `Account.end_pending`."""
 
     def give(self, nbytes: int) -> None:
         """Returns the bytes of unmapped pages."""
@@ -290,7 +290,7 @@ class Backing:
     def finish(self, growth: Growth) -> list[int]:
         """Records the result of a growth; returns its blocks, or an empty list if it failed."""
         if growth.nbytes:
-            self.quota.mapped(growth.nbytes)
+            self.quota.end_pending(growth.nbytes)
         if growth.failure is None:
             self._mark(growth.runs, _MAPPED)
             self._block_states[growth.blocks] = _BACKED

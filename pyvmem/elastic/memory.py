@@ -134,8 +134,8 @@ class KVMemory:
         self._users = 0  # running calls that need the memory
         self.account: Account | None = None  # the device's, if the scheduler is on another machine
         self.headroom = 0  # bytes of the device reserved for activations
-        self.resting = False  # `rest` waits for the scheduler
-        self._rested = threading.Event()
+        self.draining = False  # `drain` waits for the scheduler
+        self._drained = threading.Event()
         self._next = [0] * len(self.geometry.classes)
         # Addresses that only kernels access need not be visible to CUDA's copies. If the back end
         # has both kinds, all visible ones together must fit in the card's free memory.
@@ -295,7 +295,7 @@ class KVMemory:
             step: the last step that was scheduled.
 
         Returns:
-            False, without an effect, if that step is not launched yet or the memory is closed.
+            False, with no effect, if that step is not launched yet or the memory is closed.
         """
         with self._in_use() as is_open:
             if not is_open or self._launched < step:
@@ -329,25 +329,25 @@ class KVMemory:
 
     # ---- sleep -----------------------------------------------------------------------------------
 
-    def rest(self, timeout: float) -> bool:
+    def drain(self, timeout: float) -> bool:
         """Waits until the scheduler has unmapped all pages that no request holds.
 
-        The scheduler's next `poll` sees `resting`, and calls `rested` when that is done. Returns at
-        once if only the null block is mapped.
+        The scheduler's next `poll` sees `draining`, and calls `end_drain` when that is done.
+        Returns at once if only the null block is mapped.
 
         Returns:
-            False if the scheduler did not call `rested` within `timeout` seconds.
+            False if the scheduler did not call `end_drain` within `timeout` seconds.
         """
         if self.context.stats().mapped_bytes <= self.geometry.first_bytes(1):
             return True
-        self._rested.clear()
-        self.resting = True
-        return self._rested.wait(timeout)
+        self._drained.clear()
+        self.draining = True
+        return self._drained.wait(timeout)
 
-    def rested(self) -> None:
-        """Called for the scheduler once it has unmapped the pages; ends `rest`."""
-        self.resting = False
-        self._rested.set()
+    def end_drain(self) -> None:
+        """Called for the scheduler once it has unmapped the pages; ends `drain`."""
+        self.draining = False
+        self._drained.set()
 
     # ---- warm-up ---------------------------------------------------------------------------------
 
@@ -415,12 +415,12 @@ class KVMemory:
         No step may be launched during the call.
 
         Args:
-            nbytes: bytes to give back at least, as far as possible.
+            nbytes: fewest bytes to give back, if that many can be freed.
             step: the last step that was scheduled.
 
         Returns:
-            Bytes given back; 0, without an effect, if that step is not launched yet or the memory
-            is closed.
+            Bytes given back; 0, with no effect, if that step is not launched yet or the memory is
+            closed.
         """
         with self._in_use() as is_open:
             if not is_open or self._launched < step:

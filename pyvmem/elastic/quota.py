@@ -34,8 +34,8 @@ class DeviceAccount(Protocol):
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
         """See `Account.take`."""
 
-    def mapped(self, nbytes: int) -> None:
-        """See `Account.mapped`."""
+    def end_pending(self, nbytes: int) -> None:
+        """See `Account.end_pending`."""
 
     def give(self, nbytes: int, handles: int = 0) -> None:
         """See `Account.give`."""
@@ -79,15 +79,15 @@ class LocalQuota:
         return max(0, room if free is None else min(room, free - self._pending))
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes for the engine; false, without an effect, if denied."""
+        """Reserves `nbytes` more bytes for the engine; false, with no effect, if denied."""
         if nbytes > self.room():
             return False
         self.used += nbytes
         self._pending += nbytes
         return True
 
-    def mapped(self, nbytes: int) -> None:
-        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
+    def end_pending(self, nbytes: int) -> None:
+        """See `Account.end_pending`."""
         self._pending -= nbytes
 
     def give(self, nbytes: int) -> None:
@@ -100,7 +100,7 @@ class LocalQuota:
 
     @property
     def asleep(self) -> bool:
-        """False: nobody can order the engine to sleep."""
+        """Always false: without a ledger no order to sleep can arrive."""
         return False
 
     def want(self, nbytes: int) -> None:
@@ -182,16 +182,16 @@ class LedgerQuota:
         for account, ranks in self._accounts:
             if not account.take(nbytes * ranks, handles * ranks, free):
                 for other, count in taken:
-                    other.mapped(nbytes * count)
+                    other.end_pending(nbytes * count)
                     other.give(nbytes * count, handles * count)
                 return False
             taken.append((account, ranks))
         return True
 
-    def mapped(self, nbytes: int) -> None:
-        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
+    def end_pending(self, nbytes: int) -> None:
+        """See `Account.end_pending`."""
         for account, ranks in self._accounts:
-            account.mapped(nbytes * ranks)
+            account.end_pending(nbytes * ranks)
 
     def give(self, nbytes: int) -> None:
         """Returns `nbytes` of each rank, whose pages are unmapped, to the ledgers."""

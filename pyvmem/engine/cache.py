@@ -373,8 +373,8 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         work = self._work(stream)
-        look = partial(waits.before_fork, count=count, length=length, work=work, into=None)
-        self._clear(request, look)
+        blockers = partial(waits.before_fork, count=count, length=length, work=work, into=None)
+        self._clear(request, blockers)
         with self._turns, self._journal:
             return self._fork(request, self._slot(request), count, length, work)
 
@@ -387,9 +387,9 @@ class RequestCache(Closable):
         work, slot = self._work(stream), request.slot
         work.record()
         wanted: dict[str, Any] = {"count": count, "length": length, "work": work}
-        look = partial(waits.before_fork, reqid=slot, into=None, **wanted)
+        blockers = partial(waits.before_fork, reqid=slot, into=None, **wanted)
         call = partial(self._fork, request, **wanted)
-        return self._begin("fork_async", request, State.RUNNING, call, look)
+        return self._begin("fork_async", request, State.RUNNING, call, blockers)
 
     def _fork(
         self, request: Request, slot: int, count: int, length: int | None, work: PriorWork
@@ -411,8 +411,10 @@ class RequestCache(Closable):
         work = self._work(stream)
         space = request.namespace
         if space is None or space.is_open:
-            look = partial(waits.before_record, tokens=tokens, work=work, namespace=key_of(space))
-            self._clear(request, look)
+            blockers = partial(
+                waits.before_record, tokens=tokens, work=work, namespace=key_of(space)
+            )
+            self._clear(request, blockers)
         with self._turns, self._journal:
             slot, key = self._slot(request), key_of(request.namespace)
             return self.cache.record(slot, tokens, work, key)
@@ -467,14 +469,14 @@ class RequestCache(Closable):
         self._require(request, State.RUNNING)
         work, slot = self._work(stream), request.slot
         work.record()
-        look = partial(waits.before_swap_out, reqid=slot, work=work)
+        blockers = partial(waits.before_swap_out, reqid=slot, work=work)
         call = partial(self._swap_out, request, work=work)
-        return self._begin("swap_out_async", request, State.RUNNING, call, look)
+        return self._begin("swap_out_async", request, State.RUNNING, call, blockers)
 
     def _swap_out(self, request: Request, slot: int, work: PriorWork) -> None:
         self._journal.on_abort(partial(self._settle, request))
         rows = self.cache.swap_out(slot, work)
-        self._change(request, _slot=None, rows=rows, held=State.SWAPPED)
+        self._change(request, _slot=None, rows=rows, base_state=State.SWAPPED)
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
         """Restores a swapped request, into any slot.
@@ -491,8 +493,8 @@ class RequestCache(Closable):
                 stays swapped out.
         """
         self._refuse_busy(request)
-        look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
-        self.cache.internals.wait_before(look)
+        blockers = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
+        self.cache.internals.wait_before(blockers)
         with self._turns, self._journal:
             self._require(request, State.SWAPPED)
             return self._swap_in(request, stream)
@@ -502,9 +504,9 @@ class RequestCache(Closable):
         self._refuse_busy(request)
         self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)
-        look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
+        blockers = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
         call = lambda _: self._swap_in(request, stream)  # noqa: E731
-        return self._begin("swap_in_async", request, State.SWAPPED, call, look)
+        return self._begin("swap_in_async", request, State.SWAPPED, call, blockers)
 
     def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
         assert request.rows is not None
@@ -512,7 +514,7 @@ class RequestCache(Closable):
         if slot is None:
             return self._shortage({}, request.length)
         owner = self.cache.slots.owner(slot)
-        self._change(request, _slot=slot, rows=None, held=State.RUNNING, owner=owner)
+        self._change(request, _slot=slot, rows=None, base_state=State.RUNNING, owner=owner)
         return None
 
     # ---- reports and end -------------------------------------------------------------------------
@@ -565,7 +567,7 @@ class RequestCache(Closable):
         """
         if request.calls and not (request.pending and self._background.works_on(request)):
             request.calls = ()
-        if request.held is State.RUNNING and not self._has(request):
+        if request.base_state is State.RUNNING and not self._has(request):
             self._end(request)
 
     def _settle(self, *requests: Request) -> None:
@@ -576,10 +578,10 @@ class RequestCache(Closable):
         for request in requests:
             rows, slot = request.rows, request._slot
             if rows is not None and rows.is_open:
-                request.held = State.SWAPPED
+                request.base_state = State.SWAPPED
             elif slot is not None and (owner := self.cache.slots.owner(slot)) is not None:
                 request.length, request.owner = self.cache.seq_len(slot), owner
-                request.held = State.RUNNING
+                request.base_state = State.RUNNING
             else:
                 self._end(request)
 
@@ -628,7 +630,7 @@ class RequestCache(Closable):
             slots = [
                 one._slot
                 for one in requests
-                if one.held is running and not one.calls and one._slot is not None
+                if one.base_state is running and not one.calls and one._slot is not None
             ]
             owners = [one.owner for one in requests]
             if len(slots) == len(owners) and self.cache.slots.owners(slots) == owners:
@@ -648,7 +650,7 @@ class RequestCache(Closable):
     def _end(self, request: Request) -> None:
         rows = request.rows
         self._journal.change([[self._requests, request, ...]])
-        self._change(request, held=State.ENDED, _slot=None, rows=None)
+        self._change(request, base_state=State.ENDED, _slot=None, rows=None)
         if rows is not None:
             rows.close(self._journal)
 
@@ -715,21 +717,21 @@ class RequestCache(Closable):
         """Captures the work submitted to a stream so far."""
         return PriorWork(stream, self._device)
 
-    def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
+    def _clear(self, request: Request, blockers: Callable[..., waits.Blockers]) -> None:
         """Waits, without the lock, for the blockers of a call on a request's slot."""
         if request._slot is not None:
-            self.cache.internals.wait_before(partial(look, reqid=request._slot))
+            self.cache.internals.wait_before(partial(blockers, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
         """Waits, without the lock, for the blockers of admitting a request with this prefix."""
-        look = partial(
+        blockers = partial(
             waits.before_prefix,
             tokens=prefix.match,
             leave=0,
             reader=work_of(stream),
             namespace=None,
         )
-        self.cache.internals.wait_before(look)
+        self.cache.internals.wait_before(blockers)
 
     def _begin(
         self,
@@ -737,7 +739,7 @@ class RequestCache(Closable):
         request: Request,
         state: State,
         call: Callable[[int], _T],
-        look: waits.Look,
+        blockers: waits.FindBlockers,
     ) -> Future[_T]:
         """Queues a call on a request, which is busy until the call is complete.
 
@@ -747,7 +749,7 @@ class RequestCache(Closable):
             state: required state of the request when the call runs, as another thread's call may
                 run first.
             call: gets the slot; -1: it is swapped out.
-            look: lists the call's blockers.
+            blockers: returns what blocks the call.
         """
         self._alone(what)
         future: CallFuture[_T] = CallFuture()
@@ -755,11 +757,11 @@ class RequestCache(Closable):
 
         def finish() -> _T:
             try:
-                self.cache.internals.wait_before(look)
+                self.cache.internals.wait_before(blockers)
                 with self._turns, self._journal:
                     self._look(request)
-                    if request.held is not state:
-                        raise request.refusal(request.held, state)
+                    if request.base_state is not state:
+                        raise request.refusal(request.base_state, state)
                     self._journal.on_abort(partial(self._settle, request))
                     return call(-1 if request._slot is None else request._slot)
             finally:

@@ -21,8 +21,8 @@ from pyvmem.kvcache import (
     layer_shapes,
 )
 from pyvmem.kvcache.budget import free_bytes
-from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import AHEAD_TOKENS, policy_of
+from pyvmem.kvcache.layered_cache import cache_of
 from pyvmem.layouts import (
     PAGE_SIZES,
     Advice,

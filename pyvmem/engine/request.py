@@ -44,7 +44,7 @@ class Request:
         owner: the slot's owner number (`CacheSlots.owner`) at admission; if it differs now, the
             slot is another request's.
         rows: its rows in host memory while it is swapped out.
-        held: `state`, ignoring background calls.
+        base_state: `state`, ignoring background calls.
         calls: its background calls; some may be over.
     """
 
@@ -54,15 +54,15 @@ class Request:
     rows: SwappedRequest | None = None
     owner: int | None = None
     _slot: int | None = None
-    held: State = State.RUNNING
+    base_state: State = State.RUNNING
     calls: tuple[Pending, ...] = ()
 
     @property
     def state(self) -> State:
         """See `State`."""
         busy = self.calls and self.pending  # read first: a finished call has set the state below
-        held = self.held
-        return State.BUSY if busy and held is not State.ENDED else held
+        base = self.base_state
+        return State.BUSY if busy and base is not State.ENDED else base
 
     @property
     def slot(self) -> int:
@@ -75,7 +75,7 @@ class Request:
         self.require(State.RUNNING)
         slot = self._slot
         if slot is None:  # another thread has swapped it out since, or ended it
-            ended = self.held is State.ENDED
+            ended = self.base_state is State.ENDED
             raise self.refusal(State.ENDED if ended else State.SWAPPED, State.RUNNING)
         return slot
 

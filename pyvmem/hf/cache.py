@@ -23,8 +23,8 @@ from pyvmem.hf.rows import GIVEN, Rows, Settings
 from pyvmem.hf.state import VMemState
 from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.cache import check_arguments
 from pyvmem.kvcache.config import LONGEST, MOST_SLOTS
+from pyvmem.kvcache.layered_cache import check_arguments
 from pyvmem.memory.context import Context
 from pyvmem.models.hf_config import ATTENTION, NO_ATTENTION
 from pyvmem.plumbing.closing import MustClose

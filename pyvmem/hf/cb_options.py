@@ -20,8 +20,8 @@ from pyvmem.hf.rows import GIVEN
 from pyvmem.hf.shapes import row_shapes
 from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
-from pyvmem.kvcache.cache import cache_of, check_arguments
 from pyvmem.kvcache.config import AHEAD_TOKENS, LONGEST, MOST_SLOTS
+from pyvmem.kvcache.layered_cache import cache_of, check_arguments
 from pyvmem.memory.context import Context
 from pyvmem.models.hf_config import plain_rows
 from pyvmem.plumbing.validation import bounded, invalid, switched

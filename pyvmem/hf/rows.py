@@ -20,8 +20,8 @@ from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
 from pyvmem.hf.shapes import Handed, handed_over, stored_shapes
 from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape, StateShape
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import AHEAD_TOKENS
+from pyvmem.kvcache.layered_cache import cache_of
 from pyvmem.memory.context import Context
 from pyvmem.models.shapes import Shape, classes_of
 from pyvmem.plumbing.validation import invalid

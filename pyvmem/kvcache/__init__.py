@@ -26,17 +26,19 @@ The modules, each of which imports only from those before it:
     common_pages            pages that every slot has
     waits                   blockers that a call waits for before it takes the lock
     facets                  the attributes memory, slots and internals of KVCache
-    cache                   KVCache and LayeredCache: the lock and the documentation
+    cache                   KVCache: the lock and the documentation
+    layered_cache           LayeredCache: layers of several shapes
     distributed             several ranks with equal results
 """
 
 from pyvmem.kvcache import waits
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
-from pyvmem.kvcache.cache import GroupView, KVCache, LayeredCache
+from pyvmem.kvcache.cache import GroupView, KVCache
 from pyvmem.kvcache.common_pages import CommonPages
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.layered_cache import LayeredCache
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.prefix_tree import TokenIds
 from pyvmem.kvcache.stats import CacheStats, SlotInfo

@@ -39,7 +39,8 @@ from pyvmem.kvcache.config import MOST_BYTES
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.reclaim import wait_for_unmaps
-from pyvmem.ledger.accounts import Ledger, Participant, device_of, weakly
+from pyvmem.ledger.accounts import Ledger, device_of
+from pyvmem.ledger.participant import Participant, weakly
 from pyvmem.memory.context import Context
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.reentry import RLock, free_in_children, reentrant_lock, when_collected
@@ -408,7 +409,7 @@ class Share:
     @property
     def used(self) -> int:
         """Bytes of the cache's physical pages."""
-        return self.reclaimer.held * self.layout.page_size
+        return self.reclaimer.device_pages * self.layout.page_size
 
     @property
     def ceiling(self) -> int:
@@ -419,7 +420,7 @@ class Share:
         """Returns the bytes that the cache could take now without reclaiming from others."""
         budget, taken = self.budget, 0
         for one in budget._shares:  # a loop, since each step asks
-            used = one.reclaimer.held * one.layout.page_size
+            used = one.reclaimer.device_pages * one.layout.page_size
             taken += used if one.pager is self.pager or used > one.floor else one.floor
         return (budget.total_bytes if budget._ledger is None else budget.granted_bytes) - taken
 

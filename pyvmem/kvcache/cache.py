@@ -12,13 +12,11 @@ cache may choose slots itself (`CacheSlots.claim`) or reserve memory after the t
 from __future__ import annotations
 
 import errno
-import math
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from pyvmem._native import backend_names
 from pyvmem.errors import Busy
 from pyvmem.kvcache import (
     admission,
@@ -34,14 +32,14 @@ from pyvmem.kvcache import (
     waits,
 )
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.checks import invalid
-from pyvmem.kvcache.config import KVCacheConfig, policy_of
+from pyvmem.kvcache.checks import invalid, layer_index
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork, wait_for_device
 from pyvmem.kvcache.facets import CacheMemory, CacheSlots, Facet, Internals
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.idle import IDLE_SECONDS, IdleThread
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import Manager, check_memory
+from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.stats import CacheStats, SlotInfo, together
 from pyvmem.kvcache.swap import SwappedRequest
@@ -50,30 +48,15 @@ from pyvmem.memory.context import Context
 from pyvmem.memory.info import Caps, Location
 from pyvmem.memory.reservation import Reservation
 from pyvmem.memory.streams import check, work_of
-from pyvmem.models.shapes import LayerShape, Place, Shape, StateShape, classes_of
 from pyvmem.plumbing.closing import MustClose
 from pyvmem.plumbing.reentry import call_part
 from pyvmem.plumbing.units import counted
-from pyvmem.plumbing.validation import expect
 
 if TYPE_CHECKING:
     import torch
 
 
-__all__ = [
-    "GroupView",
-    "KVCache",
-    "LayeredCache",
-    "cache_of",
-    "check_arguments",
-]
-
-
-def _index_of(layer: int, count: int) -> int:
-    index, last = operator.index(layer), count - 1
-    if not 0 <= index <= last:
-        raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
-    return index
+__all__ = ["GroupView", "KVCache"]
 
 
 class GroupView(Facet):
@@ -151,7 +134,7 @@ class GroupView(Facet):
 
     def _layer(self, layer: int, which: int) -> torch.Tensor:
         config = self.config
-        index = _index_of(layer, config.num_layers)
+        index = layer_index(layer, config.num_layers)
         per_layer = config.tensors_per_layer
         if which >= per_layer:
             raise invalid(f"layer {index} stores no values: tensors_per_layer is {per_layer}")
@@ -218,7 +201,7 @@ class KVCache(MustClose):
     layers first use them. For tensors, layouts and reports."""
 
     memory: CacheMemory
-    """How much memory calls need, and how much there is; the limit."""
+    """Memory: the need of calls, the amount available, and the limit."""
 
     slots: CacheSlots
     """For programs that choose slots themselves, or keep records of them."""
@@ -400,7 +383,8 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: wrong length, a negative or too large number, or a number for a free
-            slot. VMemError: the driver failed, now or in a batch that an earlier call began in the
+                slot.
+            VMemError: the driver failed, now or in a batch that an earlier call began in the
                 background; that was undone, the cache is consistent, and the call may be repeated.
         """
         if stream is not None:
@@ -421,6 +405,7 @@ class KVCache(MustClose):
         may be taken by a call in between, such as a `fork`, or by another user of the context or of
         the device; the `step` then returns -1.
 
+        Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
                 not wait for pages that it does not need: this hides even a slow driver call.
             stream: unused, accepted for symmetry; the `step` that follows orders its own stream.
@@ -490,9 +475,9 @@ class KVCache(MustClose):
         `into` names `count` different free reqids, in the order returned.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
-        into, look = into if into is None else [*into], waits.before_fork
+        into, blockers = into if into is None else [*into], waits.before_fork
         return waits.when_clear(
-            self._manager, look, forks.fork_all, reqid, number, length, work, into
+            self._manager, blockers, forks.fork_all, reqid, number, length, work, into
         )
 
     # ---- prefixes --------------------------------------------------------------------------------
@@ -591,9 +576,9 @@ class KVCache(MustClose):
             PrefixEvicted: the match has lost its lease, and the prefix was evicted.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        reader, look = work_of(stream), waits.before_prefix
+        reader, blockers = work_of(stream), waits.before_prefix
         return waits.when_clear(
-            self._manager, look, prefix_alloc.alloc_prefix, tokens, leave, reader, namespace
+            self._manager, blockers, prefix_alloc.alloc_prefix, tokens, leave, reader, namespace
         )
 
     # ---- preemption and admission ----------------------------------------------------------------
@@ -712,8 +697,8 @@ class KVCache(MustClose):
         def call(groups: Sequence[Group]) -> int:
             return trim.trim(owner, prefixes, compact, stream, before)
 
-        look = partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact)
-        return waits.when_clear(owner, look, call)
+        blockers = partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact)
+        return waits.when_clear(owner, blockers, call)
 
     # ---- placement of pages ----------------------------------------------------------------------
 
@@ -941,172 +926,3 @@ class KVCache(MustClose):
             if self._idle is not None:
                 self._idle.end()
             self._closed = True
-
-
-class LayeredCache(KVCache):
-    """A `KVCache` with a group for each class of equal layers, behind one reqid and one `step`.
-
-    The groups share a budget. A call that changes a request takes effect in all of them or in none;
-    slots are chosen by best fit in the group of the first layer. Prefixes are recorded in one tree,
-    in units that fill whole pages in every group (prefix_cache.py).
-
-    Args:
-        layers: the shape of each layer's data, in the model's order; a `StateShape` for those with
-            a state, an `EmptyShape` for those that store nothing.
-        context: as for `KVCache`.
-        backend: as for `KVCache`.
-        device: as for `KVCache`.
-        budget: memory to share with other caches of its context; None: one of `memory_limit`.
-        **policy: fields of `KVCacheConfig` that `LayerShape` does not have, for all groups.
-            `group_size` divides the layers of each class.
-
-    Attributes:
-        layers: as given.
-        config: the first group's; the policy is the same for all.
-
-    Raises:
-        InvalidArgument: no layer, an invalid value, a `memory_limit` together with a budget, or one
-            of less than a page in every tensor.
-        VMemError: as for `KVCache`.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[Shape],
-        context: Context | None = None,
-        backend: str = "auto",
-        device: Any = 0,
-        budget: Budget | None = None,
-        **policy: Any,
-    ) -> None:
-        self._closed = True  # until the groups are made
-        self.layers = tuple(layers)
-        counts, self._places = classes_of(self.layers)
-        if not counts:
-            raise invalid("a LayeredCache needs at least one layer that stores data")
-        whole = policy_of(policy)
-        policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
-        configs = [
-            KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
-            for kind, count in counts.items()
-        ]
-        self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))
-
-    def k(self, layer: int) -> torch.Tensor:
-        """Returns a layer's keys, or MLA's latent.
-
-        Shape ``[max_batch, max_seq_len, num_kv_heads, head_dim]``. Raises InvalidArgument for a
-        layer that does not exist, has a state or stores nothing.
-        """
-        place = self._rows_of(layer)[0]
-        return self.caches[place.part].k(place.member)
-
-    def v(self, layer: int) -> torch.Tensor:
-        """Returns a layer's values, with `v_head_dim` elements; InvalidArgument if it has none."""
-        place = self._rows_of(layer)[1]
-        if place is None:
-            raise invalid(f"layer {layer} stores no values")
-        view = self.caches[place.part]
-        return view.v(place.member) if place.which else view.k(place.member)
-
-    def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
-        """See `KVCache.layer_views`."""
-        found: list[tuple[GroupView, GroupView | None] | None] = []
-        for shape, places in zip(self.layers, self._places, strict=True):
-            if places is None or not isinstance(shape, LayerShape):
-                found.append(None)
-                continue
-            keys, values = places
-            other = None if values is None else self.caches[values.part]
-            found.append((self.caches[keys.part], other))
-        return found
-
-    def states(self, layer: int) -> dict[str, torch.Tensor]:
-        """Returns the state of a layer: "conv" and "recurrent", as in its `StateShape`.
-
-        Each is ``[max_batch, *shape]``; slots without a request have no memory there. A request's
-        state is zero at first, with `KVCacheConfig.zero_fill`.
-
-        Raises InvalidArgument for a layer that does not exist, or has keys and values.
-        """
-        places = self._place(layer)
-        shape = self.layers[operator.index(layer)]
-        if not isinstance(shape, StateShape):
-            raise invalid(f"layer {layer} has keys and values, not a state")
-        names = [name for name in ("conv", "recurrent") if getattr(shape, name)]
-        found = {}
-        for name, sizes, place in zip(names, shape.states, places, strict=False):
-            assert place is not None
-            rows = self.caches[place.part].k(place.member)[:, 0]
-            found[name] = rows.view(*rows.shape[:2], *sizes[1:])
-        return found
-
-    def _rows_of(self, layer: int) -> tuple[Place, Place | None]:
-        places = self._place(layer)
-        if isinstance(self.layers[operator.index(layer)], StateShape):
-            raise invalid(f"layer {layer} has a state; see states")
-        return places
-
-    def _place(self, layer: int) -> tuple[Place, Place | None]:
-        index = _index_of(layer, len(self._places))
-        places = self._places[index]
-        if places is None:
-            raise invalid(f"layer {index} stores nothing")
-        return places
-
-
-def cache_of(
-    layers: Sequence[Shape],
-    context: Context | None = None,
-    backend: str = "auto",
-    device: Any = 0,
-    budget: Budget | None = None,
-    **policy: Any,
-) -> KVCache:
-    """Makes a `KVCache` if all layers are equal, else a `LayeredCache`, with its arguments."""
-    layers = [*layers]
-    counts = classes_of(layers)[0]
-    kind, count = next(iter(counts.items()), (None, 0))
-    policy_of(policy)
-    if kind is not None and len(counts) == 1 and count == len(layers):
-        config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
-        return KVCache(config, context, backend, device, budget)
-    return LayeredCache(layers, context, backend, device, budget, **policy)
-
-
-def check_arguments(
-    policy: Mapping[str, Any],
-    given: Collection[str],
-    layers: Sequence[Shape] = (),
-    context: Context | None = None,
-    backend: str | None = None,
-    budget: Budget | None = None,
-) -> None:
-    """Validates arguments of a later `cache_of`, before there is anything to make a cache for.
-
-    Args:
-        policy, given: as for `policy_of`.
-        layers, context, budget: as for `cache_of`; no layers: they are not known yet.
-        backend: None: not chosen yet.
-
-    Raises:
-        InvalidArgument: no such option or back end, a value out of range, a `group_size` that does
-            not divide the layers of each class, or memory that is limited twice.
-        TypeError: a context, back end or budget of another type.
-    """
-    counts = classes_of(layers)[0].values()
-    whole = policy_of(policy, given)
-    group = operator.index(policy.get("group_size", 1))
-    for count in counts:
-        if count % group:
-            raise invalid(
-                f"group_size {group} does not divide {' and '.join(map(str, counts))} layers",
-                limit=math.gcd(*counts),
-            )
-    expect("backend", backend, str, optional=True)
-    names = ("auto", *backend_names())
-    if backend is not None and backend not in names:
-        raise invalid(f"backend {backend!r} is not one of {', '.join(names)}")
-    expect("context", context, Context, optional=True)
-    expect("budget", budget, Budget, optional=True)
-    check_memory(whole, len(counts) > 1, context, budget)

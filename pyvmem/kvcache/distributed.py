@@ -883,7 +883,7 @@ class ParallelKVCache(KVCache):
             swapped.close()
         unmap_idle(groups, prefixes=True)
         for slot in group.table:
-            if slot.lost:
+            if slot.rows_lost:
                 group.reclaimer.salvage(slot)
         group.reclaimer.errors.clear()
         cast("LockstepTable", group.table).reset_order()

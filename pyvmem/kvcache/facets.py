@@ -117,7 +117,7 @@ class CacheMemory(Facet):
             group = self._manager.only("set_limit", alone="limit")
             group.reclaimer.poll()
             most = MOST_BYTES // group.layout.page_size
-            count, held = bounded("pages", pages, 0, most), group.reclaimer.held
+            count, held = bounded("pages", pages, 0, most), group.reclaimer.device_pages
             if count < held:
                 raise invalid(f"a limit of {count} pages: the cache has {held}", limit=held)
             floor = -(-group.config.memory_floor // group.layout.page_size)
@@ -276,14 +276,14 @@ class Internals(Facet):
         self.journal: Journal = self._journal
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def wait_before(self, look: waits.Look) -> None:
-        """Waits, without the lock, for the blockers of a call; `look` lists them.
+    def wait_before(self, find_blockers: waits.FindBlockers) -> None:
+        """Waits, without the lock, for the blockers of a call; `find_blockers` lists them.
 
         A single call does this itself. Inside `lock` it would wait while holding the lock, so a
         caller that makes several calls atomic waits first:
         ``cache.internals.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
         """
-        waits.clear(self._manager, look)
+        waits.clear(self._manager, find_blockers)
 
     def withdraw_prompt(self) -> None:
         """Removes the last `alloc_prefix` from the counters of prompts.

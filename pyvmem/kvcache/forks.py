@@ -95,16 +95,16 @@ class _Fork:
         uses = {span: count}
         blocks: list[Block] = []
         if own:
-            parts, whole = list(span.parts), parent.whole
+            parts, large_end = list(span.parts), parent.large_end
             for handle, low, high, tier in own:
                 blocks.append(Block(handle, high - low, [], tier, holders=1 + count))
                 parts.append(Part(blocks[-1], 0, high - low))
                 if parent.block:
-                    whole = parent.whole_with(low, high, whole)
+                    large_end = parent.large_end_with(low, high, large_end)
             span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
-            edits += ([parent, "span", span], [parent, "whole", whole])
-        edits += reclaimer.shared.using(uses, uses, blocks)
-        capacity, rows = group.layout.capacity(pages), pager.columns.held
+            edits += ([parent, "span", span], [parent, "large_end", large_end])
+        edits += reclaimer.shared.use_edits(uses, uses, blocks)
+        capacity, rows = group.layout.capacity(pages), pager.columns.held_rows
         owners = []
         for slot in slots:
             owners.append(slot.owner + 1)
@@ -120,10 +120,10 @@ class _Fork:
             self.job.new_pages = (sum(goals) - full * count) * group.layout.num_tensors
             for slot, low, high in self.job.pieces:
                 pager.populate(ops, slot, low, high, source)
-        places = parent.places
-        if places.noted:
-            places = places.within(head, full)
-        held, new = reclaimer.held + self.job.new_pages, self.job.new_pages
+        tier_map = parent.tier_map
+        if tier_map.noted:
+            tier_map = tier_map.within(head, full)
+        held, new = reclaimer.device_pages + self.job.new_pages, self.job.new_pages
         edits += (
             [slots, "active", [True] * count],
             [slots, "kept", [False] * count],
@@ -133,9 +133,9 @@ class _Fork:
             [slots, "granted", [pages] * count],
             [slots, "dirty", [0] * count],
             [slots, "head", [head] * count],
-            [slots, "places", [places] * count],
+            [slots, "tier_map", [tier_map] * count],
             [pager, "granted_pages", pager.granted_pages + pages * count],
-            [reclaimer, "held", held],
+            [reclaimer, "device_pages", held],
             [reclaimer, "slid", reclaimer.slid + head * count],
             [reclaimer, "own_off_device", None],
             [counters, "grown", counters.grown + new],
@@ -143,13 +143,13 @@ class _Fork:
             [group, "used_tokens", group.used_tokens + self.rows * count],
         )
         if group.window is not None:
-            edits += group.window.following(slots, parent)
+            edits += group.window.follow_edits(slots, parent)
         if parent.pins and span.pages:
-            edits += group.prefixes.tree.pinning(parent.pins * count, ())
+            edits += group.prefixes.tree.pin_edits(parent.pins * count, ())
             edits.append([slots, "pins", [parent.pins[:] for _ in slots]])
         if parent.block:
-            wholes = map(Slot.whole_with, slots, repeat(head), goals, repeat(0))
-            edits.append([slots, "whole", list(wholes)])
+            large_ends = map(Slot.large_end_with, slots, repeat(head), goals, repeat(0))
+            edits.append([slots, "large_end", list(large_ends)])
         group.table.changes += count
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
@@ -181,12 +181,12 @@ def fork_all(
         parent = group.slot(reqid)
         parents.append(parent)
         if length is not None:
-            check_kept(operator.index(length), reqid, group.pager.columns.held[parent.index])
+            check_kept(operator.index(length), reqid, group.pager.columns.held_rows[parent.index])
             group.check_back(parent, operator.index(length))
     parts: list[_Fork] = []
     rows = 0
     for group, parent in zip(groups, parents, strict=True):
-        held = group.pager.columns.held
+        held = group.pager.columns.held_rows
         rows = held[parent.index] if length is None else operator.index(length)
         if not 1 <= count <= len(group.table.slots):
             raise invalid(
@@ -219,7 +219,9 @@ def fork_all(
             return None
         raise
     own = groups[0].reclaimer
-    sure = own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.held
+    sure = (
+        own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.device_pages
+    )
     if not sure and not reclaim_for([(part.group.pager, part.new_pages) for part in parts], {}):
         return None
     for part in () if work.over else parts:
@@ -248,7 +250,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
     first, share, most = parts[0].group, parts[0].group.reclaimer.share, 0
     taken: list[tuple[Group, Slot]] = []
     for part in parts:
-        pieces = 1 + 2 * len(part.parent.places.noted)
+        pieces = 1 + 2 * len(part.parent.tier_map.noted)
         most += pieces + len(part.slots) * (max(_FEW_PARTS, pieces) + 3)
         taken += zip(repeat(part.group), part.slots)
     free_on_abort(taken)

@@ -94,7 +94,7 @@ def make_parts(
         SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
     # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
     reservation = Reservation(context, Outcome())
-    journal.held[reservation] = None
+    journal.unrecorded[reservation] = None
     context.reserve(
         layout.total_bytes,
         into=reservation,
@@ -167,7 +167,7 @@ class Group:
         unprepared: the next step calls `prepare`.
         named: the last step named a request, which GPU work may be using; kept only in the first
             group.
-        rested: if not `named`, the earlier GPU work that is not known to be complete.
+        idle_step_work: if not `named`, the earlier GPU work that is not known to be complete.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Group:
         # By slot, its owner and the pages per tensor that `step_async` left to a later call.
         self.left: dict[Slot, tuple[int, int]] = {}
         self.named = False
-        self.rested: list[Any] = []
+        self.idle_step_work: list[Any] = []
         self.used_tokens = 0
         self.clock = 0
         self.reclaim_due = config.reclaim_steps > 0
@@ -226,14 +226,14 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        made = [journal.held, parts.reservation, ...]
+        made = [journal.unrecorded, parts.reservation, ...]
         journal.change([made, [journal, "recoverables", [*journal.recoverables, self]]])
 
     # ---- after an exception from outside ---------------------------------------------------------
 
-    def owns(self, held: object) -> bool:
+    def owns(self, made: object) -> bool:
         """Returns whether a reservation is the group's."""
-        return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
+        return made is self.parts.reservation or self.scratch.owns(made) or self.mover.owns(made)
 
     def failed(self, error: VMemError) -> None:
         """See `Recoverable.failed`."""
@@ -293,10 +293,10 @@ class Group:
         counters = self.counters
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
-    def rest(self, stream: Any) -> None:
+    def record_idle_step(self, stream: Any) -> None:
         """Records that the last step named no request; `stream` carries the earlier work."""
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
-        self.rested = [] if event is None else [event]
+        self.idle_step_work = [] if event is None else [event]
         self.named = False
 
     def release(self, slot: Slot, event: Any) -> None:
@@ -306,33 +306,33 @@ class Group:
         """
         if self.mover.moves:
             self.mover.abandon(slot)
-        edits = [*self.entering(slot, 0), [self.reclaimer, "own_off_device", None]]
+        edits = [*self.enter_edits(slot, 0), [self.reclaimer, "own_off_device", None]]
         if slot.pins:
-            edits += self.prefixes.keeping(slot, [])
+            edits += self.prefixes.slot_pin_edits(slot, [])
         if self.promoter is not None:
-            edits += self.promoter.forgetting(slot)
+            edits += self.promoter.forget_edits(slot)
         if slot.granted:
-            edits += self.pager.granting(slot, 0)
+            edits += self.pager.grant_edits(slot, 0)
         if self.window is not None:
-            edits += self.window.forgetting(slot)
+            edits += self.window.forget_edits(slot)
         if slot.span.pages and not slot.stale:
-            edits += self.reclaimer.shared.using({slot.span: -1})
-        stale = (slot.span.pages or slot.head or slot.places.noted) and not slot.lost
+            edits += self.reclaimer.shared.use_edits({slot.span: -1})
+        stale = (slot.span.pages or slot.head or slot.tier_map.noted) and not slot.rows_lost
         if stale or not self.config.deferred_reclaim:
             edits.append([self, "reclaim_due", True])
         self.table.give_back(slot, event, self.clock, edits)
 
-    def entering(self, slot: Slot, length: int) -> list[list[Any]]:
+    def enter_edits(self, slot: Slot, length: int) -> list[list[Any]]:
         """Returns the edits that set a slot's rows to `length`, independent of `step`."""
-        rows, index = self.pager.columns.held, slot.index
+        rows, index = self.pager.columns.held_rows, slot.index
         used = self.used_tokens + length - rows[index]
         return [[self, "used_tokens", used], [rows, index, length]]
 
     def enter(self, slot: Slot, length: int) -> None:
         """Sets a slot's rows to `length`, independent of `step`."""
-        self.journal.change(self.entering(slot, length))
+        self.journal.change(self.enter_edits(slot, length))
 
-    def disowning(
+    def disown_edits(
         self, slot: Slot, keep: int, event: Any, *, written: bool = True
     ) -> list[list[Any]]:
         """Returns the edits that reduce a request to its first `keep` pages; all stay mapped.
@@ -343,7 +343,7 @@ class Group:
             event: GPU work that may still touch the other pages; None if complete.
             written: mark the other pages as dirty.
         """
-        edits = [*self.pager.granting(slot, keep), [self.reclaimer, "own_off_device", None]]
+        edits = [*self.pager.grant_edits(slot, keep), [self.reclaimer, "own_off_device", None]]
         if written:
             edits.append([slot, "dirty", max(slot.dirty, slot.granted)])
         if event is not None:
@@ -356,9 +356,9 @@ class Group:
         `event`: GPU work that may still touch the others. The slot has no batch in flight.
         """
         pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
-        keep, edits = max(pages, slot.shared), self.entering(slot, length)
+        keep, edits = max(pages, slot.shared), self.enter_edits(slot, length)
         if slot.granted > keep:
-            edits += self.disowning(slot, keep, event)
+            edits += self.disown_edits(slot, keep, event)
         self.journal.change(edits)
 
     @property
@@ -367,7 +367,7 @@ class Group:
 
         They grow with `step`, and shrink only with `truncate` and at the end of the request.
         """
-        return self.pager.columns.held
+        return self.pager.columns.held_rows
 
     @property
     def has_batches(self) -> bool:
@@ -429,14 +429,16 @@ class Group:
 
     def own_off_device(self) -> tuple[int, list[Slot]]:
         """Returns the pages per tensor that a request owns off the device, and their slots."""
-        found = [(slot, self._own_away(slot)) for slot in self.table if slot.active and slot.places]
+        found = [
+            (slot, self._own_away(slot)) for slot in self.table if slot.active and slot.tier_map
+        ]
         slots = [slot for slot, ranges in found if ranges]
         return sum(high - low for _, ranges in found for low, high in ranges), slots
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
         """Returns the owner's unshared page ranges [low, high) outside the device."""
-        places = slot.places.within(slot.shared, slot.granted)
-        return [(low, high) for low, high, _ in places.noted]
+        tier_map = slot.tier_map.within(slot.shared, slot.granted)
+        return [(low, high) for low, high, _ in tier_map.noted]
 
     def _bytes_away(self, slot: Slot) -> int:
         """Returns the bytes per tensor of the slot's rows in them; the last page may be partial."""
@@ -455,7 +457,7 @@ class Group:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
+    def lend_edits(self, loans: Sequence[Loan]) -> list[list[Any]]:
         """Returns the edits that start a request in each loan's slot, with its shared pages."""
         reclaimer, table, pager = self.reclaimer, self.table, self.pager
         uses: dict[Span, int] = {}
@@ -469,7 +471,7 @@ class Group:
             holds[more] = holds.get(more, 0) + 1
             granted += end
             if head and self.window is not None:
-                edits += self.window.beginning(slot, head)
+                edits += self.window.begin_edits(slot, head)
             slid += head
             edits += (
                 [slot, "active", True],
@@ -482,10 +484,10 @@ class Group:
                 [slot, "head", head],
             )
             if slot.block:
-                edits.append([slot, "whole", slot.whole_with(head, end, slot.whole)])
+                edits.append([slot, "large_end", slot.large_end_with(head, end, slot.large_end)])
             for block, *_ in span.parts:
-                if slot.places.noted or block.off_device:
-                    edits.append([slot, "places", slot.places.put(*span.stretches(head))])
+                if slot.tier_map.noted or block.off_device:
+                    edits.append([slot, "tier_map", slot.tier_map.put(*span.stretches(head))])
                     break
             edits.append([pager.capacity, slot.index, self.layout.capacity(end) if end else 0])
         table.changes += len(loans)
@@ -493,7 +495,7 @@ class Group:
             *edits,
             [pager, "granted_pages", granted],
             [reclaimer, "slid", slid],
-            *reclaimer.shared.using(uses, holds),
+            *reclaimer.shared.use_edits(uses, holds),
         ]
 
     def keep(self, slot: Slot, first: int) -> None:
@@ -513,9 +515,9 @@ class Group:
             or not self.config.deferred_reclaim
             or not self.config.keep_mapped
             or slot.job is not None
-            or slot.lost
+            or slot.rows_lost
             or not span.pages
-            or slot.places.noted
+            or slot.tier_map.noted
             or (runs.limit and 2 * runs.used > runs.limit)
         ):
             return
@@ -547,7 +549,7 @@ class Group:
             self.reclaim_due = stale
         if (
             reclaimer.share is not None
-            or reclaimer.limit - reclaimer.held < reclaimer.watermark * reclaimer.limit
+            or reclaimer.limit - reclaimer.device_pages < reclaimer.watermark * reclaimer.limit
         ):
             self.keep_watermark()
 
@@ -563,7 +565,7 @@ class Group:
                 self.release(slot, event)
         # Slot by slot, each after its own GPU work; the worker waits for it.
         for slot in self.table:
-            if slot.lost:
+            if slot.rows_lost:
                 continue
             if slot.mapped and not self.reclaimer.try_unmap(slot, 0):
                 self.reclaimer.finish_all()
@@ -590,7 +592,7 @@ def prepare(groups: Sequence[Group]) -> None:
     for group in groups:
         table, reclaimer, pages = group.table, group.reclaimer, group._eager_pages
         group.unprepared = True  # until it is done
-        stale = table.columns.count(Kind.STALE, Kind.LOST)  # includes all kept slots
+        stale = table.columns.count(Kind.STALE, Kind.ROWS_LOST)  # includes all kept slots
         few = stale and table.free_count < group._newcomers + stale
         waits = bool(few) and not reclaimer.spare_slots(group._newcomers)
         if pages:
@@ -670,7 +672,7 @@ def lend(loans: Sequence[Loan]) -> None:
         by_group.setdefault(loan.group, []).append(loan)
     free_on_abort([loan[:2] for loan in loans])
     for group, own in by_group.items():
-        edits += group.lending(own)
+        edits += group.lend_edits(own)
     try:
         if missing:
             first.mapper.commit(edits, ops)

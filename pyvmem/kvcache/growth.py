@@ -220,9 +220,9 @@ class Pager:
             reused: physical pages granted that were mapped before.
         """
         reclaimer, counters = self.reclaimer, self.counters
-        held = reclaimer.held + added
+        held = reclaimer.device_pages + added
         edits += (
-            [reclaimer, "held", held],
+            [reclaimer, "device_pages", held],
             [counters, "grown", counters.grown + added],
             [counters, "reused", counters.reused + reused],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
@@ -234,7 +234,7 @@ class Pager:
             growths = [*self.growths, job]
             edits += ([job.slots, "job", [job] * len(job.slots)], [self, "growths", growths])
         else:
-            edits += self._granting(job)
+            edits += self._grant_edits(job)
         if self.runs.limit:
             self.runs.grown(job.pieces)
 
@@ -314,13 +314,13 @@ class Pager:
         return pages
 
     def settle(
-        self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
+        self, stream: Any = None, on_cpu: bool = False, lens: Sequence[int] | None = None
     ) -> None:
         """Completes the growths begun so far: mapped, and filled or ordered before `stream`.
 
         Args:
             stream: the work that will use the pages.
-            whole: wait on the CPU for fills and for earlier owners' work, whatever `stream` is.
+            on_cpu: wait on the CPU for fills and for earlier owners' work, whatever `stream` is.
             lens: lengths of all slots; growths that no slot needs for these are not waited for.
 
         Raises:
@@ -332,10 +332,10 @@ class Pager:
             if not needed and not (over and all(map(is_over, job.handover))):
                 continue
             if over:
-                error = self._complete(job, stream, whole)
+                error = self._complete(job, stream, on_cpu)
             else:
                 with self.counters.waiting():
-                    error = self._complete(job, stream, whole)
+                    error = self._complete(job, stream, on_cpu)
             first = first or self._failure(job, error)
         if first is not None:
             raise first
@@ -371,7 +371,7 @@ class Pager:
         elif slot.job is not None:
             job = slot.job
             with self.counters.waiting():
-                error = self._complete(job, None, whole=True)
+                error = self._complete(job, None, on_cpu=True)
             if (error := self._failure(job, error)) is not None:
                 raise error
         if slot.stale:
@@ -407,7 +407,7 @@ class Pager:
         """Waits for growths that no owner waits for, as their pages become spare then."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
-                error = self._complete(job, None, whole=True)
+                error = self._complete(job, None, on_cpu=True)
             if (error := self._failure(job, error)) is not None:
                 self.reclaimer.errors.append(error)
 
@@ -451,13 +451,13 @@ class Pager:
 
     # ---- how growths end, and what is granted ----------------------------------------------------
 
-    def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
+    def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
         """Waits for a growth, then grants its pages, or undoes it and returns the error.
 
-        `whole`: also wait on the CPU for its fills and for earlier owners' work, as no stream is
+        `on_cpu`: also wait on the CPU for its fills and for earlier owners' work, as no stream is
         known.
         """
-        device = None if whole else self.device
+        device = None if on_cpu else self.device
         try:
             for ticket in (job.mapping, job.filling):
                 if ticket is not None:
@@ -467,17 +467,17 @@ class Pager:
             return error
         for event in job.handover if job.awaited else ():  # the slot keeps them for its next owner
             order_after(event, stream, device)
-        edits = [] if job.granted else self._granting(job)
+        edits = [] if job.granted else self._grant_edits(job)
         edits += ([job, "handover", []], [job, "granted", True])
         if job.done():
-            edits += self._retiring(job)
+            edits += self._retire_edits(job)
         self.journal.change(edits)
         return None
 
     def poll(self) -> None:
         """Completes growths that have finished and that no owner waits for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
-            error = self._failure(job, self._complete(job, None, whole=True))
+            error = self._failure(job, self._complete(job, None, on_cpu=True))
             if error is not None:
                 self.reclaimer.errors.append(error)
 
@@ -492,7 +492,7 @@ class Pager:
         short = short and not self.reclaimer.table.lockstep
         return None if short or job.quiet else error
 
-    def _granting(self, job: Growth) -> list[list[Any]]:
+    def _grant_edits(self, job: Growth) -> list[list[Any]]:
         """Returns the edits that grant a growth's pages to owners that have not been freed."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
@@ -502,7 +502,7 @@ class Pager:
                 edits += ([slot, "granted", pages], [self.capacity, slot.index, capacity(pages)])
         return [*edits, [self, "granted_pages", granted]]
 
-    def granting(self, slot: Slot, pages: int) -> list[list[Any]]:
+    def grant_edits(self, slot: Slot, pages: int) -> list[list[Any]]:
         """Returns the edits that set the owner's pages to `pages`."""
         granted = self.granted_pages + pages - slot.granted
         return [
@@ -511,14 +511,14 @@ class Pager:
             [self.capacity, slot.index, self.layout.capacity(pages) if pages else 0],
         ]
 
-    def _retiring(self, job: Growth) -> list[list[Any]]:
+    def _retire_edits(self, job: Growth) -> list[list[Any]]:
         growths = [one for one in self.growths if one is not job]
         return [[self, "growths", growths], [job.slots, "job", [None] * len(job.slots)]]
 
     def _undo(self, job: Growth, error: VMemError) -> None:
         """Rolls back the records of a failed growth; libvmem has rolled back the mapping."""
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
-        edits = self._retiring(job)
+        edits = self._retire_edits(job)
         if job.filling is not None and _failed(job.filling):
             zeroed -= job.filling_pages  # of pages that were mapped before
         if job.mapping is not None and _failed(job.mapping):
@@ -527,12 +527,12 @@ class Pager:
             for slot, low, high in job.pieces:
                 edits += (
                     [slot, "mapped", low],
-                    [slot, "whole", slot.whole_below(low)],
-                    [slot, "places", slot.places.without(low, high)],
+                    [slot, "large_end", slot.large_end_below(low)],
+                    [slot, "tier_map", slot.tier_map.without(low, high)],
                 )
             zeroed -= job.zeroed_pages
             edits += (
-                [reclaimer, "held", reclaimer.held - job.new_pages],
+                [reclaimer, "device_pages", reclaimer.device_pages - job.new_pages],
                 [counters, "grown", counters.grown - job.new_pages],
                 [counters, "reused", counters.reused - job.reused_pages],
             )
@@ -598,7 +598,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
             continue
         planned = pager.columns.planned
         slots = list(map(pager.reclaimer.table.slots.__getitem__, planned.slots))
-        edits += ([slots, "mapped", planned.goals], [slots, "whole", planned.whole])
+        edits += ([slots, "mapped", planned.goals], [slots, "large_end", planned.large_end])
         pieces = list(zip(slots, planned.mapped, planned.goals, strict=True))
         owners = map(attrgetter("owner"), slots)
         job = Growth(
@@ -732,8 +732,8 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
         edits.append([slots, "mapped", goals])
         edits.append([counters, "zeroed", zeroed])
         if pager.layout.block:
-            whole = [slot.whole_with(low, high, slot.whole) for slot, low, high in job.pieces]
-            edits.append([slots, "whole", whole])
+            ends = [one.large_end_with(low, high, one.large_end) for one, low, high in job.pieces]
+            edits.append([slots, "large_end", ends])
         if late:
             pages = pager.fill(fills, pieces)
             filled += (
@@ -769,7 +769,7 @@ def fit(needs: Needs) -> bool:
     nbytes = 0
     for pager, pages in needs:
         reclaimer = pager.reclaimer
-        if pages > reclaimer.limit - reclaimer.held:
+        if pages > reclaimer.limit - reclaimer.device_pages:
             return False
         nbytes += pages * pager.layout.page_size
     return not nbytes or nbytes <= needs[0][0].reclaimer.room
@@ -803,7 +803,7 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
     for pager, pages in needs:
         reclaimer = pager.reclaimer
         pages -= reclaimer.idle(keep) + (pager.unsettled(keep) if later else 0)
-        if pages > reclaimer.limit - reclaimer.held:
+        if pages > reclaimer.limit - reclaimer.device_pages:
             return None
         new += pages * pager.layout.page_size
     return new
@@ -901,7 +901,7 @@ def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
         reclaimer = pager.reclaimer
         nbytes += pages * pager.layout.page_size
         if pages and (missing := pages if more else pages - reclaimer.free) > 0:
-            own = max(0, pages - (reclaimer.limit - reclaimer.held))
+            own = max(0, pages - (reclaimer.limit - reclaimer.device_pages))
             back |= reclaimer.make_room(missing, keep, own)
     if (missing := nbytes - first.room) > 0 and len(needs) > 1:
         back |= first.make_room(-(-missing // first.layout.page_size), keep)

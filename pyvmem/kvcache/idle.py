@@ -132,7 +132,9 @@ class IdleThread:
         if not all(done):
             return None
         manager.context.trim(0)
-        _log.debug("idle: trimmed, %d pages stay", sum(one.reclaimer.held for one in groups))
+        _log.debug(
+            "idle: trimmed, %d pages stay", sum(one.reclaimer.device_pages for one in groups)
+        )
         return False
 
     @staticmethod

@@ -59,7 +59,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
             mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.span.pages,
             large_pages=_large(group, slot),
-            away_pages=sum(slot.places.off_device(slot.head, slot.mapped).values()),
+            away_pages=sum(slot.tier_map.off_device(slot.head, slot.mapped).values()),
             moving_pages=group.mover.moving(slot),
             in_flight=in_flight[slot.index],
         )
@@ -71,7 +71,7 @@ def stats(group: Group) -> CacheStats:
     """Returns the present state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     group.note_peaks()  # an interrupted call may have left that out
-    counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
+    counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
     active_pages, used = group.active_pages, group.used_bytes
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
@@ -79,9 +79,9 @@ def stats(group: Group) -> CacheStats:
     grown, reused, zeroed = group.pager.under_way()
     now, host = group.context.stats(), group.prefixes.host
     return CacheStats(
-        total_pages=reclaimer.free + reclaimer.held,
+        total_pages=reclaimer.free + reclaimer.device_pages,
         free_pages=reclaimer.free,
-        cached_pages=reclaimer.held - active_pages,
+        cached_pages=reclaimer.device_pages - active_pages,
         ahead_pages=sum(
             slot.mapped - slot.granted for slot in group.table if slot.active and not slot.stale
         )
@@ -94,7 +94,7 @@ def stats(group: Group) -> CacheStats:
         prefix_pages=group.prefixes.pages(group.place) * layout.num_tensors,
         prefix_tokens=group.prefixes.tree.tokens,
         prefix_host_bytes=host.nbytes,
-        mapped_bytes=reclaimer.held * layout.page_size,
+        mapped_bytes=reclaimer.device_pages * layout.page_size,
         used_bytes=used,
         wasted_bytes=active_pages * layout.page_size - used,
         peak_mapped_bytes=counters.peak_mapped * layout.page_size,
@@ -145,7 +145,7 @@ def _large(group: Group, slot: Slot) -> int:
             > layout.page_size
             for tensor in range(layout.num_tensors)
         )
-        for page in (range(0, slot.whole, block) if block else ())
+        for page in (range(0, slot.large_end, block) if block else ())
     )
 
 
@@ -174,7 +174,7 @@ def check(group: Group) -> list[str]:
     for slot in table:
         name = f"slot {slot.index}"
         held += slot.mapped - slot.shared
-        held -= sum(slot.places.off_device(slot.shared, slot.mapped).values())
+        held -= sum(slot.tier_map.off_device(slot.shared, slot.mapped).values())
         slid += slot.head if slot.active and not slot.stale else 0
         granted += slot.granted
         if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
@@ -183,8 +183,8 @@ def check(group: Group) -> list[str]:
             )
         if not 0 <= slot.head <= slot.mapped:
             found.append(f"{name}: head {slot.head}, mapped {slot.mapped}")
-        if not slot.whole <= slot.mapped or (slot.whole and slot.whole % layout.block):
-            found.append(f"{name}: large entries up to page {slot.whole}, mapped {slot.mapped}")
+        if not slot.large_end <= slot.mapped or (slot.large_end and slot.large_end % layout.block):
+            found.append(f"{name}: large entries up to page {slot.large_end}, mapped {slot.mapped}")
         if slot.shared > slot.mapped:
             found.append(f"{name}: shared up to page {slot.shared}, mapped {slot.mapped}")
         if not slot.active and slot.granted:
@@ -216,10 +216,12 @@ def check(group: Group) -> list[str]:
         found.extend(group.prefixes.check())
     held += shared.pages + group.mover.pages()[0]
     if (
-        held + returning != reclaimer.held // layout.num_tensors
-        or reclaimer.held % layout.num_tensors
+        held + returning != reclaimer.device_pages // layout.num_tensors
+        or reclaimer.device_pages % layout.num_tensors
     ):
-        found.append(f"{held} + {returning} pages per tensor counted, {reclaimer.held} pages held")
+        found.append(
+            f"{held} + {returning} pages per tensor counted, {reclaimer.device_pages} pages held"
+        )
     if granted != pager.granted_pages:
         found.append(f"{granted} pages per tensor granted, {pager.granted_pages} counted")
     if returning != reclaimer.coming:
@@ -227,8 +229,8 @@ def check(group: Group) -> list[str]:
     if slid != reclaimer.slid:
         found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
     found.extend(check_away(group))
-    if reclaimer.held > reclaimer.limit:
-        found.append(f"{reclaimer.held} pages held, the limit is {reclaimer.limit}")
+    if reclaimer.device_pages > reclaimer.limit:
+        found.append(f"{reclaimer.device_pages} pages held, the limit is {reclaimer.limit}")
     if reclaimer.share is not None:
         found.extend(reclaimer.share.check())
     if group.used_tokens != sum(group.rows):
@@ -300,28 +302,28 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Returns 2 MiB entries past `slot.whole` in the tensor at `start`, as text."""
+    """Returns 2 MiB entries past `slot.large_end` in the tensor at `start`, as text."""
     layout, found = group.layout, []
     quiet = layout.block and slot.job is None
-    for page in range(slot.whole, slot.mapped, layout.block) if quiet else ():
+    for page in range(slot.large_end, slot.mapped, layout.block) if quiet else ():
         if group.context.query(start + page * layout.page_size).entry_bytes > layout.page_size:
-            found.append(f"slot {slot.index}: an entry of 2 MiB at page {page} of {slot.whole}")
+            found.append(f"slot {slot.index}: an entry of 2 MiB at page {page} of {slot.large_end}")
     return found
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
     """Returns contradictions between a slot's pages and their recorded locations, as text."""
-    found, places, name = [], slot.places, f"slot {slot.index}"
-    for low, high, tier in places.noted:
+    found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
+    for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:
             found.append(f"{name}: pages {low} to {high} noted in {tier}, mapped {slot.mapped}")
         elif slot.job is None:
             found += [f"{name}: {text}" for text in _check_memory(group, slot, low, high, tier)]
     if _elsewhere(slot):
         found.append(f"{name}: its shared pages are in other memory than noted")
-    if slot.active and places.off_device_end > slot.granted and not slot.stale:
+    if slot.active and tier_map.off_device_end > slot.granted and not slot.stale:
         found.append(
-            f"{name}: pages up to {places.off_device_end} are off_device, {slot.granted} granted"
+            f"{name}: pages up to {tier_map.off_device_end} are off_device, {slot.granted} granted"
         )
     return found
 
@@ -330,7 +332,7 @@ def _elsewhere(slot: Slot) -> bool:
     """Returns whether the memory of a slot's shared pages differs from its notes."""
     head, end = slot.head, slot.shared
     tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
-    noted = slot.places.stretches(head, end)
+    noted = slot.tier_map.stretches(head, end)
     return tiers != [tier for low, high, tier in noted for _ in range(low, high)]
 
 
@@ -353,7 +355,7 @@ def check_away(group: Group) -> list[str]:
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:
-        counted.update(slot.places.off_device(slot.shared, slot.mapped))
+        counted.update(slot.tier_map.off_device(slot.shared, slot.mapped))
     for unmap in group.reclaimer.unmaps:
         counted.update(unmap.off_device)
     counted.update(group.reclaimer.shared.off_device())

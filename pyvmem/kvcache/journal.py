@@ -61,15 +61,15 @@ class Journal:
 
     Attributes:
         entries: see the module.
-        held: handles and reservations that the call makes, each added before it is made. The edits
-            that store one in the records remove it; the rest are released when the call ends.
+        unrecorded: handles and reservations that the call makes, each added before it is made. The
+            edits that store one in the records remove it; the rest are released when the call ends.
         recoverables: the groups whose records it recovers.
     """
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.recoverables: list[Recoverable] = []
-        self.held: dict[Made, None] = {}
+        self.unrecorded: dict[Made, None] = {}
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
         self._caller: FrameType | None = None  # the frame of the outermost call
 
@@ -117,7 +117,7 @@ class Journal:
         self._caller = sys._getframe(0)  # so that an interruption of this is seen at the next call
         if kind is None or issubclass(kind, VMemError):
             self.entries.clear()
-            if self.held:
+            if self.unrecorded:
                 self._give_back()
         else:
             self.recover()
@@ -151,8 +151,8 @@ class Journal:
 
     def _give_back(self) -> None:
         """Releases handles and reservations that the call made and the records do not refer to."""
-        while self.held:
-            made = next(reversed(self.held))
+        while self.unrecorded:
+            made = next(reversed(self.unrecorded))
             with suppress(VMemError):  # already consumed or dropped
                 made.abandon()
-            self.held.pop(made, None)
+            self.unrecorded.pop(made, None)

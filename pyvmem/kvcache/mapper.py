@@ -72,7 +72,7 @@ class Mapper:
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
         """Returns a handle to mapped pages; dropped after the call unless the records use it."""
         pages = Pages(self.context, Outcome(), size * count)
-        self.journal.held[pages] = None
+        self.journal.unrecorded[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
 
     def drop_range(
@@ -92,7 +92,7 @@ class Mapper:
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
         """Reserves addresses; freed after the call unless the records use them."""
         found = Reservation(self.context, Outcome())
-        self.journal.held[found] = None
+        self.journal.unrecorded[found] = None
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
     # ---- calls that change no records ------------------------------------------------------------
@@ -179,7 +179,7 @@ class Scratch:
         kept = self._kept
         if kept is not None:
             journal = self._mapper.journal
-            journal.change([[self, "_kept", None], [journal.held, kept, None]])
+            journal.change([[self, "_kept", None], [journal.unrecorded, kept, None]])
             if kept.nbytes >= nbytes:
                 return kept  # else it is freed at the end of the call
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
@@ -189,7 +189,7 @@ class Scratch:
         """Returns unmapped addresses to the cache of reservations, unless they were left."""
         if self._kept is None and addresses.is_open:  # others are freed at the end of the call
             journal = self._mapper.journal
-            journal.change([[self, "_kept", addresses], [journal.held, addresses, ...]])
+            journal.change([[self, "_kept", addresses], [journal.unrecorded, addresses, ...]])
 
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
@@ -204,7 +204,7 @@ class Scratch:
             self._mapper.commit([*edits], ops)
         except VMemError:
             journal = self._mapper.journal
-            full = [[self, "_full", [*self._full, addresses]], [journal.held, addresses, ...]]
+            full = [[self, "_full", [*self._full, addresses]], [journal.unrecorded, addresses, ...]]
             journal.change([*edits, *full])
         else:
             self.give(addresses)
@@ -220,9 +220,9 @@ class Scratch:
                 continue
             self._full.remove(addresses)
 
-    def owns(self, held: object) -> bool:
+    def owns(self, made: object) -> bool:
         """Returns whether it keeps this reservation."""
-        return held is self._kept or any(held is one for one in self._full)
+        return made is self._kept or any(made is one for one in self._full)
 
     def close(self) -> None:
         """Frees all addresses."""

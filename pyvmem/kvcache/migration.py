@@ -93,7 +93,7 @@ class Mover:
         ticket = move.ticket = Ticket(self._mapper.context) if background else None
         ops = self._plan.copies(move)
         moves += self._counts(-move.here(), {tier: -n for tier, n in move.off_device().items()})
-        moves.append([self._journal.held, addresses, ...])
+        moves.append([self._journal.unrecorded, addresses, ...])
         try:
             waits = self._counters.waits
             self._mapper.commit(moves, ops, after, ticket=ticket, waits=waits)
@@ -104,7 +104,10 @@ class Mover:
 
     def _counts(self, here: int, off_device: Mapping[Tier, int]) -> list[list[Any]]:
         """Returns the edits where scratch pages per tensor leave the cache; negative: join it."""
-        counters, edits = self._counters, self._reclaimer.freeing(here, off_device, reclaimed=False)
+        counters, edits = (
+            self._counters,
+            self._reclaimer.free_edits(here, off_device, reclaimed=False),
+        )
         return [*edits, [counters, "peak_mapped", max(counters.peak_mapped, edits[0][2])]]
 
     # ---- the second phase ------------------------------------------------------------------------
@@ -162,17 +165,17 @@ class Mover:
 
     def _swap(self, move: Move, after: list[Any]) -> None:
         """Replaces the old pages by the new ones and unmaps the scratch addresses, in one batch."""
-        slot, counters, pages, whole = move.slot, self._counters, 0, move.slot.whole
+        slot, counters, pages, large_end = move.slot, self._counters, 0, move.slot.large_end
         off_device: Counter[Tier] = Counter()
         for low, high, _ in move.stretches:  # count the old pages, which are freed
             pages += high - low
-            off_device.update(slot.places.off_device(low, high))
-            whole = slot.whole_with(low, high, whole)
+            off_device.update(slot.tier_map.off_device(low, high))
+            large_end = slot.large_end_with(low, high, large_end)
         edits = [
-            [slot, "places", slot.places.put(*move.stretches)],
-            [slot, "whole", whole],
+            [slot, "tier_map", slot.tier_map.put(*move.stretches)],
+            [slot, "large_end", large_end],
             [counters, "moved", counters.moved + pages * self._layout.num_tensors],
-            *self._reclaimer.freeing(pages - off_device.total(), off_device, reclaimed=False),
+            *self._reclaimer.free_edits(pages - off_device.total(), off_device, reclaimed=False),
         ]
         if move.promotes:
             edits += self._promoted(self.copied, slot, [low for low, *_ in move.stretches])
@@ -180,14 +183,14 @@ class Mover:
 
     def _join(self, move: Move, after: list[Any]) -> None:
         """Joins the pages of each run, in all tensors."""
-        layout, slot, whole = self._layout, move.slot, move.slot.whole
+        layout, slot, large_end = self._layout, move.slot, move.slot.large_end
         ops = OpBatch(len(move.runs))
         for low, high in move.runs:
             at, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
             ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
-            whole = slot.whole_with(low, high, whole)
+            large_end = slot.large_end_with(low, high, large_end)
         edits = self._promoted(self.joined, slot, [low for low, _ in move.runs])
-        self._mapper.commit([[slot, "whole", whole], *edits], ops, after)
+        self._mapper.commit([[slot, "large_end", large_end], *edits], ops, after)
 
     def _promoted(
         self, noted: dict[int, dict[int, int]], slot: Slot, firsts: Sequence[int]
@@ -200,7 +203,7 @@ class Mover:
         """Returns the number of whole blocks granted to the slot's request."""
         return slot.granted // self._layout.block
 
-    def parting(self, slot: Slot, low: int) -> list[list[Any]]:
+    def forget_edits(self, slot: Slot, low: int) -> list[list[Any]]:
         """Returns the edits that forget promoted blocks from page `low` on."""
         index, unit = slot.index, self._layout.block
         return [
@@ -220,7 +223,7 @@ class Mover:
         move = self.moves.get(slot)
         if move is None:
             return
-        reclaimer, edits = self._reclaimer, self._cancelling(move)
+        reclaimer, edits = self._reclaimer, self._cancel_edits(move)
         if move.ticket is not None:
             ticket = QuietTicket(move.ticket)
             if slot.job is None:
@@ -231,7 +234,7 @@ class Mover:
         self._journal.change(edits)
         self.sweep()
 
-    def _cancelling(self, move: Move) -> list[list[Any]]:
+    def _cancel_edits(self, move: Move) -> list[list[Any]]:
         """Returns the edits that reduce a move to its scratch addresses, if it has any."""
         edits: list[list[Any]] = [[self.moves, move.slot, ...]]
         if move.addresses is not None:
@@ -307,7 +310,7 @@ class Mover:
             self._remove(move)
         except VMemError:
             if move not in self.cancelled:
-                self._journal.change(self._cancelling(move))
+                self._journal.change(self._cancel_edits(move))
 
     def _remove(self, move: Move) -> None:
         """Removes a move whose scratch addresses have nothing mapped from the records."""
@@ -330,7 +333,7 @@ class Mover:
             left = [one for one in self.cancelled if one is not move]
             edits.append([self, "cancelled", left])
         if addresses is not None:
-            edits.append([self._journal.held, addresses, None])
+            edits.append([self._journal.unrecorded, addresses, None])
         if ops is None:
             self._journal.change(edits)
         else:
@@ -338,9 +341,9 @@ class Mover:
         if addresses is not None:
             self._scratch.give(addresses)
 
-    def owns(self, held: object) -> bool:
+    def owns(self, made: object) -> bool:
         """Returns whether a move has this reservation."""
-        return any(held is move.addresses for move in (*self.moves.values(), *self.cancelled))
+        return any(made is move.addresses for move in (*self.moves.values(), *self.cancelled))
 
     def close(self) -> None:
         """Cancels every move and waits for the copies."""
@@ -479,10 +482,10 @@ class Promoter:
         Does nothing in a small cache, where the entries' size makes no difference.
         """
         reclaimer, layout = self._reclaimer, self._layout
-        if reclaimer.held * layout.page_size < REACH:
+        if reclaimer.device_pages * layout.page_size < REACH:
             return
         table = reclaimer.table
-        old = table.columns.held
+        old = table.columns.held_rows
         for index in compress(range(len(table)), map(operator.ge, old, self._next)):
             slot = table[index]
             if lens[index] > old[index] and slot not in self._mover.moves:
@@ -498,9 +501,9 @@ class Promoter:
                 done = max(0, held) * layout.row_bytes // size + 1
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
-    def forgetting(self, slot: Slot, page: int = 0) -> list[list[Any]]:
+    def forget_edits(self, slot: Slot, page: int = 0) -> list[list[Any]]:
         """Returns the edits for pages of a slot that change owner or are written again."""
-        return [*self._mover.parting(slot, page), [self._next, slot.index, 0]]
+        return [*self._mover.forget_edits(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
         """Returns how many blocks fit the free memory above the watermark."""
@@ -556,7 +559,7 @@ class Promoter:
         first = -(-slot.shared // unit) * unit
         full = min(held * layout.row_bytes // layout.page_size, slot.granted)
         for low in range(first, full // unit * unit, unit):
-            if slot.places.off_device(low, low + unit):
+            if slot.tier_map.off_device(low, low + unit):
                 continue
             at = [slot.addr + layout.offset(0, low, one) for one in range(layout.num_tensors)]
             each = list(map(self._mapper.query, at))

@@ -40,9 +40,9 @@ __all__ = [
     "Block",
     "DEVICE",
     "EMPTY",
-    "NOWHERE",
+    "ALL_ON_DEVICE",
     "Part",
-    "Places",
+    "TierMap",
     "SharedPages",
     "Span",
     "Stretch",
@@ -69,7 +69,7 @@ Stretch: TypeAlias = tuple[int, int, Tier]
 """Pages [low, high), in every tensor, all in one memory."""
 
 
-class Places:
+class TierMap:
     """Intervals of a slot's pages outside the device, in order. Immutable.
 
     Attributes:
@@ -84,7 +84,7 @@ class Places:
     def __bool__(self) -> bool:
         return bool(self.noted)
 
-    def put(self, *stretches: Stretch) -> Places:
+    def put(self, *stretches: Stretch) -> TierMap:
         """Returns a copy in which pages [low, high) of each stretch are in the stretch's memory."""
         noted = self.noted
         for low, high, tier in stretches:
@@ -98,17 +98,17 @@ class Places:
                     else:
                         joined.append((start, end, one))
                 noted = joined
-        return Places(noted)
+        return TierMap(noted)
 
-    def without(self, low: int, high: int) -> Places:
+    def without(self, low: int, high: int) -> TierMap:
         """Returns a copy without the entries in [low, high)."""
-        return Places(_without(self.noted, low, high))
+        return TierMap(_without(self.noted, low, high))
 
-    def within(self, low: int, high: int) -> Places:
+    def within(self, low: int, high: int) -> TierMap:
         """Returns a copy with only the entries in [low, high)."""
         if not self.noted:
             return self
-        return Places([one for one in self.stretches(low, high) if one[2] != DEVICE])
+        return TierMap([one for one in self.stretches(low, high) if one[2] != DEVICE])
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
         """Yields [low, high) as stretches of one memory each, device memory included."""
@@ -140,7 +140,7 @@ class Places:
         return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:
-        return f"<Places {self.noted}>"
+        return f"<TierMap {self.noted}>"
 
 
 def _without(noted: Sequence[Stretch], low: int, high: int) -> list[Stretch]:
@@ -152,7 +152,7 @@ def _without(noted: Sequence[Stretch], low: int, high: int) -> list[Stretch]:
     ]
 
 
-NOWHERE = Places()
+ALL_ON_DEVICE = TierMap()
 
 
 class Block:
@@ -291,7 +291,7 @@ class SharedPages:
         self.lent = EMPTY
         self.unheld: dict[Part, None] = {}
 
-    def using(
+    def use_edits(
         self,
         uses: Mapping[Span, int],
         holds: Mapping[Span, int] = NOTHING,
@@ -332,7 +332,10 @@ class SharedPages:
             for block, numbers in copies.items():
                 edits.append([getattr(block, name), slice(None), numbers])
         for block in new:
-            edits += ([self.blocks, block, None], [self._mapper.journal.held, block.handle, ...])
+            edits += (
+                [self.blocks, block, None],
+                [self._mapper.journal.unrecorded, block.handle, ...],
+            )
             if block.off_device:
                 off_device += sum(block.users)
             else:
@@ -349,7 +352,7 @@ class SharedPages:
 
     def hold(self, span: Span) -> None:
         """Adds a reference to each page of the span."""
-        self._mapper.journal.change(self.using({}, {span: 1}))
+        self._mapper.journal.change(self.use_edits({}, {span: 1}))
 
     def idle(self, span: Span, users: int = 0) -> int:
         """Counts the span's device pages that exactly `users` requests use."""
@@ -400,20 +403,20 @@ class SharedPages:
         )
         last = pages == block.live
         if last:
-            edits += ([self.blocks, block, ...], [journal.held, block.handle, None])
+            edits += ([self.blocks, block, ...], [journal.unrecorded, block.handle, None])
         size, stride = self.layout.page_size, block.pages * self.layout.page_size
         where = (low * size, pages * size, self.layout.num_tensors, stride)
         self._mapper.drop_range(edits, block.handle, *where)
         if last:  # now: what interrupts the end of the call cannot undo the call
             with suppress(VMemError):
                 block.handle.abandon()
-            journal.held.pop(block.handle, None)
+            journal.unrecorded.pop(block.handle, None)
 
     def close(self) -> None:
         """Drops every remaining handle, even if its pages are held."""
         journal = self._mapper.journal
         for block in list(self.blocks):
-            journal.change([[self.blocks, block, ...], [journal.held, block.handle, None]])
+            journal.change([[self.blocks, block, ...], [journal.unrecorded, block.handle, None]])
         self.unheld = {}
         self.pages = self.used = self.uses = self.off_device_uses = 0
 

@@ -80,7 +80,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     want = [(group.pager, [(slot, group.layout.pages_for(length))]) for group, slot in both]
     if grow(want, background=False):
         for group in groups:
-            group.pager.settle(whole=True)  # a growth that ran out of memory was rolled back
+            group.pager.settle(on_cpu=True)  # a growth that ran out of memory was rolled back
     keys = prefixes.in_host(match)  # prefixes evicted by `grow` may have replaced some
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):

@@ -193,7 +193,7 @@ class Leases:
         """Lease a node and pin it; a root needs no pin."""
         lease = Lease(node)
         if node.parent is not None:
-            self._journal.change([*self._tree.pinning([node], ()), [self._open, lease, None]])
+            self._journal.change([*self._tree.pin_edits([node], ()), [self._open, lease, None]])
         return lease
 
     def drop(self, lease: Lease) -> None:
@@ -208,13 +208,13 @@ class Leases:
 
     def end(self, lease: Lease) -> None:
         """Ends one lease. Idempotent."""
-        edits = self.ending(lease)
+        edits = self.end_lease_edits(lease)
         if lease in self._open:
-            edits += self._tree.pinning((), [lease.node])
+            edits += self._tree.pin_edits((), [lease.node])
             self._tree.touch(lease.node)
         self._journal.change(edits)
 
-    def ending(self, lease: Lease) -> list[list[Any]]:
+    def end_lease_edits(self, lease: Lease) -> list[list[Any]]:
         """Returns the edits that end a lease; the caller takes over its pin."""
         return [[self._open, lease, ...], [self._dropped, lease, ...]]
 
@@ -316,7 +316,7 @@ class PrefixCache:
         node, length = self._insert(each, ids, found)
         # A slot whose tokens another request has recorded shares no pages and pins nothing.
         if length and slot.span.pages and node not in slot.pins:
-            self._journal.change(self.keeping(slot, [*slot.pins, node]))
+            self._journal.change(self.slot_pin_edits(slot, [*slot.pins, node]))
         return self._ends(self.tree.match(ids)) if self._sliding else length
 
     @property
@@ -383,7 +383,7 @@ class PrefixCache:
         if self._groups[0].mapper.context.info is not self._supported:
             self.require("record")
         ids, index = TokenIds.of(tokens, namespace), slot.index
-        held, count = self._rows.held[index], len(ids.data) // ID_BYTES
+        held, count = self._rows.held_rows[index], len(ids.data) // ID_BYTES
         if count > held:
             ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
         each, units, found = [], count // self.unit, self.tree.match(ids)
@@ -474,16 +474,16 @@ class PrefixCache:
 
     # ---- what requests keep ----------------------------------------------------------------------
 
-    def keeping(self, slot: Slot, pins: list[Node[_Spans]]) -> list[list[Any]]:
+    def slot_pin_edits(self, slot: Slot, pins: list[Node[_Spans]]) -> list[list[Any]]:
         """Returns the edits that make a slot pin these nodes instead of its present ones."""
         for node in slot.pins:
             self.tree.touch(node)
-        return [*self.tree.pinning(pins, slot.pins), [slot, "pins", pins]]
+        return [*self.tree.pin_edits(pins, slot.pins), [slot, "pins", pins]]
 
-    def shortening(self, slot: Slot, rows: int) -> list[list[Any]]:
+    def shorten_edits(self, slot: Slot, rows: int) -> list[list[Any]]:
         """Returns the edits that make a slot pin only the prefixes of its first `rows` rows."""
         parts = [self.tree.cut_at(node, rows) for node in slot.pins]
-        return self.keeping(slot, [node for node in parts if node.parent is not None])
+        return self.slot_pin_edits(slot, [node for node in parts if node.parent is not None])
 
     # ---- matching --------------------------------------------------------------------------------
 
@@ -580,7 +580,7 @@ class PrefixCache:
     def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
         """Transfers a match's pin to the slot of a request that has begun with it."""
         lease = match._lease
-        self._journal.change([*self.leases.ending(lease), [slot, "pins", [lease.node]]])
+        self._journal.change([*self.leases.end_lease_edits(lease), [slot, "pins", [lease.node]]])
 
     def span(self, place: int, match: PrefixMatch) -> Span:
         """Returns a group's pages of a leased match."""
@@ -685,7 +685,7 @@ class PrefixCache:
             return False
         holders = [slot for slot in self._table if slot.pins]
         for slot in holders:
-            self._journal.change(self.keeping(slot, []))
+            self._journal.change(self.slot_pin_edits(slot, []))
         return bool(holders)
 
     def leased(self, place: int) -> int:

@@ -514,7 +514,7 @@ class PrefixTree(Generic[S]):
             InvalidArgument: the node was evicted, or is a root.
         """
         self._own(node)
-        self._change(self.pinning([node], ()))
+        self._change(self.pin_edits([node], ()))
 
     def unpin(self, node: Node[S]) -> None:
         """Undoes one `pin`. Counts as a use.
@@ -525,10 +525,10 @@ class PrefixTree(Generic[S]):
         self._own(node)
         if not node.pins:
             raise invalid(f"the prefix of {node.end} tokens is not pinned")
-        self._change(self.pinning((), [node]))
+        self._change(self.pin_edits((), [node]))
         self.touch(node)
 
-    def pinning(self, new: Iterable[Node[S]], gone: Iterable[Node[S]]) -> list[list[Any]]:
+    def pin_edits(self, new: Iterable[Node[S]], gone: Iterable[Node[S]]) -> list[list[Any]]:
         """Returns the edits that pin and unpin nodes of this tree, once for each occurrence."""
         pins: dict[Node[S], int] = {}
         for nodes, by in ((new, 1), (gone, -1)):

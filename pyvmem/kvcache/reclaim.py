@@ -23,7 +23,7 @@ from pyvmem.errors import (
 )
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.pages import EMPTY, NOTHING, NOWHERE, SharedPages, Span, Tier
+from pyvmem.kvcache.pages import ALL_ON_DEVICE, EMPTY, NOTHING, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.kvcache.stats import Counters
 from pyvmem.memory.info import RangeFlags
@@ -118,8 +118,9 @@ class Reclaimer:
     Attributes:
         limit: most physical pages that the cache may have.
         watermark: fraction of `limit` below which free memory is scarce.
-        held: physical device pages of the cache, shared ones once, including pages being unmapped.
-        off_device: physical pages outside the device, by tier; not in `held`.
+        device_pages: physical device pages of the cache, shared ones once, including pages being
+            unmapped.
+        off_device: physical pages outside the device, by tier; not in `device_pages`.
         own_off_device: cached result of `Group.own_off_device`; None: out of date.
         shared: refcounts of shared pages.
         unmaps: unmaps in flight, or finished but not yet recorded.
@@ -148,7 +149,7 @@ class Reclaimer:
         self.limit = limit
         self.watermark = low_watermark
         self.counters = counters
-        self.held = self.slid = self.coming = 0
+        self.device_pages = self.slid = self.coming = 0
         self.off_device: Counter[Tier] = Counter()
         self.own_off_device: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
@@ -188,7 +189,7 @@ class Reclaimer:
         """
         if slot.stale:
             keep = 0
-        elif slot.granted < slot.whole and slot.active:
+        elif slot.granted < slot.large_end and slot.active:
             keep = max(keep, slot.busy_end)
         low = max(keep, slot.head)
         if low >= slot.mapped:
@@ -197,14 +198,14 @@ class Reclaimer:
         self._add_unmap(self._ops, slot, low, slot.mapped)
         ticket = Ticket(self.mapper.context)
         try:
-            edits = self._unmapping(slot, low, keep, ticket)
+            edits = self._unmap_edits(slot, low, keep, ticket)
             self.mapper.commit(edits, self._ops, slot.events, ticket=ticket)
         except TooManyBatches:
             if not now:
                 raise
             self._run(slot, low, keep)
 
-    def _unmapping(
+    def _unmap_edits(
         self, slot: Slot, low: int, keep: int, ticket: Any, *, kept: bool = False
     ) -> list[list[Any]]:
         """Returns the record edits for a batch that unmaps a slot's pages from `low` on.
@@ -216,7 +217,7 @@ class Reclaimer:
             ticket: ticket of the batch.
             kept: keep the slot's shared pages for a request that begins with them.
         """
-        places, mapped = slot.places, slot.mapped
+        tier_map, mapped = slot.tier_map, slot.mapped
         job = Unmap(slot, low, mapped, slot.dirty, ticket, slot.head)
         edits: list[list[Any]] = [
             [slot, "job", job],
@@ -229,12 +230,12 @@ class Reclaimer:
         if slot.stale and not kept:
             job.span = slot.span
             edits.append([slot, "span", EMPTY])
-        if places.noted:
-            job.off_device = places.off_device(low + job.span.pages, mapped)
-            job.places = places.within(low, mapped)
-            edits.append([slot, "places", places.without(low, mapped)])
+        if tier_map.noted:
+            job.off_device = tier_map.off_device(low + job.span.pages, mapped)
+            job.tier_map = tier_map.within(low, mapped)
+            edits.append([slot, "tier_map", tier_map.without(low, mapped)])
         if slot.block:
-            edits.append([slot, "whole", slot.whole_below(keep)])
+            edits.append([slot, "large_end", slot.large_end_below(keep)])
         return [*edits, [self, "coming", self.coming + job.pages]]
 
     def cut(self, slot: Slot, keep: int) -> None:
@@ -254,7 +255,7 @@ class Reclaimer:
     def _run(self, slot: Slot, low: int, keep: int) -> None:
         """Unmaps in this thread; a failure is recorded like that of a background batch."""
         try:
-            edits = self._unmapping(slot, low, keep, DoneTicket())
+            edits = self._unmap_edits(slot, low, keep, DoneTicket())
             self.mapper.commit(edits, self._ops, slot.events)
         except OutOfMemory:
             raise
@@ -288,7 +289,7 @@ class Reclaimer:
             return True
         ticket = Ticket(self.mapper.context)
         try:
-            edits = self._unmapping(slot, low, low, ticket, kept=True)
+            edits = self._unmap_edits(slot, low, low, ticket, kept=True)
             self.mapper.commit(edits, ops, slot.events, ticket=ticket)
         except (TooManyBatches, OutOfMemory):
             return False
@@ -348,17 +349,17 @@ class Reclaimer:
                 edits += (
                     [slot, "head", unmap.head],
                     [slot, "kept", False],
-                    [slot, "places", slot.places.put(*unmap.places.noted)],
+                    [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
                     [slot, "mapped", unmap.high],
                     [slot, "dirty", max(slot.dirty, unmap.dirty)],  # `dirty` may have risen since
                     [slot, "span", span + slot.span],
                 )
                 if slot.block:  # as far as is known
-                    edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
+                    edits.append([slot, "large_end", unmap.high - unmap.high % slot.block])
                 pages, span, off_device = 0, EMPTY, {}
         if span.pages:
-            edits += self.shared.using({}, {span: -1})
-        self.journal.change([*edits, *self.freeing(pages, off_device)])
+            edits += self.shared.use_edits({}, {span: -1})
+        self.journal.change([*edits, *self.free_edits(pages, off_device)])
         self.drop_unheld()
 
     def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
@@ -393,18 +394,18 @@ class Reclaimer:
                     span = span + share
                     continue
                 # Rolled back: the pages are still mapped.
-                places = slot.places.put(*slide.places.get(slot, NOWHERE).noted)
-                outside = places.off_device(low + share.pages, head)
+                tier_map = slot.tier_map.put(*slide.tier_map.get(slot, ALL_ON_DEVICE).noted)
+                outside = tier_map.off_device(low + share.pages, head)
                 off_device.subtract(outside)
                 freed -= head - low - share.pages - sum(outside.values())
-                edits += ([slot, "head", low], [slot, "places", places])
+                edits += ([slot, "head", low], [slot, "tier_map", tier_map])
                 edits.append([slot, "span", share + slot.span])
                 if slot.owner == owner:
                     slid -= head - low
                     uses[share] += 1
             edits.append([self, "slid", slid])
-        edits += self.shared.using(uses, {span: -1} if span.pages else NOTHING)
-        self.journal.change([*edits, *self.freeing(freed, off_device)])
+        edits += self.shared.use_edits(uses, {span: -1} if span.pages else NOTHING)
+        self.journal.change([*edits, *self.free_edits(freed, off_device)])
         self.drop_unheld()
 
     def lend(self, span: Span) -> None:
@@ -416,7 +417,7 @@ class Reclaimer:
 
     def unref(self, span: Span) -> None:
         """Drops a reference to each shared page; pages without another return to the pool."""
-        self.journal.change(self.shared.using({}, {span: -1}))
+        self.journal.change(self.shared.use_edits({}, {span: -1}))
         self.drop_unheld()
 
     def drop_unheld(self) -> None:
@@ -426,14 +427,17 @@ class Reclaimer:
             if part.block.off_device:
                 pages, off_device = 0, {part.block.tier: pages}
             with suppress(OutOfMemory):
-                self.shared.drop(part, self.freeing(pages, off_device))
+                self.shared.drop(part, self.free_edits(pages, off_device))
 
-    def freeing(
+    def free_edits(
         self, pages: int, off_device: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
         """Returns the edits for pages that leave the cache: device pages, and others by tier."""
         tensors, counters = self.layout.num_tensors, self.counters
-        edits = [[self, "held", self.held - pages * tensors], [self, "own_off_device", None]]
+        edits = [
+            [self, "device_pages", self.device_pages - pages * tensors],
+            [self, "own_off_device", None],
+        ]
         if off_device:
             others = self.off_device.copy()
             for tier, count in off_device.items():
@@ -480,12 +484,19 @@ class Reclaimer:
         for at, size in runs:
             ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
-        own, off_device = slot.mapped - first, slot.places.off_device(first, slot.mapped)
-        gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
+        own, off_device = slot.mapped - first, slot.tier_map.off_device(first, slot.mapped)
+        gone = {
+            "span": EMPTY,
+            "mapped": 0,
+            "large_end": 0,
+            "head": 0,
+            "dirty": 0,
+            "rows_lost": False,
+        }
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
-        edits += ([slot, "broken", quarantined], [slot, "places", NOWHERE])
-        edits += self.freeing(own - sum(off_device.values()), off_device)
-        edits += self.shared.using({}, {span: -1})
+        edits += ([slot, "broken", quarantined], [slot, "tier_map", ALL_ON_DEVICE])
+        edits += self.free_edits(own - sum(off_device.values()), off_device)
+        edits += self.shared.use_edits({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)
         self.drop_unheld()
 
@@ -507,7 +518,7 @@ class Reclaimer:
     @property
     def free(self) -> int:
         """Physical pages that the cache could take now."""
-        own = self.limit - self.held
+        own = self.limit - self.device_pages
         if self.share is None:
             return own
         return min(own, self.share.room() // self.layout.page_size)
@@ -518,7 +529,7 @@ class Reclaimer:
         if self.share is None:
             return self.free
         room = self.share.room() + self.share.beyond()
-        return min(self.limit - self.held, room // self.layout.page_size)
+        return min(self.limit - self.device_pages, room // self.layout.page_size)
 
     @property
     def returning(self) -> int:
@@ -652,7 +663,7 @@ class Reclaimer:
     def room(self) -> int:
         """Free bytes of the budget or limit; ignores the cache's own limit within a budget."""
         if self.share is None:
-            return (self.limit - self.held) * self.layout.page_size
+            return (self.limit - self.device_pages) * self.layout.page_size
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
@@ -663,14 +674,18 @@ class Reclaimer:
             job = slot.job
             if self.table.slots[slot.index] is not slot:
                 continue  # another group's
-            if slot.mapped == slot.granted or slot.lost or not (job is None or job.takes_pages):
+            if (
+                slot.mapped == slot.granted
+                or slot.rows_lost
+                or not (job is None or job.takes_pages)
+            ):
                 continue  # not counted
             spare += slot.spare_beyond(keep[slot]) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Returns the physical pages that are free, being unmapped, or reclaimable."""
-        own = self.limit - self.held
+        own = self.limit - self.device_pages
         if self.share is not None:
             own = min(own, self.share.within_reach() // self.layout.page_size)
         return own + self.idle(keep)
@@ -723,7 +738,7 @@ class Reclaimer:
     def count_evicted(self, spans: Sequence[Span]) -> None:
         """Counts evicted pages and drops the prefix tree's references; call `drop_unheld` next."""
         gone = sum(span.pages for span in spans) * self.layout.num_tensors
-        edits = self.shared.using({}, dict.fromkeys(spans, -1))
+        edits = self.shared.use_edits({}, dict.fromkeys(spans, -1))
         self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
 
     def release_kept(self, *spans: Span) -> None:

@@ -117,7 +117,7 @@ class Runs:
             room: free bytes of the budget, if known.
         """
         runs, reclaimer = self._columns.runs, self._reclaimer
-        free = reclaimer.limit - reclaimer.held
+        free = reclaimer.limit - reclaimer.device_pages
         if room is None and reclaimer.share is not None:
             room = reclaimer.share.room()
         if room is not None:
@@ -142,7 +142,7 @@ class Runs:
         self._spare -= pages
         if self._spare >= open_pages:
             return
-        limit = min(reclaimer.limit - reclaimer.held, reclaimer.room // layout.page_size)
+        limit = min(reclaimer.limit - reclaimer.device_pages, reclaimer.room // layout.page_size)
         want = min(pages + open_pages * 5 // 4, limit)  # a quarter more, to read stats seldom
         free = self._context.stats().free_bytes // layout.page_size
         if free < min(pages + open_pages, limit):
@@ -268,7 +268,7 @@ class Runs:
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
                         self._table.mark_broken(slot)
-                        self._table.change(slot, lost=True)
+                        self._table.change(slot, rows_lost=True)
                     self._reclaimer.errors.append(error)
                     break
         before = self._used
@@ -278,7 +278,7 @@ class Runs:
         return (
             slot.active
             and slot.job is None
-            and not slot.lost
+            and not slot.rows_lost
             and self._calls[slot.index] >= _LEAST
             and slot not in self._mover.moves
         )
@@ -298,8 +298,8 @@ class Runs:
         first = self._first(slot)
         calls = 0
         if first < slot.mapped:
-            whole = slot.whole_with(first, slot.mapped, slot.whole)
-            self._table.change(slot, whole=whole)
+            large_end = slot.large_end_with(first, slot.mapped, slot.large_end)
+            self._table.change(slot, large_end=large_end)
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)

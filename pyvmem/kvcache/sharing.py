@@ -73,7 +73,7 @@ class Sharing:
         ops = OpBatch(len(pieces))
         self.map_pieces(ops, slot, pieces, replace=True)
         try:
-            self.mapper.commit(self._adopting(slot, pieces, [], unit_pages), ops)
+            self.mapper.commit(self._adopt_edits(slot, pieces, [], unit_pages), ops)
         except NotRecoverable as error:
             raise self.table.lose(slot, error) from error
 
@@ -83,28 +83,28 @@ class Sharing:
         Used when the request is about to be freed, so its own mapping need not become read-only;
         other requests that map the pages wait for `events`, the GPU work that writes them.
         """
-        self.mapper.journal.change(self._adopting(slot, pieces, events, unit_pages))
+        self.mapper.journal.change(self._adopt_edits(slot, pieces, events, unit_pages))
 
-    def _adopting(
+    def _adopt_edits(
         self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
     ) -> list[list[Any]]:
         """Returns the edits of `adopt`."""
-        parts, new, whole = list(slot.span.parts), [], slot.whole
+        parts, new, large_end = list(slot.span.parts), [], slot.large_end
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))
             parts.append(Part(new[-1], 0, high - low))
-            whole = slot.whole_with(low, high, whole)  # remapped with as few calls as possible
+            large_end = slot.large_end_with(low, high, large_end)  # remapped with few calls
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],
-            [slot, "whole", whole],
+            [slot, "large_end", large_end],
             [self.reclaimer, "own_off_device", None],
-            *self.reclaimer.shared.using({}, new=new),
+            *self.reclaimer.shared.use_edits({}, new=new),
         ]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
         """Returns handles to pages [low, high) of a slot, one for each stretch of one memory."""
-        layout, places, found = self.layout, slot.places, []
-        stretches = places.stretches(low, high) if places.noted else ((low, high, DEVICE),)
+        layout, tier_map, found = self.layout, slot.tier_map, []
+        stretches = tier_map.stretches(low, high) if tier_map.noted else ((low, high, DEVICE),)
         for first, last, tier in stretches if low < high else ():
             handle = self.mapper.gather(
                 slot.addr + first * layout.page_size,
@@ -211,7 +211,7 @@ class Sharing:
             slot.kept
             and slot.job is None
             and not slot.broken
-            and not slot.lost
+            and not slot.rows_lost
             and slot.head == head
             and 0 < own.pages == slot.mapped - head <= span.pages
             and (own.parts == span.parts or span.slice(0, own.pages).parts == own.parts)

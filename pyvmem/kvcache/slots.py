@@ -21,8 +21,8 @@ it. A slot whose window slid, or with pages outside the device, is stale too. Un
 begins at once. A *kept* slot is the exception: everything that it maps is a recorded prefix, so the
 next turn of the conversation can continue in it without a driver call.
 
-Pages below `whole` may be mapped by 2 MiB entries, in blocks of `block` pages. No part of such a
-block can be unmapped while GPU work may read any of it. So the pages of a running request between
+Pages below `large_end` may be mapped by 2 MiB entries, in blocks of `block` pages. No part of such
+a block can be unmapped while GPU work may read any of it. So the pages of a running request between
 `granted` and the end of that block are not spare; `KVCache.step` unmaps them only when memory is
 short, after all work on the device.
 
@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from pyvmem._native import Columns, Kind, Row
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.pages import DEVICE, EMPTY, NOWHERE, Places, Span, Stretch, Tier
+from pyvmem.kvcache.pages import ALL_ON_DEVICE, DEVICE, EMPTY, Span, Stretch, Tier, TierMap
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ class Slot(Row):
         active: owned by a request.
         broken: retired after a failed rollback in its addresses; never allocated again.
         writer: its owner may write the shared pages, which are read-only in other slots.
-        lost: pages in its middle could not be mapped again; the others stay mapped until the cache
-            is closed (or `ParallelKVCache.recover`).
+        rows_lost: pages in its middle could not be mapped again; the others stay mapped until the
+            cache is closed (or `ParallelKVCache.recover`).
         kept: free, with a recorded prefix mapped read-only for a request that begins with it.
         mapped: end of the pages that are mapped, or will be by a growth in flight.
         granted: end of the pages that the owner may use.
-        whole: pages below this may be mapped by 2 MiB entries; a multiple of `block`.
+        large_end: pages below this may be mapped by 2 MiB entries; a multiple of `block`.
         block: pages per 2 MiB entry; 0: the cache has no such entries.
         head: pages below this are not mapped, as they left the window; 0 without a window.
         dirty: pages below this may hold an earlier owner's data.
@@ -91,7 +91,7 @@ class Slot(Row):
         job: the one batch in flight over this slot's addresses: `Growth`, `Unmap`, `Slide` or None.
         span: the shared pages, from `head` on.
         pins: nodes of the prefix tree that cannot be evicted while the request runs.
-        places: pages outside the device.
+        tier_map: pages outside the device.
         freed_at: step count at which the slot became free.
         freed_order: sequence number of that; larger is more recent.
         stale: must be unmapped before reuse: an earlier owner's shared or moved pages are mapped,
@@ -101,13 +101,13 @@ class Slot(Row):
     __slots__ = ("events", "pins")
 
     span: Span
-    places: Places
+    tier_map: TierMap
 
     def __init__(self, index: int, addr: int = 0, block: int = 0) -> None:
         self.index, self.addr, self.block = index, addr, block
         self.events: list[Any] = []
         self.pins: list[Any] = []
-        self.job, self.span, self.places = None, EMPTY, NOWHERE
+        self.job, self.span, self.tier_map = None, EMPTY, ALL_ON_DEVICE
 
     @property
     def shared(self) -> int:
@@ -125,13 +125,13 @@ class Slot(Row):
         ignores `keep`.
         """
         granted = self.granted
-        if granted < self.whole and self.active:
+        if granted < self.large_end and self.active:
             granted = self.busy_end
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
     def splittable_beyond(self, keep: int) -> int:
         """Returns the further pages that could be unmapped without GPU work in the slot."""
-        if not self.active or self.granted >= self.whole or self.lost:
+        if not self.active or self.granted >= self.large_end or self.rows_lost:
             return 0
         if isinstance(self.job, Growth):
             return 0
@@ -141,18 +141,18 @@ class Slot(Row):
     def busy_end(self) -> int:
         """End of the pages that stay mapped while the owner's work may run."""
         granted = self.granted
-        return granted + -granted % self.block if granted < self.whole else granted
+        return granted + -granted % self.block if granted < self.large_end else granted
 
-    def whole_with(self, low: int, high: int, whole: int) -> int:
-        """Returns `whole` after mapping pages [low, high): full blocks may get 2 MiB entries."""
+    def large_end_with(self, low: int, high: int, large_end: int) -> int:
+        """Returns `large_end` after mapping [low, high): full blocks may get 2 MiB entries."""
         block = self.block
         if block and (low + -low % block) + block <= high:
-            return max(whole, high - high % block)
-        return whole
+            return max(large_end, high - high % block)
+        return large_end
 
-    def whole_below(self, page: int) -> int:
-        """Returns `whole` after unmapping the pages from `page` on."""
-        return page - page % self.block if self.whole > page else self.whole
+    def large_end_below(self, page: int) -> int:
+        """Returns `large_end` after unmapping the pages from `page` on."""
+        return page - page % self.block if self.large_end > page else self.large_end
 
     @property
     def grows_from(self) -> int:
@@ -161,9 +161,11 @@ class Slot(Row):
 
     def here_from(self, page: int) -> int:
         """Returns the device pages from `page` to `mapped`."""
-        if not self.places.noted:
+        if not self.tier_map.noted:
             return max(0, self.mapped - page)
-        return max(0, self.mapped - page - sum(self.places.off_device(page, self.mapped).values()))
+        return max(
+            0, self.mapped - page - sum(self.tier_map.off_device(page, self.mapped).values())
+        )
 
     @property
     def spare(self) -> int:
@@ -228,8 +230,8 @@ class SlotTable:
 
     @property
     def stale(self) -> list[Slot]:
-        """Stale slots, taken or not, except those that lost pages."""
-        return self.pick(Kind.STALE, Kind.LOST)
+        """Stale slots, taken or not, except those that lost rows."""
+        return self.pick(Kind.STALE, Kind.ROWS_LOST)
 
     def change(self, slot: Slot, **values: Any) -> None:
         """Sets attributes of a slot through the journal."""
@@ -271,7 +273,7 @@ class SlotTable:
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
         """Retires the slot of a request whose rows are gone, and returns the error to raise."""
         self.mark_broken(slot)
-        self.change(slot, lost=True)
+        self.change(slot, rows_lost=True)
         return NotRecoverable(
             f"reqid {slot.index} has lost its rows, free it: {error}",
             errno=errno.ENOTRECOVERABLE,
@@ -405,7 +407,7 @@ class Growth:
 class Unmap:
     """Unmap in flight of pages [low, high) of one slot, ordered after the slot's last GPU work.
 
-    `dirty`, `head` and `places` restore the slot if the batch fails. `span`: the shared pages in
+    `dirty`, `head` and `tier_map` restore the slot if the batch fails. `span`: the shared pages in
     the range, which are released once nothing else references them. `off_device`: unshared pages
     outside the device, by tier.
     """
@@ -419,7 +421,7 @@ class Unmap:
     ticket: Any
     head: int = 0
     span: Span = EMPTY
-    places: Places = NOWHERE
+    tier_map: TierMap = ALL_ON_DEVICE
     off_device: dict[Tier, int] = field(default_factory=dict)
 
     @property
@@ -437,9 +439,9 @@ class Slide:
     """Unmap in flight of pages that left the windows of several slots: one batch.
 
     Slot ``slots[i]``, whose owner number was `owners[i]`, loses pages [`lows[i]`, `heads[i]`); the
-    first of these were shared, `shares[i]`, and `span` is the sum of all shares. `places` restores
-    the slots if the batch fails; `off_device` counts unshared pages outside the device, by tier.
-    The failure of a `quiet` slide is reported by another group's.
+    first of these were shared, `shares[i]`, and `span` is the sum of all shares. `tier_map`
+    restores the slots if the batch fails; `off_device` counts unshared pages outside the device, by
+    tier. The failure of a `quiet` slide is reported by another group's.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -452,7 +454,7 @@ class Slide:
     span: Span
     ticket: Any
     quiet: bool
-    places: dict[Slot, Places]
+    tier_map: dict[Slot, TierMap]
     off_device: dict[Tier, int]
 
     @property

@@ -63,7 +63,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
                 _note_short(groups)
                 return -1
             own = groups[0].reclaimer
-            if own.share is not None or own.limit - own.held < own.watermark * own.limit:
+            if own.share is not None or own.limit - own.device_pages < own.watermark * own.limit:
                 _keep_watermarks(groups)
     except TooManyMappings as error:
         if groups[0].table.lockstep:  # the other ranks did not fail
@@ -85,16 +85,16 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     if windows:
         slide(windows, stream)
     if not names and groups[0].named:
-        groups[0].rest(stream)
+        groups[0].record_idle_step(stream)
     entries = groups[0].journal.entries
     for group, rows, total, _ in begun:
         columns, counters, reclaimer = group.pager.columns, group.counters, group.reclaimer
         entries += (  # every step runs this: an edit costs three times as much
             (setattr, group, "used_tokens", group.used_tokens),
             (setattr, group, "clock", group.clock),
-            (setattr, columns, "held", columns.held),
+            (setattr, columns, "held_rows", columns.held_rows),
         )
-        columns.held = rows
+        columns.held_rows = rows
         group.used_tokens = total
         group.clock += 1
         if reclaimer.shared.blocks or reclaimer.off_device or reclaimer.slid or group.layout.state:
@@ -150,7 +150,7 @@ def _keep_watermarks(groups: Sequence[Group]) -> None:
     room = 0 if share is None else share.room() + share.beyond()
     for group in groups:
         own = group.reclaimer
-        left = own.limit - own.held
+        left = own.limit - own.device_pages
         if share is not None:
             left = min(left, room // group.layout.page_size)
         if left < own.watermark * own.limit:
@@ -361,7 +361,7 @@ def _begin_what_comes_back(
     for pager, count in needs:
         own, size = pager.reclaimer, pager.layout.page_size
         rest = lacking() + own.returning * size
-        pages = max(count - (own.limit - own.held), -(-rest // size))
+        pages = max(count - (own.limit - own.device_pages), -(-rest // size))
         if pages > 0:
             own.begin_unmaps(pages, keep, now=False)
     missing = lacking()
@@ -371,7 +371,7 @@ def _begin_what_comes_back(
     for pager, count in needs:
         own, size, tensors = pager.reclaimer, pager.layout.page_size, pager.layout.num_tensors
         coming = own.leaving + pager.unsettled(keep, promoting=False)
-        above = count - (own.limit - own.held) - own.returning - coming
+        above = count - (own.limit - own.device_pages) - own.returning - coming
         coming += pager.splittable(keep)  # a step can split these entries
         missing -= coming * size
         if above > 0:

@@ -127,7 +127,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
         own = (
             slot.granted
             - slot.shared
-            - sum(slot.places.off_device(slot.shared, slot.granted).values())
+            - sum(slot.tier_map.off_device(slot.shared, slot.granted).values())
         )
         needed += group.layout.pages_for(length) * tensors
         held += (own + group.reclaimer.shared.idle(slot.span, users=1)) * tensors

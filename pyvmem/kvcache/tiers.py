@@ -130,7 +130,9 @@ def _begin_move(
     shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
     low = max(low, slot.shared)
     wanted: list[Stretch] = [
-        (first, last, tier) for first, last, now in slot.places.stretches(low, high) if now != tier
+        (first, last, tier)
+        for first, last, now in slot.tier_map.stretches(low, high)
+        if now != tier
     ]
     if not wanted:
         return Moved(0, shared)

@@ -97,8 +97,8 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
     """Returns GPU work not known to be complete; for use when the last `step` named no request."""
     events: list[Any] = []
     for group in groups:
-        group.rested = prune(group.rested)
-        events += group.rested
+        group.idle_step_work = prune(group.idle_step_work)
+        events += group.idle_step_work
         for slot in group.table:
             slot.events = prune(slot.events)
             events += slot.events

@@ -38,7 +38,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
     for group in groups:
         slot = group.slot(reqid)
         slots.append(slot)
-        held = max(held, group.pager.columns.held[slot.index])
+        held = max(held, group.pager.columns.held_rows[slot.index])
     check_kept(rows, slots[0].index, held)
     for group, slot in zip(groups, slots, strict=True):
         group.check_back(slot, rows)
@@ -80,13 +80,13 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
     """
     each = []
     for group, slot in both:
-        places = slot.places
-        keep = max(group.layout.pages_for(rows), places.off_device_end, slot.shared)
+        tier_map = slot.tier_map
+        keep = max(group.layout.pages_for(rows), tier_map.off_device_end, slot.shared)
         if keep < slot.granted and slot not in group.mover.moves:
             each.append((group, slot, keep))
     event = work.record() if each else None
     for group, slot, keep in each:
-        group.journal.change(group.disowning(slot, keep, event, written=False))
+        group.journal.change(group.disown_edits(slot, keep, event, written=False))
         group.table.changes += 1
         if not group.config.deferred_reclaim and slot.job is None:
             group.reclaimer.try_unmap(slot, keep)
@@ -136,7 +136,7 @@ class Truncation:
     @classmethod
     def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
         """Plans a truncation to `rows`; no move may be in flight past these rows."""
-        layout, places = group.layout, slot.places
+        layout, tier_map = group.layout, slot.tier_map
         first, rest = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(layout.pages_for(rows), slot.granted)
         last = slot.head + slot.span.pages
@@ -146,7 +146,7 @@ class Truncation:
                 copied = min(keep, last)
             else:
                 keep = shared  # the next step maps rows that a kernel may over-read
-        unmaps = shared < last or bool(places.noted and places.off_device_end > keep)
+        unmaps = shared < last or bool(tier_map.noted and tier_map.off_device_end > keep)
         pages = copied - shared
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
         return cls(
@@ -179,7 +179,7 @@ class Truncation:
     def drop_copy(self) -> None:
         """Undoes `copy` after the batch has run; may be repeated."""
         if self.addresses is not None:
-            edits = self.group.reclaimer.freeing(self.copied - self.shared, {})
+            edits = self.group.reclaimer.free_edits(self.copied - self.shared, {})
             nbytes = self.stride * self.group.layout.num_tensors
             self.group.scratch.give_mapped(
                 self.addresses, nbytes, [*edits, [self, "addresses", None]]
@@ -215,39 +215,39 @@ class Truncation:
     def edits(self, work: PriorWork) -> list[list[Any]]:
         """Returns the edits of the records; `work`: the last work on the rows."""
         group, slot = self.group, self.slot
-        edits = group.entering(slot, self.rows)
+        edits = group.enter_edits(slot, self.rows)
         if slot.pins:
-            edits += group.prefixes.shortening(slot, self.rows)
+            edits += group.prefixes.shorten_edits(slot, self.rows)
         if self.unmaps:
-            edits += self._unmapping()
+            edits += self._unmap_edits()
         elif self.ownerless:
-            edits += group.disowning(slot, self.keep, work.record())
+            edits += group.disown_edits(slot, self.keep, work.record())
         if group.promoter is not None:
-            edits += group.promoter.forgetting(slot, self.first)
+            edits += group.promoter.forget_edits(slot, self.first)
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
-    def _unmapping(self) -> list[list[Any]]:
+    def _unmap_edits(self) -> list[list[Any]]:
         """Returns the edits that belong to `unmap`."""
-        group, slot, places = self.group, self.slot, self.slot.places
+        group, slot, tier_map = self.group, self.slot, self.slot.tier_map
         own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
         off_device: dict[Tier, int] = {}
         granted = self.keep
-        if places.noted:
-            off_device = places.off_device(own, slot.mapped)
-            places = places.without(self.shared, self.copied).without(self.end, slot.mapped)
-            granted = max(granted, places.off_device_end)
+        if tier_map.noted:
+            off_device = tier_map.off_device(own, slot.mapped)
+            tier_map = tier_map.without(self.shared, self.copied).without(self.end, slot.mapped)
+            granted = max(granted, tier_map.off_device_end)
         freed = max(0, slot.mapped - own) - sum(off_device.values())
         kept, gone = slot.span.part(self.shared - slot.head)
         return [
-            [slot, "places", places],
+            [slot, "tier_map", tier_map],
             [slot, "span", kept],
             [slot, "mapped", mapped],
             [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
-            [slot, "whole", slot.whole_below(mapped)],
-            *group.pager.granting(slot, granted),
-            *group.reclaimer.shared.using({gone: -1}, {gone: -1}),
+            [slot, "large_end", slot.large_end_below(mapped)],
+            *group.pager.grant_edits(slot, granted),
+            *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
             [self, "addresses", None],
-            *group.reclaimer.freeing(freed, off_device),
+            *group.reclaimer.free_edits(freed, off_device),
         ]
 
 
@@ -305,7 +305,7 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
             reclaimer, counters = one.group.reclaimer, one.group.counters
             edits += (
                 [one, "addresses", one.copy(ops)],
-                [reclaimer, "held", reclaimer.held + one.new_pages],
+                [reclaimer, "device_pages", reclaimer.device_pages + one.new_pages],
                 [counters, "grown", counters.grown + one.new_pages],
             )
         first.mapper.commit(edits, ops, waits=first.counters.waits)

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 __all__ = [
-    "Look",
+    "Blockers",
+    "FindBlockers",
     "before_fork",
     "before_move",
     "before_promote",
@@ -62,32 +63,32 @@ _T = TypeVar("_T")
 _blocks = attrgetter("reclaimer.shared.blocks")
 
 Groups = Sequence[Group]
-Waits = list[Callable[[], Any]]
-Look = Callable[[Groups], Waits]
+Blockers = list[Callable[[], Any]]
+FindBlockers = Callable[[Groups], Blockers]
 
 
 def when_clear(
     manager: Manager,
-    look: Callable[Concatenate[Groups, _P], Waits],
+    find_blockers: Callable[Concatenate[Groups, _P], Blockers],
     call: Callable[Concatenate[Groups, _P], _T],
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _T:
-    """Runs `call` once `look` reports no blockers; waits for blockers without the lock.
+    """Runs `call` once `find_blockers` reports no blockers; waits for blockers without the lock.
 
     Both get the same arguments, after the groups.
 
-    Inside another call, which holds the lock (`RequestCache`, `ParallelKVCache`), `look` is skipped
-    and the call itself waits. It is skipped with several ranks, too, as their results must not
-    depend on it.
+    Inside another call, which holds the lock (`RequestCache`, `ParallelKVCache`), `find_blockers`
+    is skipped and the call itself waits. It is skipped with several ranks, too, as their results
+    must not depend on it.
     """
     while True:
         with manager.lock, manager.journal as outermost:
             groups = manager.open()
-            waits: Waits = []
+            waits: Blockers = []
             if outermost and not groups[0].table.lockstep:
                 try:
-                    waits = look(groups, *args, **kwargs)
+                    waits = find_blockers(groups, *args, **kwargs)
                 except (VMemError, TypeError, IndexError):
                     waits = []  # the call meets the same error and raises it
             if not waits:
@@ -96,21 +97,21 @@ def when_clear(
             wait()
 
 
-def clear(manager: Manager, look: Look) -> None:
-    """Waits, without the lock, until `look` reports no blockers."""
-    when_clear(manager, look, lambda groups: None)
+def clear(manager: Manager, find_blockers: FindBlockers) -> None:
+    """Waits, without the lock, until `find_blockers` reports no blockers."""
+    when_clear(manager, find_blockers, lambda groups: None)
 
 
 # ---- what is in flight ---------------------------------------------------------------------------
 
 
-def _job(slot: Slot) -> Waits:
+def _job(slot: Slot) -> Blockers:
     """List the slot's batch in flight, and the earlier owners' work that its growth hands over."""
     job = slot.job
     if job is None:
         return []
     tickets = [job.mapping, job.filling] if isinstance(job, Growth) else [job.ticket]
-    waits: Waits = [
+    waits: Blockers = [
         QuietTicket(ticket).wait for ticket in tickets if ticket is not None and not ticket.done()
     ]
     if isinstance(job, Growth):
@@ -118,7 +119,7 @@ def _job(slot: Slot) -> Waits:
     return waits
 
 
-def _own(group: Group, slot: Slot) -> Waits:
+def _own(group: Group, slot: Slot) -> Blockers:
     """List the slot's batch in flight and the copies of its move."""
     move = group.mover.moves.get(slot)
     if move is not None and move.ticket is not None and not move.done():
@@ -126,7 +127,7 @@ def _own(group: Group, slot: Slot) -> Waits:
     return _job(slot)
 
 
-def _emptied(group: Group, slot: Slot) -> Waits:
+def _emptied(group: Group, slot: Slot) -> Blockers:
     """Begins to unmap a free slot; lists its batch in flight."""
     if not slot.active and slot.job is None and slot.mapped and not slot.broken:
         group.reclaimer.try_unmap(slot, 0)
@@ -147,15 +148,15 @@ def before_fork(
     length: int | None,
     work: PriorWork,
     into: Sequence[int] | None,
-) -> Waits:
+) -> Blockers:
     """List the blockers of `KVCache.fork_many`; `work`: the parent's last GPU work."""
-    waits: Waits = []
+    waits: Blockers = []
     for group in groups:
         slot = group.table.slots[reqid]
         if slot.job is not None or group.mover.moves:
             waits += _own(group, slot)
         if not work.over:
-            rows = group.pager.columns.held[slot.index] if length is None else length
+            rows = group.pager.columns.held_rows[slot.index] if length is None else length
             shared = slot.head + slot.span.pages
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
@@ -175,7 +176,7 @@ def before_fork(
 
 def before_record(
     groups: Groups, reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
-) -> Waits:
+) -> Blockers:
     """List the blockers of `KVCache.record`; `work`: the request's last GPU work."""
     waits, slot = before_swap_out(groups, reqid, work), groups[0].slot(reqid)
     # The tokens are compared only if there is something to wait for.
@@ -184,7 +185,7 @@ def before_record(
 
 def before_prefix(
     groups: Groups, tokens: Any, leave: int, reader: Work, namespace: Hashable
-) -> Waits:
+) -> Blockers:
     """List the blockers of `KVCache.alloc_prefix`: writers that the CPU must wait for."""
     prefixes, ordered = groups[0].prefixes, groups[0].device is not None and reader.is_stream
     if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
@@ -211,13 +212,13 @@ def before_prefix(
     ]
 
 
-def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Waits:
+def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Blockers:
     """List the blockers of `KVCache.swap_out`; `work`: the request's last GPU work."""
     waits = [wait for group, slot in _both(groups, reqid) for wait in _own(group, slot)]
     return waits + work.pending()
 
 
-def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Waits:
+def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Blockers:
     """List the blockers of `KVCache.swap_in`; `work`: GPU work so far of the rows' users."""
     sync_free_slots(groups)
     found = groups[0].fit(length)
@@ -232,13 +233,13 @@ def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Waits:
     return waits
 
 
-def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) -> Waits:
+def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) -> Blockers:
     """List the blockers of `KVCache.truncate`; `work`: the last GPU work on the rows."""
     both = _both(groups, reqid)
-    waits: Waits = []
+    waits: Blockers = []
     blockers = work.pending()
     for group, slot in both:
-        if not 0 <= length < group.pager.columns.held[slot.index]:
+        if not 0 <= length < group.pager.columns.held_rows[slot.index]:
             return []
         if slot.job is not None:
             blockers += _job(slot)
@@ -252,7 +253,7 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
     return waits
 
 
-def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
+def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Blockers:
     """List the blockers of `KVCache.promote`; `work`: the request's last GPU work."""
     if wait:
         return before_swap_out(groups, reqid, work)
@@ -261,14 +262,14 @@ def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -
     return [wait for group, slot in both if slot not in group.mover.moves for wait in _job(slot)]
 
 
-def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
+def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Blockers:
     """List the blockers of `KVCache.move`; `work`: the request's last GPU work."""
     if wait or any(slot in group.mover.moves for group, slot in _both(groups, reqid)):
         return before_swap_out(groups, reqid, work)
     return [wait for group, slot in _both(groups, reqid) for wait in _job(slot)]
 
 
-def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Waits:
+def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Blockers:
     """List the blockers of `CacheMemory.reclaim_free`."""
     if not wait:
         return []
@@ -283,9 +284,9 @@ def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Wait
 
 def before_trim(
     groups: Groups, manager: Manager, prefixes: bool | str, compact: bool | None
-) -> Waits:
+) -> Blockers:
     """List the blockers of `KVCache.trim`."""
-    waits: Waits = []
+    waits: Blockers = []
     if any(group.reclaimer.errors for group in groups):
         return []
     if prefixes == "host":

@@ -30,7 +30,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import EMPTY, Part, Places, Span, Tier
+from pyvmem.kvcache.pages import EMPTY, Part, Span, Tier, TierMap
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slide, Slot
 from pyvmem.memory.ops import OpBatch
@@ -111,7 +111,7 @@ class Window:
             Slots, their first pages that stay mapped, and `_next` and `_least` after the unmap.
         """
         table, mover, size, row = self.reclaimer.table, self._mover, self._size, self._row
-        old = table.columns.held
+        old = table.columns.held_rows
         found: list[_Due] = []
         for index in compress(range(len(old)), map(operator.ge, old, self._next)):
             slot = table.slots[index]
@@ -125,7 +125,7 @@ class Window:
             head = (held - held % self._unit - self._kept) * row // size
             if mover.moves and not mover.make_way(slot, head):
                 continue
-            head, end = self._parted(slot, head) if head < slot.whole else (head, head + 1)
+            head, end = self._parted(slot, head) if head < slot.large_end else (head, head + 1)
             later = self._kept - end * -size // row  # as `_goes_at`
             later += -later % self._unit
             least = self._window - head * -size // row
@@ -137,7 +137,7 @@ class Window:
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
         """Returns the last page up to `head` that splits no 2 MiB entry, and the next such page."""
-        if head < slot.whole and head % slot.block:  # inside a 2 MiB entry
+        if head < slot.large_end and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
         return head, head + 1
@@ -166,7 +166,7 @@ class Window:
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
         keeping, kept = [], []
-        places: dict[Slot, Places] = {}
+        tier_map: dict[Slot, TierMap] = {}
         off_device: Counter[Tier] = Counter()
         for slot, head, later, least in due:
             index = slot.index
@@ -187,17 +187,17 @@ class Window:
                 kept.append(rest)
             else:
                 shares.append(EMPTY)
-            if slot.places.noted:
-                places[slot] = slot.places.within(slot.head, head)
-                off_device.update(slot.places.off_device(slot.head + shares[-1].pages, head))
-                edits.append([slot, "places", slot.places.without(slot.head, head)])
+            if slot.tier_map.noted:
+                tier_map[slot] = slot.tier_map.within(slot.head, head)
+                off_device.update(slot.tier_map.off_device(slot.head + shares[-1].pages, head))
+                edits.append([slot, "tier_map", slot.tier_map.without(slot.head, head)])
         if keeping:
             edits.append([keeping, "span", kept])
-            edits += reclaimer.shared.using(count)
+            edits += reclaimer.shared.use_edits(count)
         reclaimer.table.columns.unmaps(indexes, lows, heads, ops)
         parts = chain.from_iterable(map(attrgetter("parts"), shares))
         span = Span(tuple(parts)) if keeping else EMPTY
-        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, places, off_device)
+        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, tier_map, off_device)
         gone = sum(heads) - sum(lows)
         edits += (
             [slots, "head", heads[:]],
@@ -208,11 +208,11 @@ class Window:
             [reclaimer, "own_off_device", None],
         )
 
-    def beginning(self, slot: Slot, head: int) -> list[list[Any]]:
+    def begin_edits(self, slot: Slot, head: int) -> list[list[Any]]:
         """Returns the edits for a request that begins with a prefix's window at page `head`."""
-        return self._setting(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
+        return self._set_edits(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
-    def following(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
+    def follow_edits(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
         """Returns the edits for requests that begin with the rows of another request's window."""
         noted = [(values, values[parent.index]) for values in (self._next, self._least)]
         return [[values, slot.index, value] for slot in slots for values, value in noted]
@@ -228,16 +228,16 @@ class Window:
         if low > slot.head and slot.job is None:
             _begin([(self, [(slot, low, self._goes_at(low + 1), least)])], [])
 
-    def forgetting(self, slot: Slot) -> list[list[Any]]:
+    def forget_edits(self, slot: Slot) -> list[list[Any]]:
         """Returns the edits for the end of a request, before the slot is freed."""
         slid = self.reclaimer.slid - (0 if slot.stale else slot.head)
-        return [[self.reclaimer, "slid", slid], *self._setting(slot.index, self._first, 0)]
+        return [[self.reclaimer, "slid", slid], *self._set_edits(slot.index, self._first, 0)]
 
-    def _setting(self, index: int, later: int, least: int) -> list[list[Any]]:
+    def _set_edits(self, index: int, later: int, least: int) -> list[list[Any]]:
         return [[self._next, index, later], [self._least, index, least]]
 
     def _set(self, index: int, later: int, least: int) -> None:
-        self._journal.change(self._setting(index, later, least))
+        self._journal.change(self._set_edits(index, later, least))
 
 
 def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:

@@ -7,7 +7,6 @@ from pyvmem.ledger.accounts import (
     Ledger,
     LedgerError,
     LedgerHeld,
-    Participant,
     default_folder,
     device_of,
     devices,
@@ -15,8 +14,8 @@ from pyvmem.ledger.accounts import (
     is_off,
     named_folder,
     private,
-    weakly,
 )
+from pyvmem.ledger.participant import Participant, weakly
 
 __all__ = [
     "Account",

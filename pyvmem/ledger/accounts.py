@@ -35,7 +35,6 @@ import struct
 import threading
 import time
 import weakref
-from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,15 +49,14 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.plumbing.closing import Closable
-from pyvmem.plumbing.flag import Flag
 from pyvmem.plumbing.folder_lock import locked_folder
 from pyvmem.plumbing.logs import warn
 from pyvmem.plumbing.paths import folder_in
 
 __all__ = [
-    *("Account", "EngineInfo", "Ledger", "LedgerError", "LedgerHeld", "Participant"),
+    *("Account", "EngineInfo", "Ledger", "LedgerError", "LedgerHeld"),
     *("default_folder", "device_of", "devices", "engine_name", "engines_in", "is_off"),
-    *("named_folder", "private", "weakly"),
+    *("named_folder", "private"),
 ]
 
 _log = logging.getLogger(__name__)
@@ -76,8 +74,6 @@ _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
 _LOCKS = 1 << 40  # lock bytes are far past the contents
 _STALE_NS = 2_000_000_000  # ns after which a shortage that was not posted again expires
-_TICK_S = 0.05  # of a participant's thread
-_REPORT_S = 0.25
 _PATIENCE_S = 2.0  # for a lock that is held for microseconds
 
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
@@ -299,7 +295,7 @@ class Ledger(Closable):
             raise InvalidArgument(f"device {device!r}: not a device's name", errno=errno.EINVAL)
         self.path = private(folder or default_folder()) / f"{device}.ledger"
         self._thread_lock = threading.RLock()
-        self._held = False  # at the last attempt, a stopped process held the lock
+        self._stuck = False  # the last attempt to lock timed out
         self._beside: dict[str, Ledger] = {}  # ledgers of other devices, by file name
         if create and not self.path.exists():
             self._make(capacity)
@@ -451,7 +447,7 @@ class Ledger(Closable):
 
         After one timeout, later calls do not wait until it is free again.
         """
-        end = time.monotonic() + (0 if self._held else _PATIENCE_S)
+        end = time.monotonic() + (0 if self._stuck else _PATIENCE_S)
         pause = 20e-6
         while True:
             try:
@@ -460,10 +456,10 @@ class Ledger(Closable):
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             else:
-                self._held = False
+                self._stuck = False
                 return
             if time.monotonic() >= end:
-                self._held = True
+                self._stuck = True
                 raise LedgerHeld(
                     f"{self.path}: {self._holder()} has the lock and does not release it: it seems "
                     "suspended (stopped, frozen, in a debugger); resume it or end it",
@@ -795,24 +791,15 @@ class Account:
             return 0
 
     def _room(self, free: int | None) -> int:
-        ledger, used = self.ledger, self._get("used")
-        room = self._limit() - used
-        others = [slot for slot in ledger.live(self.slot) if slot != self.slot]
-        if ledger.capacity:
-            kept = sum(max(ledger.word(s, "used"), ledger.word(s, "floor")) for s in others)
-            room = min(room, ledger.capacity - kept - used)
         if free is not None:
-            coming = sum(
-                max(ledger.word(s, "pending"), ledger.word(s, "floor") - ledger.word(s, "used"))
-                for s in others
-            )
-            room = min(room, free - coming - self._get("pending"))
-        return max(0, room)
+            free -= self._get("pending")
+        room = self._room_of(self.slot, self.ledger.live(self.slot), free)
+        return max(0, min(room, self._limit() - self._get("used")))
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
         """Requests more bytes; true if granted.
 
-        They are pending until `mapped`. None while a stopped process holds the ledger's lock.
+        Pending until `end_pending`. Denied while a stopped process holds the ledger's lock.
         """
         ledger = self.ledger
         on_gpu = ledger.path.stem != "host"
@@ -831,8 +818,8 @@ class Account:
             warn(_log, "ledger", "nothing can be mapped: %s", error)
             return False
 
-    def mapped(self, nbytes: int) -> None:
-        """Ends the pending state of bytes from `take`: mapped, or failed, for `give` to return."""
+    def end_pending(self, nbytes: int) -> None:
+        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
         self._change(lambda: self._add("pending", -nbytes))
 
     def settle(self, mapped: int) -> None:
@@ -931,17 +918,16 @@ class Account:
         return max(0, word(slot, "want") - self._room_of(slot, live, free))
 
     def _room_of(self, slot: int, live: list[int], free: int | None) -> int:
-        ledger = self.ledger
-        word = ledger.word
-        room = 1 << 62
+        """Bytes that the capacity and the device's free memory leave to an engine."""
+        ledger, word = self.ledger, self.ledger.word
+        others = [other for other in live if other != slot]
+        room = 1 << 63
         if ledger.capacity:
-            kept = sum(max(word(s, "used"), word(s, "floor")) for s in live if s != slot)
+            kept = sum(max(word(s, "used"), word(s, "floor")) for s in others)
             room = ledger.capacity - kept - word(slot, "used")
         if free is not None:
             coming = sum(
-                max(word(s, "pending"), word(s, "floor") - word(s, "used"))
-                for s in live
-                if s != slot
+                max(word(s, "pending"), word(s, "floor") - word(s, "used")) for s in others
             )
             room = min(room, free - coming)
         return max(0, room)
@@ -972,78 +958,3 @@ def _pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-
-
-def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """A bound method that holds its object weakly, and returns False once that is gone."""
-    known = weakref.WeakMethod(method)
-
-    def call() -> bool:
-        found = known()
-        return found is not None and found()
-
-    return call
-
-
-class Participant(Closable):
-    """An account and its thread, which reports numbers and applies `vmem limit`.
-
-    An announced cache (`pyvmem.ledger.presence`) has no other tie to the ledger. The owner
-    serializes all calls but `start`.
-
-    Args:
-        ledger: the device's ledger; closed by `close`.
-        name, floor, limit, least, virtual: as in `Ledger.join`.
-
-    Attributes:
-        account: in the ledger.
-
-    Raises:
-        VMemError: as `Ledger.join`; the ledger is closed.
-    """
-
-    def __init__(
-        self, ledger: Ledger, name: str, *, floor: int, limit: int, least: int, virtual: int
-    ) -> None:
-        try:
-            self.account: Account = ledger.join(
-                name, floor=floor, limit=limit, least=least, virtual=virtual
-            )
-        except BaseException:
-            ledger.close()
-            raise
-        self._reported = 0.0
-        self._ended = Flag()
-
-    def start(self, tend: Callable[[], bool]) -> None:
-        """Calls `tend` every 50 ms in a thread, until `close` or until it returns False.
-
-        Errors are logged, and the calls continue.
-        """
-        start_new_thread(_run, (tend, self._ended))
-
-    def report(self, numbers: Callable[[], dict[str, int]], *, now: bool = False) -> None:
-        """Reports `EngineInfo` numbers for `vmem top`, four times a second or `now`."""
-        at = time.monotonic()
-        if now or at >= self._reported + _REPORT_S:
-            self._reported = at
-            self.account.report(**numbers())
-
-    def close(self) -> None:
-        """Leaves the ledger; its memory counts as free from then on. Idempotent."""
-        self._ended.set()
-        self.account.close()
-
-
-def _run(tend: Callable[[], bool], ended: Flag) -> None:
-    while not ended.wait(_TICK_S):
-        try:
-            if not tend():
-                return
-        except Exception as error:
-            warn(
-                _log,
-                "ledger",
-                "a participant of the ledger: %s; it will be tried again",
-                repr(error),
-            )

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from pyvmem.errors import BadHandle, ForkedProcess, InvalidArgument, NotSupported
 from pyvmem.kvcache import Budget, KVCache
-from pyvmem.ledger.accounts import Ledger, Participant, device_of, engine_name
+from pyvmem.ledger.accounts import Ledger, device_of, engine_name
+from pyvmem.ledger.participant import Participant
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.logs import warn
 from pyvmem.plumbing.reentry import reentrant_lock

@@ -234,10 +234,10 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torch_tensor(array: VirtualArray) -> Any:
-    """The array as a torch.Tensor (DLPack, without a copy and without touching memory).
+    """Wraps the array as a torch.Tensor by DLPack, without a copy and without touching memory.
 
-    torch.from_dlpack asks the driver nothing about the address (torch 2.11: aten/src/ATen/
-    DLConvertor.cpp passes the device on), so nothing needs to be mapped.
+    Nothing needs to be mapped: torch.from_dlpack does not query the driver about the address (torch
+    2.11: aten/src/ATen/DLConvertor.cpp takes the device from the capsule).
     """
     import torch
     from torch.utils.dlpack import from_dlpack

@@ -478,7 +478,7 @@ class Context(AddressSpace, Closable):
         self._events.clear()
 
     def abandon(self) -> None:
-        """`close`, unless already closed."""
+        """Closes the context if it is open."""
         self.close()
 
     def _leave(self) -> None:

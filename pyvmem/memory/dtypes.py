@@ -61,10 +61,10 @@ _NAMES: Final = f"{', '.join(_DTYPES)}, in this machine's byte order"
 
 
 def find_dtype(dtype: Any) -> DType:
-    """The element type of a name, a torch.dtype or a numpy dtype (also a numpy scalar class).
+    """Looks up an element type by name, torch.dtype, numpy dtype or numpy scalar class.
 
     Raises:
-        InvalidArgument: an unknown one; the text lists what is known.
+        InvalidArgument: the type is unknown; the text lists the known types.
     """
     if isinstance(dtype, DType):
         return dtype

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Reads of rows without pages on the back end ``host``: `NotMapped`, not the end of the process.
+"""Raises `NotMapped` for reads of unmapped rows on the back end ``host``, instead of a crash.
 
 The handler of SIGSEGV (`_holes.c`) lets such a read complete, with zeros; then the interpreter
 calls `tell` in the main thread. A Python thread that has read a hole gets the exception itself, at
-its next bytecode. For a thread without Python, such as a worker of torch, the exception is raised
-in the Python thread that read a hole at the same time, or else in the main thread.
+its next bytecode. For a native thread, such as a worker of torch, the exception is raised in the
+Python thread that read a hole at the same time, or else in the main thread.
 
 The variable ``VMEM_HOLES=fault`` leaves SIGSEGV alone.
 """

@@ -298,7 +298,7 @@ class Reservation(Closable):
         self._closed = True
 
     def abandon(self) -> None:
-        """``close(unmap=True)``, unless already closed or never created."""
+        """Unmaps and closes the reservation, if it was created and is open."""
         if self._outcome.happened:
             self.close(unmap=True)
         self._closed = True

@@ -15,7 +15,7 @@ __all__ = ["locked_folder"]
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, patience: float) -> Iterator[bool]:
-    """Holds the lock; yields False if it could not be had within `patience` seconds."""
+    """Holds the lock; yields False if it was not free within `patience` seconds."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = time.monotonic() + patience

@@ -27,7 +27,7 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     """Logs a warning at most once per `PERIOD_S` and cause; suppressed ones are counted.
 
     Args:
-        log: where.
+        log: the logger.
         cause: one of a few fixed names, not one per object.
         text: with its `args`, as for `logging.Logger.warning`.
     """

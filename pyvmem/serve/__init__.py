@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported here: the engine needs torch, and the command line must come before that.
+    # Imported on first use: the engine imports torch, and `vmem serve` parses its options first.
     if name in __all__:
         from pyvmem.serve import engine, job
 

@@ -193,8 +193,8 @@ def _shapes(args: argparse.Namespace) -> tuple[Any, list[Shape], int]:
 
 
 def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
-    from pyvmem.kvcache.cache import cache_of
     from pyvmem.kvcache.config import AHEAD_TOKENS
+    from pyvmem.kvcache.layered_cache import cache_of
     from pyvmem.serve import model as models
     from pyvmem.serve.prompts import repeated
     from pyvmem.serve.report import page_name

@@ -146,7 +146,7 @@ class PagePool:
         ranks: ranks of the engine; None for a single one.
 
     Attributes:
-        held: number of pages that were handed out.
+        allocated: number of pages that were handed out.
         short: a request lacked memory, as of the last check.
         admits: requests may be admitted.
         waits: number of growths for which a step waited.
@@ -168,7 +168,7 @@ class PagePool:
         self.geometry = memory.geometry
         self.backing = Backing(self.geometry, self.quota)
         self.idle = IdleBlocks(self.geometry.group_unit)
-        self.held = self.waits = self.hits = self.queries = 0
+        self.allocated = self.waits = self.hits = self.queries = 0
         self.short, self.admits = False, True
         self.count_waiting: Callable[[], int] = lambda: 0
         reserve = _RESERVE if settings.reserve is None else settings.reserve
@@ -186,7 +186,7 @@ class PagePool:
         self._next = self._ticked = self._reported = 0.0
         self._signals = Signals(self.quota.signals)
         self._busy_until = 0.0
-        self._peak = Peak(settings.idle)  # of pages held and requested
+        self._peak = Peak(settings.idle)  # of pages allocated and requested
         self.backing.back_null(_START_PATIENCE)
 
     # ---- questions -------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class PagePool:
     @property
     def free(self) -> int:
         """Number of pages that are not handed out, backed or not."""
-        return self.geometry.num_blocks - 1 - self.held
+        return self.geometry.num_blocks - 1 - self.allocated
 
     @property
     def ready(self) -> int:
@@ -249,7 +249,7 @@ class PagePool:
             ask: post missing pages to the ledger, for other engines to see.
         """
         now = self.ranks.now()
-        self._peak.note(now, self.held + count)
+        self._peak.note(now, self.allocated + count)
         if self.ready < count:
             self._finish_growth()
             self._collect()
@@ -302,18 +302,18 @@ class PagePool:
             return None
         while len(self.idle) < count:
             self._arrive(wait=True)
-        self.held += count
+        self.allocated += count
         return self.idle.take(count)
 
     def give(self, pages: Iterable[int]) -> None:
         """Takes back pages, which become free."""
         pages = list(pages)
-        self.held -= len(pages)
+        self.allocated -= len(pages)
         self._add(pages)
 
     def give_later(self, arrival: Arrival) -> None:
         """Takes back pages whose ids the host does not know yet."""
-        self.held -= arrival.count
+        self.allocated -= arrival.count
         self._arriving += arrival.count
         self._arrivals.append(arrival)
 
@@ -451,15 +451,15 @@ class PagePool:
             self._finish_growth()
         self._collect()
         cached = count_cached()
-        used = self.held - cached
-        self._peak.note(now, self.held)
+        used = self.allocated - cached
+        self._peak.note(now, self.allocated)
         at_rest = not used and now > self._busy_until
         if self._settings.prefix is not None:
             evict(self._count(cached * self.geometry.block_bytes - self._settings.prefix))
         if now > self._reported + _REPORT:
             self._reported = now
             self._check_others(now, at_rest, used, cached, evict)
-        keep = 0 if at_rest else self.reserve + self._peak.most - self.held
+        keep = 0 if at_rest else self.reserve + self._peak.most - self.allocated
         surplus = len(self.idle) - max(0, keep)
         if surplus > (0 if at_rest else self.reserve // 2):
             self._retire(self.backing.emptied_first(self.idle, surplus))
@@ -550,7 +550,7 @@ class PagePool:
         """
         self._finish_growth()
         self._arrive(wait=True)
-        self.held, self._busy_until = 0, -math.inf  # nothing is to be mapped ahead
+        self.allocated, self._busy_until = 0, -math.inf  # nothing is to be mapped ahead
         every = range(1, self.geometry.num_blocks)
         self.idle.add(page for page in every if self.backing.is_backed(page))
         self._retire(list(self.idle))

@@ -228,14 +228,14 @@ class AgreedQuota:
         mine = self._quota.take(nbytes, handles)
         (every,) = self._ranks.least(mine)
         if mine and not every:
-            self._quota.mapped(nbytes)
+            self._quota.end_pending(nbytes)
             self._quota.give(nbytes)
         self.pressure()
         return bool(every)
 
-    def mapped(self, nbytes: int) -> None:
-        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
-        self._quota.mapped(nbytes)
+    def end_pending(self, nbytes: int) -> None:
+        """See `Account.end_pending`."""
+        self._quota.end_pending(nbytes)
 
     def give(self, nbytes: int) -> None:
         """Returns the bytes of unmapped pages."""

@@ -291,15 +291,15 @@ class LocalRank:
 
         Returns:
             Releases that ended since the last poll (`KVMemory.finished`), free bytes, the number
-            of driver mappings, and whether the rank waits for `rested`.
+            of driver mappings, and whether the rank waits for `end_drain`.
         """
         memory = self.memory
         finished = list(memory.finished().items())
-        return finished, memory.free(), memory.context.stats().mappings, memory.resting
+        return finished, memory.free(), memory.context.stats().mappings, memory.draining
 
-    def rested(self) -> None:
-        """Calls `KVMemory.rested`."""
-        self.memory.rested()
+    def end_drain(self) -> None:
+        """Calls `KVMemory.end_drain`."""
+        self.memory.end_drain()
 
     def move(self, copies: list[tuple[int, int]], step: int) -> bool:
         """Calls `KVMemory.move`."""
@@ -343,7 +343,7 @@ _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
     "drop": lambda rank, runs: rank.drop(_runs(runs)),
     "release": lambda rank, a: rank.release(a[0], _runs(a[1]), a[2]),
     "poll": lambda rank, _: rank.poll(),
-    "rested": lambda rank, _: rank.rested(),
+    "end_drain": lambda rank, _: rank.end_drain(),
     "move": lambda rank, a: rank.move(a[0], a[1]),
     "compact": lambda rank, a: rank.compact(a[0], a[1]),
     "device": lambda rank, _: rank.device(),
@@ -441,12 +441,12 @@ class Ranks:
 
     Attributes:
         mappings: number of driver mappings of the rank with the most, at the last poll.
-        resting: at the last poll, a sleeping rank waited for `rested`.
+        draining: at the last poll, a sleeping rank waited for `end_drain`.
     """
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
-        self.mappings, self.resting = 0, False
+        self.mappings, self.draining = 0, False
         self._lock = threading.Lock()  # protects the results of `poll`
         self._free: int | None = None
         self._heard, self._growths = False, 0
@@ -524,7 +524,7 @@ class Ranks:
         return all(self._all("move", [copies, step]))
 
     def poll(self) -> None:
-        """Polls all ranks; updates `finished`, `free`, `mappings` and `resting`."""
+        """Polls all ranks; updates `finished`, `free`, `mappings` and `draining`."""
         growths = self._growths
         answers = self._all("poll")
         with self._lock:
@@ -534,13 +534,13 @@ class Ranks:
             if growths == self._growths:  # otherwise a growth has a more recent answer
                 self._free = _least(free for _, free, *_ in answers)
             self.mappings = max(mappings for *_, mappings, _ in answers)
-            self.resting = any(resting for *_, resting in answers)
+            self.draining = any(draining for *_, draining in answers)
             self._heard = True
 
-    def rested(self) -> None:
+    def end_drain(self) -> None:
         """Tells sleeping ranks that all memory that no request holds was unmapped."""
-        self._all("rested")
-        self.resting = False
+        self._all("end_drain")
+        self.draining = False
 
     def finished(self) -> dict[int, str | None]:
         """Returns each release that all ranks have ended, once, with an error message or None."""

@@ -138,7 +138,7 @@ class ElasticEngine:
         self._grown = threading.Event()
         self._wake = threading.Event()
         self._stopped = False
-        self._tidy = self._short = self._resting = self._has_more = self._pressed = False
+        self._tidy = self._short = self._paused = self._has_more = self._pressed = False
         self._next = self._reported = self._dense_at = 0.0
         self._signals = Signals(self.quota.signals)
         self._seen: tuple[int, ...] | None = None  # at the last idle check
@@ -309,18 +309,18 @@ class ElasticEngine:
             if not block.ref_cnt and block.block_hash is None and not block.is_null
         )
 
-    def rest(self, resting: bool) -> None:
+    def set_paused(self, paused: bool) -> None:
         """Called when vLLM pauses or resumes; while paused, idle memory is freed at once."""
-        self._resting = resting
+        self._paused = paused
         self._wake.set()
 
-    def give_back_at_rest(self) -> None:
+    def give_back_when_paused(self) -> None:
         """Waits until a paused engine has freed all memory but that of prefixes.
 
         Does nothing if the engine is not paused or requests hold blocks. Called without `lock`.
         """
         with self.lock:
-            if not self._resting or self.used_blocks():
+            if not self._paused or self.used_blocks():
                 return
         try:
             self.settle()
@@ -344,8 +344,8 @@ class ElasticEngine:
         except TimeoutError as error:
             log.warning("vmem: a sleeping engine still has memory: %s", str(error))
         finally:
-            if self.ranks.resting:
-                self.ranks.rested()
+            if self.ranks.draining:
+                self.ranks.end_drain()
 
     # ---- demand ----------------------------------------------------------------------------------
 
@@ -506,7 +506,7 @@ class ElasticEngine:
             if not (woken or called or time.monotonic() >= self._next):
                 return True
             self.tick(called=called)
-            if self.ranks.resting or self.asleep:
+            if self.ranks.draining or self.asleep:
                 self._let_go()
         except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
             log.debug("vmem: the keeper ends: %s", str(error))
@@ -539,7 +539,7 @@ class ElasticEngine:
             # An engine that schedules ahead may never process the output of its last step.
             quiet = self._ended == self._step or force or now > self._busy_until
             at_rest = quiet and not self.used_blocks()
-            long_idle = at_rest and (force or self._resting or now > self._busy_until)
+            long_idle = at_rest and (force or self._paused or now > self._busy_until)
             self._peak.note(now, self._live_blocks())
             if self.holds and at_rest and now > self._busy_until - self.settings.idle + WORTH:
                 self._let_idle(self.holds.expire(self._ended))

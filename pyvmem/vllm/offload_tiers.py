@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An offloading spec with vLLM's tiers (disk, peers) below host memory, and our copies above.
+"""An offloading spec: our copies to host memory, vLLM's tiers (disk, peers) below it.
 
 The tiers run in the scheduler's process, and access host memory only, never the KV cache. Host
 memory is a file in /dev/shm that this process and the workers map. It is unlinked once all have

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteAccount", "join_ledgers", "on_account"]
 
 _CALLS = frozenset(
-    ("room", "take", "mapped", "give", "want", "excess", "has_more", "report", "close")
+    ("room", "take", "end_pending", "give", "want", "excess", "has_more", "report", "close")
 )
 _NUMBERS = frozenset(("limit", "used", "asleep"))
 
@@ -70,9 +70,9 @@ class RemoteAccount:
         """Calls `Account.take` in the rank's process."""
         return bool(self._ask("take", nbytes, handles, free))
 
-    def mapped(self, nbytes: int) -> None:
-        """Calls `Account.mapped` in the rank's process."""
-        self._ask("mapped", nbytes)
+    def end_pending(self, nbytes: int) -> None:
+        """Calls `Account.end_pending` in the rank's process."""
+        self._ask("end_pending", nbytes)
 
     def give(self, nbytes: int, handles: int = 0) -> None:
         """Calls `Account.give` in the rank's process."""

@@ -137,7 +137,7 @@ class _Elastic:
         """
         with self.elastic.lock:
             result = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
-        self.elastic.give_back_at_rest()
+        self.elastic.give_back_when_paused()
         return result
 
     def reset_connector_cache(self) -> bool:
@@ -153,7 +153,7 @@ class _Elastic:
         """
         with self.elastic.lock:
             super().set_pause_state(pause_state)  # type: ignore[misc]
-            self.elastic.rest(pause_state.name != "UNPAUSED")
+            self.elastic.set_paused(pause_state.name != "UNPAUSED")
 
     def shutdown(self) -> None:
         """Stops the keeper, leaves the ledgers and ends the scheduler.

@@ -305,7 +305,7 @@ class ElasticWorker:
         self._rest()
 
     def _rest(self) -> None:
-        if self._memory is not None and not self._memory.rest(_PATIENCE):
+        if self._memory is not None and not self._memory.drain(_PATIENCE):
             log.warning("vmem: a sleeping worker still has the memory of its KV cache")
 
     def shutdown(self) -> None:
@@ -324,7 +324,7 @@ class ElasticWorker:
 def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator[None]:
     """Backs the blocks that the V2 runner uses outside a step, in the ``with`` block.
 
-    Since 0.31, `prepare_dummy_attn` so warms up the kernels of layers with a state.
+    Since 0.31, `prepare_dummy_attn` uses them to warm up the kernels of layers with a state.
     """
     prepare = getattr(runner, "prepare_dummy_attn", None)
     if prepare is None:

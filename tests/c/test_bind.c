@@ -26,7 +26,7 @@ static int fake_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm
     for (size_t j = i; j < i + k; j++)
       if (one(be, &ops[j])) return -EIO;
     if (lose_at-- == 0) {
-      r->lost = k;
+      r->unknown = k;
       return vm_fail_at(-ENOTRECOVERABLE, ops[i].addr, ops[i].bytes, 0, "the GPU failed");
     }
   }

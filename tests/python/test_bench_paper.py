@@ -17,9 +17,10 @@ from pyvmem.bench import cli
 from pyvmem.commands.cli import main
 from vmem_bench.paper import command
 from vmem_bench.paper.driver import Check, checks, costs, section, workloads
+from vmem_bench.paper.our_numbers import block_tokens, reading, slot_tokens, waste
 from vmem_bench.paper.pictures import PICTURES, available, digest, draw
 from vmem_bench.paper.results import NotMeasured, Results
-from vmem_bench.paper.rows import PAPERS, ROWS, SOURCES, block_tokens, reading, slot_tokens, waste
+from vmem_bench.paper.rows import PAPERS, ROWS, SOURCES
 
 ROOT = Path(__file__).parents[2]
 KEPT, PAGE = ROOT / "benchmarks/results", ROOT / "docs/reproduction.md"

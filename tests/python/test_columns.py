@@ -66,9 +66,9 @@ def test_a_scan_is_what_python_would_find(count: int) -> None:
         assert list(rows) == list(columns.needs) == list(map(max, numbers, held))
         assert total == sum(rows) % (1 << 64)
         assert beyond == [i for i in range(count) if numbers[i] > columns.capacity[i]]
-        assert list(columns.held) == held
+        assert list(columns.held_rows) == held
         if most < 1 << 40:  # every second scan is committed
-            columns.held, held = rows, list(rows)
+            columns.held_rows, held = rows, list(rows)
 
 
 def test_every_place_may_be_beyond() -> None:
@@ -85,7 +85,7 @@ def test_as_many_lengths_as_slots() -> None:
 def test_the_first_that_is_no_length_is_named(bad: Any) -> None:
     columns = columns_of(4)
     assert columns.scan([1, True, bad, bad]) == 2
-    assert list(columns.held) == [0, 0, 0, 0]
+    assert list(columns.held_rows) == [0, 0, 0, 0]
     assert columns.scan([1, 0, 0, 0]) == (array("Q", [1, 0, 0, 0]), 1, [0])
 
 
@@ -306,9 +306,9 @@ def test_edits_without_a_call_can_be_taken_back() -> None:
 def test_the_rest_of_a_large_entry_is_not_spare() -> None:
     slots: list[Slot] = []
     columns = columns_of(3, slots)
-    write(slots, mapped=[11, 11, 9], granted=[5, 9, 9], whole=[8, 8, 0], block=[4, 4, 4])
+    write(slots, mapped=[11, 11, 9], granted=[5, 9, 9], large_end=[8, 8, 0], block=[4, 4, 4])
     assert columns.spare == (11 - 8) + (11 - 9)
-    slots[0].whole = 4
+    slots[0].large_end = 4
     assert columns.spare == (11 - 5) + (11 - 9)
 
 
@@ -317,10 +317,10 @@ def test_a_plan_tells_how_far_there_may_be_large_entries() -> None:
     layout = {"block": 4, "slot_bytes": 1 << 20, "tensor_bytes": 1 << 24, "tensors": 1}
     columns = columns_of(3, slots, **layout)
     columns.runs.longest, columns.runs.free = 1, 100
-    write(slots, mapped=[0, 5, 7], granted=[0, 5, 7], whole=[0, 4, 0])
+    write(slots, mapped=[0, 5, 7], granted=[0, 5, 7], large_end=[0, 4, 0])
     columns.scan([PAGE // ROW * pages for pages in (9, 11, 12)])
     assert columns.plan(OpBatch(3).array)
-    assert columns.planned.whole == [8, 4, 12]
+    assert columns.planned.large_end == [8, 4, 12]
 
 
 @pytest.mark.parametrize(

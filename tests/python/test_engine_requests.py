@@ -761,14 +761,14 @@ def test_a_call_that_ends_meanwhile_leaves_a_request_that_was_busy(
             future = cache.swap_out_async(request)
 
             def works_on(key: object) -> bool:
-                request.held, request.calls = State.SWAPPED, ()
+                request.base_state, request.calls = State.SWAPPED, ()
                 return True
 
             with monkeypatch.context() as patch:
                 patch.setattr(cache._background, "works_on", works_on)
                 with pytest.raises(Busy, match="is busy, not running"):
                     cache.swap_in(request)
-            request.held = State.RUNNING
+            request.base_state = State.RUNNING
         assert future.result(WAIT) is None
 
 
@@ -860,7 +860,7 @@ def test_a_request_that_another_thread_ends_has_ended(host: Context) -> None:
                 Request.require(self, state)
                 if self is late:
                     cache.release(request)
-                    self.held, self._slot = request.held, request._slot
+                    self.base_state, self._slot = request.base_state, request._slot
 
         late = Late(request.number, None, request.length, owner=request.owner, _slot=request._slot)
         with pytest.raises(BadHandle, match="has ended"):

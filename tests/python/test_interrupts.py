@@ -2019,7 +2019,7 @@ def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() 
     def call(error: type[BaseException] | None = None) -> None:
         with journal:
             if error is not None:
-                journal.held[made] = None
+                journal.unrecorded[made] = None
                 raise error
 
     for error in (Interrupted, None):

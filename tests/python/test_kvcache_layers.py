@@ -387,10 +387,10 @@ def test_integrity_compares_the_classes(context: Context) -> None:
         assert cache.step(lens) == 0
         cache.check_integrity()
         group = cache._groups[1]
-        group.pager.columns.held[reqid] = group.used_tokens = 2  # true by itself
+        group.pager.columns.held_rows[reqid] = group.used_tokens = 2  # true by itself
         with pytest.raises(IntegrityError, match=rf"slot {reqid}, by group: \[3, 2"):
             cache.check_integrity()
-        group.pager.columns.held[reqid] = group.used_tokens = 3
+        group.pager.columns.held_rows[reqid] = group.used_tokens = 3
         cache.check_integrity()
 
 

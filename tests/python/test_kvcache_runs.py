@@ -21,8 +21,9 @@ from kvcache_helpers import eventually
 import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig
 from pyvmem.kvcache import Budget, runs
-from pyvmem.kvcache.cache import LayeredCache
-from pyvmem.ledger.accounts import Ledger, Participant, device_of
+from pyvmem.kvcache.layered_cache import LayeredCache
+from pyvmem.ledger.accounts import Ledger, device_of
+from pyvmem.ledger.participant import Participant
 from pyvmem.models.shapes import LayerShape
 from pyvmem.plumbing import logs
 
@@ -211,7 +212,9 @@ def test_a_failed_join_is_told_and_the_cache_goes_on(refused: int) -> None:
         else:
             assert isinstance(told.value, pyvmem.NotRecoverable)
             broken = [
-                slot.reqid for slot in cache.snapshot() if cache._groups[0].table[slot.reqid].lost
+                slot.reqid
+                for slot in cache.snapshot()
+                if cache._groups[0].table[slot.reqid].rows_lost
             ]
             assert len(broken) == 1
             cache.free_reqid(broken[0])

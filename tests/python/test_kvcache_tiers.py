@@ -314,7 +314,7 @@ def test_every_driver_call_of_a_move_fails_once(backend: str, count: int) -> Non
                         survived &= call() != -1
                     except VMemError:
                         survived = False
-                    lost = {slot.index for slot in cache._groups[0].table if slot.lost}
+                    lost = {slot.index for slot in cache._groups[0].table if slot.rows_lost}
                     cache.check_integrity()
                     for reqid in {0, 1} - lost:
                         assert whole(cache, reqid, 2 * PART, 500 if reqid else 1)

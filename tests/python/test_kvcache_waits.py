@@ -738,7 +738,7 @@ def test_a_call_within_another_does_not_look(
     looks: list[int] = []
     before_fork = waits.before_fork
 
-    def look(*args: Any, **kwargs: Any) -> waits.Waits:
+    def look(*args: Any, **kwargs: Any) -> waits.Blockers:
         looks.append(1)
         return before_fork(*args, **kwargs)
 

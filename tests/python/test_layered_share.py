@@ -149,7 +149,7 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
             return call
 
         with monkeypatch.context() as patch:
-            patch.setattr(Group, "lending", broken(Group.lending, group))  # of prefixes
+            patch.setattr(Group, "lend_edits", broken(Group.lend_edits, group))  # of prefixes
             patch.setattr(Pager, "populate", broken(Pager.populate, group.pager))  # of forks
             if error is OutOfMemory:
                 assert cache.fork(parent) is None

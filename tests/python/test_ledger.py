@@ -76,7 +76,7 @@ def test_memory_on_its_way_is_not_free_twice(folder: Path) -> None:
     a, b = join(folder, "a"), join(folder, "b")
     assert a.take(2 * GIB, free=3 * GIB)
     assert b.room(free=3 * GIB) == GIB
-    a.mapped(2 * GIB)
+    a.end_pending(2 * GIB)
     assert b.room(free=GIB) == GIB
     a.close()
     b.close()
@@ -218,7 +218,7 @@ def test_a_process_that_stands_still_with_the_lock_stops_nobody(
         assert mine.room() == 0
         assert not mine.has_more()
         assert (mine.limit, mine.excess()) == (100 * GIB, 0)
-        mine.mapped(4 * GIB)
+        mine.end_pending(4 * GIB)
         mine.give(GIB)
         mine.want(1)
         mine.report(in_use=1)
@@ -281,7 +281,7 @@ def test_asks_and_gives_are_signalled(folder: Path, monkeypatch: pytest.MonkeyPa
     assert seen() == (3, 0)
     b.want(GIB)
     assert seen() == (4, 0)
-    b.mapped(2 * GIB)
+    b.end_pending(2 * GIB)
     b.give(GIB)
     assert seen() == (4, 1)
     monkeypatch.setattr(ledger, "_STALE_NS", 0)

@@ -21,7 +21,7 @@ import pyvmem
 from pyvmem import NotSupported
 from pyvmem.hf.shapes import row_shapes
 from pyvmem.kvcache import KVCache, layer_shapes
-from pyvmem.kvcache.cache import cache_of
+from pyvmem.kvcache.layered_cache import cache_of
 from pyvmem.serve import Engine
 from pyvmem.serve.model import LoadedModel
 from pyvmem.serve.trace import Recorder

@@ -112,7 +112,7 @@ def test_what_cannot_be_had_is_said_before(memory: KVMemory) -> None:
     assert pool.prepare(12)
     assert not pool.prepare(16)
     assert pool.take(16) is None
-    assert pool.held == 0
+    assert pool.allocated == 0
     assert pool.take(15) is not None
 
 
@@ -285,7 +285,7 @@ def test_a_gift_is_taken_at_once(memory: KVMemory, tmp_path: Path, clock: Clock)
     """An engine that lacks memory tries again 10 ms after its last round, not 50."""
     with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 9)
-        other.mapped(4 * GRANULE * 9)
+        other.end_pending(4 * GRANULE * 9)
         assert not pool.prepare(4, ask=True)
         assert pool.tick(lambda: 0, lambda _: None)
         other.give(4 * GRANULE)

@@ -38,7 +38,7 @@ def _span(pages: int) -> Span:
 
 
 def _stale(slot: Slot) -> bool:
-    return max(slot.span.pages, slot.head, slot.places.off_device_end) > slot.granted
+    return max(slot.span.pages, slot.head, slot.tier_map.off_device_end) > slot.granted
 
 
 def _losing(slot: Slot) -> bool:
@@ -54,7 +54,7 @@ def _free(table: SlotTable) -> list[Slot]:
 
 
 def _spare(slot: Slot) -> int:
-    if slot.lost or not (slot.job is None or slot.job.takes_pages):
+    if slot.rows_lost or not (slot.job is None or slot.job.takes_pages):
         return 0
     return slot.spare_beyond(0)
 
@@ -74,7 +74,7 @@ def _change(table: SlotTable, rng: random.Random) -> None:
             slot.mapped = rng.randrange(slot.job is not None, 6)
             slot.granted, slot.head = min(slot.granted, slot.mapped), min(slot.head, slot.mapped)
             slot.span = EMPTY
-            slot.places = slot.places.without(slot.mapped, 8)
+            slot.tier_map = slot.tier_map.without(slot.mapped, 8)
         elif what == 4 and slot.active:
             slot.granted = rng.randrange(slot.mapped + 1)
         elif what == 5:
@@ -87,9 +87,9 @@ def _change(table: SlotTable, rng: random.Random) -> None:
         elif what == 7:
             slot.head = rng.randrange(slot.mapped + 1) if rng.random() < 0.3 else 0
         elif what == 8 and slot.mapped >= 2:
-            slot.places = slot.places.put((0, 2, rng.choice([DEVICE, Tier(Location.HOST)])))
+            slot.tier_map = slot.tier_map.put((0, 2, rng.choice([DEVICE, Tier(Location.HOST)])))
         elif what == 9:
-            slot.whole = rng.randrange(slot.mapped + 1) // 2 * 2
+            slot.large_end = rng.randrange(slot.mapped + 1) // 2 * 2
     for one in table:
         for event in one.events:
             event.over |= rng.random() < 0.1
@@ -113,7 +113,7 @@ def _emptiest(table: SlotTable, count: int) -> list[Slot]:
 
 
 def _victims(table: SlotTable) -> list[Slot]:
-    found = [s for s in table if s.job is None and s.mapped > s.granted and not s.lost]
+    found = [s for s in table if s.job is None and s.mapped > s.granted and not s.rows_lost]
     waits = {slot: any(not event.over for event in slot.events) for slot in found}
     return sorted(found, key=lambda s: (s.active, waits[s], s.freed_order, s.index))
 
@@ -198,6 +198,6 @@ def test_pages_that_can_be_unmapped() -> None:
     assert table.columns.spare == 3
     journal.change([[[table[0], table[2]], "mapped", [4, 5]]])
     assert table.columns.spare == 12
-    table.change(table[2], whole=4)
+    table.change(table[2], large_end=4)
     table.change(table[2], active=True, granted=1)
     assert table.columns.spare == 8, "an entry of 2 MiB that its owner has a part of"

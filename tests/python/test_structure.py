@@ -107,7 +107,8 @@ def test_the_modules_of_the_cache_from_below() -> None:
         *("reclaim", "migration", "window", "runs", "growth", "sharing", "prefix_tree"),
         *("host_prefixes", "prefix_cache", "budget", "group", "integrity", "manager", "requests"),
         *("mappings", "steps", "admission", "truncation", "forks", "tiers", "prefix_alloc", "swap"),
-        *("trim", "idle", "common_pages", "waits", "facets", "cache", "distributed"),
+        *("trim", "idle", "common_pages", "waits", "facets", "cache", "layered_cache"),
+        "distributed",
     )
     modules = {name.split(".")[-1] for name in found if name.startswith("pyvmem.kvcache.")}
     assert set(order) == modules
@@ -176,7 +177,7 @@ def test_what_stands_on_the_cache_touches_its_public_names_alone() -> None:
 
 def test_what_stands_on_the_cache_imports_its_public_names_alone() -> None:
     """The package's own, and those of modules that have no state of a cache."""
-    plain = ("budget", "cache", "config", "distributed", "events", "layout")
+    plain = ("budget", "cache", "config", "distributed", "events", "layered_cache", "layout")
     public = {
         module_of(path): ast.literal_eval(ast.unparse(node.value))
         for path in (ROOT / "kvcache").glob("*.py")

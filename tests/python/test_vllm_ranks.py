@@ -297,7 +297,7 @@ def test_the_account_of_another_machine(far: tuple[Server, KVMemory], tmp_path: 
     assert used() == [("e", 0, 7), ("e", 0, 7)]
     assert quota.room() == 4 << 20
     assert quota.take(1 << 20, 1)
-    quota.mapped(1 << 20)
+    quota.end_pending(1 << 20)
     assert used() == [("e", 1 << 20, 7)] * 2
     assert not quota.take(4 << 20, 1)
     assert used() == [("e", 1 << 20, 7)] * 2, "on every machine or on none"

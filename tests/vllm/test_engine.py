@@ -681,7 +681,7 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
         engine.add_request("0", asked, greedy(40))
         for _ in range(5):
             assert engine.step() == []
-        other.mapped(need)
+        other.end_pending(need)
         other.give(need)  # from here on there is memory
         found = []
         while engine.has_unfinished_requests():
@@ -751,7 +751,7 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
             assert engine.step() == []
             time.sleep(0.03)  # a refusal is believed for less
         assert elastic._cached_bytes() == cached
-        other.mapped(other.used)
+        other.end_pending(other.used)
         other.give(other.used)
         while engine.has_unfinished_requests():
             engine.step()
@@ -797,7 +797,7 @@ def test_an_engine_with_a_queue_gives_memory_above_its_share_back(start: Open, l
         assert other.used == part
         while engine.has_unfinished_requests():
             step(queue=0)
-        other.mapped(part)
+        other.end_pending(part)
         other.give(part)
         other.close()
         assert len(found) == sent

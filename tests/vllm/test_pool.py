@@ -267,7 +267,7 @@ def test_an_ask_is_answered_within_two_looks(open_pool: Open, tmp_path: Path) ->
             other.want(wanted)
             looks(2)
             assert other.take(wanted)
-            other.mapped(wanted)
+            other.end_pending(wanted)
             other.want(0)
             for number in range(10):
                 pool.add([7 + number] * 1000, 200)

@@ -43,7 +43,7 @@ def test_an_engine_starts_while_another_has_all_the_memory(
         "full", floor=0, limit=4 * MIB, least=1, virtual=4 * MIB
     )
     assert full.take(4 * MIB)
-    full.mapped(4 * MIB)
+    full.end_pending(4 * MIB)
     ended = threading.Event()
     keeper = threading.Thread(target=gives_back, args=(full, ended))
     try:

@@ -143,7 +143,7 @@ def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) 
         return account.take(need)
 
     assert wait_for(get, 60)
-    account.mapped(need)
+    account.end_pending(need)
     account.give(need - MIB)
     account.want(0)
     assert ask(asked[4]["prompt_token_ids"]) == wanted[4]

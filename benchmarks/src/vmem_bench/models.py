@@ -301,7 +301,7 @@ class _Attend(_Way):
         from pyvmem.attention import Attention, overread_rows
         from pyvmem.hf.latent import absorbed, latent_rank
         from pyvmem.hf.shapes import row_shapes
-        from pyvmem.kvcache.cache import cache_of
+        from pyvmem.kvcache.layered_cache import cache_of
 
         config, device = self.model.config, self.model.device
         tile = overread_rows("fa3", device) if device.type == "cuda" else 0

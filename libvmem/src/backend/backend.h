@@ -21,7 +21,7 @@
 
 #define VM_POOL_DELAY 500000000u /* of the back ends whose memory is costly to take */
 
-/* What open() reports to the core. */
+/* Properties that open() reports to the core. */
 struct vm_be_info {
   struct vmem_info pub;           /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
                                      the rest */
@@ -79,12 +79,12 @@ struct vm_bind_op {
   uint64_t from; /* where the piece begins. Without `bind` its operations may map less: they split an entry */
 };
 
-/* How far a failed `bind` got: operations [0, done) are carried out, [done, done + lost) are in an unknown state, the
- * others are not carried out. */
+/* Progress of a failed `bind`: operations [0, done) are carried out, [done, done + unknown) are in an unknown state,
+ * the others are not carried out. */
 struct vm_bind_result {
-  size_t done, lost;
+  size_t done, unknown;
   /* vm_bind's alone */
-  size_t unmapped; /* operations from `done` on whose ranges are now unmapped; only if lost is 0 */
+  size_t unmapped; /* operations from `done` on whose ranges are now unmapped; only if unknown is 0 */
   size_t failed;   /* operations of the failed call, from `done` on */
 };
 
@@ -131,7 +131,7 @@ struct vm_backend {
    * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
    * where it fills pages in between; then only the opening test calls map and unmap. With one driver
    * call it is all or nothing; for more, and for a driver that fails in the middle, *result says what was
-   * done. -ENOTRECOVERABLE if and only if result->lost. */
+   * done. -ENOTRECOVERABLE if and only if result->unknown. */
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
   /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an

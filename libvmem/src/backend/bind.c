@@ -38,7 +38,7 @@ static int replace(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, str
   }
   if (err != -ENOTRECOVERABLE) return err;
   while (!ops[i].clears) i--; /* the whole piece is in an unknown state */
-  r->lost = r->failed = r->done + r->failed - i;
+  r->unknown = r->failed = r->done + r->failed - i;
   r->done = i;
   r->unmapped = 0;
   return err;
@@ -58,7 +58,7 @@ static int one(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct 
     VM_UNDO(vm_drv_unmap(c, op->addr, op->bytes, op->sparse));
     r->unmapped = 1;
   } else {
-    r->lost = err == -ENOTRECOVERABLE;
+    r->unknown = err == -ENOTRECOVERABLE;
   }
   return err;
 }

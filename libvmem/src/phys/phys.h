@@ -119,7 +119,7 @@ struct vm_pool { /* the slabs of one location and kind */
   struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing to be taken */
   uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
   uint64_t mixed_units;                         /* free ones of chunks in the slabs' mixed_map */
-  uint32_t mixed_slab, mixed_chunk;             /* where the last of them was found: an index, and a chunk of it */
+  uint32_t mixed_slab, mixed_chunk;             /* the last of them that was found: the slab's index, and its chunk */
   struct vm_slab *elist[POOL_LEVELS];
   struct vm_slab *slist;
 };
@@ -242,7 +242,7 @@ struct vm_fill {
   void (*ended)(struct vm_ctx *c, void *owner, int result);
   void *owner;
   size_t nruns;
-  struct vm_run runs[]; /* what it writes */
+  struct vm_run runs[]; /* the memory that it writes */
 };
 
 struct vm_fill *vm_fill_new(struct vm_ctx *c, size_t nruns); /* NULL: no heap */

@@ -393,7 +393,7 @@ static uint32_t head_of(const struct vm_ctx *c, const struct vm_place *place) {
   return (c->chunk_units - place->offset) & (c->chunk_units - 1);
 }
 
-/* How many of the `len` free units that follow the last run are taken: without large entries, all. With them a run does
+/* Number of the `len` free units after the last run to take: without large entries, all. With them a run does
  * not go on where that would keep blocks of addresses from having one: it lies at another offset than they do, or the
  * rest of a block is not free. */
 static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t len, uint32_t n,

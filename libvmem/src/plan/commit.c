@@ -171,10 +171,10 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
 }
 
 /* The length of the stretch from addr on, up to end, that is quarantined, or not, like its first granule. */
-static uint64_t same_fate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, bool *lost) {
+static uint64_t same_fate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, bool *quarantined) {
   uint64_t a = addr;
-  *lost = vm_pte(c, s, a)->flags & PTE_QUARANTINED;
-  while (a < end && !(vm_pte(c, s, a)->flags & PTE_QUARANTINED) == !*lost) a += c->granule;
+  *quarantined = vm_pte(c, s, a)->flags & PTE_QUARANTINED;
+  while (a < end && !(vm_pte(c, s, a)->flags & PTE_QUARANTINED) == !*quarantined) a += c->granule;
   return a - addr;
 }
 
@@ -193,9 +193,9 @@ void vm_plan_take_back(struct vm_ctx *c, struct vm_plan *p) {
     struct vm_piece *piece = VM_AT(p->mapped, struct vm_piece, i);
     uint64_t end = piece->addr + piece->bytes, n;
     for (uint64_t a = piece->addr; a < end; a += n) {
-      bool lost;
-      n = same_fate(c, piece->space, a, end, &lost);
-      if (!lost) vm_ptes_unmap(c, piece->space, a, n);
+      bool quarantined;
+      n = same_fate(c, piece->space, a, end, &quarantined);
+      if (!quarantined) vm_ptes_unmap(c, piece->space, a, n);
     }
     settle(c, piece->handle);
   }

@@ -367,7 +367,7 @@ static int plan_copies(struct evacuation *v) {
   return err;
 }
 
-/* Checks, marks and takes, unless the slab stays; *full: because there is no room. Lock held. */
+/* Marks a slab's pages and takes their new places; *full: set if there is no room for them. Lock held. */
 static int prepare(struct evacuation *v, struct vm_slab *s, const struct survey *survey, bool *full) {
   struct vm_ctx *c = v->c;
   bool known;

@@ -24,7 +24,7 @@ struct vm_seg { /* a run and its address: one driver call */
   uint32_t flags; /* VMEM_MAP_* */
 };
 
-struct vm_piece { /* what commit records */
+struct vm_piece { /* a range for commit to record */
   uint64_t addr, bytes;
   struct vm_space *space;
   uint32_t handle; /* maps: index, 0 = none; fills: the byte */

@@ -36,7 +36,7 @@ static size_t most_maps(const struct vm_ctx *c, const struct vm_list *segs) {
 
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
   size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces) + most_maps(c, &p->joins);
-  n += p->kept.n + p->groups.n; /* shorter than a block; where a group is unmapped by a call of its own */
+  n += p->kept.n + p->groups.n; /* kept runs are shorter than a block; a group may take an unmap of its own */
   for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, VM_AT(p->unmaps, struct vm_piece, i)->bytes);
   return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
 }
@@ -145,7 +145,7 @@ static void quarantine(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
 /* Runs what was pushed. Quarantines whatever a failure leaves in an unknown state. */
 static int run(struct calls *b) {
   int err = b->n ? vm_bind(b->c, b->ops, b->n, &b->r) : 0;
-  for (size_t i = b->r.done; err && i < b->r.done + b->r.lost; i++) {
+  for (size_t i = b->r.done; err && i < b->r.done + b->r.unknown; i++) {
     const struct vm_bind_op *op = &b->ops[i];
     if (b->c->be->bind || op->kind != VM_BIND_REPLACE)
       quarantine(b->c, op->addr, op->bytes);

@@ -151,7 +151,7 @@ uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint
   bool large = p->flags & PTE_LARGE;
   for (; c->large_pages && next < addr + n; next += LARGE_PAGE)
     if (vm_is_entry(c, s, next) != large) n = next - addr;
-  /* What small entries map would get a large one. */
+  /* A range that small entries map would get a large entry. */
   if (!large && vm_is_whole(c, s, addr, (struct vm_run){c->phys->slabs[p->slab], p->unit, (uint32_t)vm_units(c, n)}))
     n -= c->granule;
   return n;

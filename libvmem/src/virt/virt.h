@@ -29,7 +29,7 @@ enum {
                                 the driver unmaps and replaces no part */
 };
 
-#define PTE_MARKS (PTE_START | PTE_CALL | PTE_LARGE) /* where something begins: no part of a granule's state */
+#define PTE_MARKS (PTE_START | PTE_CALL | PTE_LARGE) /* marks of a boundary, not part of a granule's state */
 
 struct vm_pte {
   uint32_t slab; /* index in vm_phys.slabs */
@@ -103,14 +103,14 @@ uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr
 struct vm_fill *vm_space_fill(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* True if a boundary at addr would cut a run in two. */
 bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
-/* Whether a boundary at addr, in the space or at its end, would cut what the driver maps and unmaps as a whole; its
- * address and its size. */
+/* True if a boundary at addr, in the space or at its end, would cut a unit that the driver maps and unmaps as a whole;
+ * *page, *bytes: that unit. */
 bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t *page, uint64_t *bytes);
 /* Bytes from addr on, at most max, with one run behind them (same slab, neighbours, same protection), or nothing. */
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
 /* Granules from addr on whose ptes name units that follow one another, with the same flags of `mask`. */
 uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, uint32_t mask);
-/* Whether a call that maps the run at addr gets large entries: the driver takes the largest that divide address, offset
+/* True if a call that maps the run at addr gets large entries: the driver takes the largest that divide address, offset
  * and length, one size for the whole call. */
 static inline bool vm_is_whole(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, struct vm_run r) {
   return r.slab->large && (s->large || r.slab->pool->large) &&

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
+from vmem_bench.paper.our_numbers import DECODING, reading
 from vmem_bench.paper.results import NotMeasured, Results
-from vmem_bench.paper.rows import DECODING, reading
 from vmem_bench.serving.results import over
 
 __all__ = ["PICTURES", "Picture", "available", "digest", "draw"]

@@ -271,7 +271,7 @@ class Found:
     def _measured(
         self, part: Part, name: str, what: str, unit: str, fraction: float | None
     ) -> None:
-        """A row of each arm, with its rounds; and of elastic over static in the same round."""
+        """Adds a row for each arm over its rounds, and the ratio of elastic to static per round."""
         values = {
             arm: [_value(one, name.rpartition("/")[2], fraction) for one in self.heard[arm]]
             for arm in ARMS

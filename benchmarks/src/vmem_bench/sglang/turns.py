@@ -213,7 +213,7 @@ class Turns:
             )
 
     def run(self, number: int) -> Found:
-        """Runs the engine of a turn to its end, or to the deadline's; what it found, by step.
+        """Runs a turn's engine until it exits or the deadline passes; returns its results by step.
 
         Raises:
             WrongResult: it failed.
@@ -238,13 +238,13 @@ class Turns:
         return found
 
     def close(self) -> None:
-        """Ends the processes that have no turn any more."""
+        """Kills the processes that no turn needs any more."""
         for process in self._ready.values():
             kill_group(process)
 
 
 def _read(out: Path) -> Found:
-    """The steps that ended: one dictionary each, and for rate one of each number of requests."""
+    """Reads the completed steps: a dictionary each; for "rate", one per number of requests."""
     found: Found = {}
     text = out.read_text(encoding="utf-8") if out.exists() else ""
     for line in text.splitlines():

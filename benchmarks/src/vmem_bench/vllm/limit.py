@@ -23,7 +23,7 @@ def measure(command: Command, part: Part) -> None:
     args = command.args
     found: dict[str, Any] = {}
     waited: dict[str, float] = {}  # seconds until a device's memory was within the limit
-    later: dict[str, int] = {}  # the most that was mapped there from then on
+    later: dict[str, int] = {}  # most bytes mapped on a device once it was within the limit
 
     def rows(part: Part) -> None:
         for name, (what, value, unit) in found.items():

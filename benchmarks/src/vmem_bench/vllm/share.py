@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``share`` of `vmem bench vllm`: bursts in turns; shared memory, static parts."""
+"""The part ``share`` of `vmem bench vllm`: alternating bursts, shared or static memory."""
 
 from __future__ import annotations
 

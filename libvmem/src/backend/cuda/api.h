@@ -87,7 +87,7 @@ struct gpu_access { /* CUmemAccessDesc */
 };
 _Static_assert(sizeof(struct gpu_access) == 12, "CUmemAccessDesc");
 
-/* X(name of ours, symbol, required, argument types) */
+/* X(our name, symbol, required, argument types) */
 #define GPU_API(X)                                                                                                     \
   X(init, "cuInit", 1, (unsigned))                                                                                     \
   X(driver_version, "cuDriverGetVersion", 1, (int *))                                                                  \
@@ -148,7 +148,7 @@ struct gpu_api {
 /* Loads and initialises the library. -ENODEV with the reason when there is none. */
 int gpu_api_get(const struct gpu_api **api);
 
-/* Whether there is a libcuda, usable or not. */
+/* True if a libcuda is installed, usable or not. */
 bool gpu_api_present(void);
 
 /* Turns a CUresult into an errno and records it: out of memory is -ENOMEM, all else -EIO. */

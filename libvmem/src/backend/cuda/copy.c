@@ -217,7 +217,7 @@ void gpu_copy_exit(struct gpu *g) {
 /* CUDA's attributes of a host address; zeros if it has none. */
 struct answers {
   unsigned type;
-  gpu_ptr device; /* where kernels of the current context find it */
+  gpu_ptr device; /* its address for kernels of the current context */
   unsigned long long id;
   gpu_ptr start;
   size_t size;

@@ -229,7 +229,7 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   info->pub.slab_size = c->granule;
   info->pool_high = 1ull << 30;
   info->pool_delay = VM_POOL_DELAY;
-  info->fresh_is_zero = false; /* CUDA promises nothing */
+  info->fresh_is_zero = false; /* CUDA does not guarantee that new memory is zero */
   info->one_page_slabs = true;
   info->how = " with cuMemMap";
   info->unreserve_unmaps = false;

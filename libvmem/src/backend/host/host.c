@@ -54,8 +54,8 @@ struct host {
   struct gap *gaps; /* of destroyed slabs, by offset; never adjacent */
   size_t ngaps, cap_gaps;
 
-  pthread_mutex_t lock;                                /* what follows */
-  uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
+  pthread_mutex_t lock;                                /* protects the fields below */
+  uint64_t other_vmas, counted_at, max_vmas, segments; /* compared by room(); the core's last number */
   uint64_t others_at;                                  /* the other contexts' pieces, when it was counted */
   uint64_t next_count;                                 /* ns: earliest recount after a refusal */
   bool recount_due;
@@ -73,13 +73,13 @@ static const char *const source_paths[SOURCES] = {
     [MAX_MAPS] = "/proc/sys/vm/max_map_count",
 };
 
-/* What all contexts share. */
+/* State shared by all contexts. */
 static struct {
-  pthread_mutex_t forks; /* held by a fork; what follows */
+  pthread_mutex_t forks; /* held by a fork; protects the fields below */
   struct host *first;
-  int sources[SOURCES]; /* open while a context is, for the process may run out of descriptors; -1: there is none */
+  int sources[SOURCES];           /* kept open while a context is, as descriptors may run out; -1: none */
   struct vm_available *available; /* the same of others; read in `memory` */
-  pthread_mutex_t memory;         /* what is promised to all; `forks` may be taken in it */
+  pthread_mutex_t memory;         /* protects the promises of all contexts; `forks` may be taken under it */
   pthread_mutex_t counting;       /* MAPS is read by one thread */
 } process = {
     .forks = PTHREAD_MUTEX_INITIALIZER, .memory = PTHREAD_MUTEX_INITIALIZER, .counting = PTHREAD_MUTEX_INITIALIZER};
@@ -88,8 +88,8 @@ static struct {
  * only their growth is used. */
 static uint64_t all_segments; /* atomic */
 
-/* How often this thread holds `forks` or waits for it: a fork in a signal handler must not wait for its own thread.
- * In the child it is 0, even in the middle of the interrupted call. */
+/* Nesting depth of this thread's holds of `forks`, waits included: a fork in a signal handler must not wait for its
+ * own thread. In the child it is 0, even in the middle of the interrupted call. */
 static _Thread_local unsigned forks_held;
 
 static int no_handlers; /* errno of their registration */

@@ -48,7 +48,7 @@ static inline bool nv_before(struct nv_version v, unsigned major, unsigned minor
   return v.minor != minor ? v.minor < minor : v.patch < patch;
 }
 
-/* How the layouts of a branch are known, and from which versions. A driver of any other branch is tried with
+/* Sources of a branch's layouts, and their first versions. A driver of any other branch is tried with
  * care (rm.h). scripts/readme_branches.py writes this table into docs/compatibility.md. */
 enum nv_evidence { NV_TABLE = 1 /* gVisor's */, NV_SOURCES /* NVIDIA's */, NV_RUN /* sources, and hardware */ };
 static const struct nv_branch {

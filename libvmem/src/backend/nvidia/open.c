@@ -39,7 +39,7 @@ static int refuse_vgpu(struct rm *rm, uint32_t object, const char *name) {
   return v.mode == NV0080_VIRTUALIZATION_VGX ? vm_fail(-ENODEV, "%s is a vGPU, not supported", name) : 0;
 }
 
-/* Drivers without the class know no confidential computing, so errors mean "off". */
+/* Drivers without the class do not support confidential computing, so errors mean "off". */
 static int refuse_confidential(struct rm *rm) {
   struct nvcb33_alloc params = {rm->client};
   struct nvcb33_capabilities c = {0};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Without CUDA: a /dev/nvidia-uvm of our own, on which each GPU and an address space of ours are registered,
- * as CUDA does on its own descriptor. The address space belongs to UVM: RM does not touch its page
+ * Without CUDA: opens /dev/nvidia-uvm and registers each GPU and an address space on it, as CUDA does on
+ * its own descriptor. The address space belongs to UVM: RM does not touch its page
  * tables.
  */
 #include <errno.h>

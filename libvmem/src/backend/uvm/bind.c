@@ -91,7 +91,7 @@ static int send(struct group *g, const struct nvidia_range *r, const struct vm_b
   addr = b.out_failed_op < g->n ? g->ops[b.out_failed_op].addr : ops[g->first].addr;
   if (err != -EIO) return uvm_fail(err, addr, bytes, "BIND");
   /* Only a GPU failure leaves mappings behind. */
-  result->lost = g->count;
+  result->unknown = g->count;
   return vm_fail_at(-ENOTRECOVERABLE, ops[g->first].addr, bytes, 0,
                     "BIND of %llu bytes at 0x%llx: the GPU failed, and what is mapped there is unknown (EIO)",
                     (unsigned long long)bytes, (unsigned long long)ops[g->first].addr);
