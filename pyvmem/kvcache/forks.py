@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -26,7 +25,7 @@ from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
-from pyvmem.kvcache.truncation import check_kept
+from pyvmem.kvcache.truncation import slots_with
 from pyvmem.memory.ops import OpBatch
 
 __all__ = ["fork_all", "forked"]
@@ -175,19 +174,13 @@ def fork_all(
     The first group chooses the slots, unless `into` does.
     """
     sync_free_slots(groups)
-    parents = []
-    for group in groups:
-        group.sharing.require(FORK, "fork")
-        parent = group.slot(reqid)
-        parents.append(parent)
-        if length is not None:
-            check_kept(operator.index(length), reqid, group.pager.columns.held[parent.index])
-            group.check_back(parent, operator.index(length))
+    groups[0].sharing.require(FORK, "fork")
+    parents, rows, _ = slots_with(groups, reqid, length)
+    if length is not None:
+        for group, parent in zip(groups, parents, strict=True):
+            group.check_back(parent, rows)
     parts: list[_Fork] = []
-    rows = 0
     for group, parent in zip(groups, parents, strict=True):
-        held = group.pager.columns.held
-        rows = held[parent.index] if length is None else operator.index(length)
         if not 1 <= count <= len(group.table.slots):
             raise invalid(
                 f"fork of {count} requests; it must be between 1 and {len(group.table)}",
@@ -278,8 +271,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
     """See `CacheMemory.for_fork`."""
-    slot = groups[0].slot(reqid)
-    check_kept(length, slot.index, max(group.rows[slot.index] for group in groups))
+    slots_with(groups, reqid, length)
     if count < 0:
         raise invalid(f"count is {count}; it must not be negative")
     found = 0

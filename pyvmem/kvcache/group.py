@@ -275,7 +275,7 @@ class Group:
         """Raises InvalidArgument if a request cannot be truncated to `length` tokens."""
         if self.window is not None:
             self.window.check(slot, length)
-        held = self.rows[slot.index]
+        held = self.pager.columns.held[slot.index]
         if self.layout.state and 0 < length < held:
             raise invalid(
                 f"length {length}: reqid {slot.index} has a state of its {held} tokens, which "

@@ -34,7 +34,7 @@ from pyvmem.kvcache.prefix_alloc import empty_slots, kept_slots
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
 from pyvmem.kvcache.trim import begin_trim, can_compact, last_work
-from pyvmem.kvcache.truncation import Truncation
+from pyvmem.kvcache.truncation import planned
 from pyvmem.memory.streams import Work
 
 if TYPE_CHECKING:
@@ -234,10 +234,10 @@ def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Waits:
 
 def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) -> Waits:
     """List the blockers of `KVCache.truncate`; `work`: the last GPU work on the rows."""
-    both = _both(groups, reqid)
     waits: Waits = []
-    blockers = work.pending()
-    for group, slot in both:
+    blockers = [] if work.over else work.pending()
+    for group in groups:
+        slot = group.table.slots[reqid]
         if not 0 <= length < group.pager.columns.held[slot.index]:
             return []
         if slot.job is not None:
@@ -247,7 +247,7 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
             page = group.layout.bytes_for(length) // group.layout.page_size
             if move.ends_after(page):
                 waits += _own(group, slot) + work.pending()
-    if blockers and any(Truncation.of(group, slot, length).unmaps for group, slot in both):
+    if blockers and any(one.unmaps for one in planned(groups, reqid, length)):
         waits += blockers
     return waits
 
