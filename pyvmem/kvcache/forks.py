@@ -20,7 +20,7 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, free_on_abort, prepare
-from pyvmem.kvcache.growth import Source, reclaim_after, reclaim_for
+from pyvmem.kvcache.growth import Needs, Source, reclaim_after, reclaim_for
 from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
@@ -43,7 +43,6 @@ class _Fork:
         group: the group.
         parent: slot of the forked request, without a batch in flight.
         low: end of the pages that the parent shares already.
-        new_pages: physical pages needed for the rows after the shared pages.
         rows: tokens that each new slot begins with.
         nbytes: bytes of these rows, per tensor.
         full: the parent's pages below this are shared from now on.
@@ -56,7 +55,6 @@ class _Fork:
     group: Group
     parent: Slot
     low: int
-    new_pages: int
     rows: int
     nbytes: int
     full: int
@@ -81,14 +79,18 @@ class _Fork:
         full, pages, head, count = self.full, self.pages, parent.head, len(slots)
         sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
         counters = group.counters
-        own: list[Held] = sharing.handles(parent, self.low, full)
+        own: list[Held] = []
+        if full > self.low:
+            own = sharing.handles(parent, self.low, full)
+            sharing.map_pieces(ops, parent, own, replace=True)
         # A request that was forked at many lengths has as many parts; one handle covers all.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
         all_handles = sharing.handles(parent, head, full) if many else []
-        sharing.map_pieces(ops, parent, own, replace=True)
-        self.goals = goals = [pages] * count
+        goals = [pages] * count
         if ahead and pages > full:
-            self.goals = goals = pager.runs.ahead(count, pages, full, head, room)
+            pager.runs.read_free(room=room)
+            goals = pager.columns.goals(goals, [full] * count, [head] * count)
+        self.goals = goals
         self.job = Growth(slots)
         span = parent.span if full >= self.low else parent.shared_part(head, full)
         uses = {span: count}
@@ -179,15 +181,14 @@ def fork_all(
     if length is not None:
         for group, parent in zip(groups, parents, strict=True):
             group.check_back(parent, rows)
+    table = groups[0].table
+    most = len(table.slots)
+    if not 1 <= count <= most:
+        raise invalid(f"fork of {count} requests; it must be between 1 and {most}", limit=most)
+    chosen = None if into is None else _chosen(groups[0], count, into)
     parts: list[_Fork] = []
+    needs: Needs = []
     for group, parent in zip(groups, parents, strict=True):
-        if not 1 <= count <= len(group.table.slots):
-            raise invalid(
-                f"fork of {count} requests; it must be between 1 and {len(group.table)}",
-                limit=len(group.table),
-            )
-        if into is not None:
-            _chosen(group, count, into)
         if group.mover.moves:
             group.mover.finish(parent, work)
         if parent.job is not None or parent.mapped > parent.granted:
@@ -198,22 +199,22 @@ def fork_all(
         full = 0 if layout.state else nbytes // layout.page_size
         new_pages = (pages - full) * count * layout.num_tensors
         low = parent.head + parent.span.pages
-        parts.append(_Fork(group, parent, low, new_pages, rows, nbytes, full, pages))
+        parts.append(_Fork(group, parent, low, rows, nbytes, full, pages))
+        needs.append((group.pager, new_pages))
+    if chosen is None:
+        chosen = table.emptiest(count)
+        if len(chosen) < count:
+            return None
+    reqids = list(map(attrgetter("index"), chosen))
     try:
         for part in parts:
-            chosen = None if into is None else _chosen(part.group, count, into)
-            slots = part.group.sharing.make_empty(count, chosen)
-            if slots is None:
-                return None
-            part.slots = list(slots)
-            into = list(map(attrgetter("index"), slots))
+            part.slots = list(map(part.group.table.slots.__getitem__, reqids))
+            part.group.sharing.empty(part.slots)
     except VMemError as error:
         if groups[0].sharing.is_shortage(error):
             return None
         raise
-    own = groups[0].reclaimer
-    sure = own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.held
-    if not sure and not reclaim_for([(part.group.pager, part.new_pages) for part in parts], {}):
+    if not reclaim_for(needs, {}):
         return None
     for part in () if work.over else parts:
         if part.nbytes > part.low * part.group.layout.page_size:
@@ -222,15 +223,15 @@ def fork_all(
         for part in parts:
             for slot in part.slots:
                 part.group.take(slot)
-    elif not _fork(parts):
+    elif not _fork(parts, needs):
         return None
     for part in parts:
-        part.group.note_peaks()
+        part.group.note_use()
     prepare(groups)
-    return list(into or ())
+    return reqids
 
 
-def _fork(parts: Sequence[_Fork]) -> bool:
+def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
     """Takes the slots and runs the batch; False if memory is short: nothing changed.
 
     Tries with surplus pages first, then without.
@@ -239,11 +240,11 @@ def _fork(parts: Sequence[_Fork]) -> bool:
         NotRecoverable: a rollback failed; the message says if the parent has lost rows.
     """
     first, share, most = parts[0].group, parts[0].group.reclaimer.share, 0
-    taken: list[tuple[Group, Slot]] = []
+    taken: list[tuple[Group, Slot, int]] = []
     for part in parts:
         pieces = 1 + 2 * len(part.parent.places.noted)
         most += pieces + len(part.slots) * (max(_FEW_PARTS, pieces) + 3)
-        taken += zip(repeat(part.group), part.slots)
+        taken += zip(repeat(part.group), part.slots, map(attrgetter("owner"), part.slots))
     free_on_abort(taken)
     for ahead in chain((True, False), repeat(False)):
         room = None if share is None else share.room()
@@ -260,7 +261,6 @@ def _fork(parts: Sequence[_Fork]) -> bool:
             found = [part.mark_broken(error) for part in parts]
             raise next((one for one in found if one is not error), error) from error
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
-            needs = [(part.group.pager, part.new_pages) for part in parts]
             if not ahead and not reclaim_after(needs, {}, error):  # try again without surplus
                 return False
     for part in parts:

@@ -160,8 +160,8 @@ def before_fork(
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
-    empty = table.columns.count(Kind.FREE, Kind.LOSING | Kind.CACHED)
-    if len(groups) == 1 and into is None and empty >= count:
+    none = Kind.LOSING | Kind.CACHED
+    if len(groups) == 1 and into is None and table.columns.count(Kind.FREE, none) >= count:
         return waits  # the chosen slots have no pages
     chosen = table.emptiest(count) if into is None else [table[index] for index in into]
     if len(chosen) == count:
