@@ -25,7 +25,7 @@ from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
-from pyvmem.kvcache.truncation import slots_with
+from pyvmem.kvcache.truncation import kept_rows
 from pyvmem.memory.ops import OpBatch
 
 __all__ = ["fork_all", "forked"]
@@ -177,18 +177,19 @@ def fork_all(
     """
     sync_free_slots(groups)
     groups[0].sharing.require(FORK, "fork")
-    parents, rows, _ = slots_with(groups, reqid, length)
+    index, rows, _ = kept_rows(groups, reqid, length)
     if length is not None:
-        for group, parent in zip(groups, parents, strict=True):
-            group.check_back(parent, rows)
+        for group in groups:
+            group.check_back(group.table.slots[index], rows)
     table = groups[0].table
     most = len(table.slots)
     if not 1 <= count <= most:
         raise invalid(f"fork of {count} requests; it must be between 1 and {most}", limit=most)
     chosen = None if into is None else _chosen(groups[0], count, into)
     parts: list[_Fork] = []
-    needs: Needs = []
-    for group, parent in zip(groups, parents, strict=True):
+    needs = []
+    for group in groups:
+        parent = group.table.slots[index]
         if group.mover.moves:
             group.mover.finish(parent, work)
         if parent.job is not None or parent.mapped > parent.granted:
@@ -271,7 +272,7 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
     """See `CacheMemory.for_fork`."""
-    slots_with(groups, reqid, length)
+    kept_rows(groups, reqid, length)
     if count < 0:
         raise invalid(f"count is {count}; it must not be negative")
     found = 0

@@ -22,13 +22,11 @@ from pyvmem.memory.ops import OpBatch
 if TYPE_CHECKING:
     from pyvmem.memory.reservation import Reservation
 
-__all__ = ["copied", "planned", "slots_with", "truncate"]
+__all__ = ["copied", "kept_rows", "planned", "truncate"]
 
 
-def slots_with(
-    groups: Sequence[Group], reqid: int, length: int | None
-) -> tuple[list[Slot], int, int]:
-    """Returns a request's slots, one of each group, the tokens to keep, and those that it holds.
+def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[int, int, int]:
+    """Returns the index of a request's slots, the tokens to keep, and those that it holds.
 
     Args:
         groups: groups of the cache.
@@ -43,13 +41,15 @@ def slots_with(
     rows = held if length is None else operator.index(length)
     if not 0 <= rows <= held:
         raise invalid(f"length {rows}: reqid {index} holds {held} tokens", limit=held)
-    return [group.table.slots[index] for group in groups], rows, held
+    return index, rows, held
 
 
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """Implements `KVCache.truncate`, in all groups or in none. Returns 0 or -1."""
-    slots, rows, held = slots_with(groups, reqid, length)
-    for group, slot in zip(groups, slots, strict=True):
+    index, rows, held = kept_rows(groups, reqid, length)
+    slots = []
+    for group in groups:
+        slots.append(slot := group.table.slots[index])
         group.check_back(slot, rows)
     if rows == held:
         _give_back_overread(list(zip(groups, slots, strict=True)), rows, work)
@@ -81,9 +81,9 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
 
 
 def planned(groups: Sequence[Group], reqid: int, length: int) -> list[Truncation]:
-    """Plans a truncation in each group; raises as `slots_with` does."""
-    slots = slots_with(groups, reqid, length)[0]
-    return [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
+    """Plans a truncation in each group; raises as `kept_rows` does."""
+    index, rows, _ = kept_rows(groups, reqid, length)
+    return [Truncation.of(group, group.table.slots[index], rows) for group in groups]
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
