@@ -160,14 +160,15 @@ def before_fork(
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
-    none = Kind.LOSING | Kind.CACHED
-    if len(groups) == 1 and into is None and table.columns.count(Kind.FREE, none) >= count:
-        return waits  # the chosen slots have no pages
-    chosen = table.emptiest(count) if into is None else [table[index] for index in into]
+    chosen = into
+    if chosen is None:  # the call will choose slots that have no pages in the first group
+        chosen = table.columns.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)[:count]
+        if len(chosen) < count:
+            chosen = list(map(attrgetter("index"), table.emptiest(count)))
     if len(chosen) == count:
         for group in groups:
-            for one in chosen:
-                slot = group.table.slots[one.index]
+            for index in chosen:
+                slot = group.table.slots[index]
                 if slot.job is not None or slot.mapped:
                     waits += _emptied(group, slot)
     return waits
