@@ -20,7 +20,7 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, free_on_abort, prepare
-from pyvmem.kvcache.growth import Needs, Source, reclaim_after, reclaim_for
+from pyvmem.kvcache.growth import Needs, reclaim_after, reclaim_for
 from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
@@ -79,10 +79,8 @@ class _Fork:
         full, pages, head, count = self.full, self.pages, parent.head, len(slots)
         sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
         counters = group.counters
-        own: list[Held] = []
-        if full > self.low:
-            own = sharing.handles(parent, self.low, full)
-            sharing.map_pieces(ops, parent, own, replace=True)
+        layout, size = group.layout, group.layout.page_size
+        own: list[Held] = sharing.handles(parent, self.low, full) if full > self.low else []
         # A request that was forked at many lengths has as many parts; one handle covers all.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
         all_handles = sharing.handles(parent, head, full) if many else []
@@ -96,6 +94,7 @@ class _Fork:
         uses = {span: count}
         blocks: list[Block] = []
         if own:
+            sharing.map_pieces(ops, parent, own, replace=True)
             parts, whole = list(span.parts), parent.whole
             for handle, low, high, tier in own:
                 blocks.append(Block(handle, high - low, [], tier, holders=1 + count))
@@ -105,7 +104,7 @@ class _Fork:
             span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
             edits += ([parent, "span", span], [parent, "whole", whole])
         edits += reclaimer.shared.using(uses, uses, blocks)
-        capacity, rows = group.layout.capacity(pages), pager.columns.held
+        capacity, rows = layout.capacity(pages), pager.columns.held
         owners = []
         for slot in slots:
             owners.append(slot.owner + 1)
@@ -113,14 +112,28 @@ class _Fork:
             if many:
                 sharing.map_pieces(ops, slot, all_handles)
             else:
-                at = slot.addr + head * group.layout.page_size
-                sharing.map_at(ops, at, group.layout.tensor_bytes, span)
+                sharing.map_at(ops, slot.addr + head * size, layout.tensor_bytes, span)
         if pages > full:
-            source = Source(parent.addr, group.layout.tensor_bytes, self.nbytes)
             self.job.pieces = list(zip(slots, repeat(full), goals))
-            self.job.new_pages = (sum(goals) - full * count) * group.layout.num_tensors
+            self.job.new_pages = (sum(goals) - full * count) * layout.num_tensors
+            contents = {}
+            if copied := self.nbytes - full * size:
+                contents = {
+                    "copy_from": parent.addr + full * size,
+                    "copy_stride": layout.tensor_bytes,
+                    "copy_bytes": copied,
+                }
             for slot, low, high in self.job.pieces:
-                pager.populate(ops, slot, low, high, source)
+                ops.populate(
+                    slot.addr + low * size,
+                    (high - low) * size,
+                    layout.num_tensors,
+                    layout.tensor_bytes,
+                    size,
+                    not group.config.zero_fill and not copied,
+                    spread=True,
+                    **contents,
+                )
         places = parent.places
         if places.noted:
             places = places.within(head, full)
