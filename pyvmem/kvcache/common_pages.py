@@ -78,9 +78,10 @@ class CommonPages:
                 group.sharing.adopt(slot, handles, [], unit)
                 group.table.change(slot, writer=True)
                 self._span = slot.span
-                others = group.sharing.make_empty(config.max_batch - 1)
-                if others is None:
+                others = group.table.emptiest(config.max_batch - 1)
+                if len(others) < config.max_batch - 1:
                     raise invalid(f"map_common_pages({tokens}): a slot is retired or taken")
+                group.sharing.empty(others)
                 if others:
                     lend([Loan(group, one, self._span, 0) for one in others])
             except VMemError:  # for other exceptions the journal undoes everything
@@ -107,7 +108,7 @@ class CommonPages:
             group.reclaimer.lend(self._span)  # the slot may hold the last reference
             if slot.active:
                 free(groups, reqid, None, None, None)
-            group.sharing.empty(slot)
+            group.sharing.empty([slot])
             lend([Loan(group, slot, self._span, 0)])
             group.reclaimer.lend(EMPTY)
         self.idle.add(reqid)

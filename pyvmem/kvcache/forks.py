@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -21,12 +20,12 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, free_on_abort, prepare
-from pyvmem.kvcache.growth import Source, reclaim_after, reclaim_for
+from pyvmem.kvcache.growth import Needs, reclaim_after, reclaim_for
 from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
-from pyvmem.kvcache.truncation import check_kept
+from pyvmem.kvcache.truncation import kept_rows
 from pyvmem.memory.ops import OpBatch
 
 __all__ = ["fork_all", "forked"]
@@ -44,7 +43,6 @@ class _Fork:
         group: the group.
         parent: slot of the forked request, without a batch in flight.
         low: end of the pages that the parent shares already.
-        new_pages: physical pages needed for the rows after the shared pages.
         rows: tokens that each new slot begins with.
         nbytes: bytes of these rows, per tensor.
         full: the parent's pages below this are shared from now on.
@@ -57,7 +55,6 @@ class _Fork:
     group: Group
     parent: Slot
     low: int
-    new_pages: int
     rows: int
     nbytes: int
     full: int
@@ -82,19 +79,22 @@ class _Fork:
         full, pages, head, count = self.full, self.pages, parent.head, len(slots)
         sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
         counters = group.counters
-        own: list[Held] = sharing.handles(parent, self.low, full)
+        layout, size = group.layout, group.layout.page_size
+        own: list[Held] = sharing.handles(parent, self.low, full) if full > self.low else []
         # A request that was forked at many lengths has as many parts; one handle covers all.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
         all_handles = sharing.handles(parent, head, full) if many else []
-        sharing.map_pieces(ops, parent, own, replace=True)
-        self.goals = goals = [pages] * count
+        goals = [pages] * count
         if ahead and pages > full:
-            self.goals = goals = pager.runs.ahead(count, pages, full, head, room)
+            pager.runs.read_free(room=room)
+            goals = pager.columns.goals(goals, [full] * count, [head] * count)
+        self.goals = goals
         self.job = Growth(slots)
         span = parent.span if full >= self.low else parent.shared_part(head, full)
         uses = {span: count}
         blocks: list[Block] = []
         if own:
+            sharing.map_pieces(ops, parent, own, replace=True)
             parts, large_end = list(span.parts), parent.large_end
             for handle, low, high, tier in own:
                 blocks.append(Block(handle, high - low, [], tier, holders=1 + count))
@@ -104,7 +104,7 @@ class _Fork:
             span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
             edits += ([parent, "span", span], [parent, "large_end", large_end])
         edits += reclaimer.shared.use_edits(uses, uses, blocks)
-        capacity, rows = group.layout.capacity(pages), pager.columns.held_rows
+        capacity, rows = layout.capacity(pages), pager.columns.held_rows
         owners = []
         for slot in slots:
             owners.append(slot.owner + 1)
@@ -112,14 +112,28 @@ class _Fork:
             if many:
                 sharing.map_pieces(ops, slot, all_handles)
             else:
-                at = slot.addr + head * group.layout.page_size
-                sharing.map_at(ops, at, group.layout.tensor_bytes, span)
+                sharing.map_at(ops, slot.addr + head * size, layout.tensor_bytes, span)
         if pages > full:
-            source = Source(parent.addr, group.layout.tensor_bytes, self.nbytes)
             self.job.pieces = list(zip(slots, repeat(full), goals))
-            self.job.new_pages = (sum(goals) - full * count) * group.layout.num_tensors
+            self.job.new_pages = (sum(goals) - full * count) * layout.num_tensors
+            contents = {}
+            if copied := self.nbytes - full * size:
+                contents = {
+                    "copy_from": parent.addr + full * size,
+                    "copy_stride": layout.tensor_bytes,
+                    "copy_bytes": copied,
+                }
             for slot, low, high in self.job.pieces:
-                pager.populate(ops, slot, low, high, source)
+                ops.populate(
+                    slot.addr + low * size,
+                    (high - low) * size,
+                    layout.num_tensors,
+                    layout.tensor_bytes,
+                    size,
+                    not group.config.zero_fill and not copied,
+                    spread=True,
+                    **contents,
+                )
         tier_map = parent.tier_map
         if tier_map.noted:
             tier_map = tier_map.within(head, full)
@@ -175,26 +189,20 @@ def fork_all(
     The first group chooses the slots, unless `into` does.
     """
     sync_free_slots(groups)
-    parents = []
-    for group in groups:
-        group.sharing.require(FORK, "fork")
-        parent = group.slot(reqid)
-        parents.append(parent)
-        if length is not None:
-            check_kept(operator.index(length), reqid, group.pager.columns.held_rows[parent.index])
-            group.check_back(parent, operator.index(length))
+    groups[0].sharing.require(FORK, "fork")
+    index, rows, _ = kept_rows(groups, reqid, length)
+    if length is not None:
+        for group in groups:
+            group.check_back(group.table.slots[index], rows)
+    table = groups[0].table
+    most = len(table.slots)
+    if not 1 <= count <= most:
+        raise invalid(f"fork of {count} requests; it must be between 1 and {most}", limit=most)
+    chosen = None if into is None else _chosen(groups[0], count, into)
     parts: list[_Fork] = []
-    rows = 0
-    for group, parent in zip(groups, parents, strict=True):
-        held = group.pager.columns.held_rows
-        rows = held[parent.index] if length is None else operator.index(length)
-        if not 1 <= count <= len(group.table.slots):
-            raise invalid(
-                f"fork of {count} requests; it must be between 1 and {len(group.table)}",
-                limit=len(group.table),
-            )
-        if into is not None:
-            _chosen(group, count, into)
+    needs = []
+    for group in groups:
+        parent = group.table.slots[index]
         if group.mover.moves:
             group.mover.finish(parent, work)
         if parent.job is not None or parent.mapped > parent.granted:
@@ -205,24 +213,22 @@ def fork_all(
         full = 0 if layout.state else nbytes // layout.page_size
         new_pages = (pages - full) * count * layout.num_tensors
         low = parent.head + parent.span.pages
-        parts.append(_Fork(group, parent, low, new_pages, rows, nbytes, full, pages))
+        parts.append(_Fork(group, parent, low, rows, nbytes, full, pages))
+        needs.append((group.pager, new_pages))
+    if chosen is None:
+        chosen = table.emptiest(count)
+        if len(chosen) < count:
+            return None
+    reqids = list(map(attrgetter("index"), chosen))
     try:
         for part in parts:
-            chosen = None if into is None else _chosen(part.group, count, into)
-            slots = part.group.sharing.make_empty(count, chosen)
-            if slots is None:
-                return None
-            part.slots = list(slots)
-            into = list(map(attrgetter("index"), slots))
+            part.slots = list(map(part.group.table.slots.__getitem__, reqids))
+            part.group.sharing.empty(part.slots)
     except VMemError as error:
         if groups[0].sharing.is_shortage(error):
             return None
         raise
-    own = groups[0].reclaimer
-    sure = (
-        own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.device_pages
-    )
-    if not sure and not reclaim_for([(part.group.pager, part.new_pages) for part in parts], {}):
+    if not reclaim_for(needs, {}):
         return None
     for part in () if work.over else parts:
         if part.nbytes > part.low * part.group.layout.page_size:
@@ -231,15 +237,15 @@ def fork_all(
         for part in parts:
             for slot in part.slots:
                 part.group.take(slot)
-    elif not _fork(parts):
+    elif not _fork(parts, needs):
         return None
     for part in parts:
-        part.group.note_peaks()
+        part.group.note_use()
     prepare(groups)
-    return list(into or ())
+    return reqids
 
 
-def _fork(parts: Sequence[_Fork]) -> bool:
+def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
     """Takes the slots and runs the batch; False if memory is short: nothing changed.
 
     Tries with surplus pages first, then without.
@@ -248,11 +254,11 @@ def _fork(parts: Sequence[_Fork]) -> bool:
         NotRecoverable: a rollback failed; the message says if the parent has lost rows.
     """
     first, share, most = parts[0].group, parts[0].group.reclaimer.share, 0
-    taken: list[tuple[Group, Slot]] = []
+    taken: list[tuple[Group, Slot, int]] = []
     for part in parts:
         pieces = 1 + 2 * len(part.parent.tier_map.noted)
         most += pieces + len(part.slots) * (max(_FEW_PARTS, pieces) + 3)
-        taken += zip(repeat(part.group), part.slots)
+        taken += zip(repeat(part.group), part.slots, map(attrgetter("owner"), part.slots))
     free_on_abort(taken)
     for ahead in chain((True, False), repeat(False)):
         room = None if share is None else share.room()
@@ -269,7 +275,6 @@ def _fork(parts: Sequence[_Fork]) -> bool:
             found = [part.mark_broken(error) for part in parts]
             raise next((one for one in found if one is not error), error) from error
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
-            needs = [(part.group.pager, part.new_pages) for part in parts]
             if not ahead and not reclaim_after(needs, {}, error):  # try again without surplus
                 return False
     for part in parts:
@@ -280,8 +285,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
     """See `CacheMemory.for_fork`."""
-    slot = groups[0].slot(reqid)
-    check_kept(length, slot.index, max(group.rows[slot.index] for group in groups))
+    kept_rows(groups, reqid, length)
     if count < 0:
         raise invalid(f"count is {count}; it must not be negative")
     found = 0

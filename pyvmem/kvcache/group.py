@@ -275,7 +275,7 @@ class Group:
         """Raises InvalidArgument if a request cannot be truncated to `length` tokens."""
         if self.window is not None:
             self.window.check(slot, length)
-        held = self.rows[slot.index]
+        held = self.pager.columns.held_rows[slot.index]
         if self.layout.state and 0 < length < held:
             raise invalid(
                 f"length {length}: reqid {slot.index} has a state of its {held} tokens, which "
@@ -285,7 +285,7 @@ class Group:
 
     def take(self, slot: Slot) -> None:
         """Gives a free slot to a new owner; freed again if the current call fails."""
-        free_on_abort([(self, slot)])
+        free_on_abort([(self, slot, slot.owner)])
         self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
@@ -395,18 +395,13 @@ class Group:
 
     # ---- sums of the records ---------------------------------------------------------------------
 
-    @property
-    def active_pages(self) -> int:
-        """Physical device pages that requests own; shared pages count once."""
-        return self._use()[0]
+    def note_use(self) -> tuple[int, int]:
+        """Updates the peaks of use and waste, and returns what requests use now.
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of device rows that hold tokens; shared rows count once, slid ones not at all."""
-        return self._use()[1]
-
-    def _use(self) -> tuple[int, int]:
-        """Returns `active_pages` and `used_bytes`."""
+        Returns:
+            Physical device pages that requests own, and the bytes of device rows that hold tokens.
+            Shared rows count once, rows that left a window not at all.
+        """
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         off_device, elsewhere = 0, 0
         if any(reclaimer.off_device.values()):
@@ -414,17 +409,19 @@ class Group:
                 reclaimer.own_off_device = self.own_off_device()
             off_device, slots = reclaimer.own_off_device
             elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
-        pages = self.pager.used_pages - off_device
+        # Shared pages count once, and those outside the device or before a window not at all.
+        less = reclaimer.slid + shared.uses + shared.off_device_uses - shared.used
+        pages = self.pager.granted_pages - less - off_device
         # Rows of all requests: one per token, or one state per request.
         rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
-        used = rows * self.token_bytes - elsewhere
-        gone = shared.off_device_uses
-        if self.window is not None:
-            gone += reclaimer.slid
-        if gone or shared.used:
-            used = max(0, used - (gone + shared.uses - shared.used) * self.page_bytes)
+        used = max(0, rows * self.token_bytes - elsewhere - less * self.page_bytes)
         if shared.used or shared.off_device_uses:
             used = min(used, pages * self.page_bytes)
+        counters, wasted = self.counters, pages * self.page_bytes - used
+        if used > counters.peak_used:
+            counters.peak_used = used
+        if wasted > counters.peak_wasted:
+            counters.peak_wasted = wasted
         return pages * self.layout.num_tensors, used
 
     def own_off_device(self) -> tuple[int, list[Slot]]:
@@ -444,16 +441,6 @@ class Group:
         """Returns the bytes per tensor of the slot's rows in them; the last page may be partial."""
         size, end = self.layout.page_size, self.layout.bytes_for(self.rows[slot.index])
         return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
-
-    def note_peaks(self) -> None:
-        """Updates the peaks of use and waste."""
-        counters = self.counters
-        pages, used = self._use()
-        wasted = pages * self.layout.page_size - used
-        if used > counters.peak_used:
-            counters.peak_used = used
-        if wasted > counters.peak_wasted:
-            counters.peak_wasted = wasted
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
@@ -631,12 +618,14 @@ class Loan(NamedTuple):
     head: int
 
 
-def free_on_abort(taken: Sequence[tuple[Group, Slot]]) -> None:
-    """Frees slots that the current call is about to take, if it fails; waits for their batches."""
-    before = [(group, slot, slot.owner) for group, slot in taken]
+def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
+    """Frees slots that the current call is about to take, if it fails; waits for their batches.
+
+    `taken`: the slots, and their owner numbers before the call.
+    """
 
     def free() -> None:
-        found = [one for one in before if one[1].active and one[1].owner == one[2] + 1]
+        found = [one for one in taken if one[1].active and one[1].owner == one[2] + 1]
         for group, slot, _ in found:
             if isinstance(slot.job, Growth):
                 with suppress(VMemError):
@@ -670,7 +659,7 @@ def lend(loans: Sequence[Loan]) -> None:
     by_group: dict[Group, list[Loan]] = {}
     for loan in loans:
         by_group.setdefault(loan.group, []).append(loan)
-    free_on_abort([loan[:2] for loan in loans])
+    free_on_abort([(group, slot, slot.owner) for group, slot, *_ in loans])
     for group, own in by_group.items():
         edits += group.lend_edits(own)
     try:

@@ -42,7 +42,6 @@ __all__ = [
     "OPS",
     "Needs",
     "Pager",
-    "Source",
     "Want",
     "reclaim_after",
     "can_reclaim_for",
@@ -63,20 +62,6 @@ _SPREAD = _native.constant("VMEM_OP_SPREAD")
 _DIRTY = _native.constant("VMEM_OP_DIRTY")
 
 _log = logging.getLogger(__name__)
-
-
-class Source(NamedTuple):
-    """Initial contents of new pages: rows to copy, at the same offsets as in the slot.
-
-    Attributes:
-        addr: address that corresponds to page 0 of the slot in tensor 0.
-        stride: bytes between tensors.
-        nbytes: bytes from `addr` to the end of the rows; the rest of the pages is zeroed.
-    """
-
-    addr: int
-    stride: int
-    nbytes: int
 
 
 class Pager:
@@ -251,7 +236,8 @@ class Pager:
         Returns:
             The growth, not yet recorded, and the deferred fills.
         """
-        ops, tensors = self.ops, self.layout.num_tensors
+        ops, layout = self.ops, self.layout
+        size, tensors, dirty = layout.page_size, layout.num_tensors, not self._zero_fill
         job = Growth([slot for slot, _ in want])
         late: list[Piece] = []
         for place, (slot, pages) in enumerate(want):
@@ -260,49 +246,26 @@ class Pager:
                 high = pages if goals is None else goals[place]
                 job.pieces.append((slot, low, high))
                 job.new_pages += (high - low) * tensors
-                self.populate(ops, slot, low, high)
+                at, nbytes = slot.addr + low * size, (high - low) * size
+                ops.populate(at, nbytes, tensors, layout.tensor_bytes, size, dirty, spread=True)
             if not slot.active:
                 continue
             job.grants.append((slot, slot.owner, pages))
             if low <= granted:
                 continue
             job.reused_pages += (min(pages, low) - granted) * tensors
-            dirty = min(pages, slot.dirty)
-            if dirty <= granted:
+            end = min(pages, slot.dirty)
+            if end <= granted:
                 continue
             slot.events = prune(slot.events)
             if not self._zero_fill:
                 job.handover.extend(slot.events)
             elif slot.events:
-                late.append((slot, granted, dirty))
+                late.append((slot, granted, end))
                 after.extend(slot.events)
             else:
-                job.zeroed_pages += self.fill(ops, [(slot, granted, dirty)])
+                job.zeroed_pages += self.fill(ops, [(slot, granted, end)])
         return job, late
-
-    def populate(
-        self, ops: OpBatch, slot: Slot, low: int, high: int, source: Source | None = None
-    ) -> None:
-        """Adds to `ops` new pages [low, high), filled from `source` or with zeros."""
-        layout = self.layout
-        size, contents = layout.page_size, {}
-        copied = 0 if source is None else min(high * size, source.nbytes) - low * size
-        if source is not None and copied > 0:
-            contents = {
-                "copy_from": source.addr + low * size,
-                "copy_stride": source.stride,
-                "copy_bytes": copied,
-            }
-        ops.populate(
-            slot.addr + low * size,
-            (high - low) * size,
-            layout.num_tensors,
-            layout.tensor_bytes,
-            size,
-            not self._zero_fill and not contents,
-            spread=True,
-            **contents,
-        )
 
     def fill(self, ops: OpBatch, pieces: Sequence[Piece]) -> int:
         """Adds zero-fills to `ops`; returns their number of physical pages."""

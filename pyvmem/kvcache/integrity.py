@@ -70,9 +70,8 @@ def snapshot(group: Group) -> list[SlotInfo]:
 def stats(group: Group) -> CacheStats:
     """Returns the present state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
-    group.note_peaks()  # an interrupted call may have left that out
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
-    active_pages, used = group.active_pages, group.used_bytes
+    active_pages, used = group.note_use()  # an interrupted call may have left that out
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     waits = counters.waits.struct

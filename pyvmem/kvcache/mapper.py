@@ -175,7 +175,8 @@ class Scratch:
         Raises:
             VMemError: none are available.
         """
-        self.retry()
+        if self._full:
+            self.retry()
         kept = self._kept
         if kept is not None:
             journal = self._mapper.journal
@@ -187,9 +188,13 @@ class Scratch:
 
     def give(self, addresses: Reservation) -> None:
         """Returns unmapped addresses to the cache of reservations, unless they were left."""
+        self._mapper.journal.change(self.give_edits(addresses))
+
+    def give_edits(self, addresses: Reservation) -> list[list[Any]]:
+        """Returns the edits of `give`."""
         if self._kept is None and addresses.is_open:  # others are freed at the end of the call
-            journal = self._mapper.journal
-            journal.change([[self, "_kept", addresses], [journal.unrecorded, addresses, ...]])
+            return [[self, "_kept", addresses], [self._mapper.journal.unrecorded, addresses, ...]]
+        return []
 
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()

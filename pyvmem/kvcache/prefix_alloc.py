@@ -88,7 +88,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     prefixes.host.load(slots, held // prefixes.unit, keys)
     for group, slot in both:
         group.enter(slot, length)
-        group.note_peaks()
+        group.note_use()
     with suppress(TooManyMappings, OutOfMemory, NotSupported):  # the request keeps its own pages
         prefixes.record(slots[0], match.ids, PriorWork(None, None))
     return length
@@ -151,7 +151,7 @@ def _begin_with(
                 resumed = resumed and slot.span.pages == span.pages
                 loans.append(Loan(group, slot, span, slot.head))
                 continue
-            group.sharing.make_empty(1, [slot])
+            group.sharing.empty([slot])
             loans.append(Loan(group, slot, span, group.layout.window_page(match.length)))
         lend(loans)
     except VMemError as error:
@@ -161,7 +161,7 @@ def _begin_with(
     prefixes.hand_over(match, slots[0])
     for group, slot, *_ in loans:
         group.enter(slot, match.length)
-        group.note_peaks()
+        group.note_use()
     return resumed
 
 

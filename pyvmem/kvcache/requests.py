@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from pyvmem.kvcache.events import PriorWork
@@ -20,11 +21,12 @@ def sync_free_slots(groups: Sequence[Group]) -> None:
             group.reclaimer.poll()
         if group.pager.growths:
             group.pager.poll()
-    if len(groups) > 1 and len({group.table.free_count for group in groups}) > 1:
+    if len(groups) > 1 and any(map(attrgetter("table.retired"), groups)):
         broken = {slot.index for group in groups for slot in group.table if slot.broken}
         for group in groups:
             for index in broken:
-                group.table.mark_broken(group.table[index])
+                if not group.table[index].broken:
+                    group.table.mark_broken(group.table[index])
 
 
 def alloc(groups: Sequence[Group], seq_len: int) -> int | None:

@@ -110,7 +110,7 @@ class Runs:
     # ---- growth ----------------------------------------------------------------------------------
 
     def read_free(self, kept: int = 0, room: int | None = None) -> None:
-        """Writes the free memory and mappings to `Columns.runs`, for the next `Columns.plan`.
+        """Writes the free memory and mappings to `Columns.runs`, for `plan` and `goals` there.
 
         Args:
             kept: physical pages that the growth must leave free.
@@ -181,17 +181,6 @@ class Runs:
         for place, goal in zip(places, found, strict=True):
             goals[place] = goal
         return goals
-
-    def ahead(self, count: int, pages: int, mapped: int, head: int, room: int | None) -> list[int]:
-        """Returns the pages per tensor to map for each of `count` new requests.
-
-        Each needs `pages` and has `mapped`, from `head` on. `room`: see `read_free`.
-        """
-        goals = [pages] * count
-        if self._columns.runs.longest == 1:
-            return goals
-        self.read_free(room=room)
-        return self._columns.goals(goals, [mapped] * count, [head] * count)
 
     def grown(self, pieces: Sequence[Piece]) -> None:
         """Records new pages; called if the number of mappings is limited."""

@@ -135,42 +135,24 @@ class Sharing:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def make_empty(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
-        """Returns free slots without pages, emptied if necessary; None if too few are free.
-
-        Waits for the GPU work on slots that it must empty.
-
-        Args:
-            count: number of slots.
-            into: `count` free slots to use; None: choose the best fit.
+    def empty(self, slots: Sequence[Slot]) -> None:
+        """Unmaps all pages of free slots; waits for that and for the GPU work on them.
 
         Raises:
-            VMemError: pages of an earlier owner could not be unmapped; see `is_shortage`.
+            OutOfMemory: an unmap could not begin. VMemError: it failed; see `is_shortage`.
         """
-        slots = self.table.emptiest(count) if into is None else into
-        if len(slots) < count:
-            return None
         for slot in slots:
-            if slot.job is not None or slot.mapped or slot.broken:
-                self.empty(slot)
-        return slots
-
-    def empty(self, slot: Slot) -> None:
-        """Unmaps all pages of a free slot; waits for that and for the GPU work on it.
-
-        Raises:
-            OutOfMemory: the unmap could not begin; nothing changed. VMemError: it failed.
-        """
-        self.pager.release(slot)
-        if slot.mapped:
-            self.reclaimer.unmap(slot, 0, now=True)
-            self.pager.release(slot)
-        if slot.mapped or slot.broken:
-            self.reclaimer.raise_errors()
-            raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
+            if slot.job is not None or slot.mapped:
+                self.pager.release(slot)
+            if slot.mapped:
+                self.reclaimer.unmap(slot, 0, now=True)
+                self.pager.release(slot)
+            if slot.mapped or slot.broken:
+                self.reclaimer.raise_errors()
+                raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
-        """Returns whether a failure of `make_empty` or `attach` counts as a shortage of memory.
+        """Returns whether a failure of `empty` or of `lend` counts as a shortage of memory.
 
         They need none of the cache's memory, only some for records and page tables. With several
         ranks, only one rank may lack that, so there it is an error.

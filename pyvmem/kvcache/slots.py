@@ -190,6 +190,7 @@ class SlotTable:
             the progress of background batches. Conditions that would otherwise change a return
             value, such as a driver out of memory, raise instead.
         changes: incremented with every slot taken or given back.
+        retired: a slot has been retired at some time.
         columns: the slot records as C reads them.
     """
 
@@ -199,6 +200,7 @@ class SlotTable:
         self, count: int, journal: Journal, base: int = 0, stride: int = 0, block: int = 0
     ) -> None:
         self.changes = 0
+        self.retired = False
         self._journal = journal
         self.slots = [Slot(i, base + i * stride, block) for i in range(count)]
         self.columns = Columns(self.slots)
@@ -267,6 +269,7 @@ class SlotTable:
 
     def mark_broken(self, slot: Slot) -> None:
         """Retires a slot: it is never allocated again."""
+        self.retired = True
         warn(_log, "slot", "reqid %d is retired: a failed batch was not rolled back", slot.index)
         self.change(slot, broken=True)
 

@@ -98,7 +98,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         group.used_tokens = total
         group.clock += 1
         if reclaimer.shared.blocks or reclaimer.off_device or reclaimer.slid or group.layout.state:
-            group.note_peaks()
+            group.note_use()
         else:  # shortcut: all pages of requests are unshared device pages
             used = total * group.token_bytes
             wasted = group.pager.granted_pages * group.page_bytes - used

@@ -207,6 +207,6 @@ def swap_in(
         group.enter(slot, length)
         if group.window is not None and head:
             group.window.resume(slot, head)
-        group.note_peaks()
+        group.note_use()
     swapped.close(groups[0].journal)
     return found.index

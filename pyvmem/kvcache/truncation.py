@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.checks import invalid
-from pyvmem.kvcache.events import PriorWork, prune, wait_for
+from pyvmem.kvcache.events import PriorWork, wait_for
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.growth import reclaim_for
 from pyvmem.kvcache.pages import Tier
@@ -20,27 +20,36 @@ from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
 
 if TYPE_CHECKING:
-    from pyvmem.kvcache.mapper import Scratch
     from pyvmem.memory.reservation import Reservation
 
-__all__ = ["Truncation", "check_kept", "copied", "truncate"]
+__all__ = ["copied", "kept_rows", "planned", "truncate"]
 
 
-def check_kept(length: int, reqid: int, held: int) -> None:
-    """Raises InvalidArgument unless a request that holds `held` tokens can keep `length`."""
-    if not 0 <= length <= held:
-        raise invalid(f"length {length}: reqid {reqid} holds {held} tokens", limit=held)
+def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[int, int, int]:
+    """Returns the index of a request's slots, the tokens to keep, and those that it holds.
+
+    Args:
+        groups: groups of the cache.
+        reqid: the request.
+        length: tokens to keep; None: all.
+
+    Raises:
+        InvalidArgument: it is not taken, or holds fewer than `length` tokens.
+    """
+    index = groups[0].slot(reqid).index
+    held = groups[0].pager.columns.held_rows[index]
+    rows = held if length is None else operator.index(length)
+    if not 0 <= rows <= held:
+        raise invalid(f"length {rows}: reqid {index} holds {held} tokens", limit=held)
+    return index, rows, held
 
 
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """Implements `KVCache.truncate`, in all groups or in none. Returns 0 or -1."""
-    slots, rows, held = [], operator.index(length), 0
+    index, rows, held = kept_rows(groups, reqid, length)
+    slots = []
     for group in groups:
-        slot = group.slot(reqid)
-        slots.append(slot)
-        held = max(held, group.pager.columns.held_rows[slot.index])
-    check_kept(rows, slots[0].index, held)
-    for group, slot in zip(groups, slots, strict=True):
+        slots.append(slot := group.table.slots[index])
         group.check_back(slot, rows)
     if rows == held:
         _give_back_overread(list(zip(groups, slots, strict=True)), rows, work)
@@ -67,10 +76,14 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 
 def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
     """Implements `CacheMemory.for_truncate`: bytes of new pages that a truncation needs."""
-    slots = [group.slot(reqid) for group in groups]
-    check_kept(length, slots[0].index, max(group.rows[slots[0].index] for group in groups))
-    each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
+    each = planned(groups, reqid, length)
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
+
+
+def planned(groups: Sequence[Group], reqid: int, length: int) -> list[Truncation]:
+    """Plans a truncation in each group; raises as `kept_rows` does."""
+    index, rows, _ = kept_rows(groups, reqid, length)
+    return [Truncation.of(group, group.table.slots[index], rows) for group in groups]
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
@@ -107,7 +120,7 @@ class Truncation:
 
     Attributes:
         rows: tokens kept.
-        first: page in which the first dropped row begins.
+        nbytes: bytes of these rows, per tensor.
         keep: pages that the request keeps.
         shared: pages below this stay shared.
         copied: pages [shared, copied) are replaced by copies.
@@ -122,7 +135,7 @@ class Truncation:
     group: Group
     slot: Slot
     rows: int
-    first: int
+    nbytes: int
     keep: int
     shared: int
     copied: int
@@ -137,7 +150,8 @@ class Truncation:
     def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
         """Plans a truncation to `rows`; no move may be in flight past these rows."""
         layout, tier_map = group.layout, slot.tier_map
-        first, rest = divmod(layout.bytes_for(rows), layout.page_size)
+        nbytes = layout.bytes_for(rows)
+        first, rest = divmod(nbytes, layout.page_size)
         keep = min(layout.pages_for(rows), slot.granted)
         last = slot.head + slot.span.pages
         copied = shared = min(last, first)
@@ -150,18 +164,18 @@ class Truncation:
         pages = copied - shared
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
         return cls(
-            *(group, slot, rows, first, keep, shared, copied, stride, new_pages),
+            *(group, slot, rows, nbytes, keep, shared, copied, stride, new_pages),
             *(max(keep, copied), unmaps, not unmaps and keep < slot.granted),
         )
 
     def copy(self, ops: OpBatch) -> Reservation:
         """Adds to `ops` a copy of the kept part of shared pages; returns its scratch addresses.
 
-        The request's own work must be complete; waits for others' work that wrote the pages.
+        The request's own work must be complete; waits for others' work that wrote shared pages.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
-        for block, *_ in slot.shared_part(self.shared, self.copied).parts:
-            for event in prune(block.events):
+        for block, *_ in slot.span.parts:
+            for event in block.events:
                 wait_for(event)
         addresses = group.scratch.take(self.stride * layout.num_tensors)
         ops.populate(
@@ -172,7 +186,7 @@ class Truncation:
             layout.page_size,
             copy_from=slot.addr + self.shared * layout.page_size,
             copy_stride=layout.tensor_bytes,
-            copy_bytes=layout.bytes_for(self.rows) - self.shared * layout.page_size,
+            copy_bytes=self.nbytes - self.shared * layout.page_size,
         )
         return addresses
 
@@ -185,16 +199,26 @@ class Truncation:
                 self.addresses, nbytes, [*edits, [self, "addresses", None]]
             )
 
-    def unmap(self, ops: OpBatch) -> None:
-        """Adds to `ops`: map the copies over shared pages, and unmap the pages after them."""
+    def unmap(self, ops: OpBatch) -> list[list[Any]]:
+        """Adds to `ops`: map the copies over shared pages, and unmap the pages after them.
+
+        Returns:
+            The edits that belong to it.
+        """
         group, slot, layout = self.group, self.slot, self.group.layout
-        tensors = layout.num_tensors
+        tensors, edits = layout.num_tensors, self._unmap_edits()
         if self.addresses is not None:
             scratch, size = self.addresses.addr, self.stride
+            copies = group.mapper.gather(scratch, size, tensors, size)
+            edits += (
+                [self, "addresses", None],
+                [group.journal.unrecorded, copies, ...],
+                *group.scratch.give_edits(self.addresses),
+            )
             ops.map(
                 slot.addr + self.shared * layout.page_size,
                 size,
-                group.mapper.gather(scratch, size, tensors, size),
+                copies,
                 0,
                 tensors,
                 layout.tensor_bytes,
@@ -211,25 +235,24 @@ class Truncation:
                 layout.tensor_bytes,
                 split=True,
             )
+        return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """Returns the edits of the records; `work`: the last work on the rows."""
+        """Returns the edits that `unmap` does not; `work`: the last work on the rows."""
         group, slot = self.group, self.slot
         edits = group.enter_edits(slot, self.rows)
         if slot.pins:
             edits += group.prefixes.shorten_edits(slot, self.rows)
-        if self.unmaps:
-            edits += self._unmap_edits()
-        elif self.ownerless:
+        if self.ownerless:
             edits += group.disown_edits(slot, self.keep, work.record())
         if group.promoter is not None:
-            edits += group.promoter.forget_edits(slot, self.first)
+            edits += group.promoter.forget_edits(slot, self.nbytes // group.layout.page_size)
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
     def _unmap_edits(self) -> list[list[Any]]:
-        """Returns the edits that belong to `unmap`."""
+        """Returns the edits of the slot and of the counts that belong to `unmap`."""
         group, slot, tier_map = self.group, self.slot, self.slot.tier_map
-        own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
+        own, mapped = max(self.end, slot.head + slot.span.pages), min(slot.mapped, self.end)
         off_device: dict[Tier, int] = {}
         granted = self.keep
         if tier_map.noted:
@@ -243,10 +266,9 @@ class Truncation:
             [slot, "span", kept],
             [slot, "mapped", mapped],
             [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
-            [slot, "large_end", slot.large_end_below(mapped)],
+            [slot, "large_end", slot.large_end_below(mapped) if slot.block else slot.large_end],
             *group.pager.grant_edits(slot, granted),
             *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
-            [self, "addresses", None],
             *group.reclaimer.free_edits(freed, off_device),
         ]
 
@@ -260,32 +282,31 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
     Raises:
         NotRecoverable: the request has lost rows; the message names it. VMemError: nothing changed.
     """
-    begun = [one for one in each if one.unmaps]
-    first = each[0].group
-    if not begun:
-        first.journal.change([edit for one in each for edit in one.edits(work)])
-        return True
-    if not _copy_all([one for one in begun if one.new_pages]):
-        return False
-    ops, after = OpBatch(3 * len(begun)), list[Any]()
-    used: list[tuple[Scratch, Reservation]] = []
-    edits: list[list[Any]] = []
-    try:
-        for one in begun:
-            one.unmap(ops)
+    begun, copies, after = [], [], list[Any]()
+    for one in each:
+        if one.unmaps:
+            begun.append(one)
             after += one.slot.events
-            if one.addresses is not None:
-                used.append((one.group.scratch, one.addresses))
+        if one.new_pages:
+            copies.append(one)
+    if copies and not _copy_all(copies):
+        return False
+    first, edits = each[0].group, list[list[Any]]()
+    try:
         for one in each:
             edits += one.edits(work)
+        if not begun:
+            first.journal.change(edits)
+            return True
+        ops = OpBatch(3 * len(begun))
+        for one in begun:
+            edits += one.unmap(ops)
         first.mapper.commit(edits, ops, after, waits=first.counters.waits)
     except VMemError as error:
         if isinstance(error, NotRecoverable):
             raise _lost(begun, error) from error
         _drop_copies(begun)
         raise
-    for scratch, addresses in used:
-        scratch.give(addresses)
     for one in begun:
         one.group.reclaimer.drop_unheld()
     return True
@@ -293,8 +314,6 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
     """Copies the kept parts of shared pages; False if memory is short: nothing changed."""
-    if not copies:
-        return True
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group

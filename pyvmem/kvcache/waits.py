@@ -34,7 +34,7 @@ from pyvmem.kvcache.prefix_alloc import empty_slots, kept_slots
 from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
 from pyvmem.kvcache.trim import begin_trim, can_compact, last_work
-from pyvmem.kvcache.truncation import Truncation
+from pyvmem.kvcache.truncation import planned
 from pyvmem.memory.streams import Work
 
 if TYPE_CHECKING:
@@ -161,14 +161,15 @@ def before_fork(
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
-    empty = table.columns.count(Kind.FREE, Kind.LOSING | Kind.CACHED)
-    if len(groups) == 1 and into is None and empty >= count:
-        return waits  # the chosen slots have no pages
-    chosen = table.emptiest(count) if into is None else [table[index] for index in into]
+    chosen = into
+    if chosen is None:  # the call will choose slots that have no pages in the first group
+        chosen = table.columns.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)[:count]
+        if len(chosen) < count:
+            chosen = list(map(attrgetter("index"), table.emptiest(count)))
     if len(chosen) == count:
         for group in groups:
-            for one in chosen:
-                slot = group.table.slots[one.index]
+            for index in chosen:
+                slot = group.table.slots[index]
                 if slot.job is not None or slot.mapped:
                     waits += _emptied(group, slot)
     return waits
@@ -235,10 +236,10 @@ def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Blockers:
 
 def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) -> Blockers:
     """List the blockers of `KVCache.truncate`; `work`: the last GPU work on the rows."""
-    both = _both(groups, reqid)
     waits: Blockers = []
-    blockers = work.pending()
-    for group, slot in both:
+    blockers = [] if work.over else work.pending()
+    for group in groups:
+        slot = group.table.slots[reqid]
         if not 0 <= length < group.pager.columns.held_rows[slot.index]:
             return []
         if slot.job is not None:
@@ -248,7 +249,7 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
             page = group.layout.bytes_for(length) // group.layout.page_size
             if move.ends_after(page):
                 waits += _own(group, slot) + work.pending()
-    if blockers and any(Truncation.of(group, slot, length).unmaps for group, slot in both):
+    if blockers and any(one.unmaps for one in planned(groups, reqid, length)):
         waits += blockers
     return waits
 

@@ -214,8 +214,8 @@ class Window:
 
     def follow_edits(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
         """Returns the edits for requests that begin with the rows of another request's window."""
-        noted = [(values, values[parent.index]) for values in (self._next, self._least)]
-        return [[values, slot.index, value] for slot in slots for values, value in noted]
+        columns, index = (self._next, self._least), parent.index
+        return [[values, slot.index, values[index]] for slot in slots for values in columns]
 
     def resume(self, slot: Slot, head: int) -> None:
         """Begins to unmap the pages below `head` of a request that was swapped back in.

@@ -252,8 +252,8 @@ class Context(AddressSpace, Closable):
         reservation._info = RangeInfo._from_c(_native.range_query(self.handle, addr))
         with self._lock:
             self._reservations.add(reservation)
-            warn = not (self._warned or reservation.visible or visible is not None)
-            warn = warn and Caps.VISIBLE in self.info.caps
+            warn = visible is None and Caps.VISIBLE in self.info.caps
+            warn = warn and not (self._warned or reservation.visible)
             self._warned = self._warned or warn
         if warn:
             warn_plain(size)

@@ -8,6 +8,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
@@ -68,6 +69,10 @@ class Reservation(Closable):
 
     _info: RangeInfo
 
+    addr: int = property(  # type: ignore[assignment]
+        attrgetter("_outcome.cell.value"), doc="The first address; 0 before the reserving call."
+    )
+
     def __init__(self, context: Context, outcome: Outcome) -> None:
         self._ending = reentrant_lock()
         self._closed = self._closing = False
@@ -80,11 +85,6 @@ class Reservation(Closable):
     def context(self) -> Context:
         """The context it belongs to."""
         return self._context
-
-    @property
-    def addr(self) -> int:
-        """The first address; 0 before the reserving call."""
-        return self._outcome.value
 
     @property
     def nbytes(self) -> int:

@@ -56,7 +56,7 @@ def free_in_children(lock: RLock) -> None:
 def reentrant_lock() -> RLock:
     """A re-entrant lock that is free in a forked child, whichever thread held it."""
     lock = RLock()
-    free_in_children(lock)
+    _locks.add(lock)
     return lock
 
 

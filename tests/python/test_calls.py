@@ -273,6 +273,29 @@ def test_what_shares_pages_of_several_groups_is_one_batch(context: Context, kind
         cache.check_integrity()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fork_and_a_truncation_of_several_groups(context: Context, kind: str) -> None:
+    with layered_cache_of(context, kind, slots=8) as cache:
+        rows, groups = WINDOW + 2 * ROWS, len(cache.caches)
+        lens = [0] * 8
+        first = cache.alloc_reqid() or 0
+        lens[first] = rows - 5
+        assert cache.step(lens) == 0
+        cache.free_reqid(cache.fork(first) or 0)  # as in an engine that has run for a while
+        cache.trim()
+        lens[first] = rows + ROWS - 5
+        assert cache.step(lens) == 0
+        more = 6 * groups * (context.cuda_device is not None)
+        shared = calls_of(lambda: cache.fork(first))  # what the parent has written is shared now
+        forked = calls_of(lambda: cache.fork(first))
+        assert shared.count <= 37 + 25 * groups + more, shared
+        assert forked.count <= 37 + 13 * groups + more, forked
+        cut = calls_of(lambda: cache.truncate(forked.result, rows - 3))
+        assert cut.result == 0
+        assert cut.count <= 34 + 48 * groups + more, cut
+        cache.check_integrity()
+
+
 def test_a_step_that_is_refused(context: Context) -> None:
     with cache_of(context, pages=64, slots=128, layers=1) as cache:
         lens = [0] * 128
@@ -322,8 +345,8 @@ def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> No
     short = shared(context, 4, 1)
     assert shared(context, 200, 1) == short
     assert shared(context, 4, 16) == short, "for any number of tensors"
-    assert max(short.values()) <= (90 if context.cuda_device is None else 95), short
-    assert short["fork"] <= (60 if context.cuda_device is None else 66), short
+    assert max(short.values()) <= (82 if context.cuda_device is None else 90), short
+    assert short["fork"] <= (57 if context.cuda_device is None else 66), short
 
 
 def freed(context: Context, pages: int, layers: int) -> dict[str, int]:
@@ -358,7 +381,7 @@ def test_a_free_that_records_costs_the_same_for_any_length(context: Context) -> 
     short = freed(context, 4, 1)
     assert freed(context, 100, 1) == short
     assert freed(context, 4, 16) == short, "for any number of tensors"
-    assert max(short.values()) <= (110 if context.cuda_device is None else 112), short
+    assert max(short.values()) <= (102 if context.cuda_device is None else 108), short
 
 
 def truncated(context: Context, pages: int, layers: int) -> dict[str, int]:
@@ -390,9 +413,9 @@ def test_a_truncation_costs_the_same_for_any_length(context: Context) -> None:
     assert truncated(context, 100, 1) == short
     assert truncated(context, 5, 16) == short, "for any number of tensors"
     more = context.cuda_device is not None
-    assert short["own"] <= 35, short
-    assert short["shared"] <= 55 + 5 * more, short
-    assert short["copies"] <= 110 + 5 * more, short
+    assert short["own"] <= 23, short
+    assert short["shared"] <= 39 + 5 * more, short
+    assert short["copies"] <= 79 + 5 * more, short
 
 
 @pytest.mark.parametrize("name", ["none", "torch"])

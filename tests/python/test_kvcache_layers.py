@@ -540,3 +540,14 @@ def test_a_promotion_without_blocks_is_refused(context: Context) -> None:
         begin(cache, 16)
         with pytest.raises(InvalidArgument, match="no slot has a block"):
             cache.promote(0)
+
+
+def test_a_slot_retired_in_one_group_is_used_in_none(context: Context) -> None:
+    """Also if each group has retired as many slots as the others."""
+    with narrow_and_wide(context) as cache:
+        with cache._lock, cache._journal:
+            for index, group in enumerate(cache._groups):
+                group.table.mark_broken(group.table[index])
+        assert cache.alloc_reqid() == 2
+        assert cache.fork(2) is None
+        assert cache.alloc_reqid() is None
