@@ -71,7 +71,9 @@ NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
 # The files of a folder that take longest: begun first, so that no processor waits at the end.
 LONGEST = {
     "tests/python": ("compiled", "serve_identity", "example_engine", "parallel", "interrupts"),
+    "tests/vllm": ("engine", "pool", "bench", "server", "example"),
 }
+ENGINES = 2  # of vLLM side by side: each has a process or two of 1 GB
 LINTED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 TYPED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks/src", "scripts")
 WORDS = 12  # of a command that are shown
@@ -351,7 +353,8 @@ def vllm(session: Session) -> None:
         session.skip("vllm: its environment is not available here (see above)")
         return
     path = f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"
-    call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=path)
+    words = [*side_by_side(min(ENGINES, processors())), *longest_first("tests/vllm")]
+    call(BUILD / "vllm" / python, "-m", "pytest", *options, *words, PYTHONPATH=path)
     if session.long and not can("vllm_setup.py", "ray"):
         session.skip("vllm with Ray: its environment is not available here (see above)")
     elif session.long:
