@@ -68,6 +68,12 @@ C_ON_STOCK_LONG = (
 )
 # A driver and the Debian suite of the kernel, as tests/kernel/manifest/kernels.py has them.
 NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
+# The files of a folder that take longest: begun first, so that no processor waits at the end.
+LONGEST = {
+    "tests/python": ("compiled", "serve_identity", "example_engine", "parallel", "interrupts"),
+    "tests/vllm": ("engine", "pool", "bench", "server", "example"),
+}
+ENGINES = 2  # of vLLM side by side: each has a process or two of 1 GB
 LINTED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 TYPED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks/src", "scripts")
 WORDS = 12  # of a command that are shown
@@ -217,6 +223,24 @@ def lint(session: Session) -> None:
         raise Failed("; ".join(failed))
 
 
+def processors() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def side_by_side(workers: int) -> tuple[str, ...]:
+    """pytest's options for so many processes, each with whole files."""
+    return ("-n", str(workers), "--dist", "loadfile")
+
+
+def longest_first(folder: str) -> list[str]:
+    """pytest's arguments for the test files of a folder, those of `LONGEST` first."""
+    files = {one.stem.removeprefix("test_"): one for one in (ROOT / folder).glob("test_*.py")}
+    names = dict.fromkeys((*LONGEST[folder], *sorted(files)))
+    paths = [str(files[name].relative_to(ROOT)) for name in names]
+    return ["--no-loadscope-reorder", *paths]
+
+
 def pytest_on(
     backend: str,
     python: Path,
@@ -231,10 +255,10 @@ def pytest_on(
     `libraries`: the directory searched first for shared libraries. `preload`: LD_PRELOAD. `told`:
     pytest's verbosity.
     """
-    workers = len(os.sched_getaffinity(0))
+    workers = processors()
     if backend != "host":
         workers = min(workers, 8)  # each has a CUDA context
-    words = [told, "-m", marks, "-n", str(workers), "--dist", "loadfile", *SLOWEST]
+    words = [told, "-m", marks, *side_by_side(workers), *SLOWEST]
     path = libraries or os.environ.get("LD_LIBRARY_PATH", "")
     what = ("-m", "pytest", *words, *what)
     first = preload or os.environ.get("LD_PRELOAD", "")
@@ -244,7 +268,7 @@ def pytest_on(
 def python_tests(session: Session) -> None:
     """pytest on the back end host; with --long, interrupted at every point."""
     marks, points = ("long or not long", ["--points=all"]) if session.long else ("not long", [])
-    pytest_on("host", PYTHON, marks, *points, "tests/python")
+    pytest_on("host", PYTHON, marks, *points, *longest_first("tests/python"))
 
 
 def other_pythons(session: Session) -> None:
@@ -329,7 +353,8 @@ def vllm(session: Session) -> None:
         session.skip("vllm: its environment is not available here (see above)")
         return
     path = f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"
-    call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=path)
+    words = [*side_by_side(min(ENGINES, processors())), *longest_first("tests/vllm")]
+    call(BUILD / "vllm" / python, "-m", "pytest", *options, *words, PYTHONPATH=path)
     if session.long and not can("vllm_setup.py", "ray"):
         session.skip("vllm with Ray: its environment is not available here (see above)")
     elif session.long:
@@ -359,7 +384,7 @@ def python_fast(session: Session) -> None:
 def kernel_scripts(session: Session) -> None:
     """The driver's build, load and test scripts, as far as they need no driver."""
     call(PYTHON, ROOT / "scripts" / "kernel_setup.py")
-    call(PYTHON, "-m", "pytest", "-q", "tests/kernel")
+    call(PYTHON, "-m", "pytest", "-q", *side_by_side(processors()), "tests/kernel")
 
 
 def kernel(session: Session) -> None:

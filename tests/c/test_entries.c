@@ -1007,10 +1007,7 @@ static unsigned pick(struct model *m, unsigned n) { return (unsigned)rand_r(&m->
 
 static bool same_bytes(uint64_t addr, int value) {
   static unsigned char got[PAGE];
-  if (vmem_read(vm, got, addr, PAGE)) return false;
-  for (size_t i = 0; i < PAGE; i++)
-    if (got[i] != value) return false;
-  return true;
+  return !vmem_read(vm, got, addr, PAGE) && got[0] == value && !memcmp(got, got + 1, PAGE - 1);
 }
 
 static bool agrees(struct model *m, unsigned first, unsigned n) {

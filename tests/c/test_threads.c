@@ -4,7 +4,8 @@
 
 #include "check.h"
 
-enum { THREADS = 4, ROUNDS = 150 };
+enum { THREADS = 4 };
+static int rounds = 150; /* THREADS_ROUNDS */
 
 struct shared {
   vmem_t vm[2];
@@ -30,7 +31,7 @@ struct job {
 static void *apart(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
-  for (int i = 0; i < ROUNDS; i++) {
+  for (int i = 0; i < rounds; i++) {
     vmem_t vm = s->vm[i & 1];
     uint64_t a = s->va[i & 1] + j->id * MIB(16) + (uint64_t)(i % 8) * PAGE;
     struct vmem_op ops[2] = {{.op = VMEM_OP_POPULATE, .addr = a, .bytes = PAGE, .count = 3, .stride = MIB(2)},
@@ -63,7 +64,7 @@ static void *apart(void *arg) {
 static void *together(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
-  for (int i = 0; i < 4 * ROUNDS; i++) {
+  for (int i = 0; i < 4 * rounds; i++) {
     struct vmem_op op = {.op = i & 1 ? VMEM_OP_UNMAP : VMEM_OP_POPULATE, .addr = s->va[0], .bytes = 2 * PAGE};
     char b[16];
     int ret = vmem_batch(s->vm[0], &op, 1, NULL, 0, 0);
@@ -78,7 +79,7 @@ static void *together(void *arg) {
 static void *checking(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
-  for (int i = 0; i < 2 * ROUNDS; i++) {
+  for (int i = 0; i < 2 * rounds; i++) {
     uint64_t a = s->va[0] + j->id * MIB(16);
     struct vmem_op op = {
         .op = i & 1 ? VMEM_OP_UNMAP : VMEM_OP_POPULATE, .addr = a, .bytes = PAGE, .count = 8, .stride = MIB(1)};
@@ -149,7 +150,7 @@ static void races(void) {
 static void *comes_and_goes(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
-  for (int i = 0; i < 5 * ROUNDS; i++) {
+  for (int i = 0; i < 5 * rounds; i++) {
     vmem_t vm = s->vm[i & 1];
     struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
     struct vmem_range_info info = {.size = sizeof(info)};
@@ -197,7 +198,7 @@ static void a_batch_that_fails(void) {
   stopped = false;
   EQ(pthread_create(&t, NULL, asks_for_too_much, &s), 0);
   op.addr = s.va[0] + MIB(4);
-  for (int i = 0; i < 2000 && !s.bad; i++) {
+  for (int i = 0; i < 14 * rounds && !s.bad; i++) {
     if (vmem_batch(s.vm[0], &op, 1, NULL, 0, 0) || vMemUnmap(s.vm[0], op.addr, op.bytes)) s.bad = 1;
   }
   __atomic_store_n(&stopped, true, __ATOMIC_RELAXED);
@@ -208,4 +209,9 @@ static void a_batch_that_fails(void) {
   OK(vmem_close(s.vm[0]));
 }
 
-MAIN(TEST(races), TEST(reservations), TEST(a_batch_that_fails))
+int main(void) {
+  static const struct test tests[] = {TEST(races), TEST(reservations), TEST(a_batch_that_fails)};
+  const char *given = getenv("THREADS_ROUNDS");
+  if (given) rounds = atoi(given);
+  return run_tests(tests, sizeof(tests) / sizeof(tests[0]));
+}

@@ -239,3 +239,13 @@ def test_a_run_on_a_gpu_that_is_cut_short_has_named_what_failed(gpu_calls, tmp_p
         (said,) = [line for line in out.read_text().splitlines() if "FAILED" in line]
         assert "test_wrong.py::test_one" in said
         gate.unlink()
+
+
+@pytest.mark.parametrize("folder", run_tests.LONGEST)
+def test_the_longest_files_come_first_and_none_is_left_out(folder):
+    option, *paths = run_tests.longest_first(folder)
+    assert option == "--no-loadscope-reorder", "else pytest-xdist orders them by number of tests"
+    longest = [f"{folder}/test_{name}.py" for name in run_tests.LONGEST[folder]]
+    assert paths[: len(longest)] == longest
+    every = [f"{folder}/{one.name}" for one in (run_tests.ROOT / folder).glob("test_*.py")]
+    assert sorted(paths) == sorted(every)

@@ -134,10 +134,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Path:
-    path = tmp_path / "l"
-    path.mkdir(mode=0o700)
-    return path
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder only of this user, with a name short enough for a socket in a worker's folder."""
+    return tmp_path_factory.mktemp("l")
 
 
 Open = Callable[..., Any]

@@ -30,6 +30,8 @@ C_TESTS = (
 # Those of them whose subject is what the back end is asked to do. The others' is what the library
 # does above it, which they show on the host.
 CHANGES = ("batch", "entries", "large", "move", "threads")
+# Steps and rounds of those at random; the long run makes all of them.
+FEWER = ("ENTRIES_STEPS=100", "THREADS_ROUNDS=30")
 # A GPU that has failed for good keeps its page tables as they are: nothing can be written there.
 AFTER_A_FAILURE = (
     r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",
@@ -109,7 +111,7 @@ TESTS = [
     _uvm("gpu-fails", "gpu-fails", allow=AFTER_A_FAILURE),
     _uvm("wide", "wide", memory=4096, timeout=600.0, long=True),
     _uvm("unpatched", "unpatched", patched=False, long=True),
-    _suite("changes", CHANGES, env=(*BACKEND, "ENTRIES_STEPS=200"), timeout=600.0),
+    _suite("changes", CHANGES, env=(*BACKEND, *FEWER), timeout=600.0),
     _suite("c", C_TESTS, long=True),
     _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
     _suite("stress", ("stress",), long=True),
