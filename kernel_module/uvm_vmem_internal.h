@@ -26,8 +26,8 @@
 #define UVM_VMEM_SLOT       (1ull << UVM_VMEM_SLOT_SHIFT)
 #define UVM_VMEM_SLOT_UNITS ((NvU32)(UVM_VMEM_SLOT / UVM_VMEM_UNIT))
 
-// While a batch runs it takes 80 bytes an operation and 290 bytes a slot: at these limits 5 MB and, for operations that
-// lie together, 19 MB.
+// A running batch takes 80 bytes per operation and 290 bytes per slot: at these limits 5 MB and, if the operations are
+// on adjacent addresses, 19 MB.
 #define UVM_VMEM_MAX_BIND_OPS   (1u << 16)
 #define UVM_VMEM_MAX_BIND_UNITS (1u << 21)
 
@@ -36,7 +36,7 @@
 
 #define UVM_VMEM_MAX_GPUS 8
 
-// Well below the 1024 entries of a channel of UVM's, where the next push would wait for the GPU.
+// Well below the 1024 entries of a UVM channel: once those are in use, the next push waits for the GPU.
 #define UVM_VMEM_MAX_TICKETS 256
 
 // A reservation's slots are in leaves of one page, each covering 1 GB. At this limit the pointers to the
@@ -609,7 +609,7 @@ typedef struct
 void uvm_vmem_writer_begin(uvm_vmem_writer_t *writer, uvm_vmem_range_t *range, NvU32 gpu_index);
 
 // Bring the slot from slot->entries to entries, which differ in the units of touched only, and from slot->state to
-// target. Between BIG and SMALL all of the slot is invalid for a moment; any other change shows a reader of a unit the
+// target. Between BIG and SMALL the whole slot is invalid for a moment; any other change shows a reader of a unit the
 // old entry or the new one.
 int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
                          NvU64 index,

@@ -26,19 +26,19 @@ static ulong uvm_vmem_limit_mb;
 module_param(uvm_vmem_limit_mb, ulong, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_limit_mb,
                  "GPU memory, in MB, that one file descriptor may pin on each GPU with vmem (0: no limit). Above it "
-                 "pages are refused with EDQUOT; what is held already stays.");
+                 "CREATE fails with EDQUOT; pages already held stay.");
 
 static ulong uvm_vmem_host_limit_mb;
 module_param(uvm_vmem_host_limit_mb, ulong, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_host_limit_mb,
                  "Host memory, in MB, that one file descriptor may pin with vmem (0: no limit but the memory "
-                 "cgroup's; RLIMIT_MEMLOCK does not count). Above it pages are refused with EDQUOT.");
+                 "cgroup's; RLIMIT_MEMLOCK does not count). Above it CREATE fails with EDQUOT.");
 
 static long uvm_vmem_gpu_limit_mb = -1;
 module_param(uvm_vmem_gpu_limit_mb, long, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_gpu_limit_mb,
                  "GPU memory, in MB, that all file descriptors together may pin on each GPU with vmem (0: no limit; "
-                 "default: 15/16 of the GPU's memory). Above it pages are refused with EDQUOT.");
+                 "default: 15/16 of the GPU's memory). Above it CREATE fails with EDQUOT.");
 
 // Chunks of all descriptors on each GPU, including those being allocated.
 static atomic64_t g_gpu_chunks[UVM_ID_MAX_GPUS];

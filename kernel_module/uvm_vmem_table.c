@@ -492,7 +492,7 @@ uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     NvU32 i;
 
-    // A slot keeps its own table.
+    // Only a slot that is new or already SPARSE may use the GPU's table of sparse PTEs; any other uses its own.
     if ((!slot || slot->state == UVM_VMEM_SLOT_SPARSE) && entries_are_all_sparse(entries))
         return UVM_VMEM_SLOT_SPARSE;
 

@@ -199,7 +199,7 @@ def check_clone(clone: Clone) -> list[str]:
     for version, folders in fits.items():
         say(f"{version}: {', '.join(folders) or 'no series'}")
         if len(folders) > 1:
-            problems.append(f"{version}: {' and '.join(folders)} both fit; one of them is too many")
+            problems.append(f"{version}: {' and '.join(folders)} fit; only one should")
         if not folders:
             problems.append(f"{version}: no series fits")
         elif listed.get(version) not in folders:

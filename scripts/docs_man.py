@@ -104,7 +104,7 @@ class Inline:
         return text_of(word)
 
     def _styled(self, macro: str) -> str:
-        """The macro's words; as in mdoc, the style goes on after a comma."""
+        """The macro's words, styled; as in mdoc, the style continues after a comma."""
         tag = STYLED[macro]
         arguments = self._arguments()
         if macro == "Nm" and not arguments:

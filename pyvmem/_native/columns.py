@@ -287,8 +287,8 @@ class Columns:
         return int(lib.pyvmem_pick(self._at, every, none, ffi.NULL))
 
     def fit(self, pages: int, every: int, none: int = 0) -> int | None:
-        """Returns the slot of `pick` with the fewest mapped pages of at least `pages`, else the
-        most.
+        """Returns the slot of `pick` with the fewest mapped pages, but at least `pages`; failing
+        that, the one with the most.
 
         Ties go to the least recently used; None: no slot.
         """

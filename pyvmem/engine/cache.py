@@ -624,7 +624,7 @@ class RequestCache(Closable):
         return request.slot
 
     def _slots(self, requests: Collection[Request]) -> list[int]:
-        """The slots of requests; if all run, as in every step, they are checked at once."""
+        """The slots of requests; if all are running, as in every step, one check covers all."""
         if self._requests.keys() >= set(requests):
             running = State.RUNNING
             slots = [

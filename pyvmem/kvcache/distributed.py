@@ -404,7 +404,7 @@ class ParallelKVCache(KVCache):
         self._closed = True  # until the groups are made
         self._digest = 0
         self._ahead = False  # a `step_async` returned 0, and no `step` has followed
-        # The last step's rows before, and its stream.
+        # To undo the last step: the rows as they were before it, and its stream.
         self._before: tuple[Sequence[int], Any] | None = None
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None

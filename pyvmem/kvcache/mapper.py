@@ -119,7 +119,7 @@ class Mapper:
         """
         if not len(addresses):
             return
-        if not out:  # written pages are not zero: they stay granted
+        if not out:  # written pages must stay granted if the call fails: they are no longer zero
             self.journal.made()
         if self._by_kernel(size, addresses, host, out):
             return

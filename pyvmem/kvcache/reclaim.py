@@ -421,7 +421,7 @@ class Reclaimer:
         self.drop_unheld()
 
     def drop_unheld(self) -> None:
-        """Returns shared pages that nobody holds to the pool; the next call retries failures."""
+        """Returns to the pool shared pages that nobody holds; the next call retries failures."""
         for part in list(self.shared.unheld):
             pages, off_device = part.high - part.low, dict[Tier, int]()
             if part.block.off_device:

@@ -286,8 +286,8 @@ class SlotTable:
     # ---- choosing --------------------------------------------------------------------------------
 
     def best_fit(self, pages: int) -> Slot | None:
-        """Returns the free slot with the fewest mapped pages of at least `pages`, else with the
-        most.
+        """Returns the free slot with the fewest mapped pages, but at least `pages`; failing
+        that, the one with the most.
 
         Ties go to the slot that has been free longest. Slots with an unmap in flight come last, as
         growing them means waiting for it. None if no slot is free.

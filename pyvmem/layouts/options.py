@@ -40,7 +40,7 @@ _SMALLEST_PAGE, _LARGEST_PAGE = 4 << 10, 1 << 30
 
 
 def size(text: str) -> int:
-    """Parses bytes, such as "80G", "64K" or "65536"; units are powers of 1,024."""
+    """Parses a size in bytes, such as "80G", "64K" or "65536"; units are powers of 1,024."""
     try:
         value = parse_bytes(text)
     except ValueError as error:
@@ -51,12 +51,12 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """Parses a list of bytes, such as "64K,2M"."""
+    """Parses a list of sizes in bytes, such as "64K,2M"."""
     return [size(one) for one in text.split(",")]
 
 
 def page_size(text: str) -> int:
-    """Parses the bytes of a page, such as "64K"."""
+    """Parses a page size in bytes, such as "64K"."""
     value = size(text)
     if not _SMALLEST_PAGE <= value <= _LARGEST_PAGE or value & (value - 1):
         raise argparse.ArgumentTypeError(

@@ -30,7 +30,7 @@ _UNMAP = _native.constant("VMEM_FREE_UNMAP")
 
 
 class PlainReservationWarning(UserWarning):
-    """A reservation became plain because no visible one fits: CUDA's own copies refuse it."""
+    """No visible reservation fits, so a plain one was made: CUDA's own copies reject it."""
 
 
 def warn_plain(size: int) -> None:

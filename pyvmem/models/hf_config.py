@@ -388,7 +388,7 @@ def read_values(path: Path) -> dict[str, Any]:
     """
     values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     if not isinstance(values, dict):
-        raise invalid(f"{type(values).__name__}, where a configuration is an object", op="shape_of")
+        raise invalid(f"expected a JSON object, not {type(values).__name__}", op="shape_of")
     return values
 
 

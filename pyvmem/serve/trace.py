@@ -60,7 +60,7 @@ class Footprint:
 
 
 class Replay:
-    """The largest step of a run under a layout; ``page_size`` 0: a static reservation."""
+    """Finds the largest step of a run under a layout; ``page_size`` 0: a static reservation."""
 
     def __init__(self, name: str, configs: Sequence[KVCacheConfig], page_size: int) -> None:
         self.name = name

@@ -234,7 +234,7 @@ class _Allocator:
         return pages - self.evictable(scheduler.tree_cache)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> Any:
-        """Evicts prefixes if pages or memory for `num_tokens` tokens lack.
+        """Evicts prefixes if pages or memory are short for `num_tokens` tokens.
 
         Overrides `PagedTokenToKVPoolAllocator.evict_to_free_tokens`.
         """
@@ -246,7 +246,7 @@ class _Allocator:
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
-        """Backs the pages of a decode step; returns false if pages or memory lack.
+        """Backs the pages of a decode step; returns false if pages or memory are short.
 
         Overrides `PagedTokenToKVPoolAllocator.check_decode_capacity`.
         """

@@ -524,7 +524,9 @@ class ElasticEngine:
         return max(_LOOK, self._next - now) if stepping else _LOOK
 
     def tick(self, force: bool = False, called: bool = False) -> None:
-        """Runs a round of the keeper, without `lock`: frees idle memory, backs blocks ahead.
+        """Runs a round of the keeper: frees idle memory, backs blocks ahead of need.
+
+        Called without `lock`.
 
         Args:
             force: free memory no matter how recently it was needed.

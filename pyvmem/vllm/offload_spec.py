@@ -86,7 +86,7 @@ class OffloadingSpecMixin:
             )
 
     def get_manager(self) -> Any:
-        """Creates vLLM's manager, in the scheduler; adds the attribute `chunk_bytes`, of each rank.
+        """Creates vLLM's manager, in the scheduler; sets `chunk_bytes`: a rank's part of a chunk.
 
         Overrides `OffloadingSpec.get_manager`.
         """

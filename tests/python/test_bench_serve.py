@@ -682,7 +682,7 @@ def test_an_arm_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     ("options", "why"),
     [
         ([], "ImportError: vLLM is not installed"),
-        (["--workload", "prefixes"], "ValueError: what vLLM finds of prefixes is not seen"),
+        (["--workload", "prefixes"], "ValueError: the prefixes that vLLM finds are not measured"),
     ],
     ids=["not installed", "prefixes"],
 )

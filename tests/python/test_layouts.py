@@ -457,7 +457,7 @@ def test_bad_shapes(tmp_path: Path) -> None:
         LLAMA.on_ranks(0)
     path = tmp_path / "config.json"
     path.write_text("[1]")
-    with pytest.raises(InvalidArgument, match="list, where a configuration is an object"):
+    with pytest.raises(InvalidArgument, match="expected a JSON object, not list"):
         shape_of(str(path))
     path.write_text('{"time_step_limit": {"__float__": [1]}}')
     with pytest.raises(InvalidArgument, match=r"nor a readable config.json: float\(\) argument"):

@@ -168,7 +168,7 @@ class _Kind(Closable):
 
 
 def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> None:
-    """Adds the rows of a kind. VMemError: the back end cannot do it."""
+    """Adds the rows of a kind. VMemError: the back end does not support it."""
     tokens = min(command.args.tokens, 2048) if command.quick else command.args.tokens
     rounds = 3 if command.quick else command.args.rounds
     with _Kind(name, command, tokens) as kind:

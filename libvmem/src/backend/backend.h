@@ -11,7 +11,7 @@
  * fails has changed nothing, unless its comment says otherwise.
  * The exception is -ENOTRECOVERABLE from map or unmap: the range is in an unknown state (mapped on some
  * devices only, no longer sparse), and the core quarantines it.
- * Optional functions are NULL where the back end cannot do it.
+ * Optional functions are NULL where the back end does not support them.
  */
 #ifndef VMEM_BACKEND_H
 #define VMEM_BACKEND_H

@@ -50,7 +50,7 @@ struct vm_slab {
   struct vm_slab *eprev, *enext; /* in the pool's list of slabs with empty chunks */
   struct vm_slab *sprev, *snext; /* in the pool's list of slabs with dirty free units */
   uint32_t *chunk_free;          /* per chunk: free units */
-  uint64_t *mixed_map;           /* per chunk: others than who began it have taken units; until it is empty again */
+  uint64_t *mixed_map;           /* per chunk: several stretches share it; until it is empty again */
   /* slab.c's: changed by the functions below */
   uint32_t *refs;      /* per unit; REF_QUARANTINED | count */
   uint64_t *free_map;  /* free, to be taken */

@@ -104,7 +104,7 @@ static void settle(struct vm_slab *s, uint32_t run) {
   slist_update(s, s->soiled || s->merged);
 }
 
-/* A chunk is no longer for several stretches. */
+/* Marks a chunk as no longer shared by several stretches. */
 static void unmix(struct vm_slab *s, uint32_t chunk) {
   if (!vm_bit(s->mixed_map, chunk)) return;
   vm_bits_set(s->mixed_map, chunk, 1, false);

@@ -80,7 +80,7 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
 }
 
 /* Waits for the slabs that are on their way back by now, and not for those that others begin to give back meanwhile:
- * they count in the next epoch, which is not there before the last one's have gone. Lock held. */
+ * they count in the next epoch, which begins only when the previous one's have gone. Lock held. */
 static void await_leaving(struct vm_ctx *c) {
   bool odd;
   while (c->phys->leaving[!(c->phys->epoch & 1)]) pthread_cond_wait(&c->done_cond, &c->lock);
@@ -290,7 +290,7 @@ static int there_is(struct vm_ctx *c, const struct vm_pool *p, uint64_t bytes) {
   uint64_t unused, all = UINT64_MAX;
   if (bytes > MAX_SLAB) VM_UNDO(vm_drv_memory(c, p->location, p->device, &unused, &all));
   if (!all || bytes <= all) return 0; /* 0: the driver does not say */
-  return vm_fail_at(-ENOMEM, 0, bytes, all, "%llu bytes are more than all memory there, %llu",
+  return vm_fail_at(-ENOMEM, 0, bytes, all, "%llu bytes are more than all memory there is, %llu",
                     (unsigned long long)bytes, (unsigned long long)all);
 }
 

@@ -233,7 +233,7 @@ class _Runner:
         if self.group is not None:
             raise ValueError("vLLM is compared on one rank")
         if self.prefixes:
-            raise ValueError("what vLLM finds of prefixes is not seen")
+            raise ValueError("the prefixes that vLLM finds are not measured")
         return stock_vllm.serve(
             self.command,
             self.model.sizes,

@@ -209,7 +209,8 @@ class _Loop:
     def _join(self) -> list[Live]:
         """Gives slots to waiting requests while they fit; returns those that got one.
 
-        There are prompts for two steps: memory for the second one's comes while the first runs.
+        Stops once unread prompts fill two steps: memory for the second is made while the first
+        runs.
         """
         joined: list[Live] = []
         while self.waiting and not self.short:

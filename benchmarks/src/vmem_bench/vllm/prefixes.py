@@ -5,7 +5,7 @@ Each engine has prompts of its own, whose keys and values need as much memory as
 together; with two engines that is twice an engine's part. The engines take turns: in its turn an
 engine gets each of its prompts once, in random order, with a new tail. The first turn computes
 them. Compared are the tokens that later turns find, and the time to their first token, between four
-kinds of engines, of which only one is alive at a time:
+kinds of engine, only one of which is alive at a time:
 
     elastic+host   the engines share the memory, and vLLM's offloading keeps prefixes on the host
     elastic        they share it; prefixes are evicted when another engine needs memory
@@ -89,7 +89,7 @@ def turns(engines: int, count: int, prompts: int, sizes: _Turns, vocabulary: int
 
 
 def measure(command: Command, part: Part) -> None:
-    """Starts each kind of engines, one after the other, and gives all of them the same requests."""
+    """Starts the kinds of engine one after another, and gives all of them the same requests."""
     args, quick = command.args, command.quick
     memory, sizes = args.kv_memory or (4 * MIB if quick else 12 * GIB), _QUICK if quick else _FULL
     answers: dict[str, list[_Answer]] = {}

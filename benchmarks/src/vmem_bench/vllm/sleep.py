@@ -57,7 +57,7 @@ def measure(command: Command, part: Part) -> None:
         def down(name: str, kind: str) -> None:
             there = seen(name)
             one = {"sleep": fleet.order(name, sleep=1)["seconds"]}
-            # Pages are unmapped in the background; until then others lack them.
+            # Pages are unmapped in the background; until then no other process can use them.
             began, last = time.monotonic(), there
             while time.monotonic() - began < 1.0:
                 if seen(name) != last:
@@ -68,7 +68,7 @@ def measure(command: Command, part: Part) -> None:
 
         def turns(kind: str, names: list[str], options: dict[str, Any]) -> None:
             plans = {name: Plan(kind == "elastic", memory, options) for name in names}
-            if kind == "elastic":  # idle ones have no keys and values
+            if kind == "elastic":  # idle ones hold no keys and values, so all fit
                 fleet.start(plans)
             for name in names:  # stock ones one after the other: awake together they might not fit
                 if kind != "elastic":
