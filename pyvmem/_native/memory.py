@@ -99,7 +99,7 @@ def submit(
     code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1], flags)
     if code != 0:
         raise last_error(code, "vmem_submit")
-    return made.value
+    return int(made.cell.value)
 
 
 def wait(vm: int, ticket: int, timeout_ns: int) -> bool:

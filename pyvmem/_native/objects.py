@@ -94,7 +94,7 @@ def open(
         fail(_errno.EINVAL, f"devices = {devices}: out of range", op="vmem_open")
     made = outcome or Outcome()
     call(lib.pyvmem_open, made.cell, opts)
-    return made.value
+    return int(made.cell.value)
 
 
 def close(vm: int, *, outcome: Outcome | None = None) -> None:
@@ -139,7 +139,7 @@ def reserve(vm: int, size: int, flags: int, align: int, *, outcome: Outcome | No
     opts = sized("struct vmem_reserve_opts *", "vMemReserve", flags=flags, align=align)
     made = outcome or Outcome()
     call(lib.pyvmem_reserve, made.cell, vm, size, opts)
-    return made.value
+    return int(made.cell.value)
 
 
 def free(vm: int, addr: int, flags: int, *, outcome: Outcome | None = None) -> None:
@@ -175,7 +175,7 @@ def create(
     )
     made = outcome or Outcome()
     call(lib.pyvmem_create, made.cell, vm, size, opts)
-    return made.value
+    return int(made.cell.value)
 
 
 def release(vm: int, handle: int) -> None:

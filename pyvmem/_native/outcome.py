@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 from pyvmem._vmem import ffi, lib
@@ -54,10 +53,11 @@ class Outcome:
         """True if the call was made and succeeded."""
         return bool(self.cell.called) and self.cell.code == 0
 
-    value: int = property(  # type: ignore[assignment]
-        attrgetter("cell.value"),
-        doc="Ticket, handle or address that the call made; 0: none, or not called yet.",
-    )
+    @property
+    def value(self) -> int:
+        """Ticket, handle or address that the call made; 0: none, or not called yet."""
+        value: int = self.cell.value
+        return value
 
     def __repr__(self) -> str:
         if not self.cell.called:

@@ -101,7 +101,8 @@ def _forward(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # From transformers 5.24 on a cache comes as `cache`, and so does continuous batching's.
-    if isinstance(kwargs.pop("past_key_values", None) or kwargs.get("cache"), Cache):
+    given = (kwargs.pop("past_key_values", None), kwargs.get("cache"))
+    if any(isinstance(past, Cache) for past in given):
         raise NotSupported(
             "absorbed attention: the cache is the attention function's", op="absorbed"
         )

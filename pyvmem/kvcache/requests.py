@@ -25,8 +25,9 @@ def sync_free_slots(groups: Sequence[Group]) -> None:
         broken = {slot.index for group in groups for slot in group.table if slot.broken}
         for group in groups:
             for index in broken:
-                if not group.table[index].broken:
-                    group.table.mark_broken(group.table[index])
+                slot = group.table[index]
+                if not slot.broken and not slot.active:  # one that runs gives its pages back first
+                    group.table.mark_broken(slot)
 
 
 def alloc(groups: Sequence[Group], seq_len: int) -> int | None:

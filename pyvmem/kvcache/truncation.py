@@ -46,7 +46,7 @@ def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[
 
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """Implements `KVCache.truncate`, in all groups or in none. Returns 0 or -1."""
-    index, rows, held = kept_rows(groups, reqid, length)
+    index, rows, held = kept_rows(groups, reqid, operator.index(length))
     slots = []
     for group in groups:
         slots.append(slot := group.table.slots[index])
@@ -171,7 +171,7 @@ class Truncation:
     def copy(self, ops: OpBatch) -> Reservation:
         """Adds to `ops` a copy of the kept part of shared pages; returns its scratch addresses.
 
-        The request's own work must be complete; waits for others' work that wrote shared pages.
+        The request's own work must be complete; waits for others' that wrote pages it shares.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         for block, *_ in slot.span.parts:
@@ -213,6 +213,7 @@ class Truncation:
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
+                [copies, "_done", True],  # consumed: without it an interruption warns of a leak
                 *group.scratch.give_edits(self.addresses),
             )
             ops.map(
@@ -266,7 +267,7 @@ class Truncation:
             [slot, "span", kept],
             [slot, "mapped", mapped],
             [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
-            [slot, "large_end", slot.large_end_below(mapped) if slot.block else slot.large_end],
+            [slot, "large_end", slot.large_end_below(mapped)],
             *group.pager.grant_edits(slot, granted),
             *group.reclaimer.shared.use_edits({gone: -1}, {gone: -1}),
             *group.reclaimer.free_edits(freed, off_device),
@@ -282,7 +283,8 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
     Raises:
         NotRecoverable: the request has lost rows; the message names it. VMemError: nothing changed.
     """
-    begun, copies, after = [], [], list[Any]()
+    begun, copies = [], []
+    after: list[Any] = []
     for one in each:
         if one.unmaps:
             begun.append(one)
@@ -291,7 +293,8 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
             copies.append(one)
     if copies and not _copy_all(copies):
         return False
-    first, edits = each[0].group, list[list[Any]]()
+    first = each[0].group
+    edits: list[list[Any]] = []
     try:
         for one in each:
             edits += one.edits(work)
@@ -303,9 +306,9 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
             edits += one.unmap(ops)
         first.mapper.commit(edits, ops, after, waits=first.counters.waits)
     except VMemError as error:
+        _drop_copies(begun)
         if isinstance(error, NotRecoverable):
             raise _lost(begun, error) from error
-        _drop_copies(begun)
         raise
     for one in begun:
         one.group.reclaimer.drop_unheld()

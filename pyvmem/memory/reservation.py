@@ -69,15 +69,15 @@ class Reservation(Closable):
 
     _info: RangeInfo
 
-    addr: int = property(  # type: ignore[assignment]
+    addr: int = property(  # type: ignore[assignment]  # as `Pages.handle`: steps read it
         attrgetter("_outcome.cell.value"), doc="The first address; 0 before the reserving call."
     )
 
     def __init__(self, context: Context, outcome: Outcome) -> None:
+        self._outcome = outcome  # first: `__del__` of one that was interrupted here reads it
         self._ending = reentrant_lock()
         self._closed = self._closing = False
         self._context = context
-        self._outcome = outcome
         self._freed = Outcome()
         self._arrays = weakref.WeakValueDictionary[int, VirtualArray]()  # by id
 

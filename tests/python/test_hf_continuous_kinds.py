@@ -26,6 +26,7 @@ import pyvmem
 from pyvmem import NotSupported
 from pyvmem.hf import cb_5_17, continuous, latent
 from pyvmem.hf.continuous import vmem_continuous_batching
+from pyvmem.hf.keyword import CACHE
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache import KVCache, LayeredCache
 
@@ -311,6 +312,12 @@ def test_models_whose_latent_cannot_be_absorbed_are_named() -> None:
         latent.absorbed(model),
     ):
         pass
+    model = KINDS["deepseek"]()
+    with (
+        latent.absorbed(model),
+        pytest.raises(NotSupported, match="the cache is the attention function's"),
+    ):
+        model(torch.tensor([[5, 6]]), **{CACHE: transformers.DynamicCache()})
     plain = model_of("qwen3")
     with latent.absorbed(plain):
         assert "forward" not in vars(plain.model.layers[0].self_attn)

@@ -18,6 +18,7 @@ from pyvmem import (
     BadHandle,
     Busy,
     Context,
+    DriverError,
     Inject,
     InvalidArgument,
     KVCache,
@@ -540,6 +541,22 @@ def test_a_promotion_without_blocks_is_refused(context: Context) -> None:
         begin(cache, 16)
         with pytest.raises(InvalidArgument, match="no slot has a block"):
             cache.promote(0)
+
+
+def test_a_request_runs_on_where_one_group_lost_its_rows(context: Context) -> None:
+    """Its pages in the other group come back when it is freed."""
+    with narrow_and_wide(context, deferred_reclaim=False) as cache:
+        begin(cache, 16)
+        request = 0
+        sound = cache._groups[1].table[request]
+        with cache._lock, cache._journal:
+            cache._groups[0].table.lose(cache._groups[0].table[request], DriverError("lost"))
+        other = cache.alloc_reqid()
+        assert sound.active and not sound.broken
+        cache.free_reqid(request)
+        assert sound.mapped == 0
+        assert cache.fork_many(other, 2) is None
+        assert sound.broken
 
 
 def test_a_slot_retired_in_one_group_is_used_in_none(context: Context) -> None:

@@ -334,6 +334,9 @@ def test_bad_forks(context: Context) -> None:
         for bad in ("1", 1.0):
             with pytest.raises(TypeError):
                 cache.fork(parent, bad)  # type: ignore[arg-type]
+        for bad in (None, "1", 1.0):  # to `fork` None means all
+            with pytest.raises(TypeError):
+                cache.truncate(parent, bad)  # type: ignore[arg-type]
         assert state(cache) == before
 
 
@@ -383,6 +386,29 @@ def test_a_request_whose_rows_are_lost_is_named(backend: str) -> None:
         child = cache.fork(other)
         assert child is not None
         assert rows_are(cache, child, 0, ROWS, 5.0)
+        cache.trim(prefixes=True)
+
+
+def test_a_truncation_that_loses_rows_leaves_no_copies_behind(backend: str) -> None:
+    with open_context(backend) as context, small_cache(context) as cache:
+        if Caps.ONE_CALL in context.info.caps:
+            pytest.skip("a batch is one driver call: there is nothing to undo")
+        parent = started(cache, 2 * ROWS + 1)
+        for skip in range(64):
+            child = cache.fork(parent)
+            assert child is not None
+            context.inject(Inject.MAP, skip=skip, count=64)
+            try:
+                cache.truncate(child, ROWS + 1)
+            except (DriverError, NotRecoverable) as error:
+                failed = error
+            context.inject(Inject.MAP, count=0)
+            cache.check_integrity()
+            cache.free_reqid(child)
+            if isinstance(failed, NotRecoverable):
+                break
+        assert isinstance(failed, NotRecoverable)
+        assert rows_are(cache, parent, 0, 2 * ROWS + 1, 1.0)
         cache.trim(prefixes=True)
 
 
