@@ -177,17 +177,19 @@ def test_models_that_it_would_run_wrongly_are_refused() -> None:
 
 def test_a_model_that_attends_by_itself_is_refused() -> None:
     """It would not ask the engine for attention, and would answer as if it had no cache."""
-    from transformers import GPTJConfig, GPTJForCausalLM
+    from transformers import FalconConfig, FalconForCausalLM
 
-    config = GPTJConfig(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
-    model = GPTJForCausalLM(config)
+    config = FalconConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, alibi=False
+    )
+    model = FalconForCausalLM(config)
     small = KVCacheConfig(
         num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32", max_batch=1, max_seq_len=64
     )
     with (
         KVCache(small, backend="host") as cache,
         RequestCache(cache) as requests,
-        pytest.raises(TypeError, match=r"GPTJForCausalLM .*AttentionInterface"),
+        pytest.raises(TypeError, match=r"FalconForCausalLM .*AttentionInterface"),
     ):
         EXAMPLE["Engine"](model, requests)
 

@@ -552,7 +552,8 @@ def test_a_request_runs_on_where_one_group_lost_its_rows(context: Context) -> No
         with cache._lock, cache._journal:
             cache._groups[0].table.lose(cache._groups[0].table[request], DriverError("lost"))
         other = cache.alloc_reqid()
-        assert sound.active and not sound.broken
+        assert sound.active
+        assert not sound.broken
         cache.free_reqid(request)
         assert sound.mapped == 0
         assert cache.fork_many(other, 2) is None

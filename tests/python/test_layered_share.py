@@ -21,7 +21,7 @@ from pyvmem import (
 )
 from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.growth import Pager
+from pyvmem.kvcache.sharing import Sharing
 
 UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
 PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
@@ -141,16 +141,16 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
         group = cache._groups[place]
 
         def broken(real: Any, owner: Any) -> Any:
-            def call(self: Any, *args: Any) -> Any:
+            def call(self: Any, *args: Any, **more: Any) -> Any:
                 if self is owner:
                     raise error("the driver has no more of it")
-                return real(self, *args)
+                return real(self, *args, **more)
 
             return call
 
         with monkeypatch.context() as patch:
             patch.setattr(Group, "lend_edits", broken(Group.lend_edits, group))  # of prefixes
-            patch.setattr(Pager, "populate", broken(Pager.populate, group.pager))  # of forks
+            patch.setattr(Sharing, "map_at", broken(Sharing.map_at, group.sharing))  # of forks
             if error is OutOfMemory:
                 assert cache.fork(parent) is None
                 assert cache.alloc_prefix(range(2 * UNIT)) is None

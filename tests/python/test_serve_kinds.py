@@ -139,10 +139,10 @@ def test_states_and_rows_are_not_mistaken_for_each_other(host: pyvmem.Context) -
         Engine(jamba, cache, prefill_chunk=16)
 
 
-def _codegen() -> Any:
-    sizes = {"n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
-    config = transformers.CodeGenConfig(vocab_size=199, **sizes)
-    return transformers.CodeGenForCausalLM(config)
+def _falcon() -> Any:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.FalconConfig(vocab_size=199, alibi=False, multi_query=False, **sizes)
+    return transformers.FalconForCausalLM(config)
 
 
 def _diffllama() -> Any:
@@ -154,7 +154,7 @@ def _diffllama() -> Any:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (_codegen, "layer 0 of CodeGenForCausalLM attends by itself"),
+        (_falcon, "layer 0 of FalconForCausalLM attends by itself"),
         (_diffllama, "layer 0 attends twice in a pass"),
     ],
 )
