@@ -413,7 +413,7 @@ def test_a_truncation_costs_the_same_for_any_length(context: Context) -> None:
     assert truncated(context, 100, 1) == short
     assert truncated(context, 5, 16) == short, "for any number of tensors"
     more = context.cuda_device is not None
-    assert short["own"] <= 23, short
+    assert short["own"] <= 23 + 5 * more, short
     assert short["shared"] <= 40 + 5 * more, short
     assert short["copies"] <= 80 + 5 * more, short
 
