@@ -7,7 +7,7 @@ against libvmem; shell commands in an empty directory, which is their home. A bl
 everywhere is followed by a line that says what it needs and links to what ran it, a test, a log or
 a result:
 
-    *Needs a GPU. Log: [h100-bench.log](../benchmarks/results/logs/h100-bench.log).*
+    *Needs a GPU. Result: [h100.json](../benchmarks/results/h100.json).*
 
 A block of `text` right after one that is run is what that one prints; "..." in it stands for
 anything. Python that prints has such a block. Other blocks of `text` are drawings, and what was

@@ -537,10 +537,11 @@ def part_sglang(_: list[Result]) -> list[str]:
 
 def turns_words(options: Result) -> str:
     """The measurements of SGLang and stock SGLang."""
+    tier = ", hierarchical cache" if options["engine"].get("enable_hierarchical_cache") else ""
     return (
         f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
         f"{options['prompt']:,} tokens, answers of {options['answer']}, `--page-size "
-        f"{options['page_size']}`, attention by {options['engine']['attention_backend']}"
+        f"{options['page_size']}`, attention by {options['engine']['attention_backend']}{tier}"
     )
 
 
