@@ -3,8 +3,9 @@
 
     python examples/engine.py "Why is the sky blue?" "Name three colours."
 
-The model is that of `make run`, from the extra ``serve``, converted once; what `make run` has
-converted below build/cache is found there. --model takes another one, a directory or a GGUF file.
+The model is the one that `make run` uses, from the extra ``serve``. It is converted once; a copy
+that `make run` has left below build/cache is reused. --model names another model, a directory or a
+GGUF file.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ class Engine:
     """Greedy decoding of many prompts at once. A context manager; the caller closes the cache."""
 
     def __init__(self, model: Any, cache: RequestCache, eos: frozenset[int] = frozenset()) -> None:
-        assert isinstance(cache.cache, KVCache), "ranks take their steps together"
+        assert isinstance(cache.cache, KVCache), "this engine runs on one rank"
         plain_rows(model.config.get_text_config(), "this engine")
         if not model.is_backend_compatible():
             name = type(model).__name__
-            raise TypeError(f"{name} computes attention itself: it never asks AttentionInterface")
+            raise TypeError(f"{name} computes attention itself: it ignores AttentionInterface")
         AttentionInterface.register("engine", attend)
         model.set_attn_implementation("engine")
         self.model, self.eos = model, eos
@@ -94,7 +95,7 @@ class Engine:
         return self.waiting[-1]
 
     def run(self) -> Iterator[tuple[Job, int]]:
-        """Yields tokens until all jobs end; a job that does not fit has `failed`."""
+        """Yields tokens until all jobs are finished; sets `failed` of a job that does not fit."""
         while self.waiting or self.running:
             self.admit()
             held = {job: request.length for job, request in self.running.items()}
@@ -104,7 +105,7 @@ class Engine:
                 yield from self.compute([job.tokens[held[job] :] for job in self.running])
 
     def lengths(self, more: int = 0) -> dict[Request, int]:
-        """The tokens that every running request is to hold, and `more`, as far as a slot goes."""
+        """The tokens that each running request is to hold, plus `more`, up to the slot size."""
         longest = self.cache.max_seq_len
         return {one: min(len(job.tokens) + more, longest) for job, one in self.running.items()}
 
@@ -132,7 +133,7 @@ class Engine:
 
     @torch.inference_mode()
     def compute(self, news: list[list[int]]) -> list[tuple[Job, int]]:
-        """One pass over the new tokens of all running jobs, one job after the other in one row."""
+        """Runs the model once over the new tokens of all running jobs, concatenated in one row."""
         slots = [request.slot for request in self.running.values()]
         counts = [len(one) for one in news]
         batch = self.kernel.batch(slots, counts, list(self.lengths().values()))
@@ -151,18 +152,18 @@ class Engine:
         for job, token in found:
             job.tokens.append(token)
             job.left -= 1
-            if token in self.eos or not job.left:  # its rows stay, for the next turn
+            if token in self.eos or not job.left:  # its rows are kept for the next turn
                 self.cache.release(self.running.pop(job), tokens=job.tokens)
                 self.preempted = False
         return found
 
 
 def main() -> None:
-    """Serves the prompts of the command line and prints tokens as they come."""
+    """Serves the prompts of the command line and prints tokens as they are generated."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="+")
-    parser.add_argument("--model", help="a model's folder or GGUF file")
-    parser.add_argument("--tokens", type=count, default=40, help="of each answer, at most (40)")
+    parser.add_argument("--model", help="a model's directory or GGUF file")
+    parser.add_argument("--tokens", type=count, default=40, help="most tokens of an answer (40)")
     parser.add_argument("--memory", type=count, default=256, help="MiB of keys and values (256)")
     args = parser.parse_args()
     if "" in map(str.strip, args.prompts):
@@ -192,7 +193,7 @@ def main() -> None:
         if job.failed:
             short = f"needs {job.failed.largest:,} bytes, the cache has {job.failed.limit:,}"
             if not job.failed.never:
-                short = f"{job.failed.what} short: others have them"
+                short = f"short of {job.failed.what}: other requests hold it"
             print(f"{number}: {len(job.tokens)} tokens: {short}", file=sys.stderr)
     sys.exit(any(job.failed for job in jobs))
 

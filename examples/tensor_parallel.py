@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
 """A KV cache on every tensor-parallel rank: an engine's loop with random requests.
 
-Two ranks on one machine, with NCCL where torch sees as many GPUs, else on the CPU with gloo:
+Two ranks on one machine, with NCCL if torch sees a GPU for each, otherwise on the CPU with gloo:
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-Two machines with one rank each; on both, with the first one's address:
+Two machines with one rank each; run this on both, with the address of the first:
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         examples/tensor_parallel.py
 
-How processes are started and find each other is the engine's matter (torchrun, ray, its own). The
-cache only needs their torch.distributed group, and every rank to make the same calls.
+The engine decides how processes are started and find each other (torchrun, ray, its own way). The
+cache only needs their torch.distributed group, and the same calls on every rank.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MIB = 1 << 20
 
 
 def serve(cache: ParallelKVCache, iterations: int) -> int:
-    """Prefill, decode, preemption; returns the tokens made. The same on every rank."""
-    chance = random.Random(0)  # an engine's scheduler sends its decisions to the ranks instead
+    """Runs prefill, decoding and preemption; returns the tokens made, the same on all ranks."""
+    chance = random.Random(0)  # in place of a scheduler that sends its decisions to all ranks
     lens = [0] * cache.config.max_batch
     tokens = 0
     for _ in range(iterations):
@@ -60,7 +60,7 @@ def serve(cache: ParallelKVCache, iterations: int) -> int:
 
 
 def main() -> None:
-    """Makes the group and the cache."""
+    """Creates the group and the cache, and serves."""
     if "LOCAL_RANK" not in os.environ:  # torchrun sets it
         raise SystemExit(__doc__)
     local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -75,7 +75,7 @@ def main() -> None:
         dtype="bfloat16",
         max_batch=8,
         max_seq_len=2048,
-        memory_limit=64 * MIB,  # of each rank
+        memory_limit=64 * MIB,  # per rank
     )
     with ParallelKVCache(config, backend="auto" if on_gpu else "host") as cache:
         tokens = serve(cache, 500)

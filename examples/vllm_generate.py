@@ -3,7 +3,7 @@
 
     VMEM_VLLM=1 python examples/vllm_generate.py MODEL [PROMPT ...]
 
-Ends with an error if vLLM did not use the pool.
+Exits with an error if vLLM did not use the pool.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def show() -> int:
 
 
 def main() -> None:
-    """Generates."""
+    """Generates an answer to each prompt."""
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
     try:
@@ -38,7 +38,7 @@ def main() -> None:
         raise SystemExit(f"{sys.argv[0]}: {error}; run it with a Python that has vLLM") from None
     model = Path(sys.argv[1])
     if model.is_absolute() and not (model / "config.json").is_file():
-        raise SystemExit(f"{sys.argv[0]}: {model}: no model folder: it has no config.json")
+        raise SystemExit(f"{sys.argv[0]}: {model}: not a model directory: it has no config.json")
     prompts = sys.argv[2:] or ["The capital of France is"]
     # vLLM's 16-bit kernels need instructions that not every processor has.
     precision = "auto" if torch.cuda.is_available() else "float32"

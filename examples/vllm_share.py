@@ -3,9 +3,10 @@
 
     python examples/vllm_share.py MODEL [--capacity 128M] [--requests 20]
 
-Each engine is a process of its own, as two servers would be. While one answers a burst of requests,
-the other is idle; the table is `vmem top`'s. Ends with an error unless an engine had more than half
-of the memory, which is what a fixed split would have given it. Run it with a Python that has vLLM.
+Each engine is a separate process, as two servers would be. While one answers a burst of requests,
+the other is idle; the table is `vmem top`'s. Exits with an error unless an engine had more than
+half of the memory, which is what a fixed split would have given it. Run it with a Python that has
+vLLM.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ READY = "ready"
 
 
 def serve(model: str, requests: int) -> None:
-    """An engine: answers a burst for each line of its input."""
+    """Runs an engine that answers a burst of requests for each line on standard input."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs to standard output
     import torch
@@ -65,22 +66,22 @@ def serve(model: str, requests: int) -> None:
 
 @dataclass
 class Engine:
-    """A process that serves."""
+    """A process that runs `serve`."""
 
     name: str
     process: subprocess.Popen[str]
     log: Path
 
     def answer(self) -> object:
-        """The next line that it prints."""
+        """Returns the next line that the process prints, parsed as JSON."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} has ended:\n{self.log.read_text()[-3000:]}")
+            raise SystemExit(f"{self.name} has exited:\n{self.log.read_text()[-3000:]}")
         return json.loads(line)
 
     def burst(self) -> threading.Thread:
-        """Lets it answer, in a thread that ends with the answer."""
+        """Starts a burst; the returned thread ends when the answer has arrived."""
         assert self.process.stdin is not None
         self.process.stdin.write("burst\n")
         self.process.stdin.flush()
@@ -94,7 +95,7 @@ class Engine:
 
 @contextmanager
 def engine(name: str, args: argparse.Namespace, folder: Path) -> Iterator[Engine]:
-    """Starts an engine, and ends it."""
+    """Starts an engine, and terminates it on exit."""
     settings = {
         "VMEM_VLLM": "1",
         "VMEM_NAME": name,
@@ -127,10 +128,10 @@ def engine(name: str, args: argparse.Namespace, folder: Path) -> Iterator[Engine
 def main() -> int:
     """Starts both, lets them take turns, and prints how much memory each had."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="a folder, or a name that vLLM knows")
-    parser.add_argument("--capacity", type=size, default=128 << 20, help="for both (128M)")
-    parser.add_argument("--requests", type=count, default=20, help="in a burst (20)")
-    parser.add_argument("--turns", type=count, default=2, help="bursts (2)")
+    parser.add_argument("model", help="a directory, or a name that vLLM knows")
+    parser.add_argument("--capacity", type=size, default=128 << 20, help="memory of both (128M)")
+    parser.add_argument("--requests", type=count, default=20, help="requests in a burst (20)")
+    parser.add_argument("--turns", type=count, default=2, help="number of bursts (2)")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
