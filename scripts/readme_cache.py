@@ -261,9 +261,9 @@ def part_kernel_times(_: list[Result]) -> list[str]:
         body.append([f"`{kernel}`", phase, *reads, *(times.get(one, "") for one in cases)])
     head = ["kernel", "phase", "past", "before", *(f"{one[0]}, {one[1]}" for one in cases)]
     return [
-        f"Microseconds in the median, a prefill of {found[0]['tokens']:,} tokens and decoding "
-        "of 8 requests of as many, by type and head size; rows that are read past a length and "
-        f"before a window; empty: the kernel cannot be used; {title(run)}:",
+        f"Median microseconds of a prefill of {found[0]['tokens']:,} tokens and of decoding 8 "
+        "requests of that length, by type and head size; past, before: rows that are read past "
+        f"a length and before a window; empty: the kernel cannot be used; {title(run)}:",
         "",
         *table(head, body),
     ]

@@ -201,14 +201,14 @@ COUNTS = [
     ("unmapping the 8K tokens", "unmap a request of 8K tokens"),
 ]
 GIGABYTE = [
-    ("mapped where nothing was, 64 KB entries", "map 1 GB by entries of 64 KB"),
+    ("mapped for the first time, 64 KB entries", "map 1 GB by entries of 64 KB"),
     ("the same, 2 MB entries", "map 1 GB by entries of 2 MB"),
     ("unmapped, 64 KB entries", "unmap 1 GB by entries of 64 KB"),
     ("the same, 2 MB entries", "unmap 1 GB by entries of 2 MB"),
     ("mapped again, 64 KB entries", "map 1 GB by entries of 64 KB, again"),
     ("the same, 2 MB entries", "map 1 GB by entries of 2 MB, again"),
     ("a page of each of its 2 MB entries unmapped, which splits them", "split 512 entries"),
-    ("the same, tables there", "split 512 entries, tables there"),
+    ("the same, with the tables in place", "split 512 entries, tables there"),
     ("those pages mapped and the 2 MB entries joined", "join 512 entries"),
 ]
 COUNTED = [
@@ -240,11 +240,11 @@ def part_counts(_: list[Result]) -> list[str]:
         "",
         *table(["1 GB", *(name for name, _ in COUNTED)], gigabyte),
         "",
-        "Entries that are written to a table before it is in use, 32 for each 2 MB entry that is "
-        "split, are not among the PTE writes.",
+        "PTE writes do not include entries that are written to a table before it is in use, 32 for "
+        "each 2 MB entry that is split.",
         "",
         f"Kernel memory: {number(full)} bytes a page, with 100,000 live pages in full slots of "
-        f"2 MB; {number(alone)} bytes for a slot with one page. UVM's page tables do not count.",
+        f"2 MB; {number(alone)} bytes for a slot with one page. UVM's page tables are not included.",
     ]
 
 
