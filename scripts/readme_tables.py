@@ -244,7 +244,7 @@ def part_counts(_: list[Result]) -> list[str]:
         "each 2 MB entry that is split.",
         "",
         f"Kernel memory: {number(full)} bytes a page, with 100,000 live pages in full slots of "
-        f"2 MB; {number(alone)} bytes for a slot with one page. UVM's page tables are not included.",
+        f"2 MB; {number(alone)} bytes for a slot with one page. UVM's page tables are not counted.",
     ]
 
 
