@@ -4,12 +4,12 @@
 Follows figure 10 of the vAttention paper (ASPLOS'25): a prompt's prefill needs all of its pages at
 once, so they cannot be mapped while something else runs. Four modes take turns:
 
-- ``mapped``: the slot's pages are mapped all the time; the cache is not called.
+- ``mapped``: the slot's pages stay mapped throughout; the cache is not called.
 - ``reuse``: the request takes the slot of one that ended, with its pages (deferred reclamation, the
   cache's default); they are zeroed for it.
 - ``sync``: pages are unmapped when a request ends, and `step` maps all of them before the prefill,
   in runs, since the pool is not fragmented.
-- ``pages``: the same when only single pages are free, as in a long-running server.
+- ``pages``: as ``sync``, with free memory fragmented to single pages, as in a long-running server.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around alloc_reqid, step, forward and synchronize",
     "gpu": "events around the forward pass",
-    "turns": "the modes in turns, the order rotated; the first round, after one to warm up, is "
-    "out. 'pages' has its own turns, after the others: what follows its half a second without work "
-    "would find a GPU that is cooler, and faster by 4 %",
+    "turns": "the modes take turns, in rotating order; after a round of warm-up, the first round "
+    "is discarded. 'pages' takes its turns after the others: it leaves the GPU without work for "
+    "half a second, so that the next mode would run on a cooler GPU, 4 % faster",
 }
 
 
 class _Mode:
-    """One of `MODES`, with its cache of one slot. A context manager."""
+    """One of `MODES`, with a one-slot cache. A context manager."""
 
     def __init__(
         self, name: str, command: Command, model: Decoder, ids: torch.Tensor, book: Book
@@ -112,7 +112,7 @@ class _Mode:
         return self
 
     def _name_rows(self) -> None:
-        """Opens the rows, once the mode could be set up."""
+        """Opens the mode's rows, after its set-up has succeeded."""
         name, what = self.name, self._what
         self._total = self._open_rows(f"time/{name}", what, unit="ms")
         if name != "mapped":
@@ -130,7 +130,7 @@ class _Mode:
             raise RuntimeError("memory is short")
 
     def _end(self) -> None:
-        """Frees the request; in a mode that maps its pages anew, unmaps them first."""
+        """Frees the request; in modes that map its pages anew, also unmaps them."""
         self.cache.free_reqid(0)
         if self.name in ("sync", "pages"):
             self.cache.memory.reclaim_free(wait=True)
@@ -251,7 +251,7 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     add("--tokens", type=count, default=16384, help="of the prompt (16384)")
     add("--rounds", type=count, default=25, help="of each mode (25)")
-    add("--kernel", default="auto", help="of pyvmem.attention (auto)")
+    add("--kernel", default="auto", help="kernel of pyvmem.attention (auto)")
     parser.set_defaults(run=run)
 
 
