@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Prints the reference of the command line in Markdown, from the parsers themselves.
+"""Prints the command line's reference in Markdown, generated from the parsers.
 
-Run by the interpreter of an environment with pyvmem.
+Run it with the interpreter of an environment with pyvmem.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pyvmem.commands import cli
 
 WIDTH = "88"  # width of usage lines, independent of the terminal
-# Benchmarks of whole engines have their own page.
+# Benchmarks of serving, which have a separate page.
 SERVING = ("serve", "sharing", "swap", "vllm", "sglang", "models", "paper")
 
 
@@ -76,7 +76,7 @@ def section(
 
 
 def main() -> int:
-    """Prints the page of the commands; with ``bench`` or ``bench-serving``, one of benchmarks."""
+    """Prints the commands' page, or with ``bench`` or ``bench-serving`` a page of benchmarks."""
     os.environ["COLUMNS"] = WIDTH
     if sys.argv[1:] == ["bench"]:
         print("# Command line: benchmarks\n")

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds the patched nvidia-uvm.ko for this machine: `make module`.
 
-The driver's source is taken from NV_SRC=path, else from the installed driver's own DKMS tree, else
-from Debian's package. The kernel is KDIR=path (a build folder such as /lib/modules/RELEASE/build),
-else the running one, else the newest whose headers are installed. Prints the module's path.
+The driver's source is NV_SRC=path, or the installed driver's DKMS tree, or Debian's package. The
+kernel is KDIR=path (a build directory such as /lib/modules/RELEASE/build), or the running kernel,
+or the newest kernel whose headers are installed. Prints the module's path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def module_folder(version: str, release: str) -> Path:
 
 
 def headers_for(system: System, kdir: str = "") -> KernelHeaders:
-    """The kernel to build for: KDIR, the running one, the newest whose headers are installed."""
+    """The kernel to build for: KDIR, the running kernel, or the newest with installed headers."""
     if kdir:
         return kernel_headers(Path(kdir))
     running = system.root / "lib/modules" / system.release() / "build"
@@ -111,7 +111,7 @@ def build_module(
 
 
 def main() -> int:
-    """Builds the module that the command line and the machine ask for."""
+    """Builds the module for the command line's or the machine's driver and kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     environment = os.environ.get
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")

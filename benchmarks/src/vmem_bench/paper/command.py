@@ -59,7 +59,7 @@ def _ours(row: Row, results: Results) -> str:
         text = row.ours(results)
         return f"{text} ({results[row.file].hardware})" if row.file else text
     except NotMeasured as error:
-        return f"{NOT_MEASURED}: needs an H100 or H200; there is no result {error}"
+        return f"{NOT_MEASURED}: needs an H100 or H200; there is no {error}"
 
 
 def _table(paper: str, results: Results) -> list[str]:
