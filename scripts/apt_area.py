@@ -91,7 +91,7 @@ def archive_source(folder: Path | None = None) -> Source:
         if main and any(SUITE.fullmatch(suite) for suite in source.suites):
             return source
     raise KernelBuildError(
-        f"{folder} names no archive of Debian: give the driver's source by NV_SRC"
+        f"{folder} names no archive of Debian: give the driver's source with NV_SRC"
     )
 
 
@@ -102,7 +102,9 @@ class AptArea:
         self.suite = suite
         self.folder = KERNEL_BUILD / "apt" / (suite or "system")
         if not shutil.which("apt-get"):
-            raise KernelBuildError("this system has no apt-get: give the driver's source by NV_SRC")
+            raise KernelBuildError(
+                "this system has no apt-get: give the driver's source with NV_SRC"
+            )
         for name in ("lists/partial", "cache/archives/partial", "state"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         if suite is None:

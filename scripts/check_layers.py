@@ -134,7 +134,7 @@ def check_includes() -> list[str]:
 
 
 def check_owners() -> list[str]:
-    """Checks that public functions are in api/, and that one file each changes units and PTEs."""
+    """Checks that only api/ has public functions, and only slab.c and pte.c change their state."""
     problems = []
     changes = re.compile(
         rf"vm_bits_set\([^;]*->({STATES})\b|->({STATES})\[[^;=!<>]*\](\+\+|--| [|&+-]?= )"

@@ -80,7 +80,7 @@ def main() -> int:
     os.environ["COLUMNS"] = WIDTH
     if sys.argv[1:] == ["bench"]:
         print("# Command line: benchmarks\n")
-        print("The benchmarks of serving have a page of their own: [serving](bench-serving.md).\n")
+        print("The benchmarks of serving are on another page: [serving](bench-serving.md).\n")
         show("bench", leave_out=SERVING)
         return 0
     if sys.argv[1:] == ["bench-serving"]:
@@ -95,11 +95,9 @@ def main() -> int:
     print("Generated from the programs' own parsers. `vmem COMMAND --help` prints the same.\n")
     print(
         "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 if the reader of the "
-        "output has closed it. A command that has others names them.\n"
+        "output has closed it. A command's section lists any others.\n"
     )
-    print(
-        "`vmem bench` has pages of its own: [benchmarks](bench.md), [serving](bench-serving.md).\n"
-    )
+    print("`vmem bench` has separate pages: [benchmarks](bench.md), [serving](bench-serving.md).\n")
     for command in cli._COMMANDS:
         if command != "bench":
             show(command)

@@ -280,7 +280,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Marks table cells and options that must not wrap or need width; makes long tables foldable.
 
-    Also formats alike all names that a docstring describes together.
+    Also formats all names that a docstring describes together in the same way.
     """
 
     def cell(match: re.Match[str], columns: int) -> str:

@@ -55,7 +55,7 @@ def kernel_headers(folder: Path) -> KernelHeaders:
     if quoted is None:
         raise KernelBuildError(f"{release_file} names no release")
     release = quoted.group(1)
-    # If a build directory is separate, its Makefile has one line that includes the sources'.
+    # A separate build directory has a one-line Makefile, which includes the sources' Makefile.
     included = re.search(r"^include (/\S+)/Makefile$", makefile.read_text("utf-8"), re.MULTILINE)
     source = Path(included.group(1)) if included else folder
     return KernelHeaders(build=folder, source=source, release=release)

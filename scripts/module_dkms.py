@@ -206,7 +206,9 @@ def main() -> int:
     parser.add_argument(
         "--packaged", action="store_true", help="the rule is a package's; nothing is downloaded"
     )
-    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="where the machine lies")
+    parser.add_argument(
+        "--sysroot", type=Path, default=Path("/"), help="root directory of the machine"
+    )
     options = parser.parse_args()
     system = System(options.sysroot)
     try:

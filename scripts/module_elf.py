@@ -20,7 +20,7 @@ SIGNATURE_MAGIC = b"~Module signature appended~\n"
 ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 SECTION = struct.Struct("<IIQQQQIIQQ")
 SYMBOL = struct.Struct("<IBBHQQ")
-# struct modversion_info: 64 bytes, of which an unsigned long is the version, and the rest the name.
+# struct modversion_info: 64 bytes, an unsigned long with the version and then the name.
 VERSION = struct.Struct("<Q56s")
 
 SHN_UNDEF = 0

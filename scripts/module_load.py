@@ -136,7 +136,9 @@ def main() -> int:
         metavar="WORDS",
         help=f"override a refusal because of untested or uncheckable parts: {', '.join(ALLOWABLE)}",
     )
-    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="where the machine lies")
+    parser.add_argument(
+        "--sysroot", type=Path, default=Path("/"), help="root directory of the machine"
+    )
     options = parser.parse_args()
     allowed = set(options.allow.replace(",", " ").split())
     for word in sorted(allowed.difference(ALLOWABLE)):

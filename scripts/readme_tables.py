@@ -37,7 +37,7 @@ README = ROOT / "README.md"
 FOLDERS = ("docs/**/*.md", "benchmarks/*/*.md")
 FORMAT = "vmem-bench-api/1"
 AGAIN = "run scripts/readme_tables.py"
-NOTHING = "Not measured yet: `benchmarks/results/` holds no run on a GPU."
+NOTHING = "Not measured yet: `benchmarks/results/` has no run on a GPU."
 
 OPERATIONS = [
     ("reserve addresses", "reserve", False),

@@ -234,7 +234,7 @@ def side_by_side(workers: int) -> tuple[str, ...]:
 
 
 def longest_first(folder: str) -> list[str]:
-    """pytest's arguments for the test files of a folder, those of `LONGEST` first."""
+    """pytest's arguments for the test files of a directory, those in `LONGEST` first."""
     files = {one.stem.removeprefix("test_"): one for one in (ROOT / folder).glob("test_*.py")}
     names = dict.fromkeys((*LONGEST[folder], *sorted(files)))
     paths = [str(files[name].relative_to(ROOT)) for name in names]

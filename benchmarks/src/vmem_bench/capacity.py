@@ -150,7 +150,10 @@ def measure(
 
 
 def aims(record: Record) -> list[dict[str, Any]]:
-    """Batch ratios of 64 KB pages, a tensor per layer, to others; only Azure's trace has goals."""
+    """Ratios of the batch with 64 KB pages, a tensor per layer, to other layouts' batches.
+
+    Only Azure's trace has goals.
+    """
     found = []
     for part in record.parts.values():
         azure = part.name.startswith("azure")

@@ -5,7 +5,7 @@ Follows figure 10 of the vAttention paper (ASPLOS'25): a prompt's prefill needs 
 once, so they cannot be mapped while something else runs. Four modes take turns:
 
 - ``mapped``: the slot's pages stay mapped throughout; the cache is not called.
-- ``reuse``: the request takes the slot of one that ended, with its pages (deferred reclamation, the
+- ``reuse``: the request gets a freed request's slot with its pages (deferred reclamation, the
   cache's default); they are zeroed for it.
 - ``sync``: pages are unmapped when a request ends, and `step` maps all of them before the prefill,
   in runs, since the pool is not fragmented.
@@ -243,8 +243,8 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser(
         "deferred",
         help="prefill with memory mapped before, reused from an earlier request, or mapped first",
-        description="Prefills one prompt with random weights of Llama-3-8B's shape over four "
-        "caches in turns. Full size needs a GPU of 35 GB.",
+        description="Prefills one prompt with random weights of Llama-3-8B's shape with four "
+        "caches in turn. Full size needs a GPU of 35 GB.",
     )
     add_common(parser, 120)
     add_page(parser)
@@ -256,6 +256,6 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "deferred", _METHOD)
     return run_on_device(command, "prefill", "prefill of one prompt", _measure)

@@ -48,7 +48,7 @@ _STEPS = 32  # in a turn
 _MIB = 1 << 20
 _METHOD = {
     "map": "vMemMap and vMemUnmap of one page, from Python; the contexts take turns",
-    "kernel memory": "of mappings alive at once, the larger of two estimates by difference "
+    "kernel memory": "of mappings that are alive together, the larger of two estimated differences "
     "(pyvmem.bench.memory); read once",
     "tiers": "KVCache.move of all pages of a request, until done; read: a sum over its keys by the "
     "first device, timed by events",
@@ -107,7 +107,7 @@ def _alive(command: Command, part: Part, number: int, native: Native, pages: int
     page = command.page
     what = f"kernel memory of a mapping on {counted(number, 'device')}"
     if not command.deadline.allows():
-        part.not_run(f"kernel/{number}", "the deadline came first")
+        part.not_run(f"kernel/{number}", "the deadline passed first")
         return
     base, handle = native.reserve(2 * pages * page), native.create(page, page)
     made = 0
@@ -396,7 +396,7 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns as `ended`, or 2 if the back end cannot be opened."""
+    """Runs the command. Returns as `ended`, or 2 if the back end cannot be opened."""
     if args.device:
         print(f"vmem bench: --device {args.device}: it begins with device 0", file=sys.stderr)
         return 2
@@ -408,7 +408,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             import torch
         except ImportError:
-            command.show("torch, which counts the devices, cannot be imported: one is used")
+            command.show("torch, which counts the devices, cannot be imported: using one device")
         else:
             devices = max(1, torch.cuda.device_count())
     devices = min(devices, args.devices or devices)

@@ -51,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
 _METHOD = {
     "growth": "every request grows by at most a page's rows per step, each at a different pace",
     "step": "perf_counter_ns around step, from Python; one sample a step",
-    "kernel memory": "the larger of two estimates by difference (pyvmem.bench.memory)",
+    "kernel memory": "the larger of two estimated differences (pyvmem.bench.memory)",
     "order": "the ways take turns, in a different order in each round",
 }
 
@@ -280,7 +280,7 @@ def add_parser(which: Any) -> None:
     add_common(parser, 300)
     add = parser.add_argument
     add("--requests", type=count, default=128, help="that grow together (128)")
-    add("--rounds", type=count, default=2, help="of all ways in turns (2)")
+    add("--rounds", type=count, default=2, help="rounds of all ways (2)")
     add("--ways", nargs="*", choices=list(WAYS), help="these alone (all)")
     add(
         "--memory",
@@ -295,7 +295,7 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     names = ("requests", "rounds", "memory", "max_mappings")
     options = {name: getattr(args, name) for name in names}
     command = open_command(args, "fill", _METHOD, **options)

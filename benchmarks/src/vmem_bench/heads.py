@@ -133,7 +133,7 @@ def _measure(
     first: dict[str, torch.Tensor] = {}
     # FlashInfer compiles for a minute: it comes last.
     for kernel in sorted(KERNELS, key=lambda name: name == "flashinfer"):
-        why = whys[kernel] or ("" if left.allows() else "the deadline came first")
+        why = whys[kernel] or ("" if left.allows() else "the deadline passed first")
         reads = KERNELS[kernel].reads(device)
         if why:
             part.not_run(f"{kernel}/{case.name}", why)

@@ -437,7 +437,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
         weights = torch.cuda.memory_allocated(device) if cuda else 0
         for way, what in WAYS.items():
             if not left.allows():
-                part.not_run(f"decode/{way}", "the deadline came first")
+                part.not_run(f"decode/{way}", "the deadline passed first")
                 continue
             command.show(f"{name}: {what}")
             prefill, decode = Samples(), Samples()
@@ -477,9 +477,9 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
 def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> float:
     """Tolerance of last logits against the first variant's, relative to the largest logit.
 
-    0.1 in bfloat16, 0.001 in float32. An element of 8 bits has 3 bits of mantissa, one of bfloat16
+    0.1 in bfloat16, 0.001 in float32. An 8-bit element has 3 bits of mantissa, a bfloat16 element
     has 7: rounding is 16 times as coarse, so the difference may be 16 times that of the same
-    kernels with bfloat16, but at most a half, since unrelated logits differ by about 1.
+    kernels with bfloat16, but at most 0.5, since unrelated logits differ by about 1.
 
     Args:
         way: one of `WAYS`.
@@ -540,7 +540,7 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if a part failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if a part failed, 2 if the back end cannot be opened."""
     import sys
 
     names = args.kinds.split(",")

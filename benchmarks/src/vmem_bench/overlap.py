@@ -224,8 +224,8 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser(
         "overlap",
         help="decode iterations with memory mapped beforehand, in the background or synchronously",
-        description="Decodes with random weights of Llama-3-8B's shape over three caches in "
-        "turns, and compares their iterations. Full size needs a GPU of 120 GB.",
+        description="Decodes with random weights of Llama-3-8B's shape with three caches in "
+        "turn, and compares their iterations. Full size needs a GPU of 120 GB.",
     )
     add_common(parser, 180)
     add_page(parser)
@@ -242,6 +242,6 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "overlap", _METHOD)
     return run_on_device(command, "iterations", "iterations of decoding", _measure)

@@ -166,7 +166,7 @@ def _chosen(command: Command) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if a part failed, 2 if there is no such back end or case."""
+    """Runs the command. Returns 0, 1 if a part failed, 2 if a back end or case is unknown."""
     command = open_command(args, "kernels", _METHOD, kernels=args.kernels)
     if command is None:
         return 2

@@ -234,7 +234,7 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "prefix-map", _METHOD, tokens=args.tokens)
     if command is None:
         return 2

@@ -299,7 +299,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     for number, tokens in enumerate(lengths):
         left = Deadline(command.deadline.left / (len(lengths) - number))
         if left.seconds <= 0:
-            part.not_run(str(tokens), "the deadline came first")
+            part.not_run(str(tokens), "the deadline passed first")
             continue
         command.show(f"{sizes.name}, {tokens:,} tokens")
         _Length(command, part, model, tokens).run(args.blocks, rounds, left)
@@ -347,6 +347,6 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "swap", _METHOD)
     return run_on_device(command, "swap", "out and back, or again", _measure)

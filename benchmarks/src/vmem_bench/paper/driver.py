@@ -21,16 +21,16 @@ __all__ = ["Check", "Costs", "Work", "checks", "costs", "section", "workloads"]
 _TIMES, _COUNTS = "h100", "softgpu-workloads.jsonl"
 _WORDS = (
     "The patched driver has run only on the software GPU, which counts but does not time. This is",
-    "a **model**, not a measurement: a push costs what one of the stock driver's calls with a push",
-    "costs, an entry of 64 KB what another page in such a call costs. It assumes, unmeasured, that",
-    "the patched driver's calls cost no more than the stock driver's.",
+    "a **model**, not a measurement: a push costs as much as a stock driver's call with one push,",
+    "and an entry of 64 KB as much as another page in such a call. The model assumes, without a",
+    "measurement, that the patched driver's calls cost no more than the stock driver's.",
 )
 _PAGES = 64  # of a batch
 _CASES = {
-    "growth": ("{requests} requests grow to {tokens:,} tokens, a token a step", "map"),
-    "prefix": ("a request begins with a prefix of {prefix:,} tokens", "map"),
+    "growth": ("{requests} requests grow to {tokens:,} tokens, a token per step", "map"),
+    "prefix": ("a request starts with a prefix of {prefix:,} tokens", "map"),
     "move": ("a request's {tokens:,} tokens move, page by page", "map"),
-    "a request ends": ("a request of {tokens:,} tokens ends", "unmap"),
+    "a request ends": ("a request of {tokens:,} tokens is freed", "unmap"),
 }
 
 
@@ -42,7 +42,7 @@ class Costs:
     entry: float
 
     def __str__(self) -> str:
-        return f"{self.push:.1f} µs a push, {self.entry:.2f} µs an entry"
+        return f"{self.push:.1f} µs per push, {self.entry:.2f} µs per entry"
 
     def time(self, pushes: int, entries: int) -> float:
         """The model's time in microseconds."""

@@ -120,9 +120,9 @@ ARMS = {
 }
 WORKLOADS = {
     "azure": "lengths of Azure's conversations, or of a trace; arrivals at its times",
-    "offline": "a trace's lengths, all there at the start",
+    "offline": "a trace's lengths, all arriving at the start",
     "online": "a trace's lengths, Poisson arrivals at --rate",
-    "prefixes": "conversations that begin alike (Mooncake's, or made up), and prefixes are shared",
+    "prefixes": "conversations with common prefixes (Mooncake's, or synthetic), which are shared",
     "chat": "OpenChat's mean lengths (1.8K and 744 tokens), Poisson arrivals",
 }
 
@@ -477,7 +477,7 @@ def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[A
         slowest = max(slowest, command.deadline.used - began)
     for name, outcomes in runs.items():
         if not outcomes and name not in broken:
-            part.not_run(f"makespan/{name}", "the deadline came first")
+            part.not_run(f"makespan/{name}", "the deadline passed first")
     add_aims(command.aims, part, {name: runner.words(name) for name in names}, args.limit)
     if wrong:
         raise WrongResult(f"{', '.join(wrong)}: the logits differ from those of {names[0]}")
@@ -558,7 +558,7 @@ def run(args: argparse.Namespace) -> int:
     if args.merge is not None:
         return put_together(join, args)
     if args.workload == "chat" and args.trace is not None:
-        text = f"--workload chat has requests of its own: leave out --trace {args.trace}"
+        text = f"--workload chat makes its own requests: omit --trace {args.trace}"
         print(f"vmem bench: {text}", file=sys.stderr)
         return 2
     if rank := int(os.environ.get("RANK", "0")):  # set by torchrun; only rank 0 writes results

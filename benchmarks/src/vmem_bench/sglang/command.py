@@ -68,14 +68,14 @@ def measure(command: Command, part: Part) -> None:
         command.record.options |= {"engine": _shown(engines.options())}
         for number, arm in enumerate(order):
             if not command.deadline.allows(max(slowest, 30.0)):
-                part.not_run(f"turn/{number}", f"{arm}: the deadline came")
+                part.not_run(f"turn/{number}", f"{arm}: the deadline passed")
                 continue
             engines.prepare(number)
             began = command.deadline.used
             found = engines.run(number)
             for step in STEPS[: len(STEPS) - (arm == "stock")]:
                 if step not in found:
-                    part.not_run(f"turn/{number}/{step}", f"{arm}: the deadline came")
+                    part.not_run(f"turn/{number}/{step}", f"{arm}: the deadline passed")
             slowest = max(slowest, command.deadline.used - began)
             turns[arm].append(found)
             part.rows.clear()
@@ -212,8 +212,8 @@ def _report(command: Command, part: Part) -> str:
 
 
 PARTS: dict[str, tuple[str, dict[str, str], Callable[[Command, Part], None]]] = {
-    "sglang": ("the elastic pool beside stock SGLang", _METHOD, measure),
-    "share": ("vLLM and SGLang, busy in turns", share.METHOD, share.measure),
+    "sglang": ("the elastic pool and stock SGLang", _METHOD, measure),
+    "share": ("vLLM and SGLang, busy alternately", share.METHOD, share.measure),
 }
 _NAMES = {
     "sglang": ("requests", "turns", "prompt", "answer", "page_size", "idle", "repeats"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``share`` of `vmem bench sglang`: vLLM and SGLang on one device, busy in turns.
+"""The part ``share`` of `vmem bench sglang`: vLLM and SGLang on one device, busy alternately.
 
 Four engines run at the same time: elastic vLLM and SGLang, which share memory through one ledger,
 and stock vLLM and SGLang, each with half of that memory. A burst of requests needs most of the
@@ -167,7 +167,7 @@ def measure(command: Command, part: Part) -> None:
                 break
         _rest(fleet, found, plans, book.publish)
     if number + 1 < args.rounds:
-        part.not_run(f"rounds/{number + 1}", "the deadline came")
+        part.not_run(f"rounds/{number + 1}", "the deadline passed")
 
 
 def _plans(memory: int) -> dict[str, dict[str, Plan]]:

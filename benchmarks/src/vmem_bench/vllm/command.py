@@ -53,7 +53,7 @@ __all__ = ["PARTS", "add_parser", "run"]
 _METHOD = {
     "engines": "each in its own process, all on the device at the same time (full: one at a time); "
     "LLM(), greedy, dummy weights; requests are added when they are due, between steps",
-    "rate": "requests a second on average; 0: all at once. The gaps between requests are in "
+    "rate": "requests a second on average; 0: all at the start. The gaps between requests are in "
     "proportion to the trace's",
     "order": "stock, elastic, stock again, and, with --beside, an engine with other pages take "
     "turns, in an order that rotates each round; warm-up is discarded",
@@ -65,10 +65,10 @@ _METHOD = {
 }
 
 PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
-    "load": ("the elastic pool beside stock vLLM", load.measure),
+    "load": ("the elastic pool and stock vLLM", load.measure),
     "idle": ("an engine that becomes idle", idle.measure),
-    "share": ("engines with bursts in turns", share.measure),
-    "sleep": ("engines that sleep in turns", sleep.measure),
+    "share": ("engines with alternating bursts", share.measure),
+    "sleep": ("engines that sleep in turn", sleep.measure),
     "blocks": ("blocks of 16 tokens and of 128", blocks.measure),
     "rough": ("aborts, resets and trims at random", rough.measure),
     "limit": ("a limit lowered while requests run", limit.measure),
@@ -76,7 +76,7 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "first": ("the first token after a rest", first.measure_first),
     "cost": ("a step's time in the pool's code", first.measure_cost),
     "offload": ("prompts from host memory", offload.measure),
-    "prefixes": ("engines in turns whose prefixes do not fit", prefixes.measure),
+    "prefixes": ("engines that take turns, with prefixes that do not fit", prefixes.measure),
 }
 _REQUESTS = {
     "load": 96,
@@ -103,7 +103,7 @@ def _takes_no_trace(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Returns 0, 1 on failure or without vLLM, 2 for bad usage or back end."""
     if args.trace is not None and (what := _takes_no_trace(args)):
-        text = f"{what} has requests of its own: leave out --trace {args.trace}"
+        text = f"{what} makes its own requests: omit --trace {args.trace}"
         print(f"vmem bench: {text}", file=sys.stderr)
         return 2
     args.requests = args.requests or _REQUESTS.get(args.part, 0)
@@ -169,7 +169,7 @@ def add_parser(which: Any) -> None:
         help="requests per round (96; idle 2,500, rough 10,000, full 256)")  # fmt: skip
     add("--rounds", type=int, default=4, help="rounds, not counting warm-up (4)")
     add("--rates", type=_rates, default=[5.0, 13.0, 0.0], metavar="R,...",
-        help="load: requests a second, 0: all at once (5,13,0)")  # fmt: skip
+        help="load: requests a second; 0: all at the start (5,13,0)")  # fmt: skip
     add("--engines", type=int, default=2, help="share, sleep, prefixes: engines of each kind (2)")
     add("--apart", action="store_true",
         help="share: start static engines after the elastic engines have stopped")  # fmt: skip

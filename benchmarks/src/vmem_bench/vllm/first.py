@@ -57,7 +57,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
     for tokens in prompts:
         for arm in there_and_back(list(plans), rounds):
             if not command.deadline.allows(2 * REST):
-                part.not_run(f"{tokens}/{arm}", "the deadline came")
+                part.not_run(f"{tokens}/{arm}", "the deadline passed")
                 break
             load, seed = one_prompt(tokens, fleet.vocabulary, seed), seed + 1
             fleet.rest(REST)

@@ -63,16 +63,16 @@ def filling(
     prompt = each - output
     if prompt < 16:
         raise invalid(
-            f"{memory} bytes have room for {each} tokens of each of {count} requests, "
-            f"of which {output} are the answer; a prompt needs 16",
+            f"{memory} bytes have room for {each} tokens per request for {count} requests, "
+            f"{output} of them for the answer; a prompt needs 16",
             size=each,
             limit=output + 16,
             op="vmem bench",
         )
     if each > longest:
         raise invalid(
-            f"{memory} bytes need {each} tokens of each of {count} requests, which may have "
-            f"{longest}: take more requests",
+            f"{count} requests need {each} tokens each to fill {memory} bytes, above the limit of "
+            f"{longest}: use more requests",
             size=each,
             limit=longest,
             op="vmem bench",
@@ -173,7 +173,7 @@ def compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan
     slowest = 0.0
     for number, arm in enumerate(there_and_back(list(plans), 2 if quick else args.rounds)):
         if not command.deadline.allows(slowest + _ENDING):
-            part.not_run(f"turn/{number}", f"{arm}: the deadline came")
+            part.not_run(f"turn/{number}", f"{arm}: the deadline passed")
             break
         began = command.deadline.used
         fleet.start({arm: plans[arm]})

@@ -80,7 +80,7 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
     for tokens in sizes:
         for arm in there_and_back(list(plans), rounds):
             if not command.deadline.allows(3 * REST):
-                part.not_run(f"{tokens}/{arm}", "the deadline came")
+                part.not_run(f"{tokens}/{arm}", "the deadline passed")
                 break
             computed, loaded = pair(arm, tokens)
             times.setdefault(("computed", tokens, arm), []).append(computed)
@@ -111,7 +111,7 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
     part.value("alike", what, "all", alike, "requests", of=len(heard))
     for arm in plans:
         if not command.deadline.allows(4 * REST):
-            part.not_run(f"gaps/{arm}", "the deadline came")
+            part.not_run(f"gaps/{arm}", "the deadline passed")
             continue
         for how, gaps in _beside(fleet, arm, sizes[0], 1, quick).items():
             what = f"p99 between tokens of {_DECODING} requests, others {how}"

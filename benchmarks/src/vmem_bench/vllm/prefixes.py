@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``prefixes`` of `vmem bench vllm`: engines in turns whose prefixes do not fit.
+"""The part ``prefixes`` of `vmem bench vllm`: engines take turns, and their prefixes do not fit.
 
 Each engine has a different set of prompts, whose keys and values need as much memory as all engines
 have together; with two engines that is twice an engine's part. The engines take turns: in its turn
@@ -121,7 +121,7 @@ def measure(command: Command, part: Part) -> None:
             if arm == "static+host" and command.backend == "host":
                 missing[arm] = "vLLM's own offloading needs a GPU"
             elif not command.deadline.allows(slowest):
-                missing[arm] = "the deadline came"
+                missing[arm] = "the deadline passed"
             else:
                 answers[arm], line = _run(fleet, arm, memory, loads)
                 if arm.startswith("elastic"):
