@@ -330,7 +330,7 @@ def environment_variables() -> dict[str, str]:
 def main() -> int:
     """Runs the checks and prints the problems."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("pages", nargs="*", type=Path, help="these alone")
+    parser.add_argument("pages", nargs="*", type=Path, help="check only these files")
     chosen = [path.resolve() for path in parser.parse_args().pages]
     problems: list[str] = []
     count = 0

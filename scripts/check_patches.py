@@ -244,8 +244,12 @@ def main() -> int:
     """Checks the versions or sources named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", metavar="version")
-    parser.add_argument("--tree", type=Path, action="append", default=[], help="a source instead")
-    parser.add_argument("--clone", type=Path, help="every tag of a clone of NVIDIA's repository")
+    parser.add_argument(
+        "--tree", type=Path, action="append", default=[], help="check this source instead"
+    )
+    parser.add_argument(
+        "--clone", type=Path, help="check every tag of a clone of NVIDIA's repository"
+    )
     parser.add_argument("--build", action="store_true", help="build after each patch")
     options = parser.parse_args()
     failed = 0

@@ -144,7 +144,9 @@ def check_site() -> list[str]:
 def main() -> int:
     """Builds and checks, or serves."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", action="store_true", help="on http://localhost:8000")
+    parser.add_argument(
+        "--serve", action="store_true", help="show a live preview on http://localhost:8000"
+    )
     options = parser.parse_args()
     if not tools():
         print("scripts/requirements/docs.txt could not be installed")

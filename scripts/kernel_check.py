@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("version", nargs="?", default="535.261.03")
     parser.add_argument("--type", choices=("release", "debug"), default="release")
     parser.add_argument(
-        "--suite", choices=KERNEL_SUITES, help="for the kernel of that Debian suite"
+        "--suite", choices=KERNEL_SUITES, help="check the build for this Debian suite's kernel"
     )
     options = parser.parse_args()
     try:

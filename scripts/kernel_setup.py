@@ -103,7 +103,7 @@ def kernel_image(release: str) -> None:
 def main() -> int:
     """Brings everything up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--long", action="store_true", help="also for the kernel of test-long")
+    parser.add_argument("--long", action="store_true", help="also set up the kernel of test-long")
     options = parser.parse_args()
     try:
         packages = missing_packages(long=options.long)

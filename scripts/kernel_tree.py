@@ -308,13 +308,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", help="a driver version, for example 535.261.03")
     parser.add_argument("--type", choices=("release", "debug"), default="release")
-    parser.add_argument("--unpatched", action="store_true", help="UVM as NVIDIA published it")
+    parser.add_argument("--unpatched", action="store_true", help="build UVM without our patches")
     parser.add_argument("--mutant", metavar="NAME", help="apply tests/kernel/mutants/NAME.patch")
     parser.add_argument(
-        "--kernel-headers", metavar="DIR", type=Path, help="a kernel's build folder"
+        "--kernel-headers", metavar="DIR", type=Path, help="a kernel's build directory"
     )
     parser.add_argument(
-        "--suite", choices=KERNEL_SUITES, help="for the kernel of that Debian suite"
+        "--suite", choices=KERNEL_SUITES, help="build for this Debian suite's kernel"
     )
     parser.add_argument("--jobs", "-j", type=int, default=2)
     options = parser.parse_args()

@@ -115,13 +115,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     environment = os.environ.get
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")
-    parser.add_argument("--kdir", default=environment("KDIR", ""), help="a kernel's build folder")
-    parser.add_argument("--nvidia-ko", default=environment("NVIDIA_KO", ""), help="to build for")
-    parser.add_argument("--version", default=environment("NV_VERSION", ""), help="of the driver")
+    parser.add_argument(
+        "--kdir", default=environment("KDIR", ""), help="a kernel's build directory"
+    )
+    parser.add_argument(
+        "--nvidia-ko", default=environment("NVIDIA_KO", ""), help="the nvidia.ko to build for"
+    )
+    parser.add_argument("--version", default=environment("NV_VERSION", ""), help="driver version")
     parser.add_argument("--sign-key", default=environment("SIGN_KEY", ""))
     parser.add_argument("--sign-cert", default=environment("SIGN_CERT", ""))
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="root to build for")
+    parser.add_argument(
+        "--sysroot", type=Path, default=Path("/"), help="root directory of the machine to build for"
+    )
     options = parser.parse_args()
     if bool(options.sign_key) != bool(options.sign_cert):
         parser.error("SIGN_KEY and SIGN_CERT go together")

@@ -201,10 +201,14 @@ def main() -> int:
     environment = os.environ.get
     parser.add_argument("action", choices=("package", "install", "uninstall"))
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")
-    parser.add_argument("--kdir", default=environment("KDIR", ""), help="a kernel's build folder")
-    parser.add_argument("--version", default=environment("NV_VERSION", ""), help="of the driver")
     parser.add_argument(
-        "--packaged", action="store_true", help="the rule is a package's; nothing is downloaded"
+        "--kdir", default=environment("KDIR", ""), help="a kernel's build directory"
+    )
+    parser.add_argument("--version", default=environment("NV_VERSION", ""), help="driver version")
+    parser.add_argument(
+        "--packaged",
+        action="store_true",
+        help="the modprobe rule belongs to a package; download nothing",
     )
     parser.add_argument(
         "--sysroot", type=Path, default=Path("/"), help="root directory of the machine"

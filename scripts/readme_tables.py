@@ -483,7 +483,7 @@ def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
 def main() -> int:
     """Writes the files, or checks that they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare, change nothing")
+    parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
     texts = {path: path.read_text(encoding="utf-8") for path in files()}
     made = {**render(texts, load()), readme_drivers.KERNELS: readme_drivers.kernels_text()}

@@ -660,7 +660,7 @@ def main() -> int:
     """Runs the requested stages (default: all but gpu) and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="stage", help=", ".join(STAGES))
-    parser.add_argument("--long", action="store_true", help="also the tests marked long")
+    parser.add_argument("--long", action="store_true", help="also run tests marked long")
     parser.add_argument(
         "--from", dest="first", metavar="STAGE", help="run this stage and all later ones"
     )

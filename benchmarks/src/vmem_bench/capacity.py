@@ -207,7 +207,7 @@ def add_parser(which: Any) -> None:
     traces = "Azure's or vAttention's CSV, Mooncake's JSONL"
     add_workload(parser, traces, "requests", 10000, nargs="+", default=[])
     add("--models", type=_models, default=_models(MODELS), help=f"MODEL[:RANKS],... ({MODELS})")
-    add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
+    add("--memory", type=size, default=80 << 30, help="memory of each GPU (80G)")
     add(
         "--pages",
         type=page_sizes,

@@ -209,7 +209,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     what = "largest difference of the modes' outputs, over the largest output"
     part.value("difference", what, "all", difference, "x")
     _add_aims(command, length, done - 1)
-    if not difference <= 0.02:  # also refuses NaN
+    if not difference <= 0.02:  # also catches NaN
         raise WrongResult(f"the modes' outputs differ by {difference:.2g}")
 
 
@@ -242,15 +242,15 @@ def add_parser(which: Any) -> None:
     """Adds ``deferred`` to the benchmarks."""
     parser = which.add_parser(
         "deferred",
-        help="prefill with memory mapped before, reused from an earlier request, or mapped first",
+        help="prefill with memory mapped beforehand, reused, or mapped on the critical path",
         description="Prefills one prompt with random weights of Llama-3-8B's shape with four "
         "caches in turn. Full size needs a GPU of 35 GB.",
     )
     add_common(parser, 120)
     add_page(parser)
     add = parser.add_argument
-    add("--tokens", type=count, default=16384, help="of the prompt (16384)")
-    add("--rounds", type=count, default=25, help="of each mode (25)")
+    add("--tokens", type=count, default=16384, help="tokens of the prompt (16384)")
+    add("--rounds", type=count, default=25, help="rounds of each mode (25)")
     add("--kernel", default="auto", help="kernel of pyvmem.attention (auto)")
     parser.set_defaults(run=run)
 

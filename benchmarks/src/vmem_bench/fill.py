@@ -279,18 +279,18 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser("fill", help=text, description=text)
     add_common(parser, 300)
     add = parser.add_argument
-    add("--requests", type=count, default=128, help="that grow together (128)")
+    add("--requests", type=count, default=128, help="requests that grow together (128)")
     add("--rounds", type=count, default=2, help="rounds of all ways (2)")
-    add("--ways", nargs="*", choices=list(WAYS), help="these alone (all)")
+    add("--ways", nargs="*", choices=list(WAYS), help="run only these ways (all)")
     add(
         "--memory",
         type=size,
         default=0,
         metavar="SIZE",
-        help="of the cache, as 20G (0: what is free, less 2G)",
+        help="memory of the cache, such as 20G (0: free memory minus 2G)",
     )
-    add("--max-mappings", type=int, default=0, help="of the context (0: its default)")
-    add("--max-tokens", type=count, default=1 << 17, help="addresses of a request (131072)")
+    add("--max-mappings", type=int, default=0, help="mappings of the context (0: its default)")
+    add("--max-tokens", type=count, default=1 << 17, help="maximum tokens of a request (131072)")
     parser.set_defaults(run=run)
 
 

@@ -385,7 +385,7 @@ class Footprint:
         largest = work.wanted.abs().amax(-1).clamp_min(1e-9)
         worst = float(((out - work.wanted).abs().amax(-1) / largest).max())
         self._checked += 1
-        if not worst <= _TOLERANCE:  # also refuses NaN
+        if not worst <= _TOLERANCE:  # also catches NaN
             raise WrongResult(f"{work.row}, {kind}: differs by {worst:.2g} of a head's largest")
 
     def _aims(self, works: Sequence[_Work], kinds: Sequence[str]) -> None:

@@ -469,7 +469,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
             what = f"largest difference of the last scores over the largest score, {about}"
             part.value(f"difference/{way}", what, way, difference, "x")
             differences[way] = difference
-            if not difference <= largest_difference(way, cuda, differences):  # also refuses NaN
+            if not difference <= largest_difference(way, cuda, differences):  # also catches NaN
                 raise WrongResult(f"{name}, {way}: the logits differ by {difference:.2g}")
             command.write()
 

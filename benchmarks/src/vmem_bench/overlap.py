@@ -231,9 +231,9 @@ def add_parser(which: Any) -> None:
     add_page(parser)
     add = parser.add_argument
     add("--batch", type=count, default=32, help="requests (32)")
-    add("--low", type=count, default=4096, help="tokens of a fresh request (4096)")
+    add("--low", type=count, default=4096, help="tokens of a new request (4096)")
     add("--high", type=count, default=8192, help="tokens at which a request ends (8192)")
-    add("--iterations", type=count, default=2500, help="of each mode (2500)")
+    add("--iterations", type=count, default=2500, help="iterations of each mode (2500)")
     add("--block", type=count, default=100, help="iterations before the next mode's turn (100)")
     add("--ahead", type=int, default=16, help="tokens to map ahead (16)")
     add("--kernel", default="auto", help="kernel of pyvmem.attention (auto)")

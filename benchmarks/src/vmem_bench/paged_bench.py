@@ -283,5 +283,5 @@ class PagedBench:
         difference = (out.float() - wanted).abs().amax(-1)
         worst = float((difference / wanted.abs().amax(-1).clamp_min(1e-9)).max())
         self._checked.append(worst)
-        if not worst <= _TOLERANCE:  # also refuses NaN
+        if not worst <= _TOLERANCE:  # also catches NaN
             raise WrongResult(f"{what}: differs by {worst:.2g} of a head's largest number")

@@ -228,8 +228,8 @@ def add_parser(which: Any) -> None:
     )
     add_common(parser, 90)
     add = parser.add_argument
-    add("--tokens", type=count, default=10240, help="of the prefix (10240)")
-    add("--rounds", type=count, default=30, help="requests that are timed (30)")
+    add("--tokens", type=count, default=10240, help="tokens of the prefix (10240)")
+    add("--rounds", type=count, default=30, help="timed requests (30)")
     parser.set_defaults(run=run)
 
 

@@ -193,11 +193,16 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     add("--widths", type=counts, default=[2, 4, 6], help="samples or beams (2,4,6)")
     add("--pages", type=page_sizes, default=page_sizes("64K,2M"), help="page sizes (64K,2M)")
-    add("--groups", type=counts, default=[1, 8], help="layers in a tensor (1,8)")
+    add("--groups", type=counts, default=[1, 8], help="layers per tensor (1,8)")
     add("--blocks", type=counts, default=[16], help="tokens per block of PagedAttention (16)")
-    add("--model", type=Path, metavar="FILE", help="for beam search (vmem serve-demo's)")
-    add("--prompts", type=count, default=8, help="of the demonstration's, searched at a time (8)")
-    add("--no-beams", action="store_true", help="parallel sampling alone")
+    add("--model", type=Path, metavar="FILE", help="model for beam search (vmem serve-demo's)")
+    add(
+        "--prompts",
+        type=count,
+        default=8,
+        help="number of the demonstration's prompts, searched in one batch (8)",
+    )
+    add("--no-beams", action="store_true", help="only parallel sampling")
     add("--out", type=replaced, metavar="FILE", help="write JSON here, the beams' parents in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")
     parser.set_defaults(run=run)

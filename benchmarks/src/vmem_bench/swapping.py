@@ -335,14 +335,19 @@ def add_parser(which: Any) -> None:
     add_common(parser, 90)
     add_page(parser)
     add = parser.add_argument
-    add("--tokens", type=counts, default=[512, 2048, 8192], help="of a request (512,2048,8192)")
+    add(
+        "--tokens",
+        type=counts,
+        default=[512, 2048, 8192],
+        help="tokens of a request (512,2048,8192)",
+    )
     add(
         "--blocks",
         type=counts,
         default=[8, 16, 32, 64, 256],
         help="tokens of a block (8,16,32,64,256)",
     )
-    add("--rounds", type=count, default=10, help="of each way (10)")
+    add("--rounds", type=count, default=10, help="rounds of each way (10)")
     parser.set_defaults(run=run)
 
 

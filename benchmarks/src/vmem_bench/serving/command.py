@@ -330,7 +330,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
             "x",
             compared=len(both),
         )
-        if len(both) < answers or not worst <= _BOUND:  # also refuses NaN
+        if len(both) < answers or not worst <= _BOUND:  # also catches NaN
             wrong.append(name)
             part.not_run(f"makespan/{name}", f"{len(both)} of {answers} rows, {worst:.3g} apart")
             runner.command.show(f"{name}: {part.missing[-1]['why']}")
@@ -513,7 +513,12 @@ def add_parser(which: Any) -> None:
     add_common(parser, 480)
     add = parser.add_argument
     add("--arms", type=_arms, default=_arms(f"contiguous,{AGAIN},paged16,paged128,fa3,2M,static"))
-    add("--workload", choices=list(WORKLOADS), default="azure", help="(azure)")
+    add(
+        "--workload",
+        choices=list(WORKLOADS),
+        default="azure",
+        help="kind of requests and arrivals (azure)",
+    )
     add(
         "--trace",
         type=existing_file,
@@ -524,12 +529,12 @@ def add_parser(which: Any) -> None:
     add("--skip", type=int, default=0, help="requests of the trace to skip (0)")
     add("--seed", type=int, default=1, help="seed of a synthetic workload (1)")
     add("--rate", type=float, default=5.5, help="Poisson arrivals a second (5.5)")
-    add("--speed-up", type=float, default=1.0, help="a trace's times are divided by this (1)")
+    add("--speed-up", type=float, default=1.0, help="divide a trace's arrival times by this (1)")
     add(
         "--model",
         choices=["Llama-3-8B", "Yi-6B", "Yi-34B"],
         default="Llama-3-8B",
-        help="(Llama-3-8B)",
+        help="model's shape (Llama-3-8B)",
     )
     add(
         "--limit", type=size, default=0, help="bytes for keys and values, such as 20G (free memory)"

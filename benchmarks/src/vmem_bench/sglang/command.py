@@ -293,7 +293,9 @@ def add_parser(which: Any) -> None:
     add("--answer", type=count, default=128, metavar="N", help="tokens of an answer (128)")
     add("--repeats", type=count, default=2, metavar="N", help="rounds in a turn (2)")
     add("--idle", type=positive, default=3.0, metavar="S", help="seconds of a rest (3)")
-    add("--page-size", type=count, default=16, metavar="N", help="SGLang's, in tokens (16)")
+    add(
+        "--page-size", type=count, default=16, metavar="N", help="SGLang's page size in tokens (16)"
+    )
     add("--page", type=size, default=0, metavar="SIZE",
         help="page size of the pool, such as 2M (the pool's choice)")  # fmt: skip
     add("--tokens", type=natural, default=0, metavar="N",
