@@ -76,7 +76,7 @@ def images_system(*inputs: Path) -> DebianSystem:
 def check(folder: Path) -> int:
     """Builds and runs the images; returns the exit status."""
     if os.getuid() != 0 or subprocess.call(["unshare", "--mount", "true"]) != 0:
-        print("not root, or no name space of mounts: buildah cannot run here", flush=True)
+        print("not root, or no mount namespace: buildah cannot run here", flush=True)
         return CANNOT
     wheels, source, pip = folder / "wheels", folder / "src", folder / "pip.conf"
     fetch(wheels)

@@ -108,7 +108,7 @@ def check(folder: Path, *, guest: bool) -> int:
     give_driver(tree, debs / "given")
     mode = system_mode()
     if mode is None:
-        print("neither root nor a user name space: no Debian system can be made", flush=True)
+        print("neither root nor a user namespace: cannot make a Debian system", flush=True)
         return CANNOT
     image.parent.mkdir()
     print("in a new Debian system:", flush=True)

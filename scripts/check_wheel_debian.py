@@ -47,7 +47,7 @@ def check(folder: Path) -> int:
     """Builds the wheel and tests it in each system; returns the exit status."""
     mode = system_mode()
     if mode is None:
-        print("neither root nor a user name space: no Debian system can be made", flush=True)
+        print("neither root nor a user namespace: cannot make a Debian system", flush=True)
         return CANNOT
     (folder / "dist").mkdir()
     (wheel,) = [path for path in build(folder / "dist", epoch()) if "-abi3-" in path.name]

@@ -51,7 +51,7 @@ def page_words(run: Result) -> str:
 
 
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
-    """A row's number over another's; empty if either was not run."""
+    """A row's number divided by another's; empty if either was not run."""
     if row is None or base is None or row is base:
         return ""
     return f"{row[field] / base[field]:.3f}"

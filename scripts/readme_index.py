@@ -211,6 +211,6 @@ def logs() -> list[Path]:
 
 
 def unlisted() -> list[Path]:
-    """Files below the results that no table lists, except raw/, which is not kept."""
+    """Files below the results that no table lists, except raw/, which is not committed."""
     listed = {*results(), *logs(), *(RESULTS / "raw").glob("*.json")}
     return sorted(path for path in RESULTS.rglob("*") if path.is_file() and path not in listed)

@@ -433,7 +433,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
 
 
 OF_PACKAGE = {"features", "metrics"}  # made from the package
-OF_GPU = {"calls", "aims", "verified"}  # the other parts use other results
+OF_GPU = {"calls", "aims", "verified"}  # parts made from the runs of calls
 MARKER = re.compile(r"<!-- (measured [a-z-]+|features|metrics) -->.*?<!-- /\1 -->", re.S)
 
 

@@ -50,7 +50,7 @@ MODES = {
     "pages": "mapped before it starts, page by page",
 }
 _AIM = 1.01
-_OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around alloc_reqid, step, forward and synchronize",
     "gpu": "events around the forward pass",

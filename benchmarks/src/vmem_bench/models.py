@@ -55,7 +55,7 @@ class Kind:
 
     Attributes:
         model: the class name of its transformers configuration, without "Config".
-        what: the model whose shape it has.
+        what: the model in words.
         fields: fields of its configuration at full size.
         small: the fields that a quick run changes.
     """
@@ -295,7 +295,7 @@ class _VMem(_Dynamic):
 
 
 class _Attend(_Way):
-    dtype = ""  # of keys and values; "": the model's
+    dtype = ""  # type of keys and values; "": the model's
 
     def open(self, stack: ExitStack) -> None:
         from pyvmem.attention import Attention, overread_rows

@@ -30,7 +30,7 @@ MODES = {
 }
 _DRAWN = 500  # iterations whose times are stored individually
 SPIKE = 1.2
-OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
 
 
 class Lengths:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNELS", "add_parser", "run"]
 
-_OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
 _PREFILL, _DECODE = 0.99, 0.97
 # For prompts of this many tokens or more, FlashInfer's blocks should take this many times as long.
 _LONG = 64 << 10
@@ -260,7 +260,7 @@ def _add_peak(part: Part, device: torch.device) -> None:
     if device.type != "cuda":
         return
     properties = torch.cuda.get_device_properties(device)
-    clock = getattr(properties, "memory_clock_rate", 0)  # kHz; two transfers a cycle
+    clock = getattr(properties, "memory_clock_rate", 0)  # kHz; two transfers per cycle
     width = getattr(properties, "memory_bus_width", 0)  # bits
     if clock and width:
         what = "memory bandwidth by clock and width of the bus"

@@ -116,8 +116,11 @@ def _sampling(count: int, steps: int) -> Parents:
 
 
 def _searched(path: Path | None, width: int, prompts: int, steps: int) -> list[Parents]:
-    """Beam search by transformers: the parents of each prompt's beams. ModelNotFound, ImportError:
-    no model, or nothing to run it.
+    """Runs transformers' beam search; returns the parents of each prompt's beams.
+
+    Raises:
+        ModelNotFound: there is no model.
+        ImportError: torch or transformers is not installed.
     """
     import torch
     from transformers import DynamicCache

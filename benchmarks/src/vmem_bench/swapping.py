@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Blocks", "add_parser", "run"]
 
 _HOST = 16 << 30  # limit on host memory for prefixes, in bytes; allocated as needed
-_OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around the call and synchronize",
     "turns": "the ways take turns, in rotating order; the first round is discarded",

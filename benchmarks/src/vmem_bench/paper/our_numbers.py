@@ -318,7 +318,7 @@ def served(file: str, part: str, figure: str, words: str, *others: str) -> Calla
 
 
 def static(results: Results) -> str:
-    """Batch, throughput and memory use against static slots."""
+    """Batch, throughput and memory use compared with static slots."""
     one, part = results["serve-azure-h200"], "offline"
     first = one.data["options"]["arms"][0]
     batches = [one.value(f"{part}/batch/{name}") for name in (first, "static")]

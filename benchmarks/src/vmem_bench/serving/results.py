@@ -32,7 +32,7 @@ _FORMAT = "vmem-bench-serve/1"
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
 _BINDS = 20 << 30  # up to this size, memory is short for Azure's trace and an 8B model
 _NOISE = 0.05  # largest tolerated difference between equal arms
-_SERIES = 400  # most samples of memory over time that a row keeps
+_SERIES = 400  # most samples of memory over time in a row
 
 
 def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:

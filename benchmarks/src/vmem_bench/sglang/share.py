@@ -32,7 +32,7 @@ __all__ = ["ARMS", "ENGINES", "METHOD", "Found", "bursts", "measure"]
 ARMS = ("static", "elastic")
 ENGINES = ("vllm", "sglang")
 
-_TOKENS = 98_304  # of the KV cache of both engines together
+_TOKENS = 98_304  # tokens of both engines' KV caches together
 _MOST = 256  # maximum concurrent requests of an engine
 _CALM = 4  # requests between two bursts
 

@@ -75,7 +75,7 @@ def draw(document: dict[str, Any]) -> str:
 
     settings: Any = {
         "svg.hashsalt": "vmem",
-        "svg.fonttype": "none",  # keep text as text
+        "svg.fonttype": "none",  # keep text as text, not paths
         "font.size": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
