@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Fetches packages with apt's own tools from a Debian suite that the system does not use.
+"""Fetches packages with apt's tools from a Debian suite that the system does not use.
 
-The archive's address and signing key come from the system's own sources; suites and components are
-ours. Sources, lists and state are kept in a folder of the project: the system's are never touched,
-root is not needed, and signatures are always checked.
+The archive's address and signing key come from the system's sources; the caller chooses suite and
+components. Sources, lists and state are kept in a directory of the project: the system's are never
+touched, root is not needed, and signatures are always checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernel_common import KERNEL_BUILD, KernelBuildError, run
 __all__ = ["AptArea", "Source", "archive_source", "parse_deb822", "parse_one_line"]
 
 SYSTEM = Path("/etc/apt")
-# Names of a distribution's main suite; those of its updates and of other archives are longer.
+# Names of main suites; the names of update suites and of other archives are longer.
 SUITE = re.compile(
     r"(old){0,2}stable|testing|unstable|experimental|sid|bullseye|bookworm|trixie|forky|duke"
 )
@@ -36,7 +36,7 @@ class Source:
 
 
 def parse_deb822(text: str) -> list[Source]:
-    """The enabled binary archives of a file in the format of *.sources."""
+    """The enabled binary archives in the text of a *.sources file."""
     found = []
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for stanza in re.split(r"\n[ \t]*(?:\n[ \t]*)+", "\n".join(lines)):
@@ -61,7 +61,7 @@ def parse_deb822(text: str) -> list[Source]:
 
 
 def parse_one_line(text: str) -> list[Source]:
-    """The binary archives of a file in the format of sources.list."""
+    """The binary archives in the text of a sources.list file."""
     found = []
     for line in text.splitlines():
         words = re.match(r"\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)", line)
@@ -91,18 +91,20 @@ def archive_source(folder: Path | None = None) -> Source:
         if main and any(SUITE.fullmatch(suite) for suite in source.suites):
             return source
     raise KernelBuildError(
-        f"{folder} names no archive of Debian: give the driver's source by NV_SRC"
+        f"{folder} names no archive of Debian: give the driver's source with NV_SRC"
     )
 
 
 class AptArea:
-    """Private package lists: of one suite of Debian's archive, or of the system's sources."""
+    """Private package lists, of a suite of Debian's archive or of the system's sources."""
 
     def __init__(self, suite: str | None, components: Sequence[str] = ()) -> None:
         self.suite = suite
         self.folder = KERNEL_BUILD / "apt" / (suite or "system")
         if not shutil.which("apt-get"):
-            raise KernelBuildError("this system has no apt-get: give the driver's source by NV_SRC")
+            raise KernelBuildError(
+                "this system has no apt-get: give the driver's source with NV_SRC"
+            )
         for name in ("lists/partial", "cache/archives/partial", "state"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         if suite is None:
@@ -131,7 +133,7 @@ class AptArea:
             "Acquire::Retries": "3",
         }
         if os.geteuid() == 0:
-            # The unprivileged user that apt switches to may have no access to this folder.
+            # The unprivileged user that apt switches to may have no access to this directory.
             settings["APT::Sandbox::User"] = "root"
         if self.suite is not None:
             settings["Dir::Etc::sourcelist"] = self.folder / "debian.sources"
@@ -140,7 +142,7 @@ class AptArea:
 
     def update(self) -> None:
         """Fetches the lists; an archive without a good signature is an error."""
-        # An unreachable archive of the system may not matter here.
+        # With the system's sources, an unreachable archive may not matter.
         strict = ["-o", "APT::Update::Error-Mode=any"] if self.suite else []
         try:
             run("apt-get", *self.options(), *strict, "update")
@@ -164,7 +166,7 @@ class AptArea:
         return found
 
     def download_closure(self, packages: Sequence[str], folder: Path) -> list[Path]:
-        """Fetches packages and all their dependencies into a folder."""
+        """Fetches packages and all their dependencies into a directory."""
         (folder / "partial").mkdir(parents=True)
         status = folder / "status"
         status.touch()

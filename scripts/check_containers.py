@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds the container images by buildah and runs them, without an image registry.
+"""Builds the container images with buildah and runs them, without an image registry.
 
-buildah runs in a new Debian system, over a base image that is made from the same archive. The
-requirements are fetched here, and pip finds nothing else in the images. Exit status 77: such a
-system cannot be made here.
+buildah runs in a new Debian system, and the base image is made from the same archive. The
+requirements are downloaded beforehand; pip in the images can install nothing else. Exit status 77:
+this machine cannot make a Debian system.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["images_system"]
 
 SUITE, VERSION = "bookworm", "3.11"  # the Dockerfile's base image, and its Python
 BUILD = ("setuptools", "wheel", "cffi")
-EXTRAS = re.compile(r"extra == .(torch|serve)\b")  # of the wheel, in the stage demo
+EXTRAS = re.compile(r"extra == .(torch|serve)\b")  # extras of the wheel that stage demo installs
 CHECK = ROOT / "packaging" / "check_containers.sh"
 PIP = "[global]\nno-index = true\nfind-links = /wheels\n"
-# buildah's chroot makes / private, which must be a mount for that.
+# buildah's chroot isolation makes / a private mount, so / must be a mount point.
 ROOTED = 'mount --rbind "$1" "$1" && exec chroot "$1" env -i'
 PATHS = "HOME=/root LC_ALL=C PATH=/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def fetch(folder: Path) -> None:
-    """Collects what the images install; the versions are those of the tests."""
+    """Downloads everything that the images install, in the versions that the tests use."""
     options = ["--quiet", "--disable-pip-version-check", "--no-input", f"--dest={folder}"]
     platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux2014")]
     options += [f"--python-version={VERSION}", *platforms, "--only-binary=:all:"]
@@ -46,7 +46,7 @@ def fetch(folder: Path) -> None:
 
 
 def copy_source(folder: Path) -> None:
-    """Copies the files that git tracks, as a clone has them."""
+    """Copies the files that git tracks, as in a clone."""
     names = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
     for name in filter(None, names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +55,13 @@ def copy_source(folder: Path) -> None:
 
 
 def base_system(archive: Path, pip: Path) -> DebianSystem:
-    """The base image's system, as a tar archive; pip looks in /wheels alone."""
+    """The base image's system, packed as a tar archive; its pip installs only from /wheels."""
     packed = f'tar --one-file-system -C "$1" -cf {archive} .'
     return DebianSystem(suite=SUITE, include=(), hooks=(copy_in(pip), f"{in_etc(pip)}; {packed}"))
 
 
 def in_etc(pip: Path) -> str:
-    """The hook that moves pip's settings to where pip looks for them."""
+    """The hook that moves pip's settings to /etc."""
     return f'mv "$1/{pip.name}" "$1/etc/pip.conf"'
 
 
@@ -76,7 +76,7 @@ def images_system(*inputs: Path) -> DebianSystem:
 def check(folder: Path) -> int:
     """Builds and runs the images; returns the exit status."""
     if os.getuid() != 0 or subprocess.call(["unshare", "--mount", "true"]) != 0:
-        print("not root, or no name space of mounts: buildah cannot run here", flush=True)
+        print("not root, or no mount namespace: buildah cannot run here", flush=True)
         return CANNOT
     wheels, source, pip = folder / "wheels", folder / "src", folder / "pip.conf"
     fetch(wheels)

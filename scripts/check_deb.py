@@ -4,8 +4,8 @@
 
 The driver's source comes from Debian's contrib, nvidia.ko from the build of the driver's tests. A
 virtual machine with a software GPU then boots from the same system, and loads, uses and purges the
-module that DKMS built. The module is not compiled again in the machine, as its processor is
-emulated. Exit status 77: this machine cannot make a Debian system.
+module that DKMS built. The virtual machine does not compile the module again, as its processor is
+emulated and slow. Exit status 77: this machine cannot make a Debian system.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vmem_header import ROOT
 
 __all__ = ["GUEST_SECONDS", "deb_system", "guest_command", "lint"]
 
-SUITE = "bookworm"  # has the driver DEFAULT_VERSION
+SUITE = "bookworm"  # its driver is DEFAULT_VERSION
 SUITE_PYTHON = "3.11"
 PACKAGING = ROOT / "packaging"
 KERNEL_TESTS = ROOT / "tests" / "kernel"
-# Also what vmem-dkms depends on, so that anything left after a purge is its own.
+# Includes vmem-dkms's dependencies, so that any files left after a purge are vmem-dkms's.
 INCLUDE = ("dkms", "gcc", "kmod", "libc6-dev", "make", "patch", "pkgconf", "python3", "xz-utils")
 # Timeout of the emulated machine, on a busy host.
 GUEST_SECONDS = 1800
@@ -55,7 +55,7 @@ def lint(changes: Path) -> None:
 
 
 def deb_system(debs: Path, kernel: str, image: Path | None) -> DebianSystem:
-    """The system that tests a folder's packages, for a kernel release."""
+    """The system that tests the packages in a directory, for a kernel release."""
     scripts = [PACKAGING / name for name in ("check_lib.sh", "check_deb.sh", "check_guest.sh")]
     return DebianSystem(
         suite=SUITE,
@@ -67,14 +67,14 @@ def deb_system(debs: Path, kernel: str, image: Path | None) -> DebianSystem:
 
 
 def give_driver(tree: Path, given: Path) -> None:
-    """Copies a tree's stock driver into a folder."""
+    """Copies a tree's stock driver into a directory."""
     given.mkdir()
     for name in ("nvidia.ko", "nvidia-uvm.ko"):
         shutil.copyfile(tree / name, given / name)
 
 
 def give_tests(given: Path) -> None:
-    """Copies pyvmem, and the tests' access to the software GPU's memory, into a folder."""
+    """Copies pyvmem, and the tests' access to the software GPU's memory, into a directory."""
     run(sys.executable, KERNEL_TESTS / "lib" / "build.py")
     with tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))
@@ -96,19 +96,19 @@ def guest_command(image: Path, debs: Path, headers: KernelHeaders) -> list[str]:
 
 
 def check(folder: Path, *, guest: bool) -> int:
-    """Builds, lints, installs; the exit status."""
+    """Builds, lints and installs the packages; returns the exit status."""
     debs, image = folder / "debs", folder / "image" / "disk.ext2"
     made = make_twice(debs)
-    print("built twice: the same packages", flush=True)
+    print("two builds gave identical packages", flush=True)
     (changes,) = [path for path in made if path.suffix == ".changes"]
     lint(changes)
-    print(f"lintian has nothing to say about {', '.join(PACKAGES)}", flush=True)
+    print(f"lintian finds no problem in {', '.join(PACKAGES)}", flush=True)
     headers = default_headers()
     tree = build_tree(Tree(version=DEFAULT_VERSION, headers=headers, patched=False))
     give_driver(tree, debs / "given")
     mode = system_mode()
     if mode is None:
-        print("neither root nor a user name space: no Debian system can be made", flush=True)
+        print("neither root nor a user namespace: cannot make a Debian system", flush=True)
         return CANNOT
     image.parent.mkdir()
     print("in a new Debian system:", flush=True)
@@ -126,7 +126,7 @@ def check(folder: Path, *, guest: bool) -> int:
 def main() -> int:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-guest", action="store_true", help="without the virtual machine")
+    parser.add_argument("--no-guest", action="store_true", help="skip the virtual machine")
     options = parser.parse_args()
     try:
         install_tools({"/usr/bin/lintian": "lintian"})

@@ -2,19 +2,19 @@
 # SPDX-License-Identifier: MIT
 """Runs the code in the README and the documentation, and checks hand-written lists.
 
-Every block of code is run: the Python of a page as one program, block after block; C compiled
-against libvmem; shell commands in an empty directory, which is their home. A block that cannot run
-everywhere is followed by a line that says what it needs and links to what ran it, a test, a log or
-a result:
+Every block of code is run: a page's Python blocks as one program; C after compiling it against
+libvmem; shell commands in an empty directory, which is also $HOME. A block that cannot run
+everywhere is followed by a line that says what it needs, with a link to the test, log or result
+that shows it ran:
 
     *Needs a GPU. Result: [h100.json](../benchmarks/results/h100.json).*
 
-A block of `text` right after one that is run is what that one prints; "..." in it stands for
-anything. Python that prints has such a block. Other blocks of `text` are drawings, and what was
-printed elsewhere. Also checked: links to files of the repository, that every error and every
-environment variable is listed, and the README's version.
+A block of `text` right after a block that is run is its expected output; "..." in it matches
+anything. Python that prints must have such a block. Other blocks of `text` are drawings or output
+from elsewhere. This also checks that links to files of the repository are valid, that every error
+and environment variable is listed, and the README's version.
 
-Run by the interpreter of an environment with pyvmem and torch. Prints "N passed, N failed".
+Run it with the interpreter of an environment with pyvmem and torch. Prints "N passed, N failed".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vmem_header import HEADER, ROOT, version
 from pyvmem.kvcache import KVCache
 
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")
-# Further files that are pages of the site.
+# Files outside docs/ that are pages of the site.
 TAKEN = (
     *("benchmarks/README.md", "benchmarks/*/*.md", "patches/README.md"),
     *("kernel_module/README.md", "tests/README.md", "tests/kernel/README.md"),
@@ -51,8 +51,8 @@ END = "\0"  # printed between blocks
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.M)
 BUILT_IN = {"Exception", *(one for one in dir(builtins) if one.endswith(("Error", "Warning")))}
-PRIVATE = ("selftest", "bench", "commands")  # errors raised there are caught there
-SECONDS = 120.0  # seconds for a block: far above what any takes
+PRIVATE = ("selftest", "bench", "commands")  # their errors do not reach callers
+SECONDS = 120.0  # timeout of a block, far above the longest
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, 
         "PATH": ":".join(paths),
         "LD_LIBRARY_PATH": str(LIBRARY),
         "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",  # the pages show what the back end host prints
+        "CUDA_VISIBLE_DEVICES": "",  # the pages show the output of back end host
         "COLUMNS": "80",
         **env,
     }
@@ -110,7 +110,7 @@ def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, 
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return "", f"not done after {SECONDS:.0f} s"
+        return "", f"timed out after {SECONDS:.0f} s"
     said = f"{done.stdout}{done.stderr}".replace(END, "").strip() or "failed"
     return done.stdout, said if done.returncode else ""
 
@@ -127,10 +127,10 @@ def check_output(block: Block, said: str) -> list[str]:
 
 
 def run_python(found: list[Block]) -> list[str]:
-    """Runs a page's blocks as one program; each sees the names of those before."""
+    """Runs a page's blocks as one program; each sees the names of earlier blocks."""
     page = found[0].page.relative_to(ROOT)
     program = ""
-    for block in found:  # each at its line, so that tracebacks show the page's line numbers
+    for block in found:  # padded, so that tracebacks show the page's line numbers
         code = "\n" * block.line + block.code
         program += f"exec(compile({code!r}, {str(page)!r}, 'exec'))\n"
         program += f"print(end={END!r}, flush=True)\n"
@@ -155,20 +155,20 @@ def run_c(block: Block) -> list[str]:
 
 
 def run_shell(block: Block) -> list[str]:
-    """Runs commands in an empty directory, which is their home."""
+    """Runs commands in an empty directory, which is also $HOME."""
     with tempfile.TemporaryDirectory(prefix="vmem-docs-") as folder:
         return outcome(block, *run(["sh", "-eu"], folder, block.code, HOME=folder))
 
 
 def outcome(block: Block, printed: str, said: str) -> list[str]:
-    """Runs a block by itself; returns its problem."""
+    """Runs a single block; returns its problem, if any."""
     if said:
         return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"]
     return check_output(block, printed)
 
 
 def check_code(page: Path) -> tuple[int, list[str]]:
-    """Runs what can run; returns the number of blocks, and the problems."""
+    """Runs a page's blocks that can run here; returns the number of blocks, and the problems."""
     found = list(blocks(page))
     problems = []
     program = [one for one in found if one.language == "python" and not one.needs]
@@ -239,16 +239,16 @@ def check_errors() -> tuple[int, list[str]]:
     """Checks that the page lists exactly the code's errors, each with cause and remedy.
 
     The errors of the library and the kernel module are the errnos that their C returns, which their
-    headers must list, too; Python's are the package's classes.
+    headers must list as well; Python's are the package's classes.
     """
     page = "docs/reference/errors.md"
     library, kernel, rest = errors_page((ROOT / page).read_text(encoding="utf-8"))
     problems = [f"{page}: no remedy, or no cause, for {one}" for one in rest["incomplete"]]
-    classes = [one for one in error_classes() if one != "VMemError"]  # the base has no row
+    classes = [one for one in error_classes() if one != "VMemError"]  # the base class has no row
     problems += [f"{page}: no {one}" for one in classes if one not in rest["python"]]
     listed = HEADER.read_text(encoding="utf-8").split("#ifndef VMEM_H")[0]
     header = set(re.findall(r"^ \*   -(E\w+) ", listed, re.M))
-    # Calls that record an error; other negative values are the system's, and are translated.
+    # Calls that record an error; other negative values come from the system and are translated.
     code = returned("libvmem/src", r"vm_fail(?:_at)?\((?:[^,;]*\?)?[^,;]*?-(E[A-Z0-9]+)\b")
     problems += compare(page, library, HEADER.name, header) + compare(
         HEADER.name, header, "libvmem/src", code
@@ -264,7 +264,7 @@ def check_errors() -> tuple[int, list[str]]:
 
 
 def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
-    """Errnos of the library's table and of the kernel's, all names, and rows with an empty cell."""
+    """Errnos of the library's and of the kernel's table, all names, and rows with an empty cell."""
     tables: dict[str, set[str]] = {"": set(), "From the kernel module": set()}
     python: list[str] = []
     incomplete: list[str] = []
@@ -285,7 +285,7 @@ def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
 
 
 def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
-    """Errnos in the C below a directory, comments aside."""
+    """Errnos in the C code below a directory, without comments."""
     found: set[str] = set()
     for path in sorted((ROOT / folder).rglob(f"*{suffix or '.[ch]'}")):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(encoding="utf-8"), flags=re.S)
@@ -294,7 +294,7 @@ def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
 
 
 def compare(one: str, first: set[str], other: str, second: set[str]) -> list[str]:
-    """Reports the difference of two lists."""
+    """Reports the differences between two lists."""
     said = [f"{one}: no {name}, which {other} has" for name in sorted(second - first)]
     return said + [f"{one}: {name}, which {other} has not" for name in sorted(first - second)]
 
@@ -303,7 +303,7 @@ def error_classes() -> list[str]:
     """The package's public exceptions and warnings."""
     package = ROOT / "pyvmem"
     found: list[str] = []
-    for path in [package / "errors.py", *sorted(package.rglob("*.py"))]:  # the bases first
+    for path in [package / "errors.py", *sorted(package.rglob("*.py"))]:  # base classes first
         if path.relative_to(package).parts[0] in PRIVATE:
             continue
         for name, bases in CLASS.findall(path.read_text(encoding="utf-8")):
@@ -314,7 +314,7 @@ def error_classes() -> list[str]:
 
 
 def environment_variables() -> dict[str, str]:
-    """Environment variables that programs of this repository read, and where."""
+    """Environment variables that this repository's programs read, each with the file."""
     found = {}
     own = re.compile(r"""environ(?:\.get\(|\[)\s*["']((?:(?:VMEM|NV|LINUX|SIGN)_\w+)|ALLOW)["']""")
     for folder in ("pyvmem", "scripts", "tests"):
@@ -328,13 +328,13 @@ def environment_variables() -> dict[str, str]:
 
 
 def main() -> int:
-    """Prints the problems."""
+    """Runs the checks and prints the problems."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("pages", nargs="*", type=Path, help="these alone")
+    parser.add_argument("pages", nargs="*", type=Path, help="check only these files")
     chosen = [path.resolve() for path in parser.parse_args().pages]
     problems: list[str] = []
     count = 0
-    with ThreadPoolExecutor(max_workers=2) as pool:  # each waits for programs that it started
+    with ThreadPoolExecutor(max_workers=2) as pool:  # the threads only wait for programs
         for answers in pool.map(
             lambda page: (check_code(page), check_links(page)), chosen or pages()
         ):

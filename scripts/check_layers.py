@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Checks libvmem's structure: calls between object files, and includes between folders.
+"""Checks libvmem's structure: calls between object files, and includes between directories.
 
-Symbols come from nm over build/lib/obj (`make lib`). Imported by check_library.py.
+Symbols are read with nm from build/lib/obj (`make lib`). Imported by check_library.py.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ LAYERS = (
     "work",
     "api",
 )
-STATES = "refs|free_map|soil_map|dirty_map|claim_map|zero_map|fill_map"  # of a unit: slab.c's
+# Fields with the state of units, which only slab.c may change.
+STATES = "refs|free_map|soil_map|dirty_map|claim_map|zero_map|fill_map"
 
 Graph = Mapping[str, Mapping[str, set[str]]]
 
 
 def layer_of(name: str) -> str:
-    """The layer of a file, named from libvmem/src."""
+    """The layer of a file, given by its path in libvmem/src."""
     return "interface" if name == "backend/backend.h" else str(Path(name).parent)
 
 
@@ -66,7 +67,7 @@ def symbols(objects: Path = OBJECTS) -> dict[str, dict[str, set[str]]]:
 
 
 def includes(sources: Path = SRC) -> dict[str, dict[str, set[str]]]:
-    """The graph of #include lines, without system headers and other folders."""
+    """The graph of #include lines, without headers of the system or of other directories."""
     graph: dict[str, dict[str, set[str]]] = {}
     for path in sorted(sources.rglob("*.[ch]")):
         found = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.M)
@@ -99,7 +100,7 @@ def cycle(graph: Graph) -> list[str]:
 
 
 def upward(graph: Graph, layers: Iterable[str] = LAYERS) -> list[str]:
-    """Reports each edge to a layer above, or from a directory that is not a layer."""
+    """Reports each edge to a layer above, and each file that is in no layer."""
     rank = {layer: i for i, layer in enumerate(layers)}
     problems = []
     for name, edges in graph.items():
@@ -108,7 +109,7 @@ def upward(graph: Graph, layers: Iterable[str] = LAYERS) -> list[str]:
             continue
         for other, why in edges.items():
             if rank.get(layer_of(other), len(rank)) > rank[layer_of(name)]:
-                problems.append(f"{name} knows {other}, above it: {', '.join(sorted(why))}")
+                problems.append(f"{name} uses {other}, a layer above: {', '.join(sorted(why))}")
     return problems
 
 
@@ -124,7 +125,7 @@ def check_calls() -> list[str]:
 
 
 def check_includes() -> list[str]:
-    """Checks for cycles of headers, and for headers of a layer above."""
+    """Checks for cycles between headers, and for includes from a layer above."""
     graph = includes()
     problems = upward(graph)
     if found := cycle(graph):
@@ -133,7 +134,7 @@ def check_includes() -> list[str]:
 
 
 def check_owners() -> list[str]:
-    """Checks that public functions are in api/, and units and ptes change in a single file."""
+    """Checks that only api/ has public functions, and only slab.c and pte.c change their state."""
     problems = []
     changes = re.compile(
         rf"vm_bits_set\([^;]*->({STATES})\b|->({STATES})\[[^;=!<>]*\](\+\+|--| [|&+-]?= )"
@@ -146,9 +147,9 @@ def check_owners() -> list[str]:
         if "VMEM_API" in text and layer_of(name) != "api":
             problems.append(f"{name} defines a public function")
         if name != "phys/slab.c" and (found := changes.search(text)):
-            problems.append(f"{name} changes what slab.c owns: {found[0]}")
+            problems.append(f"{name} changes state that slab.c owns: {found[0]}")
         if name != "virt/pte.c" and (found := ptes.search(text)):
-            problems.append(f"{name} changes what pte.c owns: {found[0]}")
+            problems.append(f"{name} changes state that pte.c owns: {found[0]}")
     return problems
 
 

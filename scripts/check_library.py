@@ -48,14 +48,14 @@ def difference(what: str, found: set[str], wanted: set[str]) -> list[str]:
 
 
 def check_version_script() -> list[str]:
-    """vmem.map lists exactly the public functions."""
+    """Checks that vmem.map lists exactly the public functions."""
     text = (ROOT / "libvmem" / "vmem.map").read_text(encoding="utf-8")
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     return difference("vmem.map", set(re.findall(r"^\s+(\w+);", text, re.M)), set(functions()))
 
 
 def check_exports() -> list[str]:
-    """The shared library exports exactly the public functions, and its soname has no version."""
+    """Checks that the shared library exports exactly the public functions, and its soname."""
     shared = LIB / f"libvmem.so.{version()}"
     lines = output("nm", "-D", "--defined-only", shared).splitlines()
     names = {line.split()[2].split("@")[0] for line in lines if line.split()[1] == "T"}
@@ -68,14 +68,14 @@ def check_exports() -> list[str]:
 
 
 def check_static_names(folder: Path = LIB) -> list[str]:
-    """The static library adds exactly the public functions to a program's namespace."""
+    """Checks that the static library defines exactly the public functions as global names."""
     lines = output("nm", "-g", "--defined-only", folder / "libvmem.a").splitlines()
     names = {line.split()[2] for line in lines if len(line.split()) == 3}
     return difference("libvmem.a", names, set(functions()))
 
 
 def check_header() -> list[str]:
-    """vmem.h compiles alone, as strict C11 and as C++."""
+    """Checks that vmem.h compiles on its own, as strict C11 and as C++."""
     problems = []
     compilers = [("cc", "c", "c11"), ("g++", "c++", "c++17")]
     for compiler, language, standard in compilers:
@@ -95,7 +95,7 @@ def check_header() -> list[str]:
 
 
 def check_installation() -> list[str]:
-    """Installs below a temporary DESTDIR, builds and runs a program there, uninstalls."""
+    """Installs to a temporary DESTDIR, builds and runs a program there, and uninstalls."""
     problems = []
     with tempfile.TemporaryDirectory(prefix="vmem-install-") as name:
         top = Path(name)
@@ -108,7 +108,7 @@ def check_installation() -> list[str]:
         make = ["make", "-s", "--no-print-directory", "-C", str(ROOT / "libvmem"), "-j2"]
         output(*make, "install", *variables)
         if "-DVMEM_CHECK_OF_USER_FLAGS" not in (build / "lib" / "flags").read_text("utf-8"):
-            problems.append("install: CFLAGS of the user were not used")
+            problems.append("install: the user's CFLAGS were not used")
         pc = (top / libdir[1:] / "pkgconfig" / "vmem.pc").read_text(encoding="utf-8")
         for line in (f"Version: {version()}", f"libdir={libdir}", f"prefix={prefix}"):
             if line not in pc.splitlines():
@@ -140,7 +140,7 @@ target_link_libraries(static vmem::static)
 
 
 def check_linking(top: Path, libdir: Path, include: Path) -> list[str]:
-    """A program against the installed header, with the shared and with the static library."""
+    """Builds a program with the installed header and the shared, then the static library."""
     source = top / "user.c"
     source.write_text(USER_PROGRAM, encoding="utf-8")
     problems = []
@@ -155,12 +155,12 @@ def check_linking(top: Path, libdir: Path, include: Path) -> list[str]:
         if done.returncode:
             problems.append(f"program with the {way} library: {done.stdout}{done.stderr}")
         if (way == "shared") != ("libvmem.so.0" in output("readelf", "-d", program)):
-            problems.append(f"program with the {way} library: the other one was linked")
+            problems.append(f"program with the {way} library: the wrong library was linked")
     return problems
 
 
 def check_pkg_config(top: Path, libdir: str) -> list[str]:
-    """A program built with pkg-config's flags."""
+    """Builds and runs a program with pkg-config's flags."""
     if not shutil.which("pkg-config"):
         print("not run: vmem.pc: no pkg-config here")
         return []
@@ -173,7 +173,7 @@ def check_pkg_config(top: Path, libdir: str) -> list[str]:
 
 
 def check_cmake(top: Path, libdir: str) -> list[str]:
-    """A CMake project finds the package, and a request for a newer version is refused."""
+    """Checks that a CMake project finds the package, but not if it wants a newer version."""
     if not shutil.which("cmake"):
         print("not run: CMake's package: no cmake here")
         return []
@@ -198,7 +198,7 @@ def check_cmake(top: Path, libdir: str) -> list[str]:
             problems.append(f"CMake's program, {way}: {done.stdout}{done.stderr}")
     newer = subprocess.run([*cmake, "-DWANTED=999"], capture_output=True, text=True, check=False)
     if newer.returncode == 0 or "999" not in newer.stderr:
-        problems.append("CMake's package says it is of version 999")
+        problems.append("CMake's package claims to be version 999")
     return problems
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks of the man pages: one per public function, agreeing with vmem.h, well-formed."""
+"""Checks the man pages: one per public function, consistent with vmem.h, well-formed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTIONS_3 = ["NAME", "LIBRARY", "SYNOPSIS", "DESCRIPTION", "RETURN VALUES", "SE
 
 
 def page_of(name: str) -> Path | None:
-    """The source of the page of a function, following a `.so` link."""
+    """The source of a function's page, following a `.so` link."""
     path = MAN / f"{name}.3"
     if not path.exists():
         return None
@@ -47,7 +47,7 @@ def synopsis(text: str) -> dict[str, str]:
 
 
 def check_pages_exist() -> list[str]:
-    """Every public function and structure has a page in section 3; there are vmem(7) and vmem(1).
+    """Checks that functions and structures have pages in section 3, and vmem(7) and vmem(1) exist.
 
     Calls named as in the papers have a second page in the usual spelling: vmem_map for vMemMap.
     """
@@ -65,7 +65,7 @@ def structures() -> list[str]:
 
 
 def check_prototypes() -> list[str]:
-    """The declaration in each SYNOPSIS is that of vmem.h."""
+    """Checks that the declaration in each SYNOPSIS equals vmem.h's."""
     problems = []
     for name, declaration in functions().items():
         page = page_of(name)
@@ -78,7 +78,7 @@ def check_prototypes() -> list[str]:
 
 
 def check_sections() -> list[str]:
-    """Each page of section 3 has the required sections, in order."""
+    """Checks that each page of section 3 has the required sections, in order."""
     problems = []
     for page in sorted({p for name in functions() if (p := page_of(name))}):
         titles = re.findall(r"^\.Sh (.*)$", page.read_text(encoding="utf-8"), re.M)
@@ -89,7 +89,7 @@ def check_sections() -> list[str]:
 
 
 def check_names_used() -> list[str]:
-    """All vmem names in a page exist: functions, constants, structures, other pages."""
+    """Checks that all vmem names in a page exist: functions, constants, structures, pages."""
     header = HEADER.read_text(encoding="utf-8")
     known = set(re.findall(r"\b(?:vmem_\w+|vMem\w+|VMEM_\w+)\b", header))
     problems = []
@@ -105,7 +105,7 @@ def check_names_used() -> list[str]:
 
 
 def check_fields() -> list[str]:
-    """Every constant, and every field of every structure of vmem.h, is in a page of a function."""
+    """Checks that a page of section 3 has each constant and each structure's fields of vmem.h."""
     header = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.S)
     text = " ".join(page.read_text(encoding="utf-8") for page in MAN.glob("*.3"))
     words = set(re.findall(r"\w+", text))
@@ -122,14 +122,14 @@ def check_fields() -> list[str]:
     return [f"no page of section 3 has {name} of {wanted[name]}" for name in missing]
 
 
-# Environment variables of the command line, which vmem.h does not know.
+# Environment variables of the command line, which are not in vmem.h.
 ENVIRONMENT = {"VMEM_CACHE_DIR"}
 
 Linter = Callable[[Path], list[str]]
 
 
 def lint_mandoc(page: Path) -> list[str]:
-    """Runs mandoc's lint; a missing operating system in .Os is intended."""
+    """Runs mandoc's lint; the missing operating system in .Os is intentional."""
     command = ["mandoc", "-T", "lint", "-W", "warning", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.splitlines()
@@ -150,7 +150,7 @@ def is_link(page: Path) -> bool:
 
 
 def check_format() -> list[str]:
-    """The installed formatters accept the pages."""
+    """Checks that the installed formatters accept the pages."""
     linters: dict[str, Linter] = {"mandoc": lint_mandoc, "groff": lint_groff}
     problems = []
     for name, linter in linters.items():

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Checks the patch series of patches/ against the sources of the driver versions they are for.
+"""Checks the patch series of patches/ against the driver sources they apply to.
 
 Each hunk must fit in exactly one place without fuzz, the series must change few lines, its messages
 must be in order, and reverting it must restore the source. With --build each patch of a series is
-built on top of those before it. With --clone every public driver version is checked, and
+built on top of the earlier ones. With --clone every public driver version is checked, and
 patches/series.json must name the only series that fits. Functions that the module relies on beyond
-UVM's headers must have a reviewed text (uvm_contracts).
+UVM's headers must have a reviewed source text (uvm_contracts).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
     "fitting_series",
 ]
 
-# The oldest branch of the driver that the project has patches for.
+# The oldest driver branch for which the project has patches.
 FIRST_BRANCH = 535
 MAX_LINES = 40
 MAX_SUBJECT = 72
@@ -111,7 +111,7 @@ def check_series(patches: list[Path], files: dict[str, bytes]) -> list[str]:
         except KernelBuildError as error:
             return [*problems, str(error)]
         if tree_digest(tree) != before:
-            problems.append(f"{patches[0].parent.name}: taken back, it leaves something behind")
+            problems.append(f"{patches[0].parent.name}: reverting it does not restore the source")
     return problems
 
 
@@ -165,7 +165,7 @@ class Clone:
 
 
 def fitting_series(clone: Clone) -> dict[str, list[str]]:
-    """For each version of a clone, the directories whose series applies unambiguously.
+    """For each version of a clone, the directories whose series apply unambiguously.
 
     Versions with equal hooked files are checked once.
     """
@@ -187,7 +187,7 @@ def fitting_series(clone: Clone) -> dict[str, list[str]]:
 
 
 def check_clone(clone: Clone) -> list[str]:
-    """Differences between series.json and the public versions."""
+    """Reports differences between series.json and the public versions."""
     problems = [
         problem
         for version in clone.versions()
@@ -205,7 +205,7 @@ def check_clone(clone: Clone) -> list[str]:
         elif listed.get(version) not in folders:
             problems.append(f"{version}: {folders[0]} fits, series.json says {listed.get(version)}")
     for version in sorted(set(listed) - set(fits), key=version_key):
-        problems.append(f"{version}: in series.json, but no public tag")
+        problems.append(f"{version}: in series.json, but has no public tag")
     return problems
 
 
@@ -219,7 +219,7 @@ def check_steps(version: str) -> None:
 
 
 def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
-    """The sources to check: those named, else of every version available here."""
+    """The sources to check: the given ones, or those of every version available here."""
     found = []
     for path in given:
         tree = kernel_open_below(path)
@@ -233,7 +233,7 @@ def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
         try:
             found.append((version, driver_source(version)))
         except KernelBuildError as error:
-            # Versions that Debian lacks are checked elsewhere, on a clone of the public repository.
+            # Versions that Debian does not have are checked on a clone of the public repository.
             if versions or version in SUITES:
                 raise
             print(f"not run: the patches on driver {version}: {str(error).splitlines()[0]}")
@@ -241,11 +241,15 @@ def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
 
 
 def main() -> int:
-    """Checks what the command line names."""
+    """Checks the versions or sources named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", metavar="version")
-    parser.add_argument("--tree", type=Path, action="append", default=[], help="a source instead")
-    parser.add_argument("--clone", type=Path, help="every tag of a clone of NVIDIA's repository")
+    parser.add_argument(
+        "--tree", type=Path, action="append", default=[], help="check this source instead"
+    )
+    parser.add_argument(
+        "--clone", type=Path, help="check every tag of a clone of NVIDIA's repository"
+    )
     parser.add_argument("--build", action="store_true", help="build after each patch")
     options = parser.parse_args()
     failed = 0

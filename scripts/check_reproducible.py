@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Builds a tree again from scratch in another directory, and compares the modules byte by byte.
 
-The first build is the usual build, which reuses conftest results and objects of earlier builds; the
-second reuses nothing. So this also shows that reuse changes nothing.
+The first build is the usual build, which reuses conftest results and objects of earlier builds. The
+second reuses nothing, so the comparison also shows that reuse does not change the modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODULES = ("nvidia.ko", "nvidia-uvm.ko")
 
 
 def build(words: list[str], folder: Path | None, source: Path) -> Path:
-    """Runs kernel_tree.py, in another build folder if one is given; the folder with the modules."""
+    """Runs kernel_tree.py, in `folder` if given; returns the directory with the modules."""
     env = {**os.environ, "NV_SRC": str(source)} if folder else dict(os.environ)
     if folder:
         env["VMEM_KERNEL_BUILD"] = str(folder)
@@ -37,7 +37,7 @@ def build(words: list[str], folder: Path | None, source: Path) -> Path:
 
 
 def compare(one: Path, two: Path) -> list[str]:
-    """The modules that differ between two folders."""
+    """Reports the modules that differ between two directories."""
     different = []
     for name in MODULES:
         digests = [

@@ -36,7 +36,7 @@ def problems_of(path: Path) -> list[str]:
     if "\t" in text and path.suffix in {".c", ".h", ".py"} and not kernel_style:
         problems.append("a tab")
     if re.search(r"[ \t]+$", text, re.M):
-        problems.append("blanks at the end of a line")
+        problems.append("trailing whitespace")
     if path.suffix in {".c", ".h"}:
         most = LIBRARY_COLUMNS if path.is_relative_to(LIBRARY) else MAX_C_COLUMNS
         long = [n for n, line in enumerate(lines, 1) if len(line) > most]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Uses an installed pyvmem: maps a page, writes and reads it. Prints one line.
 
-Run outside the source tree, by the interpreter of the environment to be checked.
+Run it outside the source tree, with the interpreter of the environment to be checked.
 """
 
 import sys
@@ -16,7 +16,7 @@ with pyvmem.Context("host") as context:
     context.map(space.addr, SIZE, pages)
     context.write(space.addr, b"page")
     if context.read(space.addr, 5) != b"page\0":
-        sys.exit("the page does not hold what was written")
+        sys.exit("the page does not contain the written data")
     pages.release()
     space.close()
     if context.stats().mapped_bytes:

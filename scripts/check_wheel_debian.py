@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Checks the wheel in new Debian systems that have neither a compiler nor CUDA.
 
-One wheel for all of them, installed by pip into an environment of the system's own Python. The
-requirements are fetched here, for that Python. Exit status 77: such a system cannot be made here.
+The same wheel is installed with pip in each of them, into an environment of the system's Python.
+Its requirements for that Python are downloaded beforehand. Exit status 77: this machine cannot make
+a Debian system.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CHECKS = (ROOT / "packaging" / "check_wheel.sh", ROOT / "scripts" / "check_wheel
 
 
 def fetch(wheel: Path, python: str, folder: Path) -> None:
-    """Collects the wheel and its requirements for a Python version in a folder."""
+    """Collects the wheel and its requirements for a Python version in a directory."""
     platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux2014")]
     options = ["--quiet", "--disable-pip-version-check", "--no-input", "--only-binary=:all:"]
     options += [f"--python-version={python}", *platforms, f"--platform={wheel.stem.split('-')[-1]}"]
@@ -31,7 +32,7 @@ def fetch(wheel: Path, python: str, folder: Path) -> None:
 
 
 def wheel_system(suite: str, wheels: Path) -> DebianSystem:
-    """The system of a release that tests a folder's wheels."""
+    """The system of a release that tests the wheels in a directory."""
     return DebianSystem(
         suite=suite,
         include=("python3", "python3-venv"),
@@ -46,7 +47,7 @@ def check(folder: Path) -> int:
     """Builds the wheel and tests it in each system; returns the exit status."""
     mode = system_mode()
     if mode is None:
-        print("neither root nor a user name space: no Debian system can be made", flush=True)
+        print("neither root nor a user namespace: cannot make a Debian system", flush=True)
         return CANNOT
     (folder / "dist").mkdir()
     (wheel,) = [path for path in build(folder / "dist", epoch()) if "-abi3-" in path.name]

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Makes the Debian packages, source and binary, in dist/deb.
 
-The packaging is packaging/debian. The version is vmem.h's, the times are the commit's (or
-SOURCE_DATE_EPOCH), so that the same commit gives the same packages with the same tools. DEBFULLNAME
-and DEBEMAIL name the maintainer, as for Debian's own tools; else the commit's author.
+The packaging is in packaging/debian. The version is vmem.h's, and timestamps are the commit's (or
+SOURCE_DATE_EPOCH), so that the same commit gives the same packages with the same tools. The
+maintainer is taken from DEBFULLNAME and DEBEMAIL, as by Debian's tools, or is the commit's author.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["FILES", "PACKAGES", "changelog", "make_deb", "make_orig", "make_twic
 
 FILES = ROOT / "packaging" / "debian"
 PACKAGES = ("libvmem0", "libvmem-dev", "vmem-dkms")
-REVISION = "0vmem1"  # below Debian's first
-# A program or file that shows that a package is installed, and the package.
+REVISION = "0vmem1"  # sorts before Debian's first revision
+# A program or file that shows that a package is installed: the package.
 TOOLS = {
     "/usr/bin/dh": "debhelper",
     "/usr/bin/dpkg-buildpackage": "dpkg-dev",
@@ -38,14 +38,14 @@ TOOLS = {
 
 
 def install_tools(tools: dict[str, str]) -> None:
-    """Installs those of Debian's packages that are missing, as the set-up does."""
+    """Installs missing Debian packages, as the set-up does."""
     missing = sorted({name for path, name in tools.items() if not Path(path).exists()})
     if missing:
         install_debian_packages(missing)
 
 
 def maintainer() -> str:
-    """The maintainer: from the environment, else the last commit's author."""
+    """The maintainer from the environment, or the last commit's author."""
     name, mail = os.environ.get("DEBFULLNAME"), os.environ.get("DEBEMAIL")
     if name and mail:
         return f"{name} <{mail}>"
@@ -62,7 +62,7 @@ def changelog(upstream: str, who: str, when: int) -> str:
 
 
 def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
-    """The upstream archive of a source tree: one order, one time, one owner."""
+    """Makes the upstream archive of a source tree, with fixed order, timestamps and owner."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for path in sorted(source.rglob("*")):
@@ -85,7 +85,7 @@ def prepare(folder: Path, when: int) -> Path:
     tree = folder / f"vmem-{upstream}"
     copy_tracked(tree)
     shutil.rmtree(tree / "packaging" / "debian")
-    # Measurements and logs: the packages are built without them.
+    # Measurements and logs, which the packages do not need.
     shutil.rmtree(tree / "benchmarks" / "results", ignore_errors=True)
     make_orig(tree, folder, upstream, when)
     shutil.copytree(FILES, tree / "debian")
@@ -93,20 +93,20 @@ def prepare(folder: Path, when: int) -> Path:
     control = tree / "debian" / "control"
     control.write_text(control.read_text("utf-8").replace("@MAINTAINER@", who), encoding="utf-8")
     (tree / "debian" / "changelog").write_text(changelog(upstream, who, when), encoding="utf-8")
-    # The tools keep the time of files that are older than the changelog's entry.
+    # The tools keep the timestamps of files that are older than the changelog's entry.
     for path in tree.rglob("*"):
         os.utime(path, (when, when))
     return tree
 
 
 def make_deb(out: Path, *, check: bool = True) -> list[Path]:
-    """Builds everything into a directory, with the library's tests if `check`; returns the files.
+    """Builds all packages into a directory, runs the library's tests if `check`; returns the files.
 
     Raises:
         DistError: a tool failed; contains its output.
     """
     install_tools(TOOLS)
-    if not has_probes():  # optional for set-up, required for a package
+    if not has_probes():  # optional in the set-up, but required for a package
         install(["probes"])
     when = epoch()
     with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-deb-") as name:
@@ -115,7 +115,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
         jobs = len(os.sched_getaffinity(0))
         options = f"parallel={jobs}" + ("" if check else " nocheck")
         env = {"SOURCE_DATE_EPOCH": str(when), "DEB_BUILD_OPTIONS": options}
-        # Do not inherit the settings of a make that runs this.
+        # Do not inherit the settings of a calling make.
         env |= {"MAKEFLAGS": "", "MAKELEVEL": "", "MFLAGS": ""}
         run("dpkg-buildpackage", "-us", "-uc", cwd=tree, **env)
         made = sorted(path for path in folder.iterdir() if path.is_file())
@@ -128,15 +128,15 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
 
 
 def make_twice(out: Path) -> list[Path]:
-    """Builds everything, and again in another time zone and umask without the library's tests.
+    """Builds everything twice, the second time in another time zone and umask and without tests.
 
     Raises:
-        DistError: a package, or the source, is not the same.
+        DistError: a package or the source differs.
     """
     made = make_deb(out)
     with elsewhere(), tempfile.TemporaryDirectory(prefix="vmem-again-") as name:
         again = make_deb(Path(name) / "deb", check=False)
-        # The others describe the build itself.
+        # The other files describe the build itself.
         kept = (".deb", ".dsc", ".xz")
         pairs = [[one for one in files if one.suffix in kept] for files in (made, again)]
         must_be_same(*pairs)
@@ -147,7 +147,7 @@ def main() -> int:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist" / "deb", help="default: dist/deb")
-    parser.add_argument("--no-check", action="store_true", help="without the library's tests")
+    parser.add_argument("--no-check", action="store_true", help="skip the library's tests")
     options = parser.parse_args()
     try:
         for path in make_deb(options.out, check=not options.no_check):

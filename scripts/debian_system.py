@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""New Debian systems for the packages' checks, made from the archive that this machine uses.
+"""Makes new Debian systems for the packages' checks, from the archive that this machine uses.
 
 mmdebstrap creates a system in a temporary directory, as root or in a user namespace. Hooks run the
 checks in it. Afterwards it is deleted, or kept as a disk image on request.
@@ -21,7 +21,7 @@ from dist import DistError, run
 
 __all__ = ["CANNOT", "DebianSystem", "conduct", "copy_in", "in_system", "system_mode"]
 
-CANNOT = 77  # exit status of the checks where no system can be made
+CANNOT = 77  # the checks' exit status if no system can be made
 TOOLS = {"/usr/bin/mmdebstrap": "mmdebstrap"}
 IMAGE_TOOLS = {"/usr/bin/genext2fs": "genext2fs"}
 
@@ -30,7 +30,7 @@ def system_mode() -> str | None:
     """mmdebstrap's mode for becoming root here; None if impossible."""
     if run("id", "-u").strip() == "0":
         return "root"
-    # Test whether an ordinary user can be root in a user namespace.
+    # Test if an ordinary user can become root in a user namespace.
     done = subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False)
     return "unshare" if done.returncode == 0 else None
 
@@ -41,7 +41,7 @@ def copy_in(*paths: Path) -> str:
 
 
 def in_system(command: str) -> str:
-    """The hook that runs a command in the system, without this machine's environment."""
+    """The hook that runs a command in the system, without this machine's environment variables."""
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return f'chroot "$1" env -i HOME=/root LC_ALL=C PATH={path} {command} </dev/null'
 
@@ -50,9 +50,9 @@ def conduct(name: str, text: str | None, check: Callable[[Path], int]) -> int:
     """The `main` of a check without options; returns the exit status.
 
     Args:
-        name: of the check.
-        text: for ``--help``.
-        check: gets a temporary directory, and returns the exit status.
+        name: name of the check.
+        text: text of ``--help``.
+        check: called with a temporary directory; returns the exit status.
     """
     argparse.ArgumentParser(description=text).parse_args()
     try:
@@ -68,11 +68,11 @@ class DebianSystem:
     """A system: its packages, and the hooks run in it.
 
     Attributes:
-        suite: Debian's name of the release, as "bookworm".
-        include: packages beside the essential ones.
+        suite: Debian's name of the release, such as "bookworm".
+        include: packages in addition to the essential ones.
         hooks: run in this order after installation (`copy_in`, `in_system`).
-        components: of the archive.
-        image: path of an ext2 image of the system; None: it is deleted.
+        components: components of the archive.
+        image: path for an ext2 image of the system; None: the system is deleted.
     """
 
     suite: str
@@ -95,7 +95,7 @@ class DebianSystem:
         ]
 
     def make(self, mode: str) -> None:
-        """Makes it and runs the hooks.
+        """Makes the system and runs the hooks.
 
         Raises:
             DistError: a package is unavailable, or a hook failed; its output was shown.

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: MIT
 """Builds the published files in dist/: sdist, wheel, the benchmarks' wheel, SBOM, checksums.
 
-The wheel is built from the sdist, which proves the sdist complete. The same commit gives the same
-bytes wherever it is built: times are the commit's (or SOURCE_DATE_EPOCH), owners are root,
-permissions do not depend on the umask, and the extension is compiled without the folder's name.
-`--check` builds a second time, in another directory, time zone and umask, and compares. The wheel's
-platform is the oldest that auditwheel finds it to fit.
+The wheel is built from the sdist, which proves that the sdist is complete. The same commit gives
+the same bytes wherever it is built: timestamps are the commit's (or SOURCE_DATE_EPOCH), owners are
+root, permissions do not depend on the umask, and the extension does not contain the build
+directory's name. `--check` builds a second time, in another directory, time zone and umask, and
+compares. The wheel is tagged with the oldest platform that auditwheel accepts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / "build" / "venv" / "bin" / "python"
-# A directory per build would put differing names into the debug information.
+# Otherwise the debug information would contain the build directory's name.
 FLAGS = "-g0 -ffile-prefix-map={folder}=. -fdebug-prefix-map={folder}=."
 
 
@@ -58,14 +58,14 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
 
 
 def epoch() -> int:
-    """The timestamp of all files: SOURCE_DATE_EPOCH, else the last commit's."""
+    """The timestamp of all files: SOURCE_DATE_EPOCH, or the last commit's."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     return int(given or run("git", "log", "-1", "--format=%ct"))
 
 
 @contextlib.contextmanager
 def usual_umask() -> Iterator[None]:
-    """Sets the usual umask, whatever the caller's is."""
+    """Sets the usual umask, regardless of the caller's."""
     before = os.umask(0o022)
     try:
         yield
@@ -106,7 +106,7 @@ def copy_tracked(folder: Path) -> None:
 
 
 def make_sdist(source: Path, folder: Path, when: int) -> Path:
-    """The sdist of a source tree, written anew in one order and with one time and owner."""
+    """Makes the sdist of a source tree, rewritten with fixed order, timestamps and owner."""
     call = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
     run(PYTHON, "-c", call, folder, cwd=source)
     (made,) = folder.glob("*.tar.gz")
@@ -141,7 +141,7 @@ def make_wheel(sdist: Path, folder: Path, when: int) -> Path:
 
 
 def make_bench_wheel(source: Path, folder: Path, when: int) -> Path:
-    """The wheel of pyvmem-bench, from benchmarks/ of a source tree."""
+    """Builds the wheel of pyvmem-bench from benchmarks/ of a source tree."""
     call = "import sys, setuptools.build_meta as b; print(b.build_wheel(sys.argv[1]))"
     run(PYTHON, "-c", call, folder, cwd=source / "benchmarks", SOURCE_DATE_EPOCH=str(when))
     (made,) = folder.glob("pyvmem_bench-*.whl")
@@ -149,31 +149,33 @@ def make_bench_wheel(source: Path, folder: Path, when: int) -> Path:
 
 
 def platform_tag(wheel: Path) -> str:
-    """The oldest manylinux tag that auditwheel grants a wheel."""
+    """The oldest manylinux tag that auditwheel accepts for a wheel."""
     said = run(PYTHON, "-m", "auditwheel", "show", wheel)
     found = re.search(r'platform\s+tag:\s+"(manylinux_\w+)"', said)
     if found is None:
-        raise DistError(f"{wheel.name} fits no manylinux:\n{said}")
+        raise DistError(f"{wheel.name} fits no manylinux tag:\n{said}")
     return found.group(1)
 
 
 def check_wheel(wheel: Path) -> None:
     """Raises DistError unless the wheel is abi3 and bundles no other library."""
     if "-cp310-abi3-manylinux_" not in wheel.name:
-        raise DistError(f"{wheel.name} is not for the stable ABI of Python 3.10 and manylinux")
+        raise DistError(
+            f"{wheel.name} is not tagged for the stable ABI of Python 3.10 and manylinux"
+        )
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = archive.namelist()
         libraries = [name for name in names if ".so" in name]
         if libraries != ["pyvmem/_vmem.abi3.so"]:
-            raise DistError(f"{wheel.name} holds {libraries}")
+            raise DistError(f"{wheel.name} contains {libraries}")
         if strange := [name for name in names if name.endswith((".c", ".h", ".o"))]:
-            raise DistError(f"{wheel.name} holds {strange}")
+            raise DistError(f"{wheel.name} contains {strange}")
         path = archive.extract(libraries[0], folder)
         needed = re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", path))
         if extra := [name for name in needed if not name.startswith(("libc.", "ld-linux"))]:
             raise DistError(f"{libraries[0]} needs {', '.join(extra)}")
         if str(ROOT).encode() in Path(path).read_bytes():
-            raise DistError(f"{libraries[0]} names the folder that it was built in")
+            raise DistError(f"{libraries[0]} contains the name of its build directory")
 
 
 # ---- bill of materials ---------------------------------------------------------------------------
@@ -258,7 +260,7 @@ def digest(path: Path) -> str:
 
 
 def build(folder: Path, when: int) -> list[Path]:
-    """Everything, in an empty folder."""
+    """Builds everything into an empty directory."""
     with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))
         sdist = make_sdist(Path(name), folder, when)
@@ -295,7 +297,7 @@ def main() -> int:
         print(f"dist: {error}", file=sys.stderr)
         return 1
     if options.check:
-        print("built twice: the same bytes")
+        print("two builds gave identical bytes")
     return 0
 
 

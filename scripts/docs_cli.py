@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Prints the reference of the command line in Markdown, from the parsers themselves.
+"""Prints the command line's reference in Markdown, generated from the parsers.
 
-Run by the interpreter of an environment with pyvmem.
+Run it with the interpreter of an environment with pyvmem.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pyvmem.commands import cli
 
 WIDTH = "88"  # width of usage lines, independent of the terminal
-# Benchmarks of whole engines have their own page.
+# Benchmarks of serving, which have a separate page.
 SERVING = ("serve", "sharing", "swap", "vllm", "sglang", "models", "paper")
 
 
@@ -76,11 +76,11 @@ def section(
 
 
 def main() -> int:
-    """Prints the page of the commands; with ``bench`` or ``bench-serving``, one of benchmarks."""
+    """Prints the commands' page, or with ``bench`` or ``bench-serving`` a page of benchmarks."""
     os.environ["COLUMNS"] = WIDTH
     if sys.argv[1:] == ["bench"]:
         print("# Command line: benchmarks\n")
-        print("The benchmarks of serving have a page of their own: [serving](bench-serving.md).\n")
+        print("The benchmarks of serving are on another page: [serving](bench-serving.md).\n")
         show("bench", leave_out=SERVING)
         return 0
     if sys.argv[1:] == ["bench-serving"]:
@@ -95,11 +95,9 @@ def main() -> int:
     print("Generated from the programs' own parsers. `vmem COMMAND --help` prints the same.\n")
     print(
         "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 if the reader of the "
-        "output has closed it. A command that has others names them.\n"
+        "output has closed it. A command's section lists any others.\n"
     )
-    print(
-        "`vmem bench` has pages of its own: [benchmarks](bench.md), [serving](bench-serving.md).\n"
-    )
+    print("`vmem bench` has separate pages: [benchmarks](bench.md), [serving](bench-serving.md).\n")
     for command in cli._COMMANDS:
         if command != "bench":
             show(command)

@@ -54,7 +54,7 @@ LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^( *)(```+|~~~+)", re.M)
 INCLUDE = re.compile(r"^<!-- include (\S+) (\w+) -->$", re.M)
 TABLE = re.compile(r"<table>.*?</table>", re.S)
-LONG = 6  # rows of a table that a tall page shows folded
+LONG = 6  # tables with more rows can be folded on a long page
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.S)
 CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
@@ -66,7 +66,7 @@ DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
 
 
 def page_of(path: str) -> str | None:
-    """The site's page made of a file of the repository."""
+    """The site's page made from a file of the repository."""
     if path == "README.md":
         return "index.md"
     if path == "libvmem/man":
@@ -80,7 +80,7 @@ def page_of(path: str) -> str | None:
 
 
 def source_of(page: str) -> str:
-    """The repository file that a page is made from, or represents."""
+    """The repository file that a page is made from or stands for."""
     if page.startswith("files/"):
         return page.removeprefix("files/")
     return TAKEN.get(page, f"docs/{page}")
@@ -89,12 +89,12 @@ def source_of(page: str) -> str:
 def copy_name(path: str) -> str:
     """The path on the site of a repository file."""
     suffix = "" if posixpath.splitext(path)[1] in SHOWN else ".txt"
-    shown = "/".join(part.lstrip(".") for part in path.split("/"))  # MkDocs passes over dot files
+    shown = "/".join(part.lstrip(".") for part in path.split("/"))  # MkDocs ignores dot files
     return f"files/{shown}{suffix}"
 
 
 def man_page(name: str, section: str) -> str:
-    """The page of a man page."""
+    """The site's page for a man page."""
     return f"reference/c/{name}.{section}.md"
 
 
@@ -193,7 +193,7 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 
 
 def publish(path: str, files: Files, config: MkDocsConfig) -> str:
-    """Puts a file of the repository, or the list of a directory, on the site; its name there."""
+    """Puts a repository file or a directory's listing on the site; returns its name there."""
     if (ROOT / path).is_dir():
         name = f"files/{path.strip('/')}/index.md"
         if files.get_file_from_path(name) is None:
@@ -227,7 +227,7 @@ def outside_code(text: str) -> str:
 
 
 def repository_path(target: str, source: str) -> str | None:
-    """The file of the repository that a link names; None for one to elsewhere."""
+    """The repository file that a link points to; None if it points elsewhere."""
     path = target.partition("#")[0]
     if not path or re.match(r"[a-z]+:", path):
         return None
@@ -278,9 +278,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Marks table cells and options that must not wrap, or need width; long tables can be folded.
+    """Marks table cells and options that must not wrap or need width; makes long tables foldable.
 
-    Also shows names that a docstring describes together as equals.
+    Also formats all names that a docstring describes together in the same way.
     """
 
     def cell(match: re.Match[str], columns: int) -> str:
@@ -322,6 +322,6 @@ def on_post_build(config: MkDocsConfig) -> None:
     query = (ROOT / "scripts" / "docs_search.js").read_text(encoding="utf-8")
     workers = sorted(Path(config.site_dir).glob("assets/javascripts/workers/search.*.js"))
     if len(workers) != 1:
-        log.warning("the theme has %d search workers, not one", len(workers))
+        log.warning("the theme has %d search workers, expected one", len(workers))
     for worker in workers:
         worker.write_text(query + worker.read_text(encoding="utf-8"), encoding="utf-8")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Man pages (mdoc) as Markdown with HTML in it, for the documentation site.
+"""Converts man pages (mdoc) to Markdown with HTML in it, for the documentation site.
 
-Knows the macros that libvmem's pages use and raises on any other, so that nothing is dropped
+Supports the macros that libvmem's pages use and raises on any other, so that nothing is dropped
 silently.
 """
 
@@ -43,19 +43,19 @@ class MdocError(Exception):
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a macro line; quoted ones lose their quotes and are never macros."""
+    """The words of a macro line. Quoted words lose their quotes and are never macros."""
     lexer = shlex.shlex(line, posix=True)
     lexer.whitespace_split, lexer.quotes, lexer.escape, lexer.commenters = True, '"', "", ""
     return list(lexer)
 
 
 def text_of(text: str) -> str:
-    """Text with roff's escapes resolved, for HTML."""
+    """Converts text with roff's escapes to HTML."""
     return html.escape(text.replace("\\e", "\\").replace("\\&", ""), quote=False)
 
 
 def declaration(name: str, arguments: list[str]) -> str:
-    """A function as C declares it, in lines that fit on a page."""
+    """A function's C declaration, in lines that fit on a page."""
     line = f"{name}({', '.join(arguments)});"
     if len(line) <= WIDTH:
         return line
@@ -63,7 +63,7 @@ def declaration(name: str, arguments: list[str]) -> str:
 
 
 class Inline:
-    """One line's macros, from left to right."""
+    """Renders a line's macros, from left to right."""
 
     def __init__(self, words: list[str], link: Callable[[str, str], str], name: str) -> None:
         self._words, self._at = words, 0
@@ -145,7 +145,7 @@ class Inline:
 
 
 class Page:
-    """One page, line by line."""
+    """Converts a page, line by line."""
 
     def __init__(self, text: str, link: Callable[[str, str], str]) -> None:
         self._lines = [line for line in text.splitlines() if not line.startswith('.\\"')]
@@ -274,7 +274,7 @@ class Page:
             self._code(declaration(words[0], arguments))
 
     def _code(self, text: str, prefix: str = "") -> None:
-        """Adds to the SYNOPSIS's one block of code."""
+        """Adds to the SYNOPSIS's single block of code."""
         shown = text_of(text)
         end = "</code></pre>"
         if self._out and self._out[-1].endswith(end):
@@ -308,11 +308,11 @@ def names_of(folder: Path) -> dict[str, Path]:
 
 
 def convert(path: Path, link: Callable[[str, str], str]) -> str:
-    """A page in Markdown, without its title.
+    """Converts a page to Markdown, without its title.
 
     Args:
         path: the mdoc source.
-        link: HTML for a reference to a page, by name and section.
+        link: returns the HTML for a reference to a page, given by name and section.
     """
     try:
         return Page(path.read_text(encoding="utf-8"), link).convert()

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds the documentation site in build/site; `--serve` shows a live preview.
 
-MkDocs runs in its own environment, build/docs-venv, which has what pyvmem needs to import and no
-torch. Warnings are errors. The built site is checked as well: every link and anchor resolves, and
-nothing is loaded from another host.
+MkDocs runs in its own environment, build/docs-venv, which has the packages that pyvmem needs for
+import, but not torch. Warnings are errors. The built site is checked as well: every link and anchor
+must resolve, and nothing may be loaded from another host.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class References(HTMLParser):
         self.names: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Notes one element."""
+        """Collects an element's links, resources and anchors."""
         values = {name: value or "" for name, value in attrs}
         self.names |= {values[name] for name in ("id", "name") if values.get(name)}
         if tag == "a" and "href" in values:
@@ -89,7 +89,7 @@ class References(HTMLParser):
 
 
 def read_site() -> dict[Path, References]:
-    """All pages of the site."""
+    """Reads all pages of the site."""
     pages = {}
     for path in sorted(SITE.rglob("*.html")):
         pages[path] = References()
@@ -103,7 +103,7 @@ def problem_of(page: Path, link: str, pages: dict[Path, References]) -> str | No
     if parts.scheme or parts.netloc:
         return None
     path = urllib.parse.unquote(parts.path)
-    if path.startswith("/"):  # absolute on the page for unknown addresses alone
+    if path.startswith("/"):  # only the page for unknown addresses may have absolute links
         root = urllib.parse.urlsplit(os.environ.get("SITE_URL", "")).path or "/"
         if not path.startswith(root):
             return f"no page {link}"
@@ -122,7 +122,7 @@ def problem_of(page: Path, link: str, pages: dict[Path, References]) -> str | No
 
 
 def check_site() -> list[str]:
-    """Broken links, and resources loaded from other hosts."""
+    """Reports broken links, and resources loaded from other hosts."""
     pages = read_site()
     problems = []
     for page, found in pages.items():
@@ -144,10 +144,12 @@ def check_site() -> list[str]:
 def main() -> int:
     """Builds and checks, or serves."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", action="store_true", help="on http://localhost:8000")
+    parser.add_argument(
+        "--serve", action="store_true", help="show a live preview on http://localhost:8000"
+    )
     options = parser.parse_args()
     if not tools():
-        print("what scripts/requirements/docs.txt names could not be installed")
+        print("scripts/requirements/docs.txt could not be installed")
         return MISSING
     if options.serve:
         return mkdocs("serve")

@@ -13,18 +13,18 @@ __all__ = ["PACKAGE", "SUITES", "fetch", "installed", "unpack"]
 
 PACKAGE = "nvidia-open-kernel-source"
 ARCHIVE = "usr/src/nvidia-open-kernel.tar.xz"
-# Debian's suites with the driver versions that the project supports, all in contrib.
+# Driver versions that the project supports, and Debian's suites that have them in contrib.
 SUITES = {"535.261.03": "bookworm", "550.163.01": "trixie", "555.58.02": "experimental"}
 
 
 def fetch(version: str, folder: Path) -> Path:
     """Unpacks the kernel-open tree of a version into a directory and returns its path.
 
-    The package holds one archive, `ARCHIVE`.
+    The package contains a single archive, `ARCHIVE`.
     """
     if version not in SUITES:
         have = ", ".join(f"{v} ({s})" for v, s in SUITES.items())
-        raise KernelBuildError(f"Debian does not carry driver {version}, only {have}")
+        raise KernelBuildError(f"Debian does not have driver {version}, only {have}")
     area = AptArea(SUITES[version], ["contrib"])
     say(f"driver {version}: {PACKAGE} of Debian {area.suite}")
     area.update()
@@ -44,7 +44,7 @@ def fetch(version: str, folder: Path) -> Path:
 
 
 def installed(root: Path = Path("/")) -> Path | None:
-    """The archive of the package, where it is installed."""
+    """The archive of the installed package; None if it is not installed."""
     path = root / ARCHIVE
     return path if path.is_file() else None
 
@@ -52,8 +52,8 @@ def installed(root: Path = Path("/")) -> Path | None:
 def unpack(archive: Path, folder: Path) -> Path:
     """Unpacks the kernel-open tree of the archive into a directory and returns its path.
 
-    The two precompiled parts in it (most of its size) are for nvidia.ko and nvidia-modeset.ko and
-    are left out.
+    Its two precompiled objects (most of its size), for nvidia.ko and nvidia-modeset.ko, are left
+    out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run("tar", "-C", folder, "--no-same-owner", "--exclude=*.o_binary", "-xf", archive)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Edits of NVIDIA's published files that newer kernels need.
+"""Edits to NVIDIA's published files that newer kernels require.
 
-For the tests only: a user of such a kernel has a driver made or patched for it, and `make module`
-builds that source as it is.
+For the tests only: a user of such a kernel has a driver that was made or patched for it, and `make
+module` builds that source unchanged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Gone:
 
     Attributes:
         header: the kernel header that declared it.
-        shown: text found in that header while the API exists.
+        shown: text in that header as long as the API exists.
         file: the driver's file that uses it.
-        old: the code there.
+        old: its code in that file.
         new: its replacement.
     """
 
@@ -42,8 +42,8 @@ GONE = (
     Gone("of_gpio.h", "", "common/inc/nv-linux.h", b"#include <linux/of_gpio.h>\n", b""),
     # The name fits its buffer, and the zeros that strncpy pads it with are never read.
     Gone("string.h", "strncpy(char", "nvidia-uvm/uvm_pmm_gpu.c", b"strncpy(", b"strscpy("),
-    # A debug build with HMM reads the page after the GPU's last one, and faults. The first of
-    # Debian's kernels that have HMM are also the first without this callback.
+    # A debug build with HMM reads past the GPU's last page, and faults. Debian's first kernels with
+    # HMM are also the first without this callback.
     Gone(
         "memremap.h",
         "(*page_free)",
@@ -55,7 +55,7 @@ GONE = (
 
 
 def edits(files: Mapping[str, bytes], linux: Path) -> dict[str, bytes]:
-    """The driver's files that must change for these Linux sources, with their new contents."""
+    """The new contents of the driver's files that must change for these Linux sources."""
     changed: dict[str, bytes] = {}
     for one in GONE:
         content = changed.get(one.file, files.get(one.file, b""))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The patch series of a driver version, and how it is applied.
+"""Finds and applies the patch series of a driver version.
 
-patches/series.json says which directory serves which versions: `built` are those that the project
-builds and tests, `applies` the versions in NVIDIA's public repository to which its hunks apply,
-each in exactly one place without fuzz.
+patches/series.json lists each directory's versions: `built` are the versions that the project
+builds and tests, `applies` the versions in NVIDIA's public repository to which each hunk applies in
+exactly one place without fuzz.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATCHES = ROOT / "patches"
 KERNEL_MODULE = ROOT / "kernel_module"
 MUTANTS = ROOT / "tests" / "kernel" / "mutants"
 
-# Paths in the patches are those of NVIDIA's repository: kernel-open/nvidia-uvm/uvm.c.
+# Paths in the patches are NVIDIA's repository's: kernel-open/nvidia-uvm/uvm.c.
 STRIP = 2
 FILE = re.compile(r"^--- a/(\S+)$", re.MULTILINE)
 HUNK = re.compile(r"^@@ [^@]* @@.*\n", re.MULTILINE)
@@ -48,7 +48,7 @@ HUNK = re.compile(r"^@@ [^@]* @@.*\n", re.MULTILINE)
 
 @functools.cache
 def series_table() -> dict[str, dict[str, list[str]]]:
-    """The contents of series.json, by folder."""
+    """The contents of series.json, by directory."""
     table: dict[str, dict[str, list[str]]]
     table = json.loads((PATCHES / "series.json").read_text(encoding="utf-8"))
     return table
@@ -62,8 +62,8 @@ def built_versions() -> dict[str, str]:
 def series_folder(version: str) -> Path:
     """The directory whose series is for a version.
 
-    For an untested version: the series of the newest older version, in its own branch if possible.
-    Applying it succeeds, or names the hunks that do not fit.
+    For an untested version this is the series of the newest older version, in the same branch if
+    possible. Applying it either succeeds or fails and names the hunks that do not fit.
     """
     check_version(version)
     listed = {
@@ -85,13 +85,13 @@ def series_folder(version: str) -> Path:
 
 
 def patches_in(folder: Path) -> list[Path]:
-    """The patches of a directory in their order, without the cover letter."""
+    """The patches of a directory in order, without the cover letter."""
     patches = sorted(folder.glob("[0-9][0-9][0-9][0-9]-*.patch"))
     return [path for path in patches if not path.name.startswith("0000-")]
 
 
 def series_for(version: str) -> list[Path]:
-    """The patches of a version in their order, without the cover letter."""
+    """The patches of a version in order, without the cover letter."""
     return patches_in(series_folder(version))
 
 
@@ -115,9 +115,9 @@ def changed_lines(patch: Path) -> int:
 
 
 def ambiguous_hunks(patch: Path, tree: Path) -> list[str]:
-    """The hunks of a patch whose old lines are not in exactly one place of the tree's file.
+    """Reports hunks of a patch whose old lines are not in exactly one place of the tree's file.
 
-    A missing file is reported in place of its hunks.
+    A missing file is reported instead of its hunks.
     """
     found = []
     text = patch.read_text(encoding="utf-8")
@@ -173,7 +173,7 @@ def apply_series(version: str, tree: Path) -> None:
 
 
 def kernel_files(mutant: str | None = None) -> dict[str, bytes]:
-    """The files of kernel_module/ that go into nvidia-uvm/, with a seeded bug if one is named."""
+    """The files of kernel_module/ to copy into nvidia-uvm/, with the bug `mutant` if given."""
     names = [*KERNEL_MODULE.glob("uvm_vmem*.[ch]"), *KERNEL_MODULE.glob("uvm_vmem*.Kbuild")]
     if mutant is None:
         return {path.name: path.read_bytes() for path in sorted(names)}
@@ -189,7 +189,7 @@ def kernel_files(mutant: str | None = None) -> dict[str, bytes]:
 
 
 def patch_tree(tree: Path, version: str) -> None:
-    """Patches a pristine kernel-open tree: adds our files, then the hooks in NVIDIA's."""
+    """Patches a pristine kernel-open tree: adds our files, then the hooks in NVIDIA's files."""
     for name, content in kernel_files().items():
         (tree / "nvidia-uvm" / name).write_bytes(content)
     apply_series(version, tree)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Makes build/kernel/src/VERSION, the kernel-open tree of one driver version, and prints its path.
 
-The first of these that has it is copied: NV_SRC (a driver source tree), the directory of driver
-sources that VMEM_DRIVER_SRC_DIR names (kernel-open trees named by version), the installed driver's
-DKMS tree, Debian's package, installed or fetched.
+The tree is copied from the first of these places that has the version: NV_SRC (a driver source
+tree), the directory VMEM_DRIVER_SRC_DIR (kernel-open trees named by version), the installed
+driver's DKMS tree, Debian's package, installed or downloaded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def version_of(tree: Path) -> str | None:
 
 
 def kernel_open_below(path: Path) -> Path | None:
-    """The kernel-open tree that a path names: itself, or the directory of that name in it."""
+    """The kernel-open tree at a path: the path itself or its directory kernel-open."""
     for tree in (path, path / "kernel-open", path / "kernel"):
         if version_of(tree):
             return tree
@@ -77,7 +77,7 @@ def candidates(version: str) -> list[tuple[str, Path]]:
 
 
 def find(version: str) -> tuple[str, Path] | None:
-    """The first place on this machine that holds exactly this version."""
+    """The first place on this machine that has exactly this version."""
     for origin, path in candidates(version):
         tree = kernel_open_below(path)
         if tree is None:
@@ -92,7 +92,7 @@ def find(version: str) -> tuple[str, Path] | None:
 
 
 def debian_source(version: str, folder: Path, download: bool) -> Path:
-    """A version's tree from Debian's package: installed, or else from the archive."""
+    """A version's tree from Debian's package, installed or downloaded."""
     archive = driver_debian.installed()
     other = ""
     if archive is not None:
@@ -113,8 +113,8 @@ def debian_source(version: str, folder: Path, download: bool) -> Path:
 def driver_source(version: str, *, download: bool = True) -> Path:
     """The directory of a version's pristine sources, created if missing.
 
-    An existing folder is kept, unless NV_SRC now names another. Without `download` a version that
-    is not on this machine is an error.
+    An existing directory is kept, unless NV_SRC now names another source. Without `download` a
+    version that is not on this machine is an error.
     """
     check_version(version)
     final = KERNEL_BUILD / "src" / version

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Sets up the environment of `make run` and `make test`; cheap when up to date.
 
-Missing system packages are listed, then installed (as root or with sudo); everything else goes
-below build/. A torch in the python3 that runs this script is reused, as is any other requirement
-found there, so that set-up works without a network.
+Missing system packages are listed, then installed (as root or with sudo); everything else is
+installed below build/. A torch that the python3 running this script has is reused, like any other
+requirement found there, so that set-up works without a network.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ BUILD = ROOT / "build"
 VENV = BUILD / "venv"
 STAMPS = BUILD / "stamps"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
-# Required; without the others only a part of the program or of the tests is missing.
+# Required groups; without the others only parts of the program or of the tests are missing.
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
-# Installed without dependencies: of the first, only the model file is needed; vllm.txt and
-# sglang.txt list the imported third of what vLLM and SGLang require.
+# Installed without dependencies: of `model`, only the model file is needed; vllm.txt and sglang.txt
+# list all that vLLM and SGLang import, a third of their requirements.
 WITHOUT_DEPENDENCIES = ("model", "sglang", "sglang-old", "vllm")
 PYTHONS = tuple((3, minor) for minor in range(10, 15))
-# A line of a file of requirements; some packages have no version for all Pythons.
+# A line of a requirements file; some packages have no version for every Python.
 PIN = re.compile(r'([\w.-]+)==([\w.+]+)(?:; python_version (<|>=) "3\.(\d+)")?')
 
 Pins = dict[str, str]
@@ -49,7 +49,7 @@ def run(*command: str | Path) -> int:
 
 
 def install_probes() -> None:
-    """Installs the header of USDT probes if no password is needed; else prints a hint."""
+    """Installs the header of USDT probes if that needs no password; otherwise prints a hint."""
     given_up = STAMPS / "without-probes"
     if given_up.exists() or install(["probes"], useful=True):
         return
@@ -58,7 +58,7 @@ def install_probes() -> None:
 
 
 def read_pins(group: str, minor: int = sys.version_info[1]) -> Pins:
-    """Name to version of one file of requirements, for Python 3.`minor`."""
+    """Reads a requirements file: versions by name, for Python 3.`minor`."""
     path = REQUIREMENTS / f"{group}.txt"
     pins: Pins = {}
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -66,7 +66,7 @@ def read_pins(group: str, minor: int = sys.version_info[1]) -> Pins:
             continue
         pin = PIN.fullmatch(line)
         if pin is None:
-            fail(f"{path.name}: no pin: {line}")
+            fail(f"{path.name}: not a pinned version: {line}")
         name, version, sign, than = pin.groups()
         if sign is None or (minor < int(than)) == (sign == "<"):
             pins[name] = version
@@ -103,7 +103,7 @@ def packages(environment: Path) -> Path:
 
 
 def make_venv(keep_torch: bool) -> None:
-    """Recreates the environment if it is missing, broken or of another Python."""
+    """Recreates the environment if it is missing, broken or made by another Python."""
     stamp = STAMPS / "venv"
     wanted = f"{sys.executable} {sys.version} keep_torch={keep_torch}"
     if (
@@ -123,16 +123,16 @@ def make_venv(keep_torch: bool) -> None:
         # An older setuptools bundled with venv would hide the installed version.
         options.append("--without-pip")
     if run(sys.executable, "-m", "venv", *options, VENV):
-        fail("the environment could not be made")
+        fail("the environment could not be created")
     site = packages(VENV)
     if keep_torch and sys.prefix != sys.base_prefix:
         # A nested environment sees only the outermost Python's packages.
         (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     if not (seen or bundled):
-        # Debian and Ubuntu package ensurepip separately; an existing pip does as well.
+        # Debian and Ubuntu package ensurepip separately; use an existing pip instead.
         pip = [sys.executable, "-m", "pip", "install", "--target", site, "pip"]
         if not quiet([str(word) for word in pip], show=True):
-            fail("the environment got no pip")
+            fail("pip could not be installed in the environment")
     stamp.write_text(wanted, encoding="utf-8")
 
 
@@ -152,7 +152,7 @@ def install_requirements(keep_torch: bool) -> None:
         given_up = STAMPS / f"without-{group}"
         if given_up.exists() and given_up.read_text(encoding="utf-8") == "\n".join(unmet):
             path = given_up.relative_to(ROOT)
-            say(f"still without {' '.join(unmet)} (remove {path} to try again)")
+            say(f"still missing: {' '.join(unmet)} (remove {path} to try again)")
             continue
         say(f"installing {' '.join(unmet)}")
         options = ["--no-deps"] if group in WITHOUT_DEPENDENCIES else []
@@ -162,12 +162,12 @@ def install_requirements(keep_torch: bool) -> None:
         if not optional:
             fail(f"requirements of the group {group} could not be installed")
         missing = [pin for pin in unmet if not pip_install(*options, pin, show=False)]
-        say(f"not installed: {' '.join(missing)}; what needs it will not run here")
+        say(f"not installed: {' '.join(missing)}; tests and features that need it will not run")
         given_up.write_text("\n".join(missing), encoding="utf-8")
 
 
 def install_project() -> None:
-    """Builds the extension and installs the project, when a source has changed."""
+    """Builds the extension and installs the project if a source has changed."""
     sources = [ROOT / "pyproject.toml", ROOT / "pyvmem" / "_build.py", VENV / "pyvenv.cfg"]
     sources.append(BENCHMARKS / "pyproject.toml")
     sources += [ROOT / name for name in ("setup.py", "MANIFEST.in") if (ROOT / name).exists()]
@@ -200,7 +200,7 @@ def main() -> None:
     if sys.version_info[:2] not in PYTHONS:
         (_, first), (_, last) = PYTHONS[0], PYTHONS[-1]
         here = f"{sys.executable} is {sys.version.split()[0]}"
-        other = f"where another is installed, name it: PYTHON=python3.{last} make ..."
+        other = f"to use another installed Python: PYTHON=python3.{last} make ..."
         fail(f"Python 3.{first} to 3.{last} is needed; {here}; {other}")
     STAMPS.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "setup.lock", "w", encoding="utf-8") as lock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Environments besides build/venv, for packages that need other versions or another Python."""
+"""Environments other than build/venv, for packages that need other versions or another Python."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def make(
 
     Args:
         groups: files of scripts/requirements.
-        below: environments whose packages it sees, nearest first.
-        more: requirements, installed with their dependencies.
-        size: announced before installing.
+        below: environments whose packages it can import, nearest first.
+        more: requirements that are installed with their dependencies.
+        size: size of the download, to print before installing.
     """
     stamp = venv / "installed"
     pins = [REQUIREMENTS / f"{group}.txt" for group in groups]
@@ -49,7 +49,7 @@ def make(
     command = [python, "-m", "venv", "--without-pip", "--clear", str(venv)]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         return 1
-    # pyvmem too: build/venv has it as a link to this tree, which a path file does not follow.
+    # pyvmem too: build/venv only has a link to this tree, which a .pth file does not follow.
     paths = [*map(packages, below), *own]
     (packages(venv) / "base.pth").write_text("".join(f"{one}\n" for one in paths), "utf-8")
     pip = [VENV / "bin" / "python", "-m", "pip", "--python", venv / "bin" / "python", "install"]

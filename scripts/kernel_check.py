@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Checks our kernel files with sparse and with the compiler's warnings of `make W=1`.
 
-Uses the recorded commands that built the tree. Only reports about our own files count, not about
-the kernel's or NVIDIA's headers.
+Uses the recorded commands that built the tree. Only findings in our files count, not in the
+kernel's or NVIDIA's headers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernel_tree import Tree, build_tree, headers_of, softgpu_folder
 
 __all__ = ["check_tree"]
 
-# Of the kernel's scripts/Makefile.extrawarn, level 1; and what it takes back from the defaults.
+# Level 1 of the kernel's scripts/Makefile.extrawarn, and the default warnings that it turns off.
 WARNINGS = shlex.split(
     "-Wextra -Wunused -Wno-unused-parameter -Wmissing-declarations -Wmissing-format-attribute "
     "-Wmissing-prototypes -Wold-style-definition -Wmissing-include-dirs "
@@ -62,7 +62,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
 
 
 def noted_folder(tree: Tree) -> Path:
-    """The directory that recorded commands run in: since Linux 6.13 the module's."""
+    """The working directory of recorded commands: since Linux 6.13 the module's."""
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:
         raise KernelBuildError(f"{tree.headers.release} is not a Linux release")
@@ -73,11 +73,11 @@ def noted_folder(tree: Tree) -> Path:
 def findings(
     command: Sequence[str | Path], folder: Path, work: Path, sources: list[Path]
 ) -> list[str]:
-    """A command's reports about our files."""
+    """Runs a command; returns its reports about our files."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = [line.replace(f"{work}/", "") for line in (done.stdout + done.stderr).splitlines()]
     ours = {path.name for path in sources}
-    # A line of our source, or of kernel source inlined into it.
+    # A report about a line of our source, or about kernel source inlined into it.
     named = re.compile(r"(?:\S*/)?(\w+\.[ch]):\d+:.*: |.*inlined from .* at (?:\S*/)?(\w+\.[ch]):")
     said = [
         line
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("version", nargs="?", default="535.261.03")
     parser.add_argument("--type", choices=("release", "debug"), default="release")
     parser.add_argument(
-        "--suite", choices=KERNEL_SUITES, help="for the kernel of that Debian suite"
+        "--suite", choices=KERNEL_SUITES, help="check the build for this Debian suite's kernel"
     )
     options = parser.parse_args()
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shared by the scripts that build kernel modules: folders, locks, files, versions."""
+"""Common code of the scripts that build kernel modules: directories, locks, files, versions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KernelBuildError(Exception):
 
 
 def say(text: str) -> None:
-    """Prints one line on the standard error, at once; the standard output is for results."""
+    """Prints a line to standard error and flushes it; standard output is for results."""
     print(f"{Path(sys.argv[0]).stem}: {text}", file=sys.stderr, flush=True)
 
 
@@ -75,7 +75,7 @@ def run(*command: str | Path, cwd: Path | None = None, log: Path | None = None) 
     Raises KernelBuildError with the last lines of the output unless the command succeeds.
     """
     words = [str(word) for word in command]
-    # Do not inherit the settings of a make that runs this script.
+    # Do not inherit the settings of a calling make.
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     done = subprocess.run(
         words,
@@ -119,7 +119,7 @@ def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
 
 
 def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
-    """SHA-256 over the names and contents of the files of a directory, whatever their dates."""
+    """SHA-256 over the names and contents, but not the dates, of a directory's files."""
     digest = hashlib.sha256()
     for path in tree_files(folder, names):
         content = hashlib.sha256((folder / path).read_bytes()).hexdigest()
@@ -130,7 +130,7 @@ def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
 def write_if_changed(path: Path, content: bytes) -> bool:
     """Writes a file unless its content is unchanged, so that make rebuilds only what changed.
 
-    A shell script can be executed: newer drivers' makefiles run theirs by name.
+    Shell scripts are made executable: newer drivers' makefiles run theirs by name.
     """
     if path.is_file() and path.read_bytes() == content:
         return False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Kernels of other Debian suites: headers, image, and the compiler they need.
+"""Fetches kernels of other Debian suites: headers, image, and the compiler that they need.
 
 The packages are unpacked into build/kernel/debian, not installed; root is not needed. The compiler
-and kbuild's programs need a newer C library than this system's: patchelf makes them use the C
-library unpacked with the compiler.
+and kbuild's programs need a newer C library than this system's, so patchelf makes them use the C
+library that was unpacked with the compiler.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
 
 
 def unpack(packages: list[Path], root: Path) -> None:
-    """Unpacks packages into one folder."""
+    """Unpacks packages into a directory."""
     for package in packages:
         run("dpkg-deb", "-x", package, root)
 
 
 def use_libraries(root: Path, libraries: Path) -> None:
-    """Makes all programs below a directory use the C library in another."""
+    """Makes all programs below `root` use the C library in `libraries`."""
     programs = []
     for path in root.rglob("*"):
         if path.is_symlink() or not path.is_file() or not path.stat().st_mode & 0o100:
@@ -61,7 +61,7 @@ def compiler_folder(suite: str, compiler: str) -> Path:
         area.update()
         with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".new-") as name:
             new = Path(name) / "root"
-            # libelf is kbuild's: objtool and resolve_btfids.
+            # kbuild's objtool and resolve_btfids need libelf.
             wanted = [compiler, "binutils", "libelf1t64"]
             unpack(area.download_closure(wanted, Path(name) / "packages"), new)
             use_libraries(new, final / LIBRARIES)
@@ -74,13 +74,13 @@ def kernel_packages(area: AptArea, release: str) -> list[str]:
     version = release.removesuffix(f"-{FLAVOUR}")
     names = [f"linux-headers-{release}", f"linux-headers-{version}-common"]
     names += [f"linux-kbuild-{version}", f"linux-image-{release}"]
-    # If linux-image is a metapackage.
+    # Used if linux-image is a metapackage.
     parts = (f"linux-binary-{release}", f"linux-modules-{release}")
     return [*names, *(name for name in parts if area.versions(name))]
 
 
 def newest_release(area: AptArea) -> str:
-    """The release of the kernel that a suite has."""
+    """The release of a suite's newest kernel."""
     meta = f"linux-headers-{FLAVOUR}"
     shown = run("apt-cache", *area.options(), "show", "--no-all-versions", meta)
     found = re.search(rf"\blinux-headers-(\d\S*-{FLAVOUR})\b", shown)
@@ -114,7 +114,7 @@ def fetch_kernel(suite: str, final: Path) -> None:
         (kbuild,) = (new / "usr" / "lib").glob("linux-kbuild-*")
         use_libraries(kbuild, programs / LIBRARIES)
         (new / "compiler").symlink_to(Path("..") / programs.name)
-        # Move the image and its modules to where older packages have them.
+        # Move the image and its modules to their places in older packages.
         image = new / "usr" / "lib" / "modules" / release / "vmlinuz"
         if image.is_file():
             (new / "boot").mkdir()

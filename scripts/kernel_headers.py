@@ -18,10 +18,10 @@ class KernelHeaders:
     """A kernel that modules can be built for.
 
     Attributes:
-        build: its build folder.
-        source: its sources.
+        build: its build directory.
+        source: directory of its sources.
         release: its `uname -r`.
-        tools: the directory of the compiler and the binutils for it; None: those of this system.
+        tools: directory of the compiler and binutils to use; None: the system's.
     """
 
     build: Path
@@ -30,13 +30,13 @@ class KernelHeaders:
     tools: Path | None = None
 
     def with_tools(self, *command: str | Path) -> list[str | Path]:
-        """A command line that finds these tools first."""
+        """A command line that puts `tools` first in PATH."""
         if self.tools is None:
             return [*command]
         return ["env", f"PATH={self.tools}:{os.environ['PATH']}", *command]
 
     def compiler(self) -> str:
-        """The program that compiles for it."""
+        """The compiler's program for this kernel."""
         if self.tools is None:
             return "gcc"
         (found,) = self.tools.glob("x86_64-linux-gnu-gcc-[0-9]*")
@@ -49,13 +49,13 @@ def kernel_headers(folder: Path) -> KernelHeaders:
     release_file = folder / "include" / "generated" / "utsrelease.h"
     makefile = folder / "Makefile"
     if not release_file.is_file() or not makefile.is_file():
-        raise KernelBuildError(f"{folder} is not the build folder of a configured kernel")
-    # Not include/config/kernel.release: in Debian's headers that is the version of the source.
+        raise KernelBuildError(f"{folder} is not the build directory of a configured kernel")
+    # include/config/kernel.release is wrong in Debian's headers: it has the source's version.
     quoted = re.search(r'UTS_RELEASE "([^"]+)"', release_file.read_text(encoding="utf-8"))
     if quoted is None:
         raise KernelBuildError(f"{release_file} names no release")
     release = quoted.group(1)
-    # A build directory apart from its sources has a Makefile of one line that includes theirs.
+    # A separate build directory has a one-line Makefile, which includes the sources' Makefile.
     included = re.search(r"^include (/\S+)/Makefile$", makefile.read_text("utf-8"), re.MULTILINE)
     source = Path(included.group(1)) if included else folder
     return KernelHeaders(build=folder, source=source, release=release)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Reuse of results between build folders.
+"""Reuses results between build directories.
 
 The results of the driver's conftests (some 300 small compilations) depend only on the script, the
-tests, the compiler and the kernel's headers; they are cached under a key made of these. A mutant's
-folder starts as a copy of the original tree: the objects contain no paths (-ffile-prefix-map), so a
-build in that directory would produce the same ones.
+tests, the compiler and the kernel's headers; they are cached under a key made from these. A
+mutant's directory starts as a copy of the original build: objects contain no paths
+(-ffile-prefix-map), so a build in that directory would produce the same objects.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def conftest_key(work: Path, headers: KernelHeaders) -> str:
 
 
 def take_conftests(work: Path, headers: KernelHeaders) -> bool:
-    """Restores cached results into a build directory without any; returns True if found."""
+    """Restores cached results into a build directory that has none; returns True if found."""
     kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
     if (work / "conftest").exists() or not kept.is_dir():
         return False
     shutil.copytree(kept, work / "conftest")
-    # All with one timestamp, later than the script's: nothing looks out of date.
+    # Give all the same timestamp, later than the script's, so that nothing looks out of date.
     now = time.time_ns()
     for path in (work / "conftest").rglob("*"):
         os.utime(path, ns=(now, now))
@@ -70,7 +70,7 @@ def keep_conftests(work: Path, headers: KernelHeaders) -> None:
 
 def copy_build(base: Path, work: Path) -> None:
     """Copies a finished build directory, and adapts the paths that make recorded."""
-    # Not a longer name that begins with this.
+    # Do not match a longer name that begins with this one.
     named = re.compile(re.escape(str(base)) + r"(?![\w.-])")
     with tempfile.TemporaryDirectory(dir=work.parent, prefix=".new-") as name:
         new = Path(name) / work.name

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Sets up the tests of the kernel module; cheap when up to date.
 
-Debian packages that are missing are listed and installed, as by environment.py. The kernel that
-the guest boots is that of the newest installed headers: Debian's package is unpacked into
-build/kernel/image and not installed.
+Missing Debian packages are listed and installed, as by environment.py. The guest boots the kernel
+of the newest installed headers: Debian's package is unpacked into build/kernel/image, not
+installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["IMAGE", "kernel_image", "missing_packages"]
 
 IMAGE = KERNEL_BUILD / "image"
 
-# A program that shows that a package is installed, and the package.
+# A program that shows that a package is installed: the package.
 PROGRAMS = {
     "dkms": "dkms",
     "gpg": "gnupg",
@@ -48,7 +48,7 @@ HEADERS = "linux-headers-cloud-amd64"
 
 
 def is_static(program: str) -> bool:
-    """True if a program is static: the guest has no libraries."""
+    """True if a program is statically linked, as it must be: the guest has no libraries."""
     content = Path(program).resolve().read_bytes()
     return content[:4] == b"\x7fELF" and b"/ld-linux" not in content[:4096]
 
@@ -56,7 +56,7 @@ def is_static(program: str) -> bool:
 def missing_packages(*, long: bool = False) -> list[str]:
     """The missing Debian packages."""
     wanted = {**PROGRAMS, **(PROGRAMS_LONG if long else {})}
-    # An ordinary user's PATH may lack the sbin folders.
+    # An ordinary user's PATH may not include the sbin directories.
     path = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
     missing = [name for program, name in wanted.items() if not shutil.which(program, path=path)]
     busybox = shutil.which("busybox", path=path)
@@ -72,7 +72,7 @@ def missing_packages(*, long: bool = False) -> list[str]:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Fetches a package from the system's archives, with private lists if the system has none."""
+    """Fetches a package from the system's archives, with private lists if there are none."""
     try:
         run("apt-get", "download", package, cwd=folder)
     except KernelBuildError:
@@ -94,7 +94,7 @@ def kernel_image(release: str) -> None:
             new = Path(name) / "image"
             run("dpkg-deb", "-x", package, new)
             if not (new / "boot" / f"vmlinuz-{release}").is_file():
-                raise KernelBuildError(f"{package.name} holds no boot/vmlinuz-{release}")
+                raise KernelBuildError(f"{package.name} contains no boot/vmlinuz-{release}")
             if IMAGE.is_symlink():
                 IMAGE.unlink()
             replace_folder(new, IMAGE)
@@ -103,7 +103,7 @@ def kernel_image(release: str) -> None:
 def main() -> int:
     """Brings everything up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--long", action="store_true", help="also for the kernel of test-long")
+    parser.add_argument("--long", action="store_true", help="also set up the kernel of test-long")
     options = parser.parse_args()
     try:
         packages = missing_packages(long=options.long)
@@ -112,7 +112,7 @@ def main() -> int:
         try:
             kernel_image(default_headers().release)
         except KernelBuildError as error:
-            # The archive has only the newest kernel: headers installed earlier are too old for it.
+            # The archive has only the newest kernel: the installed headers are older than it.
             say(f"{error}\nnewer headers are needed")
             install_debian_packages([HEADERS])
             kernel_image(default_headers().release)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds nvidia-uvm.ko (patched) and the software GPU's nvidia.ko; prints the directory with both.
 
-The build is incremental and happens in build/kernel/work/NAME; build/kernel/trees/NAME gets the two
-modules without debug information, each replaced atomically, and links to the headers. Concurrent
-runs for a tree wait for each other.
+The build is incremental, in build/kernel/work/NAME. The two modules, without debug information, and
+links to the headers are put in build/kernel/trees/NAME; each module is replaced atomically.
+Concurrent runs for a tree wait for each other.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ NV_OBJECTS_DEPEND_ON_CONFTEST += $(SOFTGPU_OBJECTS)
 {conftests}
 """
 
-# Features of the interface that a version's UVM is compiled with: SG_HAS_NAME is set if it contains
-# this text. Version numbers do not tell, since versions of a branch differ.
+# Features of a version's UVM interface: SG_HAS_NAME is set if its headers contain this text.
+# Version numbers do not determine them, since versions of a branch differ.
 INTERFACE = ("nv_uvm_interface.h", "nv_uvm_types.h")
 FEATURES = {
     "ACCESS_BITS": "nvUvmInterfaceAccessBitsBufAlloc(",
@@ -81,12 +81,12 @@ class Tree:
     patched: bool = True
     mutant: str | None = None
     own_kernel: bool = False  # a self-checking kernel instead of the guest's usual kernel
-    suite: str = ""  # the Debian suite of its kernel
-    patches: int | None = None  # only the first n, to see that each builds
+    suite: str = ""  # Debian suite of the kernel to build for; "": the guest's usual kernel
+    patches: int | None = None  # apply only the first n, to check that each builds
 
     @property
     def base(self) -> str:
-        """The name of the work directory; all mutants of a kind of tree share one."""
+        """The name of the work directory, which all mutants of a kind of tree share."""
         name = f"{self.version}-{self.type}" + ("" if self.patched else "-unpatched")
         if self.own_kernel:
             name += f"-{self.headers.release}"
@@ -103,7 +103,7 @@ class Tree:
 
     @property
     def work(self) -> Path:
-        """The build folder."""
+        """The build directory."""
         return KERNEL_BUILD / "work" / self.base
 
     @property
@@ -113,7 +113,7 @@ class Tree:
 
     @property
     def out(self) -> Path:
-        """The output folder."""
+        """The output directory."""
         return KERNEL_BUILD / "trees" / self.name
 
 
@@ -123,7 +123,7 @@ def softgpu_folder() -> Path:
 
 
 def patched_source(version: str, patches: int | None) -> Path:
-    """A version's patched sources, recreated when either has changed."""
+    """A version's patched sources, recreated if the driver's source or the patches changed."""
     pristine = driver_source(version)
     wanted = f"{tree_digest(pristine, BUILD_PARTS)} {series_digest(version)} {patches}\n"
     final = KERNEL_BUILD / "patched" / (version if patches is None else f"{version}-{patches}")
@@ -142,7 +142,7 @@ def patched_source(version: str, patches: int | None) -> Path:
 
 
 def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
-    """The files of the software GPU that go into nvidia/, and what is generated for it."""
+    """The software GPU's files for nvidia/, including generated ones."""
     folder = softgpu_folder()
     sources = [path for path in sorted(folder.glob("*.c")) if path.name != "softgpu_user.c"]
     if not sources:
@@ -170,7 +170,7 @@ def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
 
 
 def features(source: Path) -> str:
-    """A line for each feature macro of the software GPU: 1 or 0."""
+    """Definitions of the software GPU's feature macros, as 1 or 0."""
     headers = [source / "common" / "inc" / name for name in INTERFACE]
     text = "".join(path.read_text("utf-8", "replace") for path in headers if path.is_file())
     return "".join(f"#define SG_HAS_{name} {int(FEATURES[name] in text)}\n" for name in FEATURES)
@@ -192,7 +192,7 @@ def exports(folder: Path, source: Path) -> str:
 
 
 def wanted_files(tree: Tree) -> dict[str, bytes]:
-    """Path and content of each file of the work folder."""
+    """Path and content of each file of the work directory."""
     if tree.patched:
         source = patched_source(tree.version, tree.patches)
     else:
@@ -200,7 +200,7 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
     parts = [part for part in BUILD_PARTS if (source / part).exists()]
     files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
     files |= edits(files, tree.headers.source)
-    # As KCFLAGS in make(), which come before this: skip debug information, which is not loaded.
+    # Skip debug information, which is not loaded. KCFLAGS in make() cannot: they precede these.
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
     files["nvidia-uvm/nvidia-uvm.Kbuild"] = kbuild.replace(b"-DDEBUG -O1 -g\n", b"-DDEBUG -O1\n")
     if tree.own_kernel:
@@ -240,7 +240,7 @@ def update_work(tree: Tree) -> None:
 
 
 def make(tree: Tree, jobs: int) -> None:
-    """Runs the driver's own Makefile on the work folder."""
+    """Runs the driver's Makefile on the work directory."""
     # Paths in the modules would differ between machines; debug information is not loaded.
     flags = f"-g0 -ffile-prefix-map={tree.work}/= -ffile-prefix-map={tree.headers.source}/=linux/"
     tools = tree.headers.tools
@@ -261,7 +261,7 @@ def make(tree: Tree, jobs: int) -> None:
 
 
 def publish(tree: Tree) -> None:
-    """Copies the modules into the output folder."""
+    """Copies the modules into the output directory."""
     tree.out.mkdir(parents=True, exist_ok=True)
     for module in MODULES:
         built = tree.work / f"{module}.ko"
@@ -278,7 +278,7 @@ def publish(tree: Tree) -> None:
 
 
 def build_tree(tree: Tree, jobs: int = 2) -> Path:
-    """Builds a tree, or what has changed in it, and returns the directory with the modules."""
+    """Builds a tree incrementally; returns the directory with the modules."""
     with locked(tree.lock):
         if tree.mutant and not tree.work.is_dir():
             unchanged = replace(tree, mutant=None)
@@ -291,7 +291,7 @@ def build_tree(tree: Tree, jobs: int = 2) -> Path:
         make(tree, jobs)
         keep_conftests(tree.work, tree.headers)
         if tree.mutant:
-            # The work directory held another mutant before, or an older build of this.
+            # The work directory may contain modules of another mutant or of an older build.
             for module in MODULES:
                 (tree.out / f"{module}.ko").unlink(missing_ok=True)
         publish(tree)
@@ -299,7 +299,7 @@ def build_tree(tree: Tree, jobs: int = 2) -> Path:
 
 
 def headers_of(suite: str | None) -> KernelHeaders:
-    """The headers of a Debian suite's kernel; without one, those of the guest's usual kernel."""
+    """The headers of a Debian suite's kernel; without a suite, of the guest's usual kernel."""
     return debian_headers(suite) if suite else default_headers()
 
 
@@ -308,18 +308,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", help="a driver version, for example 535.261.03")
     parser.add_argument("--type", choices=("release", "debug"), default="release")
-    parser.add_argument("--unpatched", action="store_true", help="UVM as NVIDIA published it")
-    parser.add_argument("--mutant", metavar="NAME", help="with tests/kernel/mutants/NAME.patch")
+    parser.add_argument("--unpatched", action="store_true", help="build UVM without our patches")
+    parser.add_argument("--mutant", metavar="NAME", help="apply tests/kernel/mutants/NAME.patch")
     parser.add_argument(
-        "--kernel-headers", metavar="DIR", type=Path, help="a kernel's build folder"
+        "--kernel-headers", metavar="DIR", type=Path, help="a kernel's build directory"
     )
     parser.add_argument(
-        "--suite", choices=KERNEL_SUITES, help="for the kernel of that Debian suite"
+        "--suite", choices=KERNEL_SUITES, help="build for this Debian suite's kernel"
     )
     parser.add_argument("--jobs", "-j", type=int, default=2)
     options = parser.parse_args()
     if options.suite and options.kernel_headers:
-        parser.error("--suite and --kernel-headers are two kernels")
+        parser.error("--suite and --kernel-headers exclude each other")
     if options.mutant and options.unpatched:
         parser.error("a mutant is a change to the patched driver")
     try:

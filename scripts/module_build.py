@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds the patched nvidia-uvm.ko for this machine: `make module`.
 
-The driver's source is taken from NV_SRC=path, else from the installed driver's own DKMS tree, else
-from Debian's package. The kernel is KDIR=path (a build folder such as /lib/modules/RELEASE/build),
-else the running one, else the newest whose headers are installed. Prints the module's path.
+The driver's source is NV_SRC=path, or the installed driver's DKMS tree, or Debian's package. The
+kernel is KDIR=path (a build directory such as /lib/modules/RELEASE/build), or the running kernel,
+or the newest kernel whose headers are installed. Prints the module's path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def module_folder(version: str, release: str) -> Path:
 
 
 def headers_for(system: System, kdir: str = "") -> KernelHeaders:
-    """The kernel to build for: KDIR, the running one, the newest whose headers are installed."""
+    """The kernel to build for: KDIR, the running kernel, or the newest with installed headers."""
     if kdir:
         return kernel_headers(Path(kdir))
     running = system.root / "lib/modules" / system.release() / "build"
@@ -111,17 +111,23 @@ def build_module(
 
 
 def main() -> int:
-    """Builds the module that the command line and the machine ask for."""
+    """Builds the module for the command line's or the machine's driver and kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     environment = os.environ.get
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")
-    parser.add_argument("--kdir", default=environment("KDIR", ""), help="a kernel's build folder")
-    parser.add_argument("--nvidia-ko", default=environment("NVIDIA_KO", ""), help="to build for")
-    parser.add_argument("--version", default=environment("NV_VERSION", ""), help="of the driver")
+    parser.add_argument(
+        "--kdir", default=environment("KDIR", ""), help="a kernel's build directory"
+    )
+    parser.add_argument(
+        "--nvidia-ko", default=environment("NVIDIA_KO", ""), help="the nvidia.ko to build for"
+    )
+    parser.add_argument("--version", default=environment("NV_VERSION", ""), help="driver version")
     parser.add_argument("--sign-key", default=environment("SIGN_KEY", ""))
     parser.add_argument("--sign-cert", default=environment("SIGN_CERT", ""))
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="root to build for")
+    parser.add_argument(
+        "--sysroot", type=Path, default=Path("/"), help="root directory of the machine to build for"
+    )
     options = parser.parse_args()
     if bool(options.sign_key) != bool(options.sign_cert):
         parser.error("SIGN_KEY and SIGN_CERT go together")

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """The patched module as a DKMS package: `package` makes it, `install` and `uninstall` use it.
 
-The package's module has a file name of its own, nvidia-uvm-vmem.ko; a rule for modprobe loads it
-where `modprobe nvidia-uvm` would have loaded the stock one. The stock file is never touched, so
-removing the rule and the package restores it.
+The package's module has a different file name, nvidia-uvm-vmem.ko; a modprobe rule makes `modprobe
+nvidia-uvm` load it instead of the stock module. The stock file is never touched, so removing the
+rule and the package restores the stock module.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def make_package(tree: Path, folder: Path, depends: list[str]) -> Path:
 
 @dataclass(frozen=True)
 class Dkms:
-    """DKMS on this machine, or below a test's folders.
+    """DKMS on this machine, or below a test's directories.
 
     Attributes:
-        packaged: the rule for modprobe and its program are files of a distribution's package.
+        packaged: the modprobe rule and its program belong to a distribution's package.
     """
 
     system: System
@@ -118,7 +118,7 @@ class Dkms:
         return sorted(path.name for path in folder.glob("*") if (path / "source").exists())
 
     def install(self, package: Path, release: str, headers: Path) -> None:
-        """Builds and installs the package for one kernel; everything is undone if that fails."""
+        """Builds and installs the package for a kernel; undoes everything if that fails."""
         version = package.name.removeprefix(f"{NAME}-")
         for old in self.versions():
             self.forget(old)
@@ -138,13 +138,13 @@ class Dkms:
             raise
 
     def forget(self, version: str) -> None:
-        """Removes a version of the package from DKMS, with its modules of all kernels."""
+        """Removes a version of the package from DKMS, with its modules for all kernels."""
         self.dkms("remove", "-m", NAME, "-v", version, "--all")
         shutil.rmtree(self.sources / f"{NAME}-{version}", ignore_errors=True)
 
     def uninstall(self) -> list[str]:
         """Removes all parts of an installation; returns the versions that were installed."""
-        # The rule first: from then on modprobe loads the stock module.
+        # Remove the rule first: from then on modprobe loads the stock module.
         for _, path, _ in reversed(self.rule):
             (self.system.root / path).unlink(missing_ok=True)
         versions = self.versions()
@@ -156,7 +156,7 @@ class Dkms:
 
 
 def package(system: System, options: argparse.Namespace) -> tuple[Path, str, Path]:
-    """Makes the package for this machine's driver; returns it, the kernel and its headers."""
+    """Makes the package for this machine's driver; returns it, the kernel's release and headers."""
     kernel = headers_for(system, options.kdir)
     source = choose_source(
         system, kernel.release, options.nv_src, options.version, download=not options.packaged
@@ -201,12 +201,18 @@ def main() -> int:
     environment = os.environ.get
     parser.add_argument("action", choices=("package", "install", "uninstall"))
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")
-    parser.add_argument("--kdir", default=environment("KDIR", ""), help="a kernel's build folder")
-    parser.add_argument("--version", default=environment("NV_VERSION", ""), help="of the driver")
     parser.add_argument(
-        "--packaged", action="store_true", help="the rule is a package's; nothing is downloaded"
+        "--kdir", default=environment("KDIR", ""), help="a kernel's build directory"
     )
-    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="where the machine lies")
+    parser.add_argument("--version", default=environment("NV_VERSION", ""), help="driver version")
+    parser.add_argument(
+        "--packaged",
+        action="store_true",
+        help="the modprobe rule belongs to a package; download nothing",
+    )
+    parser.add_argument(
+        "--sysroot", type=Path, default=Path("/"), help="root directory of the machine"
+    )
     options = parser.parse_args()
     system = System(options.sysroot)
     try:

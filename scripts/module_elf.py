@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reads kernel modules: modinfo fields, exported and required symbol versions.
 
-Also part of the DKMS package, so it imports nothing of this project.
+It is also part of the DKMS package, so it must not import other modules of this project.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGNATURE_MAGIC = b"~Module signature appended~\n"
 ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 SECTION = struct.Struct("<IIQQQQIIQQ")
 SYMBOL = struct.Struct("<IBBHQQ")
-# struct modversion_info: an unsigned long and what is left of 64 bytes for the name.
+# struct modversion_info: 64 bytes, an unsigned long with the version and then the name.
 VERSION = struct.Struct("<Q56s")
 
 SHN_UNDEF = 0
@@ -34,7 +34,7 @@ class ModuleFileError(Exception):
 
 @dataclass(frozen=True)
 class Export:
-    """A symbol that a module exports; `crc` is None where the kernel has no symbol versions."""
+    """A symbol that a module exports; `crc` is None if the kernel has no symbol versions."""
 
     crc: int | None
     gpl: bool
@@ -42,12 +42,12 @@ class Export:
 
 @dataclass(frozen=True)
 class KernelModule:
-    """The metadata in a module's file."""
+    """The metadata of a module's file."""
 
     path: Path
     info: dict[str, list[str]] = field(default_factory=dict)
     exports: dict[str, Export] = field(default_factory=dict)
-    # Symbols resolved at load time, with the required version if any.
+    # Symbols resolved at load time, each with the required version, if any.
     imports: dict[str, int | None] = field(default_factory=dict)
     signed: bool = False
 
@@ -62,7 +62,7 @@ class KernelModule:
 
     @property
     def version(self) -> str:
-        """MODULE_VERSION; NVIDIA's modules have the driver's there."""
+        """MODULE_VERSION; in NVIDIA's modules, the driver's version."""
         return self.first("version")
 
     @property
@@ -148,7 +148,7 @@ def read_symbols(sections: list[Section]) -> list[tuple[str, int, int]]:
 
 
 def read_exports(sections: list[Section], symbols: list[tuple[str, int, int]]) -> dict[str, Export]:
-    """The exported symbols, from the labels that the kernel's headers emit beside the tables."""
+    """The exported symbols, read from the labels that the kernel's headers emit for them."""
     crcs: dict[str, int] = {}
     gpl: dict[str, bool] = {}
     for name, index, value in symbols:
@@ -163,7 +163,7 @@ def read_exports(sections: list[Section], symbols: list[tuple[str, int, int]]) -
 
 
 def read_demanded(sections: list[Section]) -> dict[str, int]:
-    """The symbol versions that the module requires: __versions, or its successor since 6.14."""
+    """The symbol versions that the module requires: __versions or, since 6.14, its successor."""
     by_name = {section.name: section.content for section in sections}
     demanded: dict[str, int] = {}
     table = by_name.get("__versions", b"")
@@ -177,7 +177,7 @@ def read_demanded(sections: list[Section]) -> dict[str, int]:
 
 
 def read_module(path: Path, name: str = "") -> KernelModule:
-    """Reads a module's file, which may be compressed; with a name, only the module of that name."""
+    """Reads a module's file, which may be compressed; `name`: reject a module of another name."""
     image = plain_bytes(path)
     # Parsing a large module of another name would dominate the run time.
     if name and b"\0name=" + name.encode() + b"\0" not in image:

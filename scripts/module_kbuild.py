@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Builds only nvidia-uvm.ko from a patched driver tree, for use with the installed nvidia.ko.
 
-A kernel with symbol versions (CONFIG_MODVERSIONS) refuses a module that was built against other
+A kernel with symbol versions (CONFIG_MODVERSIONS) rejects a module that was built against different
 versions of another module's symbols. nvidia.ko is not built here, so the versions are read from the
-nvidia.ko installed for that kernel. Also part of the DKMS package: imports only module_elf.
+nvidia.ko installed for that kernel. This script is also part of the DKMS package, so it imports
+only module_elf.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 VERSION = re.compile(r'NV_VERSION_STRING=\\"([0-9.]+)\\"')
 
 
-# MODULE_LICENSE of the proprietary nvidia.ko, and why the module cannot be used with it.
+# MODULE_LICENSE of the proprietary nvidia.ko, and the reason why the module cannot be used with it.
 PROPRIETARY = "NVIDIA"
 NEEDS_OPEN = (
     "of NVIDIA's proprietary flavour: since Linux 5.9 a module that uses such a module's symbols "
@@ -57,10 +58,10 @@ def tree_version(tree: Path) -> str:
 
 
 def kernel_config(build: Path) -> dict[str, str]:
-    """The configuration of the kernel with this build folder."""
+    """The configuration of the kernel with this build directory."""
     path = build / "include" / "config" / "auto.conf"
     if not path.is_file():
-        raise BuildError(f"{build} is not the build folder of a configured kernel")
+        raise BuildError(f"{build} is not the build directory of a configured kernel")
     lines = path.read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("=") for line in lines if line.startswith("CONFIG_"))
     return {name: value for name, _equals, value in pairs}
@@ -69,10 +70,10 @@ def kernel_config(build: Path) -> dict[str, str]:
 def installed_nvidia(modules: Path) -> list[KernelModule]:
     """All files below /lib/modules/RELEASE with NVIDIA's main module, under any name.
 
-    Debian renames the file (nvidia-current.ko); the module in it is `nvidia` everywhere.
+    Debian renames the file (nvidia-current.ko), but the module's name is always `nvidia`.
     """
     found: list[KernelModule] = []
-    # Otherwise links like /lib/modules/RELEASE/build would be followed.
+    # os.walk does not follow links such as /lib/modules/RELEASE/build.
     for folder, _folders, names in os.walk(modules):
         for name in sorted(names):
             if not re.fullmatch(r"nvidia.*\.ko(\.(xz|zst|gz))?", name):
@@ -85,14 +86,14 @@ def installed_nvidia(modules: Path) -> list[KernelModule]:
 
 
 def find_nvidia(modules: Path, version: str, srcversion: str = "") -> KernelModule | None:
-    """Finds the installed nvidia.ko of a driver version; of several, the loaded one."""
+    """Finds the installed nvidia.ko of a driver version; prefers the loaded one."""
     right = [module for module in installed_nvidia(modules) if module.version == version]
     loaded = [module for module in right if module.first("srcversion") == srcversion]
     return next(iter(loaded or right), None)
 
 
 def flavour_refusal(nvidia: KernelModule | None) -> str:
-    """Why the module cannot be used with this nvidia.ko; empty if it is open or unknown."""
+    """The reason why the module cannot be used with this nvidia.ko; "" if it is open or unknown."""
     if nvidia is None or nvidia.first("license") != PROPRIETARY:
         return ""
     return f"{nvidia.path} is {NEEDS_OPEN}"
@@ -101,8 +102,8 @@ def flavour_refusal(nvidia: KernelModule | None) -> str:
 def conftests_only(tree: Path) -> None:
     """Reduces nvidia.ko's build file to its conftests.
 
-    The headers that UVM includes from nvidia/ and common/ need the results; nvidia.ko itself is not
-    needed (and some versions do not compile on every kernel that UVM compiles on).
+    The headers that UVM includes from nvidia/ and common/ need their results. nvidia.ko itself is
+    not needed, and some versions do not compile on every kernel on which UVM does.
     """
     path = tree / "nvidia" / "nvidia.Kbuild"
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -111,7 +112,7 @@ def conftests_only(tree: Path) -> None:
 
 
 def run_make(tree: Path, variables: dict[str, str], jobs: int) -> None:
-    """Runs the driver's own Makefile; its output goes to build.log."""
+    """Runs the driver's Makefile; its output goes to build.log."""
     command = ["make", f"-j{jobs}", "modules"]
     command += [f"{name}={value}" for name, value in variables.items()]
     # Do not inherit settings of DKMS or make that would change the build.
@@ -130,11 +131,11 @@ def run_make(tree: Path, variables: dict[str, str], jobs: int) -> None:
         )
     if done.returncode:
         last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
-        raise BuildError("\n".join([*last, f"the build failed; all of its output is in {log}"]))
+        raise BuildError("\n".join([*last, f"the build failed; its full output is in {log}"]))
 
 
 def check_versions(built: KernelModule, nvidia: KernelModule, modversions: bool) -> None:
-    """Checks what the kernel will compare when it loads the module."""
+    """Checks the symbol versions that the kernel compares when it loads the module."""
     for name, demanded in built.imports.items():
         export = nvidia.exports.get(name)
         if export is None:
@@ -142,7 +143,7 @@ def check_versions(built: KernelModule, nvidia: KernelModule, modversions: bool)
                 raise BuildError(f"{nvidia.path} does not export {name}")
             continue
         if modversions and (demanded is None or demanded != export.crc):
-            raise BuildError(f"{name}: the module does not demand the version that nvidia.ko has")
+            raise BuildError(f"{name}: the module does not require nvidia.ko's version")
 
 
 def build_uvm(
@@ -155,8 +156,8 @@ def build_uvm(
 ) -> Path:
     """Builds nvidia-uvm.ko in a tree that conftests_only() was called on; returns its path.
 
-    `build` and `source` are the kernel's build folder and sources. Without an nvidia.ko the module
-    compiles but lacks symbol versions: do not load it.
+    `build` and `source` are the kernel's build directory and sources. Without an nvidia.ko the
+    module compiles but has no symbol versions, and must not be loaded.
     """
     refusal = flavour_refusal(nvidia)
     if refusal:
@@ -193,12 +194,14 @@ def build_uvm(
 
 
 def main() -> int:
-    """Builds the tree beside this script; run by DKMS."""
+    """Builds the tree that contains this script; run by DKMS."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernel", required=True, metavar="RELEASE", help="uname -r")
-    parser.add_argument("--headers", required=True, type=Path, help="its build folder")
+    parser.add_argument("--headers", required=True, type=Path, help="the kernel's build directory")
     default = Path(os.environ.get("VMEM_MODULES_DIR", "/lib/modules"))
-    parser.add_argument("--modules", type=Path, default=default, help="where modules lie")
+    parser.add_argument(
+        "--modules", type=Path, default=default, help="directory of installed modules"
+    )
     options = parser.parse_args()
     tree = Path(__file__).resolve().parent
     version = tree_version(tree)
@@ -209,7 +212,7 @@ def main() -> int:
             raise BuildError(
                 f"this is the module for driver {version}; nvidia.ko of that version is not "
                 f"installed for kernel {options.kernel}"
-                + (f" (there is {', '.join(sorted(others))})" if others else "")
+                + (f" (installed: {', '.join(sorted(others))})" if others else "")
             )
         build = options.headers.resolve()
         source = source_folder(build)
@@ -221,7 +224,7 @@ def main() -> int:
 
 
 def source_folder(build: Path) -> Path:
-    """The kernel's sources, which some distributions keep apart from the build folder."""
+    """The kernel's sources, which some distributions separate from the build directory."""
     text = (build / "Makefile").read_text(encoding="utf-8")
     found = re.search(r"^include (/\S+)/Makefile$", text, re.MULTILINE)
     return Path(found.group(1)) if found else build

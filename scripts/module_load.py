@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Replaces the stock nvidia-uvm by the patched module (`load`), or restores it (`unload`).
+"""Replaces the stock nvidia-uvm with the patched module (`load`), or restores it (`unload`).
 
 Exit status: 0 done; 1 refused, nothing changed; 2 failed, the previous module was restored; 3
 failed and the stock module could not be restored.
@@ -59,7 +59,7 @@ def default_module(system: System) -> Path:
 
 
 def loaded_nvidia(system: System) -> KernelModule | None:
-    """The file of the loaded nvidia.ko; None if it is missing or was replaced since."""
+    """The file of the loaded nvidia.ko; None if it is missing or has been replaced."""
     srcversion = system.source_version("nvidia")
     modules = system.root / "lib/modules" / system.release()
     found = find_nvidia(modules, system.driver_version(), srcversion)
@@ -93,9 +93,9 @@ def load(swap: Swap, given: str, allowed: Collection[str]) -> None:
     nvidia = loaded_nvidia(swap.system)
     refuse(load_refusals(swap.system, module, nvidia, allowed))
     for doubt in doubts(swap.system, module, nvidia):
-        say(f"ALLOW={doubt.word} passes over: {doubt.text}")
+        say(f"ALLOW={doubt.word} overrides: {doubt.text}")
     swap.load(module)
-    say("loaded; `make unload` brings the stock module back, and so does a restart")
+    say("loaded; `make unload` or a restart restores the stock module")
 
 
 def unload(swap: Swap) -> None:
@@ -106,7 +106,7 @@ def unload(swap: Swap) -> None:
 
 def stop(number: int, _frame: FrameType | None) -> None:
     """Turns a signal into an exception, so that a started swap is undone."""
-    raise Interrupted(f"ended by {signal.Signals(number).name}")
+    raise Interrupted(f"stopped by {signal.Signals(number).name}")
 
 
 def usual_selftest() -> list[str]:
@@ -134,9 +134,11 @@ def main() -> int:
         "--allow",
         default=os.environ.get("ALLOW", ""),
         metavar="WORDS",
-        help=f"pass over what was never tried or cannot be checked: {', '.join(ALLOWABLE)}",
+        help=f"override a refusal because of untested or uncheckable parts: {', '.join(ALLOWABLE)}",
     )
-    parser.add_argument("--sysroot", type=Path, default=Path("/"), help="where the machine lies")
+    parser.add_argument(
+        "--sysroot", type=Path, default=Path("/"), help="root directory of the machine"
+    )
     options = parser.parse_args()
     allowed = set(options.allow.replace(",", " ").split())
     for word in sorted(allowed.difference(ALLOWABLE)):
@@ -164,7 +166,7 @@ def main() -> int:
         return REFUSED
     except (SwapError, Interrupted) as error:
         say(f"FAILED: {error}")
-        say("the machine has the module that it had before")
+        say("the previous module is loaded again")
         return FAILED
     except NotRestored as error:
         say(f"FAILED: {error}")

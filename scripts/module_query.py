@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Detects the patched nvidia-uvm by the ioctl UVM_VMEM_QUERY, without libvmem.
+"""Detects the patched nvidia-uvm with the ioctl UVM_VMEM_QUERY, without libvmem.
 
-The struct layout is read from the header that the kernel and libvmem are compiled with.
+The struct's layout is read from the header with which the kernel module and libvmem are compiled.
 """
 
 from __future__ import annotations

@@ -41,12 +41,12 @@ class Doubt:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.text}; ALLOW={self.word} passes this over"
+        return f"{self.text}; ALLOW={self.word} overrides this"
 
 
 @functools.cache
 def tried_table() -> dict[str, dict[str, str]]:
-    """patches/kernels.json: by series of kernels, the drivers that ran there and the record."""
+    """patches/kernels.json: by kernel series, the tested drivers, each with its record."""
     table: dict[str, dict[str, str]]
     table = json.loads((PATCHES / "kernels.json").read_text(encoding="utf-8"))
     return table
@@ -61,9 +61,11 @@ def kernel_series(release: str) -> str:
 def not_allowed(system: System) -> list[str]:
     """Reasons why this process cannot change kernel modules at all."""
     if not system.may_load():
-        return ["only root may load modules (CAP_SYS_MODULE; a container's root mostly has it not)"]
+        return [
+            "only root may load modules (CAP_SYS_MODULE, which root in a container usually lacks)"
+        ]
     if system.modules_disabled():
-        return ["the kernel takes no modules until it is restarted (kernel.modules_disabled = 1)"]
+        return ["the kernel accepts no modules until a restart (kernel.modules_disabled = 1)"]
     return []
 
 
@@ -81,7 +83,7 @@ def in_use(system: System) -> list[str]:
     count = system.uvm_references()
     if count:
         return [
-            f"the kernel counts {count} uses of nvidia-uvm by what cannot be seen from here "
+            f"the kernel counts {count} uses of nvidia-uvm that are not visible from here "
             "(processes outside this container?); end them first"
         ]
     return []
@@ -104,7 +106,7 @@ def wrong_driver(system: System, module: KernelModule, nvidia: KernelModule | No
     if nvidia is None:
         return [
             f"the file of the loaded nvidia.ko ({loaded}) is not in /lib/modules/"
-            f"{system.release()}: whether the module fits it cannot be known"
+            f"{system.release()}: cannot check that the module matches it"
         ]
     refusal = flavour_refusal(nvidia)
     return [refusal] if refusal else wrong_symbols(module, nvidia)
@@ -142,7 +144,7 @@ def untried_driver(version: str) -> list[Doubt]:
     """Checks that the patches support a driver version, and that its branch was tested."""
     listed = {one for known in series_table().values() for one in known["built"] + known["applies"]}
     if version not in listed:
-        return [Doubt("driver", f"driver {version} is in no list of patches/series.json")]
+        return [Doubt("driver", f"driver {version} is not listed in patches/series.json")]
     ran = {one for drivers in tried_table().values() for one in drivers}
     branches = sorted({branch_of(one) for one in ran if is_version(one)})
     if branch_of(version) in branches:
@@ -177,8 +179,8 @@ def unknown_symbols(module: KernelModule, nvidia: KernelModule) -> list[Doubt]:
         return [
             Doubt(
                 "symbols",
-                f"{nvidia.path} has no symbol versions (CONFIG_MODVERSIONS), so that nothing but "
-                "the driver's version says that the module was built against it",
+                f"{nvidia.path} has no symbol versions (CONFIG_MODVERSIONS), so only the driver's "
+                "version shows that the module was built against it",
             )
         ]
     wanted = [name for name in module.imports if name.startswith("nvUvmInterface")]
@@ -196,21 +198,21 @@ def unknown_symbols(module: KernelModule, nvidia: KernelModule) -> list[Doubt]:
 def doubts(system: System, module: KernelModule, nvidia: KernelModule | None) -> list[Doubt]:
     """The doubts about a module on this machine."""
     found = untried_driver(module.version) + untried_kernel(system.release())
-    # Known faults of the symbols are reported first.
+    # Known mismatches of symbols are reported elsewhere, as refusals.
     if nvidia is not None and not wrong_symbols(module, nvidia):
         found += unknown_symbols(module, nvidia)
     return found
 
 
 def not_signed(system: System, module: KernelModule) -> list[str]:
-    """Checks whether the kernel would reject the module for a missing signature."""
+    """Checks if the kernel would reject the module for a missing signature."""
     reason = system.signatures_enforced()
     if not reason or module.signed:
         return []
     boot = " because of Secure Boot" if system.secure_boot() else ""
     return [
         f"the module is not signed and would be rejected{boot}: {reason}. Sign it with a key that "
-        "the machine knows (make module SIGN_KEY=... SIGN_CERT=..., or DKMS with its enrolled key)"
+        "the machine trusts (make module SIGN_KEY=... SIGN_CERT=..., or DKMS with its enrolled key)"
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Finds the driver that `make module` builds for and its source, and prepares the tree."""
+"""Finds the driver that `make module` builds for, and its source, and prepares the tree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DriverSource:
 def flavour(tree: Path) -> str:
     """The flavour of a driver's tree, open or proprietary; UVM's own files are open in both.
 
-    Raises KernelBuildError for the proprietary one.
+    Raises KernelBuildError for the proprietary flavour.
     """
     interface = tree / "nvidia" / "nv.c"
     if not interface.is_file():
@@ -44,13 +44,13 @@ def flavour(tree: Path) -> str:
 
 
 def dkms_trees(version: str, root: Path) -> list[Path]:
-    """Candidate folders of an installed driver's sources: names differ between distributions."""
+    """Candidate directories of an installed driver's sources; names differ by distribution."""
     found = sorted((root / "usr/src").glob(f"nvidia*-{version}"))
     return found + sorted((root / "var/lib/dkms").glob(f"nvidia*/{version}/source"))
 
 
 def installed_version(system: System, release: str) -> tuple[str, str]:
-    """The driver's version and where it was read; empty if no driver is installed."""
+    """The driver's version and where it was found; empty if no driver is installed."""
     loaded = system.driver_version()
     if loaded:
         return loaded, "loaded"
@@ -58,7 +58,7 @@ def installed_version(system: System, release: str) -> tuple[str, str]:
     if len(versions) > 1:
         raise KernelBuildError(
             f"several drivers are installed for kernel {release} and none is loaded "
-            f"({', '.join(sorted(versions))}): say which with NV_SRC=path"
+            f"({', '.join(sorted(versions))}): choose one with NV_SRC=path"
         )
     return (versions.pop(), f"installed for kernel {release}") if versions else ("", "")
 
@@ -66,9 +66,9 @@ def installed_version(system: System, release: str) -> tuple[str, str]:
 def choose_source(
     system: System, release: str, nv_src: str = "", version: str = "", *, download: bool = True
 ) -> DriverSource:
-    """The driver source to build: NV_SRC, the installed driver's own, Debian's package.
+    """The driver source to build: NV_SRC, the installed driver's, or Debian's package.
 
-    `download`: that package is fetched if it is not installed.
+    `download`: fetch the package if it is not installed.
     """
     if nv_src:
         tree = kernel_open_below(Path(nv_src))
@@ -91,14 +91,14 @@ def choose_source(
     except KernelBuildError as error:
         reason = f"driver {wanted} is {how}; " if installed else ""
         raise KernelBuildError(
-            f"{reason}its source is not in /usr/src or DKMS and not to be had otherwise: {error}\n"
-            "give its path with NV_SRC=path (the kernel-open folder of that very version)"
+            f"{reason}its source is not in /usr/src or DKMS and not available elsewhere: {error}\n"
+            "give its path with NV_SRC=path (the kernel-open directory of exactly that version)"
         ) from error
-    return DriverSource(tree, wanted, "Debian's package or the folder of driver sources")
+    return DriverSource(tree, wanted, "Debian's package or the directory of driver sources")
 
 
 def meeting(system: System, release: str, version: str, given: str = "") -> KernelModule | None:
-    """The installed nvidia.ko for this kernel and driver; None if it is not here."""
+    """The installed nvidia.ko for this kernel and driver; None if there is none."""
     if not given:
         return find_nvidia(
             system.root / "lib/modules" / release, version, system.source_version("nvidia")
@@ -119,7 +119,7 @@ def meeting(system: System, release: str, version: str, given: str = "") -> Kern
 def stage(source: DriverSource, destination: Path) -> None:
     """Creates or updates the tree to build: the driver's UVM, the patches, our files.
 
-    Only files with changed content are written, so that make rebuilds no more than necessary.
+    Only files with changed content are written, so that make rebuilds only what is necessary.
     """
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".stage-") as staging:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Swaps the stock and the patched nvidia-uvm.
 
-A failed swap is undone: the previous module is loaded again. Before the stock module is unloaded,
-this is recorded in /run; if the program is killed then, the next load or unload knows that the
-stock module must be restored.
+A failed swap is undone: the previous module is loaded again. Before the stock module is unloaded, a
+record is written to /run; if the program is killed, the next load or unload finds it and restores
+the stock module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from module_system import UVM, System
 __all__ = ["Interrupted", "NotRestored", "Swap", "SwapError"]
 
 STATE = "run/vmem-module.json"
-# Seconds for programs that were just ended to release the module.
+# Seconds that processes which were just stopped have to release the module.
 PATIENCE_SECONDS = 20
 
 
@@ -40,12 +40,12 @@ class NotRestored(Exception):
 
 
 class Interrupted(Exception):
-    """A signal asked the program to end."""
+    """A signal asked the program to stop."""
 
 
 @dataclass
 class Swap:
-    """One load or unload on a machine."""
+    """A load or unload on a machine."""
 
     system: System
     say: Callable[[str], None]
@@ -56,9 +56,9 @@ class Swap:
     # The tools
 
     def tool(self, *words: str) -> str:
-        """Runs one of kmod's tools; SwapError with what it said unless it succeeds."""
+        """Runs one of kmod's tools; SwapError with its output if it fails."""
         path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
-        # The DKMS package's rule for modprobe is told to leave the patched module alone.
+        # VMEM_UVM=stock makes the DKMS package's modprobe rule load the stock module.
         environment = {**os.environ, "PATH": path, "LC_ALL": "C", "VMEM_UVM": "stock"}
         try:
             done = subprocess.run(
@@ -98,14 +98,14 @@ class Swap:
         return self.system.root / STATE
 
     def stock_expected(self) -> bool:
-        """True if an earlier load unloaded a stock module that was not restored yet."""
+        """True if an earlier load unloaded a stock module that has not been restored yet."""
         try:
             return bool(json.loads(self.state_path.read_text(encoding="utf-8"))["stock"])
         except (OSError, ValueError, KeyError):
             return False
 
     def note(self, stock: bool) -> None:
-        """Records whether the stock module must be restored."""
+        """Records that the stock module must be restored, or that it must not."""
         self.state_path.write_text(json.dumps({"stock": stock}) + "\n", encoding="utf-8")
 
     # Steps
@@ -118,10 +118,10 @@ class Swap:
         self.tool("rmmod", UVM)
 
     def try_kernel(self, module: Path) -> None:
-        """Tries to load the module while the stock module is still loaded.
+        """Checks that the kernel would accept the module, while the stock module is still loaded.
 
-        The kernel checks signature and version magic before it notices that a module of that name
-        is loaded.
+        The kernel checks signature and version magic before it finds that a module of that name is
+        already loaded.
         """
         try:
             self.tool("insmod", str(module))
@@ -138,7 +138,7 @@ class Swap:
             self.say(f"made {path}")
 
     def bring_stock_back(self, access: dict[str, Access]) -> None:
-        """Loads UVM as the machine does by itself; NotRestored if that is not the stock module."""
+        """Loads UVM as the machine does by default; NotRestored if that is not the stock module."""
         try:
             self.tool("modprobe", "nvidia-uvm")
             if not self.system.loaded(UVM):
@@ -168,19 +168,19 @@ class Swap:
     def run_selftest(self) -> None:
         """Runs the self-test; its output goes to the user."""
         if not self.selftest:
-            self.say("no self test was asked for")
+            self.say("no self-test was requested")
             return
-        self.say(f"self test: {' '.join(self.selftest)}")
+        self.say(f"self-test: {' '.join(self.selftest)}")
         try:
             with subprocess.Popen(self.selftest, start_new_session=True) as process:
                 try:
                     status = process.wait(timeout=self.selftest_seconds)
                 finally:
-                    # Processes left behind would hold the module.
+                    # Processes left behind would keep the module in use.
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
         except subprocess.TimeoutExpired as error:
-            raise SwapError(f"the self-test did not end in {self.selftest_seconds} s") from error
+            raise SwapError(f"the self-test did not finish in {self.selftest_seconds} s") from error
         except OSError as error:
             raise SwapError(f"the self-test cannot be run: {error}") from error
         if status:
@@ -189,7 +189,7 @@ class Swap:
     # Swaps
 
     def load(self, module: KernelModule) -> None:
-        """Swaps the patched module in; undone if anything fails."""
+        """Swaps the patched module in; undoes it if anything fails."""
         access = remember_nodes(self.system)
         stock = self.system.loaded(UVM)
         arguments = [*self.stock_arguments(), *self.arguments]
@@ -199,7 +199,7 @@ class Swap:
         try:
             if stock:
                 self.remove()
-                self.say("the stock module is out")
+                self.say("the stock module is unloaded")
             self.tool("insmod", str(module.path), *arguments)
             self.nodes(access)
             self.check(module)
@@ -237,7 +237,7 @@ class Swap:
         with undisturbed():
             if self.system.loaded(UVM):
                 self.remove()
-                self.say("the patched module is out")
+                self.say("the patched module is unloaded")
             if known and not expected:
                 self.state_path.unlink(missing_ok=True)
                 self.say("no stock module was loaded before; none is now")
@@ -248,7 +248,7 @@ class Swap:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Defers termination signals: a half-done swap is the worst state to leave behind."""
+    """Ignores termination signals: a half-done swap is the worst state to leave behind."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:

@@ -18,11 +18,11 @@ UVM = "nvidia_uvm"
 SECURE_BOOT = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 CAP_SYS_MODULE = 16
 
-# Services that always hold the driver's nodes: one keeps the driver's state between programs, the
-# other manages NVLink switches. They do not block a swap unless they have opened UVM.
+# Services that always have the driver's nodes open: one keeps the driver's state between programs,
+# the other manages NVLink switches. They do not block a swap unless they have opened UVM.
 HARMLESS = ("nvidia-persistenced", "nv-fabricmanager")
 
-# Nodes that a GPU program has open; nodes for displays, MIG and switches are ignored.
+# Nodes that GPU programs open; nodes for displays, MIG and switches are ignored.
 NODE = re.compile(r"/dev/nvidia(\d+|ctl|-uvm|-uvm-tools)")
 DEVICES = ("nvidia", "nvidia-frontend", "nvidiactl", "nvidia-uvm")
 
@@ -75,7 +75,7 @@ class System:
     def signatures_enforced(self) -> str:
         """The reason why an unsigned module would be rejected; empty if it is accepted."""
         if self.text("sys/module/module/parameters/sig_enforce") == "Y":
-            return "the kernel takes signed modules only (module.sig_enforce)"
+            return "the kernel accepts only signed modules (module.sig_enforce)"
         lockdown = re.search(r"\[(\w+)\]", self.text("sys/kernel/security/lockdown"))
         if lockdown:
             if lockdown.group(1) == "none":
@@ -96,7 +96,7 @@ class System:
     # Modules
 
     def loaded(self, module: str) -> bool:
-        """True if a module is loaded (or built in with parameters, which NVIDIA's are not)."""
+        """True if a module is loaded (or built in with parameters, but NVIDIA's never are)."""
         return (self.root / "sys/module" / module / "refcnt").exists()
 
     def source_version(self, module: str) -> str:
@@ -116,12 +116,12 @@ class System:
         return version
 
     def uvm_is_ours(self) -> bool:
-        """True if the loaded UVM is patched: only then has it parameters with our prefix."""
+        """True if the loaded UVM is patched: only then does it have parameters with our prefix."""
         folder = self.root / "sys/module" / UVM / "parameters"
         return any(folder.glob("uvm_vmem_*"))
 
     def uvm_references(self) -> int:
-        """The kernel's reference count of the loaded UVM."""
+        """The kernel's reference count for the loaded UVM."""
         return int(self.text(f"sys/module/{UVM}/refcnt") or 0)
 
     def uvm_holders(self) -> list[str]:
@@ -156,7 +156,7 @@ class System:
         found: set[str] = set()
         try:
             files = list(folder.iterdir())
-        except OSError:  # it is gone
+        except OSError:  # the process or file is gone
             return []
         for path in files:
             try:

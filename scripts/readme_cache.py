@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables of the benchmarks of the cache and of attention, one for each run."""
+"""Tables of the benchmarks of the cache and of attention, one per run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SLOTS = {"slots": "a cache's calls", "layered": "the same, layers in one tensor"
 
 
 def runs(name: str) -> Iterator[Result]:
-    """A benchmark's kept full runs."""
+    """The committed full runs of a benchmark."""
     for path in sorted(RESULTS.glob("*.json")):
         result = load_run(path, ROOT)
         if result.get("format") == f"vmem-bench-{name}/1" and not result["options"]["quick"]:
@@ -45,13 +45,13 @@ def runs(name: str) -> Iterator[Result]:
 
 
 def page_words(run: Result) -> str:
-    """The page size of a run; 64 KB where it does not say."""
+    """The page size of a run; 64 KB if it is not recorded."""
     size = run["options"].get("page") or 64 << 10
     return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
 
 
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
-    """A row's number over another's; empty if either was not run."""
+    """A row's number divided by another's; empty if either was not run."""
     if row is None or base is None or row is base:
         return ""
     return f"{row[field] / base[field]:.3f}"
@@ -72,9 +72,9 @@ def part_overlap(_: list[Result]) -> list[str]:
             body.append([words, *times, over(row, base, "p99"), str(spikes)])
         options = run["options"]
         count = base["n"] if base else 0
-        head = ["", "median ms", "99th percentile", "longest", "99th, relative to the first"]
+        head = ["", "median ms", "99th percentile", "longest", "99th, relative to the first row"]
         lines += [
-            f"Iterations of decoding, Llama-3-8B's shape, {options['batch']} requests of "
+            f"Decode iterations, Llama-3-8B's shape, {options['batch']} requests of "
             f"{options['low']:,} to {options['high']:,} tokens, {count:,} iterations each, "
             f"pages of {page_words(run)}, {title(run)}:",
             "",
@@ -101,7 +101,7 @@ def part_deferred(_: list[Result]) -> list[str]:
             f"Prefill of {run['options']['tokens']:,} tokens, Llama-3-8B's shape, medians of "
             f"{base['n'] if base else 0}, pages of {page_words(run)}, {title(run)}:",
             "",
-            *table(["", "ms", "of that, step", "spread", "relative to the first"], body),
+            *table(["", "ms", "of that, step", "spread", "relative to the first row"], body),
             "",
         ]
     return lines[:-1]
@@ -150,14 +150,14 @@ def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -
     head = ["", f"contiguous, {page} pages: ms", "contiguous, cudaMalloc", *blocks]
     return [
         f"{name}, bfloat16, {heads}: time relative to contiguous {page} "
-        f"pages (above 1: paging costs that), {title(run)}:",
+        f"pages (above 1 is the cost of paging), {title(run)}:",
         "",
         *table(head, body),
     ]
 
 
 def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
-    """By layout and case, each footprint's time on a kind of memory relative to cudaMalloc's."""
+    """Times on a kind of memory relative to cudaMalloc's, by layout and case, then footprint."""
     found, times = rows(run), dict[str, dict[str, float]]()
     for name, row in found.items():
         kernel, size, layout, case, memory = name.split("/")
@@ -228,8 +228,8 @@ def part_prefix_map(_: list[Result]) -> list[str]:
         where = title(run) if run["machine"]["gpu"] else f"back end `host` ([raw]({run['file']}))"
         head = ["prefix in", "median ms", "99th percentile", "of that, match: µs"]
         lines += [
-            f"A request begins with {run['options']['tokens']:,} recorded tokens of Llama-3-8B's "
-            f"shape (64 tensors), {where}:",
+            f"Time for a request to start with {run['options']['tokens']:,} recorded tokens, "
+            f"Llama-3-8B's shape (64 tensors), {where}:",
             "",
             *table([*head, "pieces of mappings"], body),
             "",
@@ -240,7 +240,7 @@ def part_prefix_map(_: list[Result]) -> list[str]:
 def part_kernel_times(_: list[Result]) -> list[str]:
     """Each kernel by phase, head size and type, with its over-read.
 
-    From the kept run with the most kernels.
+    From the committed run with the most kernels.
     """
 
     def timed(run: Result) -> list[Any]:
@@ -261,9 +261,9 @@ def part_kernel_times(_: list[Result]) -> list[str]:
         body.append([f"`{kernel}`", phase, *reads, *(times.get(one, "") for one in cases)])
     head = ["kernel", "phase", "past", "before", *(f"{one[0]}, {one[1]}" for one in cases)]
     return [
-        f"Median microseconds of a prefill of {found[0]['tokens']:,} tokens and of decoding 8 "
-        "requests of that length, by type and head size; past, before: rows that are read past "
-        f"a length and before a window; empty: the kernel cannot be used; {title(run)}:",
+        f"Median microseconds for a prefill of {found[0]['tokens']:,} tokens and for a decode step "
+        "of 8 requests with that many, by type and head size; past, before: rows read past a "
+        f"length and before a window; empty: the kernel cannot be used; {title(run)}:",
         "",
         *table(head, body),
     ]
@@ -300,8 +300,8 @@ def part_models(_: list[Result]) -> list[str]:
         options = run["options"]
         head = ["", "", "prefill ms", "decode ms", "keys and values, GB", "torch's peak, GB"]
         lines += [
-            f"A prefill of {options['tokens']:,} tokens, and a token each of {options['batch']} "
-            f"requests of as many; {title(run)}:",
+            f"A prefill of {options['tokens']:,} tokens, and a decode step of {options['batch']} "
+            f"requests with that many; {title(run)}:",
             "",
             *table([*head, "scores differ by"], body),
             "",
@@ -328,7 +328,7 @@ def part_swap(_: list[Result]) -> list[str]:
         lengths = dict.fromkeys(int(name[1]) for name in names)
         head = [one for n in lengths for one in (f"{n:,} tokens: ms", "relative to recomputing")]
         lines += [
-            f"Out and back, medians, Llama-3-8B's shape, {title(run)}:",
+            f"Swapping out and back in, medians, Llama-3-8B's shape, {title(run)}:",
             "",
             *table(["", *head], body),
             "",
@@ -337,7 +337,7 @@ def part_swap(_: list[Result]) -> list[str]:
 
 
 def part_devices(_: list[Result]) -> list[str]:
-    """Mappings by devices, pages in peers, steps by ranks."""
+    """Mappings by number of devices, pages in peers, steps by number of ranks."""
     lines: list[str] = []
     for run in runs("devices"):
         found = rows(run)
@@ -356,7 +356,7 @@ def part_devices(_: list[Result]) -> list[str]:
             if name.startswith("map/map/")
         ]
         size = f"pages of {run['options']['page'] >> 10} KB"
-        head = ["devices", "map us", "p99", "unmap us", "p99", "kernel bytes a mapping"]
+        head = ["devices", "map us", "p99", "unmap us", "p99", "kernel bytes per mapping"]
         lines += [f"`{run['options']['backend']}`, {size}, {title(run)}:", "", *table(head, body)]
         places = [name.partition("out/")[2] for name in found if name.startswith("tiers/out/")]
         body = [["the device itself", "", "", *times("tiers/read/device", "gb_per_s")]]

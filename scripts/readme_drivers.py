@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The tables of driver versions and long runs, from the records of suite.py --driver and --runs.
+"""Tables of driver versions and long runs, from the records of suite.py --driver and --runs.
 
-Also generates patches/kernels.json, by which `make load` refuses untested combinations.
+Also generates patches/kernels.json, from which `make load` knows the tested combinations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from readme_format import RESULTS, ROOT, table
 
 __all__ = ["KERNELS", "RUNS", "kernels_text", "part", "part_kernels", "part_runs"]
 
-# Tests that a version must pass on an architecture to count as run there.
+# Tests that a version must pass on an architecture to count as tested there.
 WHOLE = ("basic", "gap", "builtin", "model", "fuzz", "kill")
 ARCHITECTURES = {
     "ampere": "Ampere",
@@ -63,7 +63,7 @@ def series_of(record: Record) -> list[int]:
 
 
 def run_on(record: Record, build: str) -> str:
-    """The architectures of a build, and the failures of incomplete ones."""
+    """The architectures on which a build ran, each with its missing tests."""
     words = []
     for architecture, name in ARCHITECTURES.items():
         tests = [
@@ -112,7 +112,7 @@ def tried(record: Record) -> bool:
 
 
 def by_kernel() -> dict[str, list[Record]]:
-    """The records of such versions, by kernel series."""
+    """The records of versions that were `tried`, by kernel series."""
     found: dict[str, list[Record]] = {}
     for record in filter(tried, load()):
         found.setdefault(kernel_series(record["sources"]["kernel"]), []).append(record)
@@ -120,7 +120,7 @@ def by_kernel() -> dict[str, list[Record]]:
 
 
 def kernels_text() -> str:
-    """patches/kernels.json: the drivers run on each kernel series, with the record."""
+    """The text of patches/kernels.json: drivers tested on each kernel series, with the record."""
     table_of = {
         name: {record["sources"]["driver"]: record["file"] for record in records}
         for name, records in by_kernel().items()
@@ -129,7 +129,7 @@ def kernels_text() -> str:
 
 
 def part_kernels() -> list[str]:
-    """A row for each series of kernels."""
+    """A row for each kernel series."""
     body = []
     for name, records in by_kernel().items():
         releases = sorted({f"`{record['sources']['kernel']}`" for record in records})
@@ -149,7 +149,7 @@ def done_in(runs: list[Record]) -> str:
 
 
 def part_runs() -> list[str]:
-    """A row for each entry of the manifest: the sum of its runs; repeats count once."""
+    """A row for each entry of the manifest, with the sum of its runs; repeated runs count once."""
     lines = [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()]
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for one in lines:

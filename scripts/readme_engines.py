@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables of whole engines: the serving loop's arms, vLLM and SGLang on the pool and stock."""
+"""Tables of engines: the serving loop's arms, and vLLM and SGLang, each elastic and stock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from readme_format import ROOT, Result, number, rows, table, title
 from vmem_bench.sglang import tables as sglang
 from vmem_bench.vllm import picture
 
-# As benchmarks/serve/README.md names the arms.
+# The arms, in the order of benchmarks/serve/README.md.
 ARMS = (
     *("contiguous", "again", "fa3", "256K", "2M", "paged16", "paged128", "static"),
     *("fa2", "flashinfer", "flashinfer16", "vllm"),
@@ -24,38 +24,38 @@ _GB = 1e9
 def arrivals(options: Result) -> str:
     """The arrival pattern of a serving run's requests."""
     if options["workload"] == "offline":
-        return "all there at the start"
+        return "all arriving at the start"
     if options["workload"] == "azure":
         times = options["speed_up"]
-        return "by the trace's times" + (f", {times:g} times as fast" if times != 1 else "")
+        return "at the trace's times" + (f", {times:g} times as fast" if times != 1 else "")
     return f"{options['rate']:g} a second"
 
 
 def on_ranks(options: Result) -> str:
-    """Ranks and layers per tensor, if not 1; page size, if unusual."""
+    """Ranks and layers per tensor if not 1; the page size if unusual."""
     ranks, group = options.get("ranks", 1), options.get("group", 1)
     words = f" on each of {ranks} ranks" if ranks > 1 else ""
-    words += f", {group} layers in a tensor" if group > 1 else ""
+    words += f", {group} layers per tensor" if group > 1 else ""
     page = options["page"] >> 10
     return words + (f", pages of {page} KB" if page not in (64, 2048) else "")
 
 
 def driver_line(found: dict[str, Result], part: str, arm: str) -> str:
-    """The driver's work for a rank."""
+    """A sentence about a rank's driver calls."""
 
     def value(what: str) -> float:
         return float(found[f"{part}/{what}/{arm}"]["value"])
 
     both = value("critical_driver") + value("background_driver")
     return (
-        f"`{arm}`: {value('driver_calls'):,.0f} calls of the driver on a rank took "
+        f"`{arm}`: {value('driver_calls'):,.0f} driver calls per rank took "
         f"{both / 1e3:.1f} s, {1e3 * both / value('driver_calls'):.0f} us each; steps waited "
         f"{value('wait') / 1e3:.1f} s of {value('makespan'):.1f}."
     )
 
 
 def serving_row(found: dict[str, Result], part: str, arm: str) -> list[str]:
-    """The driver's work in an arm; blank if not recorded."""
+    """An arm's row; cells that were not recorded are empty."""
 
     def cell(key: str, form: str, per: float = 1) -> str:
         row = found.get(f"{part}/{key}/{arm}")
@@ -72,7 +72,7 @@ def serving_row(found: dict[str, Result], part: str, arm: str) -> list[str]:
 
 
 def part_serving(_: list[Result]) -> list[str]:
-    """Each kept run of the serving loop, an arm a row."""
+    """The committed runs of the serving loop, with a row per arm."""
     lines: list[str] = []
     for run in runs("serve"):
         found, options = rows(run), run["options"]
@@ -81,26 +81,26 @@ def part_serving(_: list[Result]) -> list[str]:
             ran = [arm for arm in ARMS if f"{part}/tokens/{arm}" in found]
             arms = [arm for arm in ran if not found[f"{part}/makespan/{arm}"].get("cut")]
             lines += [
-                f"{options['served']} requests ({options['trace'] or 'made up'}), "
+                f"{options['served']} requests ({options['trace'] or 'synthetic'}), "
                 f"{arrivals(options)}; {options['model']}'s shape, "
                 f"{options['kv_bytes'] / 2**30:.0f} GiB for keys and values"
                 f"{on_ranks(options)}, {title(run)}:",
                 "",
                 *table(
-                    [*head, "GB held by requests", "GB of rows", "host us a step"],
+                    [*head, "GB held by requests", "GB of rows", "host us per step"],
                     [serving_row(found, part, arm) for arm in arms],
                 ),
                 "",
             ]
             cut = [f"`{arm}`" for arm in ran if arm not in arms]
             if cut:
-                lines += [f"The run's time was out before the end of {', '.join(cut)}.", ""]
+                lines += [f"The run's time ended before {', '.join(cut)} had finished.", ""]
             if options.get("ranks", 1) > 1:
                 lines += [driver_line(found, part, arms[0]), ""]
             missed = [aim for aim in run["aims"] if aim["pass"] is False]
             if missed:
                 words = (f"{aim['what'].partition(': ')[2]} {aim['value']:.3f}" for aim in missed)
-                lines += [f"Aims **missed** by `{arms[0]}`: {'; '.join(words)}.", ""]
+                lines += [f"Targets **missed** by `{arms[0]}`: {'; '.join(words)}.", ""]
     return lines[:-1]
 
 
@@ -140,7 +140,7 @@ def load_table(run: Result) -> Iterator[str]:
         f"tokens on pages of {options['page'] >> 10} KB, {title(run)}:"
     )
     yield ""
-    yield from table([*head, "between tokens p50 ms", "p99", "answers as stock's"], body)
+    yield from table([*head, "between tokens p50 ms", "p99", "answers equal to stock's"], body)
     if "load/rest/mapped" not in found:
         return
     yield ""
@@ -148,22 +148,22 @@ def load_table(run: Result) -> Iterator[str]:
         found[f"load/{key}"]["value"] for key in ("peak", "rest/mapped", "rest/seconds")
     )
     yield (
-        f"The elastic engine had up to {peak / _GB:.1f} GB mapped; {after:.1f} s after its last "
-        f"request {rest / 2**20:.0f} MiB."
+        f"The elastic engine had up to {peak / _GB:.1f} GB mapped, and {rest / 2**20:.0f} MiB "
+        f"{after:.1f} s after its last request."
     )
     kept = [row for name, row in found.items() if name.startswith("load/rank/kept/")]
     if len(kept) > 1:
         alike = len({row["maps"] for row in kept}) == 1
         yield ""
         yield (
-            f"{len(kept)} ranks, each on its own GPU. With the prefixes kept after the last load, "
-            f"{' and '.join(number(row['value'] / _GB) for row in kept)} GB were mapped there: "
+            f"{len(kept)} ranks, each on a separate GPU. With prefixes kept after the last load, "
+            f"{' and '.join(number(row['value'] / _GB) for row in kept)} GB were mapped on them: "
             f"{'the same pages' if alike else 'not the same pages'} of the same tensors."
         )
 
 
 def heading(run: Result) -> str:
-    """The line above a table: command, machine and commit."""
+    """The line above a table: version, shape, machine and commit."""
     options = run["options"]
     return (
         f"vLLM {options['vllm']}, {options['shape']}'s shape, {title(run)}, "
@@ -193,12 +193,12 @@ def idle_table(run: Result) -> Iterator[str]:
     live, mapped, slabs = (found[name]["value"] for name in ("live", "mapped", "slabs"))
     text = (
         f"At rest {live / _GB:.2f} GB of pages hold a prefix, {mapped / _GB:.2f} GB are mapped, "
-        f"and {slabs / _GB:.2f} GB were taken from the device"
+        f"and {slabs / _GB:.2f} GB are allocated from the device"
     )
     if "kv" in found:
         held, settled = found["kv"], found["settled"]["value"]
         text += (
-            f"; the KV cache keeps {held['value'] / _GB:.2f} GB from other processes, "
+            f"; the KV cache withholds {held['value'] / _GB:.2f} GB from other processes, "
             f"{held['over_live']:.3f} of the live bytes, {settled:.2f} s after the last request"
         )
     yield text + "."
@@ -207,13 +207,13 @@ def idle_table(run: Result) -> Iterator[str]:
             found[f"others/{name}"]["value"] for name in ("bytes", "granted", "usable")
         )
         yield (
-            f"Another process that asked the ledger for {need / _GB:.1f} GB was granted them after "
-            f"{granted:.2f} s and had allocated them after {usable:.2f} s."
+            f"Another process requested {need / _GB:.1f} GB from the ledger. The request was "
+            f"granted after {granted:.2f} s, and the memory allocated after {usable:.2f} s."
         )
 
 
 def share_table(run: Result) -> Iterator[str]:
-    """Engines with bursts in turns."""
+    """Engines with alternating bursts."""
     found, options = rows(run), run["options"]
     body = []
     for arm in ("shared", "static", "alone"):
@@ -240,7 +240,7 @@ def share_table(run: Result) -> Iterator[str]:
     )
     yield ""
     head = ["engines", "first token mean ms", "p50", "p99", "between tokens p50 ms", "p99"]
-    yield from table([*head, "requests a round", "rounds"], body)
+    yield from table([*head, "requests per round", "rounds"], body)
     yield ""
     yield f"![Memory over time, and the time to the first token]({picture_of(run)})"
 
@@ -251,7 +251,7 @@ def picture_of(run: Result) -> str:
 
 
 def pictures() -> dict[Path, Result]:
-    """The pictures of kept runs with memory over time, with their runs."""
+    """Paths of the pictures of memory over time, each with its run."""
     drawn = [run for run in runs("vllm") if not run["parts"].keys().isdisjoint(picture.PARTS)]
     return {ROOT / picture_of(run): run for run in drawn}
 
@@ -283,7 +283,7 @@ def blocks_table(run: Result) -> Iterator[str]:
     yield f"Blocks of two sizes on pages of {run['options']['page'] >> 10} KB; {heading(run)}"
     yield ""
     words = [f"blocks of {size}" for size in sizes]
-    yield from table(["tokens/s", *words, "ratio", *(f"ms a token, {w}" for w in words)], body)
+    yield from table(["tokens/s", *words, "ratio", *(f"ms per token, {w}" for w in words)], body)
 
 
 def rough_table(run: Result) -> Iterator[str]:
@@ -297,10 +297,10 @@ def rough_table(run: Result) -> Iterator[str]:
         counts = (done["value"], *(done[key] for key in ("aborted", "resets", "trims", "steps")))
         equal = f"{same['value']:,} of {same['of']:,}" if same else ""
         body.append([engine, *(f"{one:,}" for one in counts), equal])
-    yield f"Requests that come and are aborted at random; {heading(run)}"
+    yield f"Requests that arrive and are aborted at random; {heading(run)}"
     yield ""
     head = ["engine", "answered", "aborted", "prefixes reset", "memory trimmed", "steps"]
-    yield from table([*head, "answers as stock's"], body)
+    yield from table([*head, "answers equal to stock's"], body)
     if "rough/blocks/stored" in found:
         stored, loaded, dropped = (
             found[f"rough/blocks/{what}"]["value"] for what in ("stored", "loaded", "dropped")
@@ -335,7 +335,7 @@ def sleep_table(run: Result) -> Iterator[str]:
     head = ["engine", "longest `sleep(1)` s", "shortest s", "`wake_up()` s", "then first token ms"]
     yield heading(run)
     yield ""
-    yield from table([*head, "GB given back", "answers as before"], body)
+    yield from table([*head, "GB freed", "answers equal to before"], body)
 
 
 def limit_table(run: Result) -> Iterator[str]:
@@ -357,11 +357,11 @@ def limit_table(run: Result) -> Iterator[str]:
         ]
         for number in names
     ]
-    yield from table(["device", "limit GB", "within it after s", "most from then on GB"], body)
+    yield from table(["device", "limit GB", "met after s", "peak after that GB"], body)
     yield ""
     yield (
-        f"Requests held {found['peak'] / _GB:.3f} GB before; they give back as they end. "
-        f"{found['same']:.0f} of {found['requests']:.0f} answers were as without a limit."
+        f"Requests held {found['peak'] / _GB:.3f} GB before; they free memory as they finish. "
+        f"{found['same']:.0f} of {found['requests']:.0f} answers were the same as without a limit."
     )
 
 
@@ -388,12 +388,12 @@ def full_table(run: Result) -> Iterator[str]:
     yield (
         f"A full card: {run['options']['requests']} requests fill "
         f"{found['memory']['value'] / _GB:.1f} GB of keys and values; one engine at a time, "
-        f"{engines} of each in alternating order, ± of 95 % confidence; {heading(run)}"
+        f"{engines} of each in alternating order; ± shows 95 % confidence; {heading(run)}"
     )
     yield ""
     head = ["engine", "tokens/s", "decode step ms", "tokens/s relative to stock"]
     head += ["in the first load", "step's speed relative to stock"]
-    head += ["host waits for the GPU", "GB mapped", "answers as stock's"]
+    head += ["host waits for the GPU", "GB mapped", "answers equal to stock's"]
     yield from table(head, body)
 
 
@@ -408,11 +408,11 @@ def first_table(run: Result) -> Iterator[str]:
         body.append([f"{int(size):,}", *firsts, _over(found.get(f"over/{size}/{arms[-1]}"))])
     each = found[f"{sizes[0]}/{arms[0]}"]["n"]
     yield (
-        f"The first token of an engine at rest, ms; {each} of each in "
-        f"alternating order, ± of 95 % confidence; {heading(run)}"
+        f"Time to an idle engine's first token in ms; {each} requests to each engine in "
+        f"alternating order; ± shows 95 % confidence; {heading(run)}"
     )
     yield ""
-    yield from table(["tokens of the prompt", *arms, f"{arms[-1]} relative to {arms[0]}"], body)
+    yield from table(["prompt's tokens", *arms, f"{arms[-1]} relative to {arms[0]}"], body)
 
 
 def cost_table(run: Result) -> Iterator[str]:
@@ -422,7 +422,7 @@ def cost_table(run: Result) -> Iterator[str]:
         [name.partition("/")[0], *(number(row[one], 3) for one in ("median", "mean", "p99"))]
         for name, row in found.items()
     ]
-    yield f"A step of decoding: the host's time in the pool's code, us; {heading(run)}"
+    yield f"Host time in the pool's code per decode step, us; {heading(run)}"
     yield ""
     yield from table(["requests", "median", "mean", "p99"], body)
 
@@ -445,15 +445,15 @@ def offload_table(run: Result) -> Iterator[str]:
     each = found[f"loaded/{sizes[0]}/{arms[0]}"]["n"]
     alike = found["alike"]
     yield (
-        f"Prompts that are computed, and the same from host memory after a rest: the first token, "
-        f"ms; {each} of each in alternating order, ± of 95 % confidence; "
-        f"{alike['value']} of {alike['of']} answered alike by each engine when computed and when "
-        f"loaded; {heading(run)}"
+        f"Prompts that are computed, then loaded from host memory after a rest: time to the first "
+        f"token in ms; {each} of each in alternating order; ± shows 95 % confidence; for "
+        f"{alike['value']} of {alike['of']} prompts every engine gave the same answer, computed "
+        f"and loaded; {heading(run)}"
     )
     yield ""
     head = [f"{how}, {arm}" for how, arm in ways]
     head.append(f"loaded, {arms[-1]} relative to {arms[0]}")
-    yield from table(["tokens of the prompt", *head], firsts)
+    yield from table(["prompt's tokens", *head], firsts)
     yield ""
     hows = ("none", "loaded", "computed")
     body = [
@@ -462,12 +462,12 @@ def offload_table(run: Result) -> Iterator[str]:
         + [number(found[f"gap/{how}/{arm}"]["value"], 3) for how in hows]
         for arm in arms
     ]
-    gaps = ["p99 between tokens ms, no others arrive", "others are loaded", "others are computed"]
+    gaps = ["p99 between tokens ms", "while prompts are loaded", "while prompts are computed"]
     yield from table(["engine", "stores GB/s", "loads GB/s", *gaps], body)
 
 
 def prefixes_table(run: Result) -> Iterator[str]:
-    """Engines in turns, with prefixes that do not fit."""
+    """Engines that take turns, with prefixes that do not fit."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = [name.partition("/")[2] for name in found if name.startswith("hits/")]
     body = []
@@ -483,18 +483,18 @@ def prefixes_table(run: Result) -> Iterator[str]:
         )
     capacity = found["capacity"]["value"] / _GB
     yield (
-        f"Two engines in turns, each with prompts that need all {capacity:.1f} GB of keys and "
+        f"Two engines take turns, each with prompts that need all {capacity:.1f} GB of keys and "
         f"values; {heading(run)}"
     )
     yield ""
     head = ["engines", "tokens of prompts not computed, %", "first token p50 ms", "p90", "p99"]
-    yield from table([*head, "answers as the first kind's"], body)
+    yield from table([*head, "answers equal to the first kind's"], body)
     yield ""
     yield f"![Memory over time, and the time to the first token]({picture_of(run)})"
 
 
 def part_vllm(_: list[Result]) -> list[str]:
-    """Each kept run of vLLM."""
+    """The committed runs of vLLM."""
     shown = {
         "load": load_table,
         "idle": idle_table,
@@ -518,7 +518,7 @@ def part_vllm(_: list[Result]) -> list[str]:
 
 
 def part_sglang(_: list[Result]) -> list[str]:
-    """Each kept run of SGLang."""
+    """The committed runs of SGLang."""
     lines: list[str] = []
     for run in runs("sglang"):
         found = {name.partition("/")[2]: row for name, row in rows(run).items()}
@@ -536,7 +536,7 @@ def part_sglang(_: list[Result]) -> list[str]:
 
 
 def turns_words(options: Result) -> str:
-    """The measurements of SGLang and stock SGLang."""
+    """The setting of a comparison with stock SGLang."""
     tier = ", hierarchical cache" if options["engine"].get("enable_hierarchical_cache") else ""
     return (
         f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
@@ -546,8 +546,8 @@ def turns_words(options: Result) -> str:
 
 
 def shared_words(options: Result, found: Result) -> str:
-    """The measurements of vLLM and SGLang on one card."""
-    prefixes = "" if options["prefixes"] else ", without a cache of prefixes"
+    """The setting of a run of vLLM and SGLang on one card."""
+    prefixes = "" if options["prefixes"] else ", without prefix caches"
     return (
         f"vLLM {options['vllm']} and SGLang {options['sglang']} on one card, shape "
         f"{options['shape']}, {found['capacity']['value'] / _GB:.1f} GB of keys and values for both"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The table of features: the package's own rows, over kept records of probed back ends.
+"""The table of features: the package's rows, with results from records of probed back ends.
 
-A record is what `vmem features --out` wrote. Needs pyvmem to import.
+A record is a file written by `vmem features --out`. pyvmem must be importable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Record = dict[str, Any]
 
 
 def records() -> dict[str, Record]:
-    """By back end, the newest record of those on the most devices."""
+    """For each back end, the newest of its records on the most devices."""
     best: dict[str, Record] = {}
     for path in RESULTS.glob("features-*.json"):
         report: Record = json.loads(path.read_text(encoding="utf-8"))
@@ -54,12 +54,12 @@ def cell(feature: Feature, record: Record | None) -> str:
 
 
 def code(text: str) -> str:
-    """A capability in the type of code; other needs as they are."""
+    """Formats a capability as code, and leaves other requirements as they are."""
     return f"`{text}`" if text.startswith("VMEM_") else text
 
 
 def source(name: str, record: Record | None) -> str:
-    """The source of a column."""
+    """The source of a column's results."""
     if record is None:
         return f"`{name}`: not probed"
     driver = f", driver {record['driver']}" if record["driver"] else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shared by the generators of the tables."""
+"""Common code of the generators of tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = dict[str, Any]
 
 
 def load_run(path: Path, root: Path = ROOT) -> Result:
-    """A kept run; `file` is its path below `root`, for links."""
+    """Loads a committed run; its field `file` is the path below `root`, for links."""
     result: Result = json.loads(path.read_text(encoding="utf-8"))
     result["file"] = path.relative_to(root).as_posix()
     return result
@@ -32,7 +32,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def title(result: Result) -> str:
-    """The machine measured on, and the file of the numbers."""
+    """The machine of a run, and a link to its file."""
     machine = result["machine"]
     return f"{machine['gpu']}, driver {machine['driver']} ([raw]({result['file']}))"
 

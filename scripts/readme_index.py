@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The index of benchmarks/results: for each file the machine, the commit, the date, the command."""
+"""The index of benchmarks/results: each file's machine, commit, date and command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from readme_format import RESULTS, ROOT
 __all__ = ["part"]
 
 LOGS = RESULTS / "logs"
-# Machines by prefix of a log's name: logs have no other heading.
+# Machines by prefix of a log's name, as many logs do not name their machine.
 MACHINES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h100x2": "2 x NVIDIA H100 80GB HBM3",
@@ -32,7 +32,7 @@ COMMAND = re.compile(r"^(?:# )?command\s+(.+)$|^# commit [^;\n]*; (.+)$", re.M)
 PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
 
 Record = dict[str, Any]
-Origin = dict[str, str]  # commit (of a driver record, the digest of the module), date, command
+Origin = dict[str, str]  # commit (for a driver record, the digest of the module), date, command
 
 
 def machine_of(machine: Record) -> str:
@@ -50,9 +50,11 @@ def origin_of(path: Path, said: Origin) -> tuple[str, str, str]:
     """
     if missing := [one for one in ("commit", "command") if one not in said]:
         name = path.relative_to(RESULTS).as_posix()
-        raise ValueError(f"{name} names no {missing[0]}: see benchmarks/README.md for a log's head")
+        raise ValueError(
+            f"{name} does not state its {missing[0]}: see benchmarks/README.md for a log's head"
+        )
     command = said["command"].replace("|", "\\|")
-    ticks = "" if "`" in command else "`"  # a run described in words has its own
+    ticks = "" if "`" in command else "`"  # a run described in words has its own backticks
     return said["commit"], said.get("date", ""), f"{ticks}{command}{ticks}"
 
 
@@ -60,7 +62,7 @@ def describe(record: Record) -> tuple[str, Origin]:
     """A record's machine and origin, by its kind.
 
     Raises:
-        ValueError: a kind that is not known.
+        ValueError: unknown kind.
     """
     machine = record.get("machine", {})
     kind = str(record.get("format", ""))
@@ -84,7 +86,7 @@ def describe(record: Record) -> tuple[str, Origin]:
 
 
 def gaps(record: Record) -> str:
-    """The parts of a record not measured or failed, with reasons; empty if complete.
+    """The parts of a record that were not measured or failed, with reasons; empty if complete.
 
     Raises:
         ValueError: a part was aborted or failed: run it again, or delete the file.
@@ -94,7 +96,7 @@ def gaps(record: Record) -> str:
         reasons = dict.fromkeys(one["why"] for one in part.get("missing") or [])
         broken_off = part.get("status") == "not run" and part.get("rows")  # written incrementally
         if broken_off or part.get("status") == "failed":
-            raise ValueError(f"part {what} {'was broken off' if broken_off else 'failed'}")
+            raise ValueError(f"part {what} {'was aborted' if broken_off else 'failed'}")
         if part.get("status") == "partial":
             why = "; ".join(short(reason) for reason in list(reasons)[:2]).replace("|", "\\|")
             words.append(f"`{what}` partial" + (f": {why}" if why else ""))
@@ -121,7 +123,7 @@ def short(text: str, most: int = 90) -> str:
 
 
 def row(path: Path) -> str:
-    """A row for one file of results."""
+    """The row of a result file."""
     text = path.read_text(encoding="utf-8")
     said: Origin
     if path == RUNS:
@@ -147,7 +149,7 @@ def row(path: Path) -> str:
 
 
 def log_row(path: Path) -> str:
-    """A row for one log: its machine, its origin, and how it ended.
+    """The row of a log: its machine, origin and last result.
 
     Raises:
         ValueError: a log of a failure: run it again, or delete it.
@@ -209,6 +211,6 @@ def logs() -> list[Path]:
 
 
 def unlisted() -> list[Path]:
-    """Files below the results that no table lists, except raw/, which is not kept."""
+    """Files below the results that no table lists, except raw/, which is not committed."""
     listed = {*results(), *logs(), *(RESULTS / "raw").glob("*.json")}
     return sorted(path for path in RESULTS.rglob("*") if path.is_file() and path not in listed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The table of metrics: what `pyvmem.telemetry` exports for one cache. Needs pyvmem to import."""
+"""The table of metrics that `pyvmem.telemetry` exports for a cache. pyvmem must be importable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMON = {"cache", "le"}  # labels of every metric, and of every histogram
 
 
 def zeros(kind: Any) -> dict[str, Any]:
-    """The fields of a dataclass of numbers."""
+    """Zeros for all fields of a dataclass of numbers."""
     return {one.name: 0 for one in dataclasses.fields(kind)}
 
 
@@ -34,7 +34,7 @@ class Idle:
     )
 
     def stats(self) -> CacheStats:
-        """Zeros."""
+        """Returns counters that are all zero."""
         return CacheStats(
             **{**zeros(CacheStats), "wait_counts": (0,) * _native.constant("PYVMEM_WAIT_COUNTS")}
         )
@@ -48,7 +48,7 @@ def families() -> tuple[Family, ...]:
 
 
 def labels(family: Family) -> str:
-    """The family's own labels, each with its values where they are a fixed list."""
+    """The family's labels besides the common ones, each with its values if these are fixed."""
     found: dict[str, dict[str, None]] = {}
     for sample in family.samples:
         for name, value in sample.labels.items():

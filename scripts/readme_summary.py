@@ -22,7 +22,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def aims(results: list[Result], wanted: Callable[[str], bool]) -> list[float]:
-    """The values of the aims with some ids, on all machines."""
+    """The values of the aims whose ids are wanted, on all machines."""
     return [
         aim["value"]
         for result in results
@@ -49,7 +49,7 @@ def capacity() -> tuple[str, str]:
 
 
 def overlap() -> tuple[str, str]:
-    """The p99 of decoding iterations: mapping in the background over mapping ahead of time."""
+    """The p99 of decode iterations with mapping in the background, relative to ahead of time."""
     found = []
     where: list[Result] = []
     for run in runs("overlap"):
@@ -102,7 +102,7 @@ def sharing() -> tuple[str, str]:
 
 
 def vllm() -> tuple[str, str]:
-    """Throughput of the elastic engine over the mean of the stock engines' at each rate."""
+    """Throughput of the elastic engine relative to the mean of the stock engines' at each rate."""
     found = []
     where: list[Result] = []
     equal = answers = 0
@@ -123,7 +123,7 @@ def vllm() -> tuple[str, str]:
 
 
 def at_rest() -> tuple[float, float, float, list[Result]]:
-    """The load with the largest peak: bytes at the peak, bytes at rest, and seconds until then."""
+    """For the load with the largest peak: bytes at the peak and at rest, seconds until at rest."""
     most = 0.0, 0.0, 0.0
     where: list[Result] = []
     for run in runs("vllm"):
@@ -137,13 +137,13 @@ def at_rest() -> tuple[float, float, float, list[Result]]:
 
 
 def full_runs() -> list[tuple[Result, Result]]:
-    """Runs of vLLM on a full card, each with its row of throughput over stock's."""
+    """Runs of vLLM on a full card, each with its row of throughput relative to stock's."""
     over = [(run, rows(run).get("full/over/rate/elastic")) for run in runs("vllm")]
     return [(run, row) for run, row in over if row is not None]
 
 
 def vllm_full() -> tuple[str, str]:
-    """Throughput on a full card over stock's, with each run's confidence interval."""
+    """Throughput on a full card relative to stock's, with each run's confidence interval."""
     found = full_runs()
     if not found:
         return NOT_MEASURED, ""

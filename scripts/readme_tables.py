@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: MIT
 """Writes the measured parts of the README and of the documentation, from benchmarks/results.
 
-A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
-by hand, nor after `<!-- features -->` and `<!-- metrics -->`, which come from the package itself.
-Every part is in one file, the headline also on the site's home; links are made relative to that.
-The table of branches comes from libvmem. patches/kernels.json is made too, and the pictures of
-benchmarks/vllm. `--check` changes nothing and fails where a file does not show what the results
-say. Parts of readme_cache.py are required only if a result for them exists.
+A part is between `<!-- measured NAME -->` and `<!-- /measured NAME -->`. All text there is
+generated, as is the text after `<!-- features -->` and `<!-- metrics -->`, which is made from the
+package. Every part is in one file, the headline also on the site's home page; links are relative to
+that file. The table of branches is made from libvmem. The script also writes patches/kernels.json
+and the pictures of benchmarks/vllm. `--check` changes nothing and fails if a file is out of date.
+Parts of readme_cache.py are required only if a result for them exists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ README = ROOT / "README.md"
 FOLDERS = ("docs/**/*.md", "benchmarks/*/*.md")
 FORMAT = "vmem-bench-api/1"
 AGAIN = "run scripts/readme_tables.py"
-NOTHING = "Not measured yet: `benchmarks/results/` holds no run on a GPU."
+NOTHING = "Not measured yet: `benchmarks/results/` has no run on a GPU."
 
 OPERATIONS = [
     ("reserve addresses", "reserve", False),
@@ -59,7 +59,7 @@ PAGES = {"64K": "64 KB", "128K": "128 KB", "256K": "256 KB", "2M": "2 MB"}
 
 
 def load() -> list[Result]:
-    """The newest run of each GPU and driver in which the calls were measured, by GPU."""
+    """The newest run of each GPU and driver that measured the calls, by GPU."""
     return newest_with("calls")
 
 
@@ -80,7 +80,7 @@ def newest_with(part: str) -> list[Result]:
 
 
 def time_of(row: Result | None) -> str:
-    """Median and 99th percentile of a row of times in microseconds."""
+    """The median and 99th percentile of a row of times, in microseconds."""
     if row is None:
         return ""
     return f"{number(row['median'])} ({number(row['p99'])})"
@@ -149,7 +149,7 @@ def part_slots(_: list[Result]) -> list[str]:
 
 
 def part_aims(results: list[Result]) -> list[str]:
-    """The project's aims, and the measured values."""
+    """The project's targets, and the measured values."""
     names: dict[str, str] = {}
     for result in results:
         names |= {aim["id"]: aim["what"] for aim in result["aims"] if aim["applies"]}
@@ -175,7 +175,7 @@ def unit_of(aim: Result) -> str:
 
 
 def aim_value(aim: Result | None) -> str:
-    """The measured value, marked if it misses the aim."""
+    """The measured value, marked if it misses the target."""
     if aim is None or aim["value"] is None:
         return "not run"
     digits = 4 if aim["unit"] == "x" else 3
@@ -190,13 +190,13 @@ def part_verified(results: list[Result]) -> list[str]:
 
 
 COUNTS = [
-    ("a page more in each of 64 tensors", "grow 64 tensors, tables there"),
+    ("a page added to each of 64 tensors", "grow 64 tensors, tables there"),
     ("the same, `stock`'s calls", "stock path: grow 64 tensors, tables there"),
-    ("the same in 64 slots never touched before", "grow 64 tensors, first touch of 64 slots"),
+    ("the same in 64 slots that were never used", "grow 64 tensors, first touch of 64 slots"),
     ("the same, `stock`'s calls", "stock path: grow 64 tensors, first touch"),
-    ("a page less in each of 64 tensors", "unmap one page of 64 tensors"),
+    ("a page removed from each of 64 tensors", "unmap one page of 64 tensors"),
     ("the same, `stock`'s calls", "stock path: unmap one page of 64 tensors"),
-    ("with 100,000 live pages, a page more in each", "grow 64 tensors beside 100,000 live pages"),
+    ("the first row with 100,000 live pages", "grow 64 tensors beside 100,000 live pages"),
     ("growing from 0 to 8K tokens in 256 steps", "grow from 0 to 8K tokens, 256 steps"),
     ("unmapping the 8K tokens", "unmap a request of 8K tokens"),
 ]
@@ -240,21 +240,21 @@ def part_counts(_: list[Result]) -> list[str]:
         "",
         *table(["1 GB", *(name for name, _ in COUNTED)], gigabyte),
         "",
-        "PTE writes do not include entries that are written to a table before it is in use, 32 for "
-        "each 2 MB entry that is split.",
+        "PTE writes do not include entries written to a table before it is in use: 32 for each "
+        "2 MB entry that is split.",
         "",
-        f"Kernel memory: {number(full)} bytes a page, with 100,000 live pages in full slots of "
+        f"Kernel memory: {number(full)} bytes per page, with 100,000 live pages in full slots of "
         f"2 MB; {number(alone)} bytes for a slot with one page. UVM's page tables are not counted.",
     ]
 
 
 WORKLOADS = [
-    ("growth", "{requests} requests grow to {tokens:,} tokens, a token a step"),
-    ("prefix", "a request begins with a prefix of {prefix:,} tokens"),
-    ("prefix ends", "and ends"),
+    ("growth", "{requests} requests grow to {tokens:,} tokens, a token per step"),
+    ("prefix", "a request starts with a prefix of {prefix:,} tokens"),
+    ("prefix ends", "that request is freed"),
     ("move", "a request's {tokens:,} tokens move, page by page"),
-    ("promotion", "they become pages of 2 MB"),
-    ("a request ends", "a request of {tokens:,} tokens ends"),
+    ("promotion", "its pages become pages of 2 MB"),
+    ("a request ends", "a request of {tokens:,} tokens is freed"),
 ]
 WORKED = [
     ("ioctls", "ioctls"),
@@ -266,7 +266,7 @@ WORKED = [
 
 
 def part_workloads(_: list[Result]) -> list[str]:
-    """The same workloads by the patched driver and by the stock driver's calls, counted."""
+    """Operation counts of the same workloads on the patched and on the stock driver."""
     path = RESULTS / "softgpu-workloads.jsonl"
     head, *found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {(line["tensors"], line["case"], line["way"]): line for line in found}
@@ -277,7 +277,7 @@ def part_workloads(_: list[Result]) -> list[str]:
             cells = [f"{uvm[field]:,} / {stock[field]:,}" for field, _ in WORKED]
             body.append([what.format(prefix=head["prefix_tokens"], **uvm), str(tensors), *cells])
     return [
-        f"`uvm` / `stock` for the same work of a cache: {head['model']}'s rows, 64 KB pages "
+        f"Counts for `uvm` / `stock`, for the same work: {head['model']}'s rows, 64 KB pages "
         f"mapped one by one, nvidia-uvm {head['driver']} on the software GPU "
         f"({head['architecture']}; [raw]({path.relative_to(ROOT).as_posix()})):",
         "",
@@ -311,7 +311,7 @@ def part_capacity(_: list[Result]) -> list[str]:
             body.append([f"{name}; {part}", *shown])
     memory = run["options"]["memory"] >> 30
     return [
-        f"Requests that run at a time in {memory} GB (and MB that each wastes), replayed "
+        f"Concurrent requests in {memory} GB (and MB wasted per request), from a trace replay "
         f"([raw]({run['file']})):",
         "",
         *table(["", *map(layout_name, LAYOUTS)], body),
@@ -319,7 +319,7 @@ def part_capacity(_: list[Result]) -> list[str]:
 
 
 def part_prefixes(_: list[Result]) -> list[str]:
-    """Hit rates of the prefix tree for each budget, beside hashed blocks."""
+    """Hit rates of the prefix tree and of hashed blocks, for each budget."""
     run = load_run(RESULTS / "prefixes.json")
     found = rows(run)
     hits = [row for row in run["parts"]["hits"]["rows"] if "budget_bytes" in row]
@@ -331,16 +331,16 @@ def part_prefixes(_: list[Result]) -> list[str]:
     ]
     bound = found["hits/bound"]["value"]
     return [
-        f"Tokens of prompts found in the cache, {run['options']['trace'] or 'made up'}, keys and "
+        f"Prompt tokens found in the cache, {run['options']['trace'] or 'synthetic'}, keys and "
         f"values of {run['options']['model']} ([raw]({run['file']})); "
-        f"{number(bound)} % without a budget:",
+        f"{number(bound)} % with unlimited memory:",
         "",
         *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
     ]
 
 
 def part_sharing(_: list[Result]) -> list[str]:
-    """Memory that forks save, of samples and of beams."""
+    """Memory that forks save for samples and beams."""
     run = load_run(RESULTS / "sharing.json")
     found = rows(run)
     systems = {"g1/64K": "64 KB", "g8/64K": "64 KB, groups of 8", "g1/2M": "2 MB"}
@@ -358,8 +358,8 @@ def part_sharing(_: list[Result]) -> list[str]:
                 cells = [" / ".join(f"{found[one]['value']:.0f}" for one in each) for each in ids]
                 body.append([f"{words}; {name}'s means; {model}", *cells])
     return [
-        "Memory saved by sharing, % of that without it, by 2 / 4 / 6 samples or beams, counted "
-        f"([raw]({run['file']})):",
+        "Memory saved by sharing, as % of the memory without it, for 2 / 4 / 6 samples or beams, "
+        f"computed ([raw]({run['file']})):",
         "",
         *table(["", *systems.values()], body),
     ]
@@ -374,15 +374,15 @@ def part_turns(_: list[Result]) -> list[str]:
     for kind, what in (
         ("hits", "prefix hits"),
         ("next", "of these, next turns"),
-        ("tokens", "tokens of hits"),
+        ("tokens", "hit tokens"),
     ):
         cells = [found[f"turns/{kind}/{budget}"] for budget in budgets]
         shown = [f"{number(cell['value'])} % of {cell['of']:,}" for cell in cells]
         body.append([what, *shown])
     note = run["parts"]["turns"]["notes"][0]
     return [
-        f"Already mapped in a free slot, so that no call of the driver was needed, "
-        f"{run['options']['trace'] or 'made up'}, keys and values of {run['options']['model']} "
+        f"Hits that were already mapped in a free slot, so that no driver call was needed, "
+        f"{run['options']['trace'] or 'synthetic'}, keys and values of {run['options']['model']} "
         f"({note}; [raw]({run['file']})):",
         "",
         *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
@@ -390,7 +390,7 @@ def part_turns(_: list[Result]) -> list[str]:
 
 
 def part_windows(_: list[Result]) -> list[str]:
-    """Hit rates of a model with sliding layers for each budget, with windows and with all rows."""
+    """Hit rates of a model with sliding layers by budget, with windows and with all rows kept."""
     run = load_run(RESULTS / "prefix-windows.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
@@ -400,7 +400,7 @@ def part_windows(_: list[Result]) -> list[str]:
     ]
     note = run["parts"]["windows"]["notes"][0]
     return [
-        f"Tokens of prompts found in the cache, {run['options']['trace'] or 'made up'}, keys and "
+        f"Prompt tokens found in the cache, {run['options']['trace'] or 'synthetic'}, keys and "
         f"values of {note} ([raw]({run['file']})):",
         "",
         *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
@@ -432,8 +432,8 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
 }
 
 
-OF_PACKAGE = {"features", "metrics"}  # generated from the package
-OF_GPU = {"calls", "aims", "verified"}  # the other parts use other results
+OF_PACKAGE = {"features", "metrics"}  # made from the package
+OF_GPU = {"calls", "aims", "verified"}  # parts made from the runs of calls
 MARKER = re.compile(r"<!-- (measured [a-z-]+|features|metrics) -->.*?<!-- /\1 -->", re.S)
 
 
@@ -443,7 +443,7 @@ def files() -> list[Path]:
 
 
 def relative(line: str, path: Path) -> str:
-    """A line of a part, whose links are from the root of the repository, for one file."""
+    """A part's line for a file: links from the repository's root become relative to the file."""
     here = os.path.relpath(path.parent, ROOT)
 
     def link(match: re.Match[str]) -> str:
@@ -453,7 +453,7 @@ def relative(line: str, path: Path) -> str:
 
 
 def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
-    """The files with their measured parts written anew."""
+    """The files' texts with their generated parts renewed."""
     optional = {name: part for name, part in {**CACHE_PARTS, **ENGINE_PARTS}.items() if part([])}
     parts = {
         name if name in OF_PACKAGE else f"measured {name}": (name, part)
@@ -468,7 +468,7 @@ def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
     def written(path: Path, match: re.Match[str]) -> str:
         label = match[1]
         if label not in parts:
-            return match[0]  # its benchmark has no result
+            return match[0]  # no result for this part
         name, part = parts[label]
         lines = part(results) if results or name not in OF_GPU else [NOTHING]
         shown = [relative(line, path) for line in lines]
@@ -481,9 +481,9 @@ def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
 
 
 def main() -> int:
-    """Writes the files, or compares them."""
+    """Writes the files, or checks that they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare, change nothing")
+    parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
     texts = {path: path.read_text(encoding="utf-8") for path in files()}
     made = {**render(texts, load()), readme_drivers.KERNELS: readme_drivers.kernels_text()}

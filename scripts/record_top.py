@@ -5,8 +5,8 @@
     scripts/record_top.py docs/operations/top.svg
 
 The engines are pyvmem caches in separate processes, on the back end `host`, which share a ledger in
-a temporary folder. The picture shows what the command wrote to a terminal. Run by the interpreter
-of an environment with pyvmem.
+a temporary directory. The animation shows what the command wrote to a terminal. Run it with the
+interpreter of an environment with pyvmem.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Screen:
             self.colour = "" if number == "0" else number
 
     def frame(self) -> Frame:
-        """The characters on the screen now."""
+        """The current characters on the screen."""
         return tuple(map(tuple, self.lines))
 
 
 def engine(name: str, folder: Path) -> None:
-    """Serves requests that only grow; more of them during its turn."""
+    """Runs an engine whose requests only grow; it has more of them during its turn."""
     from pyvmem import Context, KVCache, KVCacheConfig
     from pyvmem.kvcache import Budget
     from pyvmem.ledger import Ledger
@@ -124,7 +124,7 @@ def engine(name: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def engines(folder: Path) -> Iterator[None]:
-    """Runs them for the block."""
+    """Runs the engines during the `with` block."""
     words = [sys.executable, __file__, "--folder", str(folder), "--engine"]
     running = [subprocess.Popen([*words, name]) for name in ENGINES]
     try:
@@ -136,7 +136,7 @@ def engines(folder: Path) -> Iterator[None]:
 
 
 def record(folder: Path) -> list[tuple[float, Frame]]:
-    """Records the pictures of `vmem top`, each with the seconds since the first."""
+    """Records the screens of `vmem top`, each with the seconds since the first."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT + 1, WIDTH, 0, 0))
     words = ["-m", "pyvmem", "top", "--ledger", str(folder), "--interval", str(INTERVAL_S)]
@@ -218,7 +218,7 @@ text {{ font: 14px {font}; fill: #e6edf3; white-space: pre }}
 
 
 def main() -> int:
-    """Records and writes it."""
+    """Records and writes the animation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)

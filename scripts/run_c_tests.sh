@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: MIT
 #
 # usage: run_c_tests.sh SECONDS WRAPPER PROGRAM...
-# Runs each program with a time limit, under WRAPPER (may be empty), one per processor at a time
-# (JOBS=n overrides); prints a program's output when it ends. Exit status of a program: 0 passed, 77
-# could not be run here (it says why), anything else failed. Status of this script: 1 if any failed.
-# A test prints its own counts of passed and failed checks; with COUNT=1 programs are counted
-# instead.
+# Runs each program with a time limit, under WRAPPER (may be empty), as many at a time as there are
+# processors (JOBS=n overrides); prints a program's output when it exits. A program's exit status: 0
+# passed, 77 cannot run on this machine (it says why), anything else failed. This script's: 1 if any
+# failed. Tests print their own counts of passed and failed checks; with COUNT=1 programs are
+# counted instead.
 
-# Run one program: leaves a file in $results, and keeps the output of concurrent programs apart.
+# Run a program: leave its result in $results, and do not mix the output of concurrent programs.
 run_one() {
   name=${program##*/}
   said=$results/$name.out

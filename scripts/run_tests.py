@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Runs all tests possible on this machine, stage by stage; reports at the end what was not run.
+"""Runs all tests possible on this machine, stage by stage; finally reports tests that did not run.
 
 Summaries of the runners (pytest's last line, "N passed, N failed" of the C programs) are printed
-immediately. Each stage's duration is kept in build/, so that the next run can estimate the time
-left; a run that failed or was interrupted names the stage to resume from. Exit status 0: no stage
-failed.
+immediately. Each stage's duration is stored in build/, so that the next run can estimate the
+remaining time; a run that failed or was interrupted names the stage to resume from. Exit status 0:
+no stage failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 import extra_environment
 import vllm_setup
 from environment import PYTHONS as SERVED
-from extra_environment import CANNOT  # also of scripts: this machine lacks a prerequisite
+from extra_environment import CANNOT  # also scripts' exit status: a prerequisite is missing here
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -35,18 +35,18 @@ VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
 PYTHONS = tuple(f"{major}.{minor}" for major, minor in SERVED)
 VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
-# Requirements of build/venv, without those of linting and packaging.
+# Groups of build/venv's requirements, without linting and packaging.
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
-SLOWEST = ("--durations=12", "--durations-min=8")  # what a stage's log says of time
+SLOWEST = ("--durations=12", "--durations-min=8")  # report slow tests in a stage's log
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
-# A minute of tests that catch most mistakes: each layer, and the cache's usual calls.
+# Tests that take a minute and catch most mistakes: of each layer and of the cache's usual calls.
 EVERYDAY = (
     *("bad_input", "columns", "context", "errors", "order", "parts", "structure", "tensor"),
     *("tickets", "turns", "bench", "docs", "layouts", "logs", "run_tests", "bug_report"),
     *("kvcache", "kvcache_budget", "kvcache_config", "kvcache_prefix", "kvcache_rows"),
     *("kvcache_share", "kvcache_swap", "prefix_tree", "serve_scheduler", "slot_index"),
 )
-# Tests of the back end cuda on a software CUDA driver; others are slow with its page size.
+# Tests of the back end cuda on a software CUDA driver; other tests are slow with its page size.
 ON_CUDA = (
     *("bad_input", "calls", "context", "engine_requests", "entries", "errors", "features"),
     *("tensor", "torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
@@ -62,21 +62,21 @@ C_ON_STOCK = (
     *("accounting", "basic", "bind", "entries", "errors", "events", "fork", "join", "large"),
     *("parts", "tickets", "unknown_state", "zeroing"),
 )
-# They take half a minute each there.
+# C tests that take half a minute each on the back end stock.
 C_ON_STOCK_LONG = (
     *("async", "batch", "compact", "limits", "move", "pool", "stress", "threads", "transfer"),
 )
-# A driver and the Debian suite of the kernel, as tests/kernel/manifest/kernels.py has them.
+# A driver and the Debian suite of the kernel, as in tests/kernel/manifest/kernels.py.
 NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
-# The files of a folder that take longest: begun first, so that no processor waits at the end.
+# Each directory's slowest files: started first, so that no processor is idle at the end.
 LONGEST = {
     "tests/python": ("compiled", "serve_identity", "example_engine", "parallel", "interrupts"),
     "tests/vllm": ("engine", "pool", "bench", "server", "example"),
 }
-ENGINES = 2  # of vLLM side by side: each has a process or two of 1 GB
+ENGINES = 2  # vLLM tests in parallel: each has one or two processes of 1 GB
 LINTED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 TYPED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks/src", "scripts")
-WORDS = 12  # of a command that are shown
+WORDS = 12  # words of a command to show
 TIMES = BUILD / "test-times.json"
 DOCKERFILE = ROOT / "packaging" / "containers" / "Dockerfile"
 
@@ -87,7 +87,7 @@ class Failed(Exception):
 
 @dataclass
 class Session:
-    """Shared by the stages: options, and a list of skipped tests."""
+    """State that stages share: options, and the list of skipped tests."""
 
     long: bool = False
     backends: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Session:
 
 
 def shown(command: Sequence[str | Path]) -> str:
-    """A command shortened to a line: the tool, its options, and the first of many files."""
+    """A command shortened to a line: the tool, its options and the first files."""
     words = [str(word) for word in command]
     if len(words) > 2 and words[1] == "-m":
         words = words[2:]
@@ -112,7 +112,7 @@ def shown(command: Sequence[str | Path]) -> str:
 
 
 def call(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
-    """Runs a command without standard input; Failed unless it succeeds."""
+    """Runs a command without standard input; raises Failed unless it succeeds."""
     done = subprocess.run(
         [str(c) for c in command],
         stdin=subprocess.DEVNULL,
@@ -143,7 +143,7 @@ def quiet(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
 
 
 def make(*arguments: str) -> list[str]:
-    """The command that builds in libvmem/ on two cores."""
+    """The make command that builds in libvmem/ on two cores."""
     return ["make", "-s", "--no-print-directory", "-C", "libvmem", "-j2", *arguments]
 
 
@@ -152,7 +152,7 @@ def c_tests(sanitizer: str) -> Callable[[Session], None]:
 
     def stage(session: Session) -> None:
         if not list((ROOT / "tests" / "c").glob("test_*.c")):
-            raise Failed("tests/c holds no test")
+            raise Failed("tests/c contains no tests")
         option = f"SANITIZE={sanitizer}"
         quiet(*make("tests", option))
         call(*make("check", option), ASAN_OPTIONS="detect_leaks=1")
@@ -186,14 +186,14 @@ def docs(session: Session) -> None:
 
 
 def c_sources() -> list[Path]:
-    """The C in libvmem's dialect; vmem.h is laid out by hand."""
+    """The C files to format in libvmem's style; vmem.h is formatted by hand."""
     folders = ("libvmem/src", "libvmem/examples", "tests/c", "tests/gpu", "tests/softcuda")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*.[ch]")]
     return sorted([*found, *(ROOT / "pyvmem").glob("_[!v]*.[ch]")])  # _vmem.c is generated
 
 
 def lint(session: Session) -> None:
-    """ruff, mypy --strict, shellcheck, hadolint, clang-format, and tables that are generated."""
+    """ruff, mypy --strict, shellcheck, hadolint, clang-format, and generated tables."""
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     scripts += [ROOT / "tests" / "kernel" / "guest" / name for name in ("init", "image")]
     scripts += [ROOT / "kernel_module" / "dkms" / name for name in ("load-uvm", "vmem-dkms")]
@@ -205,14 +205,14 @@ def lint(session: Session) -> None:
         [PYTHON, "-m", "mypy", *TYPED],
         [PYTHON, "-m", "mypy", *sorted(ROOT.glob("tests/kernel/*.py"))],
         [VENV / "shellcheck", *scripts],
-        # Versions of Debian's packages and of what the wheel requires are not pinned.
+        # Versions of Debian's packages and of the wheel's requirements are not pinned.
         [VENV / "hadolint", "--ignore=DL3008", "--ignore=DL3013", DOCKERFILE],
         [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],
         [PYTHON, ROOT / "scripts" / "readme_tables.py", "--check"],
         [PYTHON, ROOT / "scripts" / "check_text.py"],
     ]
     failed = []
-    # The path by which the programs of tests/kernel import scripts/.
+    # MYPYPATH for the programs of tests/kernel, which import scripts/.
     path = f"{ROOT / 'scripts'}:{ROOT / 'benchmarks' / 'src'}"
     for command in commands:
         try:
@@ -229,12 +229,12 @@ def processors() -> int:
 
 
 def side_by_side(workers: int) -> tuple[str, ...]:
-    """pytest's options for so many processes, each with whole files."""
+    """pytest's options for parallel processes, each of which runs whole files."""
     return ("-n", str(workers), "--dist", "loadfile")
 
 
 def longest_first(folder: str) -> list[str]:
-    """pytest's arguments for the test files of a folder, those of `LONGEST` first."""
+    """pytest's arguments for the test files of a directory, those in `LONGEST` first."""
     files = {one.stem.removeprefix("test_"): one for one in (ROOT / folder).glob("test_*.py")}
     names = dict.fromkeys((*LONGEST[folder], *sorted(files)))
     paths = [str(files[name].relative_to(ROOT)) for name in names]
@@ -250,14 +250,14 @@ def pytest_on(
     preload: str = "",
     told: str = "-q",
 ) -> None:
-    """pytest on a back end: a process for each processor, each with whole files.
+    """Runs pytest on a back end, with a process per processor, each of which runs whole files.
 
-    `libraries`: the directory searched first for shared libraries. `preload`: LD_PRELOAD. `told`:
-    pytest's verbosity.
+    `libraries`: a directory to search first for shared libraries. `preload`: LD_PRELOAD. `told`:
+    pytest's verbosity option.
     """
     workers = processors()
     if backend != "host":
-        workers = min(workers, 8)  # each has a CUDA context
+        workers = min(workers, 8)  # each process has a CUDA context
     words = [told, "-m", marks, *side_by_side(workers), *SLOWEST]
     path = libraries or os.environ.get("LD_LIBRARY_PATH", "")
     what = ("-m", "pytest", *words, *what)
@@ -266,7 +266,7 @@ def pytest_on(
 
 
 def python_tests(session: Session) -> None:
-    """pytest on the back end host; with --long, interrupted at every point."""
+    """pytest on the back end host; with --long, also interrupts at every point."""
     marks, points = ("long or not long", ["--points=all"]) if session.long else ("not long", [])
     pytest_on("host", PYTHON, marks, *points, *longest_first("tests/python"))
 
@@ -289,7 +289,7 @@ def other_pythons(session: Session) -> None:
             session.skip(f"the Python tests on {version}: requirements unavailable (see above)")
             continue
         if status:
-            raise Failed(f"no environment of Python {version} could be made")
+            raise Failed(f"the environment of Python {version} could not be created")
         print(f"Python {version}:", flush=True)
         try:
             pytest_on("host", venv / "bin" / "python", "not long", "tests/python")
@@ -309,7 +309,7 @@ def can(script: str, *words: str) -> bool:
 
 
 def transformers(session: Session) -> None:
-    """The tests that use transformers, with the oldest version that pyproject.toml asks for."""
+    """The tests that use transformers, with the oldest version that pyproject.toml allows."""
     if not can("transformers_setup.py"):
         session.skip("the oldest transformers: its environment is not available here (see above)")
         return
@@ -322,7 +322,7 @@ def transformers(session: Session) -> None:
 
 
 def notebook(session: Session) -> None:
-    """A cache in a notebook's kernel and under its debugger."""
+    """A cache in a notebook kernel and under its debugger."""
     if not can("notebook_setup.py"):
         session.skip("a notebook's kernel: not available here (see above)")
         return
@@ -331,22 +331,22 @@ def notebook(session: Session) -> None:
 
 
 def sglang(session: Session) -> None:
-    """SGLang's CPU engine on the elastic pool, beside stock."""
+    """SGLang's CPU engine on the elastic pool, compared with stock SGLang."""
     if not can("sglang_setup.py"):
         session.skip("sglang: its environment is not available here (see above)")
         return
     if not can("sglang_setup.py", "old"):
         session.skip("an older SGLang: not available here (see above)")
-    # Warnings are SGLang's own.
+    # Warnings come from SGLang.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", *SLOWEST]
     python = BUILD / "sglang" / "bin" / "python"
     call(python, "-m", "pytest", *options, "tests/sglang", PYTHONPATH=str(ROOT))
 
 
 def vllm(session: Session) -> None:
-    """vLLM for the CPU on the elastic pool, beside stock; a long run: Ray, the other versions."""
+    """vLLM's CPU engine on the elastic pool and stock; with --long, also Ray and other versions."""
     marks = "long or not long" if session.long else "not long"
-    # Warnings are vLLM's own, hundreds of them.
+    # Hundreds of warnings come from vLLM.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", *SLOWEST, "-m", marks]
     python = Path("bin") / "python"
     if not can("vllm_setup.py"):
@@ -367,7 +367,7 @@ def vllm(session: Session) -> None:
             session.skip(f"{requirement}: its environment is not available here (see above)")
             continue
         newest = requirement.startswith("vllm==")
-        # Benchmarks and the example do not depend on internals of vLLM: the newest runs them.
+        # Benchmarks and the example do not depend on vLLM's internals: only the newest runs them.
         tests = [f"tests/vllm/test_{one}.py" for one in ("engine", "sleep", "one_buffer")]
         tests += ["-k", "" if newest else "tokens_and_memory or sleep or one_buffer or another"]
         environment = vllm_setup.environment_of(requirement)
@@ -375,7 +375,7 @@ def vllm(session: Session) -> None:
 
 
 def python_fast(session: Session) -> None:
-    """pytest on the back end host, the files of EVERYDAY alone."""
+    """pytest on the back end host, only the files of EVERYDAY."""
     files = [f"tests/python/test_{name}.py" for name in EVERYDAY]
     marks = "not slow and not long"
     call(PYTHON, "-m", "pytest", "-q", "-m", marks, *files, VMEM_TEST_BACKEND="host")
@@ -407,7 +407,7 @@ def kernel_checks(session: Session) -> None:
 
 
 def gpu_checks(session: Session) -> None:
-    """The layouts of the driver's interface; the GPU back ends alone, where there is a GPU."""
+    """The layouts of the driver's interface; with a GPU, also its back ends on their own."""
     build = BUILD / "gpu"
     quiet("make", "-s", "--no-print-directory", "-C", "tests/gpu", f"OUT={build}", "all")
     programs = [build / "abi_check", build / "backend_check"]
@@ -415,7 +415,7 @@ def gpu_checks(session: Session) -> None:
 
 
 def softcuda() -> Path:
-    """Builds the software replacements of CUDA and the kernel modules; returns their folder."""
+    """Builds the software replacements of CUDA and the kernel modules; returns the directory."""
     build = BUILD / "softcuda"
     quiet("make", "-s", "--no-print-directory", "-C", "tests/softcuda", f"OUT={build}")
     return build
@@ -436,7 +436,7 @@ def cuda(session: Session) -> None:
 
 
 def stock(session: Session) -> None:
-    """The back end stock on software for CUDA and for NVIDIA's kernel modules, without a GPU."""
+    """The back end stock on software replacements of CUDA and NVIDIA's modules, without a GPU."""
     quiet(*make("tests"))
     build = softcuda()
     programs = (*C_ON_STOCK, *C_ON_STOCK_LONG) if session.long else C_ON_STOCK
@@ -451,26 +451,26 @@ def stock(session: Session) -> None:
 
 
 def usable_gpu_backends() -> list[str]:
-    """The back ends, of stock and cuda, whose probe succeeds."""
+    """The back ends among stock and cuda whose probe succeeds."""
     found = json.loads(quiet(VENV / "vmem", "probe", "--json"))
     return [one["backend"] for one in found if one["usable"] and one["backend"] != "host"]
 
 
 def gpu_tests(session: Session) -> None:
-    """pytest on the back ends of the GPU, and the tests that need one."""
+    """pytest on the GPU's back ends, and the tests that need a GPU."""
     call(VENV / "vmem", "probe")
     backends = session.backends or usable_gpu_backends()
     if not backends:
-        raise Failed("no back end of a GPU can be used on this machine")
-    # -v names each test as it ends, so that an aborted run shows its failures. Not combined with
-    # -q, which would cancel it.
+        raise Failed("no GPU back end can be used on this machine")
+    # -v prints each test as it finishes, so that an aborted run shows its failures. -q would
+    # cancel it.
     told, failed = "-v", []
     for backend in backends:
         try:
             pytest_on(backend, PYTHON, "not long", "tests/python", told=told)
         except Failed:
             failed.append(f"tests/python on {backend}")
-    try:  # serially: they observe the device's memory from outside
+    try:  # serially, because they observe the device's memory from outside
         call(PYTHON, "-m", "pytest", told, "tests/gpu", VMEM_TEST_BACKEND=",".join(backends))
     except Failed:
         failed.append("tests/gpu")
@@ -479,7 +479,7 @@ def gpu_tests(session: Session) -> None:
 
 
 def interpreters() -> tuple[dict[str, str], list[str]]:
-    """Executables of installed Pythons by version, and the missing versions."""
+    """The installed Pythons' executables by version, and the missing versions."""
     found: dict[str, str] = {}
     for version in PYTHONS:
         for path in (shutil.which(f"python{version}"), *map(str, pyenv_pythons(version))):
@@ -490,7 +490,7 @@ def interpreters() -> tuple[dict[str, str], list[str]]:
 
 
 def pyenv_pythons(version: str) -> list[Path]:
-    """Interpreters that pyenv keeps, selected or not."""
+    """Interpreters that pyenv has installed, selected or not."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     return sorted(root.glob(f"versions/{version}.*/bin/python{version}"))
 
@@ -502,7 +502,7 @@ def answer(*command: str) -> str | None:
 
 
 def wheel(session: Session) -> None:
-    """The products of `make dist`, installed in new environments; with --long, built twice."""
+    """The files of `make dist`, installed in new environments; with --long, built twice."""
     found, absent = interpreters()
     for version in absent:
         session.skip(f"the wheel on Python {version}: no such interpreter here")
@@ -518,11 +518,11 @@ def wheel(session: Session) -> None:
             environment = folder / f"venv-{version}"
             quiet(python, "-m", "venv", environment)
             if answer(str(environment / "bin/python"), *pip, "install", "-q", str(built)) is None:
-                session.skip(f"the wheel on Python {version}: its requirements cannot be had")
+                session.skip(f"the wheel on Python {version}: its requirements are unavailable")
                 continue
             said = quiet(environment / "bin/python", check, cwd=folder)
             print(f"Python {version}: {said}", end="", flush=True)
-            # Only the benchmarks: their requirements are imported when they run.
+            # Install only the benchmarks: they import their requirements when they run.
             quiet(environment / "bin/python", *pip, "install", "-q", "--no-deps", bench)
             quiet(environment / "bin/vmem", "bench", "capacity", "--help", cwd=folder)
 
@@ -539,7 +539,7 @@ def wheel_debian(session: Session) -> None:
 
 
 def containers(session: Session) -> None:
-    """The container images, built by buildah in a new Debian system and run."""
+    """The container images, built with buildah in a new Debian system, and run."""
     in_new_systems(session, "check_containers.py", "the container images")
 
 
@@ -576,8 +576,8 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "python-fast": python_fast,
     "gpu": gpu_tests,
 }
-ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
-# Run where they are named and by --long.
+ASKED_FOR = ("python-fast", "gpu")  # run only if named
+# Run if named, and with --long.
 LONG = ("pythons", "sglang", "transformers", "notebook", "wheel-debian", "deb", "containers")
 
 
@@ -587,7 +587,7 @@ def minutes(seconds: float) -> str:
 
 
 class Times:
-    """Seconds that each stage took when it last passed; long runs are kept separately."""
+    """Seconds that each stage took when it last passed; long runs are stored separately."""
 
     def __init__(self, path: Path, *, long: bool) -> None:
         self._path = path
@@ -603,7 +603,7 @@ class Times:
         if not seconds:
             return "time left unknown"
         unknown = len(names) - len(seconds)
-        more = f", not counting {unknown} never timed" if unknown else ""
+        more = f", not counting {unknown} without a time" if unknown else ""
         return f"about {minutes(sum(seconds))} left{more}"
 
     def note(self, name: str, seconds: float) -> None:
@@ -652,22 +652,24 @@ def run_stages(
         print(f"to run again: build/venv/bin/python scripts/run_tests.py {' '.join(words)}")
     elif bad and "gpu" not in names:
         target = "test-long" if session.long else "test"
-        print(f"to go on: make {target} FROM={bad[0]}")
+        print(f"to continue: make {target} FROM={bad[0]}")
     return 1 if bad else 0
 
 
 def main() -> int:
-    """Runs the stages asked for (default: all but gpu) and reports."""
+    """Runs the requested stages (default: all but gpu) and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="stage", help=", ".join(STAGES))
-    parser.add_argument("--long", action="store_true", help="also the tests marked long")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="that one and what follows")
-    parser.add_argument("--gpu", nargs="*", metavar="BACKEND", help="the stage gpu alone")
+    parser.add_argument("--long", action="store_true", help="also run tests marked long")
+    parser.add_argument(
+        "--from", dest="first", metavar="STAGE", help="run this stage and all later ones"
+    )
+    parser.add_argument("--gpu", nargs="*", metavar="BACKEND", help="run only stage gpu")
     options = parser.parse_args()
     known = [*options.stages, *([options.first] if options.first else [])]
     unknown = [name for name in known if name not in STAGES]
     if unknown:
-        parser.error(f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}")
+        parser.error(f"no such stage: {', '.join(unknown)}; stages: {', '.join(STAGES)}")
     left_out = ASKED_FOR if options.long else (*ASKED_FOR, *LONG)
     names = options.stages or [name for name in STAGES if name not in left_out]
     session = Session(long=options.long)
@@ -679,7 +681,7 @@ def main() -> int:
             parser.error(f"--from {options.first}: not among {', '.join(names)}")
         names = names[names.index(options.first) :]
     if not options.stages and options.gpu is None:
-        session.skip("what needs a GPU (make test-gpu, on a machine with one)")
+        session.skip("tests that need a GPU (make test-gpu, on a machine with one)")
     times = Times(TIMES, long=options.long)
     return run_stages(names, session, times, chosen=bool(options.stages))
 

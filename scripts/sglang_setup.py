@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Creates build/sglang: SGLang's Python, on top of build/vllm. With `old`, also build/sglang-old.
 
-Exit status 77: unavailable here. SGLang's wheel contains its Python; its kernels are a separate
-package without a build for CPUs. Stubs for what its CPU engine imports of that package and of
-torchvision are in tests/sglang/stand_ins. build/sglang-old has a version that is refused.
+Exit status 77: the packages are unavailable here. SGLang's wheel contains its Python code; its
+kernels are a separate package without a build for CPUs. tests/sglang/stand_ins has stubs for the
+parts of that package and of torchvision that its CPU engine imports. build/sglang-old has a version
+that the plug-in rejects.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["main"]
 def main() -> int:
     """Makes build/vllm, which shares most packages, and build/sglang."""
     old = sys.argv[1:] == ["old"]
-    del sys.argv[1:]  # vllm_setup has its own
+    del sys.argv[1:]  # hide the arguments from vllm_setup, which parses its own
     below = [BUILD / "vllm", VENV]
     status = vllm_setup.main() or make(BUILD / "sglang", ["sglang"], below, size="400 MB")
     if old and not status:

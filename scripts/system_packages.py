@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The parts of the system that set-up needs, and the packages that provide them.
 
-Each package manager is a row: its install command, and its names for each part. The first available
-manager is used. Its sources and keys are never changed.
+Each package manager is a row with its install command and its package for each part. The first
+available manager is used. Its sources and keys are never changed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PARTS = {
 
 
 def say(text: str) -> None:
-    """Prints one line at once, also into a pipe."""
+    """Prints a line and flushes it, so that it is not delayed in a pipe."""
     print(f"setup: {text}", flush=True)
 
 
@@ -75,9 +75,9 @@ class Manager:
     """A package manager.
 
     Attributes:
-        install: the command before the packages' names.
-        names: a package for each part; {python} is "python3", or "python3.12" where that is not
-            the system's python3; {minor} is 12.
+        install: the install command, to which the packages' names are appended.
+        names: the package for each part; {python} is "python3", or for example "python3.12" if
+            that is not the system's python3; {minor} is then 12.
         refresh: the command that fetches package lists, if installing does not.
     """
 
@@ -86,7 +86,7 @@ class Manager:
     refresh: tuple[str, ...] = ()
 
     def packages(self, parts: Sequence[str]) -> list[str]:
-        """The packages of the parts, for the Python that runs this."""
+        """The packages that provide `parts`, for the Python that runs this."""
         minor = sys.version_info[1]
         of_system = Path("/usr/bin/python3").resolve().name == f"python3.{minor}"
         python = "python3" if of_system else f"python3.{minor}"
@@ -162,7 +162,7 @@ def missing() -> list[str]:
     if of_python and sysconfig.get_config_var("prefix") != "/usr":
         what = " and ".join(PARTS[part] for part in of_python)
         fail(
-            f"{sys.executable} lacks {what}, and is no Python that a package of the system adds to"
+            f"{sys.executable} lacks {what}, which the system's packages cannot add to this Python"
         )
     return found + of_python
 
@@ -174,7 +174,7 @@ def has_probes() -> bool:
 
 
 def privileged(command: Sequence[str], *, ask: bool) -> list[str] | None:
-    """The command as root; None if impossible (`ask`: may ask for a password)."""
+    """The command to run as root; None if impossible. `ask`: it may ask for a password."""
     if os.geteuid() == 0:
         return list(command)
     if not shutil.which("sudo"):
@@ -190,7 +190,8 @@ def install_packages(tool: Manager, packages: Sequence[str], *, useful: bool = F
 
     Args:
         useful: the packages are optional: no password is asked for, and False is returned if they
-            cannot be installed. Otherwise a failure ends the program with the command to run.
+            cannot be installed. Otherwise a failure exits the program and prints the command to
+            run.
     """
     say(f"missing packages: {' '.join(packages)}")
     wanted = [*tool.install, *packages]
@@ -203,7 +204,7 @@ def install_packages(tool: Manager, packages: Sequence[str], *, useful: bool = F
     if quiet(command, show=not (useful or tool.refresh)):
         return True
     if tool.refresh:
-        say("that failed; once more with fresh package lists")
+        say("that failed; retrying with fresh package lists")
         refresh = privileged(tool.refresh, ask=not useful) or tool.refresh
         if quiet(refresh, show=not useful) and quiet(command, show=not useful):
             return True
@@ -225,7 +226,7 @@ def install(parts: Sequence[str], *, useful: bool = False) -> bool:
 
 
 def install_debian_packages(packages: Sequence[str]) -> None:
-    """Installs tools for tests and packaging, known only by Debian's names."""
+    """Installs tools for tests and packaging, for which only Debian's names are known."""
     if not shutil.which(APT.install[0]):
         names = " ".join(packages)
         fail(f"no apt-get here: install what Debian calls {names}, then run this again")

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Creates build/transformers: the oldest supported transformers, on top of build/venv.
 
-Exit status 77: unavailable here. Dependencies with another version than build/venv's
-(huggingface-hub) are installed with it; everything else is build/venv's.
+Exit status 77: the packages are unavailable here. Dependencies that need a different version than
+build/venv's (huggingface-hub) are installed with it; everything else is imported from build/venv.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["oldest"]
 
 
 def oldest() -> str:
-    """The requirement, as ``transformers==VERSION``."""
+    """The oldest supported version as a requirement, ``transformers==VERSION``."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     bounds = set(re.findall(r'"transformers>=([0-9.]+)', text))
     if len(bounds) != 1:
-        sys.exit(f"pyproject.toml: {len(bounds)} lowest versions of transformers; one is wanted")
+        sys.exit(f"pyproject.toml: {len(bounds)} minimum versions of transformers; expected one")
     return f"transformers=={bounds.pop()}"
 
 

@@ -2,8 +2,8 @@
 """Checks the functions of UVM's page tables that the kernel module relies on.
 
 The module does two things that uvm_mmu.h forbids to callers; kernel_module/README.md lists them and
-explains why they are harmless. That depends on a few functions of uvm_mmu.c, of which few variants
-exist: patches/contracts.json has a digest of each reviewed variant.
+explains why they are harmless. That depends on a few functions of uvm_mmu.c, each of which has few
+variants: patches/contracts.json has a digest of each reviewed variant.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from driver_patches import PATCHES
 
 __all__ = ["FILE", "contract_problems", "digest", "known_texts"]
 
-# As a path of NVIDIA's repository.
+# Path in NVIDIA's repository.
 FILE = "kernel-open/nvidia-uvm/uvm_mmu.c"
 
 
 @functools.cache
 def known_texts() -> dict[str, dict[str, str]]:
-    """For each function, the digests of its variants, and the versions with them."""
+    """For each function, the digests of its reviewed variants, with the versions that have them."""
     table: dict[str, dict[str, str]]
     table = json.loads((PATCHES / "contracts.json").read_text(encoding="utf-8"))
     return table
@@ -42,7 +42,7 @@ def digest(source: str, function: str) -> str | None:
 def contract_problems(version: str, source: str) -> list[str]:
     """The functions in a version's uvm_mmu.c that match no reviewed variant."""
     return [
-        f"{version}: {function} of uvm_mmu.c is not as in any version that was read; see "
+        f"{version}: {function} of uvm_mmu.c differs from all reviewed versions; see "
         "kernel_module/README.md, Beyond the contract, then add its digest to contracts.json"
         for function, texts in known_texts().items()
         if digest(source, function) not in texts

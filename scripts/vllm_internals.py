@@ -6,7 +6,7 @@
     python scripts/vllm_internals.py 0.32.0 vllm.whl --diff
 
 A version is a number, a wheel, or the directory of the package. Exit status 1: the second version
-lacks a symbol that pyvmem uses, so pyvmem refuses it.
+lacks a symbol that pyvmem uses, so pyvmem rejects it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parameters(node: ast.AST) -> str:
 
 
 def changes(symbol: Symbol, before: Source, after: Source, *, diff: bool = False) -> Iterator[str]:
-    """Yields what changed in a symbol's definition between two versions, one line each."""
+    """Yields the changes of a symbol's definition between two versions, one per line."""
     old, new = (source.find(symbol.module, symbol.name) for source in (before, after))
     if old is None or new is None:
         if (old is None) != (new is None):
@@ -63,7 +63,7 @@ def changes(symbol: Symbol, before: Source, after: Source, *, diff: bool = False
     if old[0] != new[0]:
         yield f"moved from vllm.{old[0]} to vllm.{new[0]}"
     if isinstance(old[1], ast.ClassDef) and isinstance(new[1], ast.ClassDef):
-        return  # its members are symbols of their own
+        return  # its members are separate symbols
     if parameters(old[1]) != parameters(new[1]):
         yield f"{parameters(old[1])} -> {parameters(new[1])}"
     was, is_now = before.segment(*old).splitlines(), after.segment(*new).splitlines()
@@ -80,7 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("before")
     parser.add_argument("after")
-    parser.add_argument("--diff", action="store_true", help="show the lines, too")
+    parser.add_argument("--diff", action="store_true", help="show the changed lines")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         before, after = (open_source(one, Path(folder)) for one in (chosen.before, chosen.after))

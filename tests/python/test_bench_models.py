@@ -96,7 +96,7 @@ def test_8_bits_may_differ_as_much_more_as_they_are_coarser() -> None:
 def test_an_unknown_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "models", "--kinds", "gemma3,rwkv"]) == 2
     assert (
-        "no kind 'rwkv'; there are qwen3, mistral, gemma3, deepseek, qwen3next, kernels"
+        "unknown kind 'rwkv'; known: qwen3, mistral, gemma3, deepseek, qwen3next, kernels"
         in capsys.readouterr().err
     )
 

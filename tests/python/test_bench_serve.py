@@ -919,7 +919,7 @@ def test_two_ranks_compute_what_one_does(model: Decoder) -> None:
 
 
 def test_heads_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 KV heads cannot be on 3 ranks"):
+    with pytest.raises(ValueError, match="2 KV heads cannot be split over 3 ranks"):
         TINY.on_ranks(3)
     assert YI_34B.on_ranks(2).token_bytes == 120 << 10
 

@@ -68,7 +68,7 @@ def test_rows_and_table() -> None:
     assert rows["most/both/elastic"]["value"] == 1 << 30
     lines = {line[0]: line[1:] for line in shared(rows)}
     assert lines["first token of vLLM, p99, ms"][2].startswith("0.25")
-    assert lines["GB of keys and values of both, the most mapped"] == ["1.074", "1.074", ""]
+    assert lines["GB of keys and values of both, peak"] == ["1.074", "1.074", ""]
     assert not any("at rest" in title or "device" in title for title in lines)  # not yet measured
 
 

@@ -184,4 +184,4 @@ def test_rows_that_come_back_changed_fail_the_run(
     assert main(["bench", "swap", "--quick", "--backend", "host", "--out", str(out)]) == 1
     part = json.loads(out.read_text())["parts"]["swap"]
     assert part["status"] == "failed"
-    assert "the rows that came back differ" in part["why"]
+    assert "the restored rows differ" in part["why"]

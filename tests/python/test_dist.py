@@ -46,7 +46,7 @@ def make_wheel(folder: Path, name: str = GOOD, files: Sequence[str] = ()) -> Pat
     [
         ("pyvmem-0.1.0-cp311-cp311-manylinux_2_34_x86_64.whl", [], "stable ABI"),
         ("pyvmem-0.1.0-cp310-abi3-linux_x86_64.whl", [], "manylinux"),
-        (GOOD, [], r"holds \[\]"),
+        (GOOD, [], r"contains \[\]"),
         (GOOD, ["pyvmem/_vmem.abi3.so", "pyvmem.libs/other.so.1"], "other.so"),
         (GOOD, ["pyvmem/_vmem.abi3.so", "pyvmem/x.c"], "x.c"),
     ],

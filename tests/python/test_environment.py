@@ -103,7 +103,7 @@ def test_pins_of_a_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for minor, version in {10: "2", 11: "2.5", 13: "2.5"}.items():
         assert environment.read_pins("some", minor) == {"one": "1.0+cpu", "two": version}
     (tmp_path / "some.txt").write_text("one>=1\n")
-    with pytest.raises(SystemExit, match=r"some\.txt: no pin: one>=1"):
+    with pytest.raises(SystemExit, match=r"some\.txt: not a pinned version: one>=1"):
         environment.read_pins("some")
 
 

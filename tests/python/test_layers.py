@@ -31,7 +31,7 @@ def test_a_cycle_is_found_within_a_folder() -> None:
 def test_a_layer_knows_those_below() -> None:
     assert check_layers.upward(graph("plan/run.c phys/pool.c", "plan/run.c plan/make.c")) == []
     assert check_layers.upward(graph("phys/pool.c plan/run.c")) == [
-        "phys/pool.c knows plan/run.c, above it: f"
+        "phys/pool.c uses plan/run.c, a layer above: f"
     ]
     assert check_layers.upward(graph("backend/uvm/uvm.c backend/backend.h")) == []
     assert check_layers.upward(graph("backend/uvm/uvm.c backend/call.c")) != []

@@ -38,8 +38,8 @@ def test_a_log_that_says_all(results: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("3 passed\n", "names no commit"),
-        ("commit 0123456\n# date 2026-11-23\n", "names no command"),
+        ("3 passed\n", "does not state its commit"),
+        ("commit 0123456\n# date 2026-11-23\n", "does not state its command"),
         (HEAD + "1 failed, 3 passed in 2.0s\n", "is the log of a failure: 1 failed"),
         (HEAD + "Traceback (most recent call last):\n", "is the log of a failure: Traceback"),
         (HEAD + "3 passed\nrc 139\n", "is the log of a failure: rc 1"),
@@ -65,7 +65,7 @@ def test_what_was_not_measured_is_named_with_the_reason(results: Path) -> None:
     ("part", "said"),
     [
         ({"status": "failed"}, "part calls failed"),
-        ({"status": "not run", "rows": [{"id": "calls/map"}]}, "part calls was broken off"),
+        ({"status": "not run", "rows": [{"id": "calls/map"}]}, "part calls was aborted"),
     ],
 )
 def test_results_that_are_refused(part: dict[str, object], said: str) -> None:

@@ -59,7 +59,7 @@ def test_time_left_is_that_of_the_last_run(runner, capsys):
     runner.times.write_text('{"short": {"two": 100.0, "three": 200.0}, "long": {"one": 9000.0}}')
     runner()
     said = capsys.readouterr().out
-    assert "#### one (stage 1 of 3, about 5 min left, not counting 1 never timed)" in said
+    assert "#### one (stage 1 of 3, about 5 min left, not counting 1 without a time)" in said
     assert "#### three (stage 3 of 3, about 3 min left)" in said
     runner("--long", "one")
     assert "#### one (stage 1 of 1, about 150 min left)" in capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_goes_on_from_a_stage(runner, capsys):
     said = capsys.readouterr().out
     assert "two            FAILED" in said
     assert "2 of 3 stages passed" in said
-    assert said.endswith("to go on: make test FROM=two\n")
+    assert said.endswith("to continue: make test FROM=two\n")
     assert "two" not in json.loads(runner.times.read_text())["short"]
     assert runner("--from", "two") == (0, ["two", "three"])
 
@@ -92,7 +92,7 @@ def test_an_interrupt_ends_with_the_summary(runner, capsys):
     assert runner("--long", interrupted=("two",)) == (1, ["one", "two"])
     said = capsys.readouterr().out
     assert "two            interrupted" in said
-    assert said.endswith("to go on: make test-long FROM=two\n")
+    assert said.endswith("to continue: make test-long FROM=two\n")
 
 
 @pytest.mark.parametrize(

@@ -21,5 +21,5 @@ def test_the_oldest_version_is_that_of_the_project(
 def test_no_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_setup, "ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text('serve = ["transformers"]\n')
-    with pytest.raises(SystemExit, match="0 lowest versions of transformers; one is wanted"):
+    with pytest.raises(SystemExit, match="0 minimum versions of transformers; expected one"):
         transformers_setup.oldest()

@@ -48,7 +48,7 @@ def test_elastic_beside_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert rows["maps/elastic"]["value"] > 0
     assert (tmp_path / "sglang.json").stat().st_size < 12_000
     said = capsys.readouterr().out
-    assert "tokens/s, 4 requests at once" in said
+    assert "tokens/s, 4 requests together" in said
     assert "8 of 8" in said
 
 

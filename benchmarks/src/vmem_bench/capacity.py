@@ -4,12 +4,12 @@
 Follows figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch with 64 KB and
 with 2 MB pages for another trace (OpenChat); its artifact has no script for it. Here:
 
-- Memory for keys and values is each GPU's memory less a tenth (activations, CUDA's context and
-  libraries: the 0.9 that engines take by default) and less the weights, counted from the model's
-  public configuration in bfloat16. Yi-34B runs on two ranks, each with half of the heads and
-  weights: on one card its weights leave too little for the long trace. Numbers are for one rank.
-- The batch is the mean number of running requests while memory is the limit; the largest batch of
-  any iteration is given beside it. `vmem_bench.replay` defines an iteration.
+- Memory for keys and values is a GPU's memory minus a tenth (activations, CUDA's context and
+  libraries; engines use 0.9 of a GPU by default) and minus the weights in bfloat16, counted from
+  the model's public configuration. Yi-34B runs on two ranks, each with half of the heads and
+  weights: on one card its weights leave too little for the long trace. Numbers are per rank.
+- The batch is the mean number of running requests while memory is the limit; each row also records
+  the largest batch of any iteration. `vmem_bench.replay` defines an iteration.
 - PagedAttention is counted without its block tables: blocks of 16 or 256 tokens, for all layers at
   once.
 - Pages that a request has mapped ahead of need (`KVCacheConfig.growth_fraction`) are not counted:
@@ -54,20 +54,21 @@ __all__ = ["FORMAT", "System", "add_parser", "aims", "measure", "run", "systems"
 FORMAT = "vmem-bench-capacity/1"
 MODELS = "Yi-6B,Llama-3-8B,Yi-34B:2"
 _MB = 1 << 20
-_AGAINST_2M = {"Yi-6B": 1.7, "Llama-3-8B": 1.5, "Yi-34B": 1.5}  # the aims on Azure's trace
+_AGAINST_2M = {"Yi-6B": 1.7, "Llama-3-8B": 1.5, "Yi-34B": 1.5}  # targets on Azure's trace
 _AGAINST_BLOCKS = 0.97
 
 
 @dataclass(frozen=True)
 class System:
-    """One way to keep keys and values.
+    """A way to store keys and values.
 
     Attributes:
         name: ``g1/64K``: groups of one layer, pages of 64 KB; ``blocks/16``: PagedAttention.
         group_size: layers in one tensor.
         page_size: bytes; 0 for blocks.
         block: tokens; 0 for pages.
-        overread_rows: rows past each prompt that a kernel reads in tiles; none for blocks.
+        overread_rows: rows past a prompt's end that a kernel may read, as it reads whole tiles; 0
+            for blocks.
     """
 
     name: str
@@ -95,13 +96,13 @@ def systems(
     blocks: list[int],
     overread_rows: int = 0,
 ) -> Iterator[System]:
-    """All systems to compare.
+    """Yields the systems to compare.
 
     Args:
         shape: the model.
         page_sizes: bytes.
-        groups: layers in a tensor; 0: all; one that does not divide the layers is left out.
-        blocks: tokens in a block of PagedAttention.
+        groups: layers per tensor, 0 for all; skipped if the number of layers is not a multiple.
+        blocks: tokens per block of PagedAttention.
         overread_rows: as in `KVCacheConfig`.
     """
     wanted = dict.fromkeys(group or shape.num_layers for group in groups)
@@ -121,7 +122,7 @@ def measure(
     memory: int,
     compared: list[System],
 ) -> None:
-    """Adds a row for each system: the mean batch, and the rest of the `Outcome` beside it."""
+    """Adds a row for each system: the mean batch, with the other fields of the `Outcome`."""
     from vmem_bench.replay import Pages, replay  # needs numpy, unlike the rest of this module
 
     longest = max(request.longest for request in requests)
@@ -149,7 +150,10 @@ def measure(
 
 
 def aims(record: Record) -> list[dict[str, Any]]:
-    """Batch ratios for 64 KB pages with a tensor per layer; only Azure's trace has goals."""
+    """Ratios of the batch with 64 KB pages, a tensor per layer, to other layouts' batches.
+
+    Only Azure's trace has goals.
+    """
     found = []
     for part in record.parts.values():
         azure = part.name.startswith("azure")
@@ -195,15 +199,15 @@ def add_parser(which: Any) -> None:
     """Adds ``capacity`` to the benchmarks."""
     parser = which.add_parser(
         "capacity",
-        help="requests at a time, by layout, for a trace",
-        description="Replays traces against a GPU's memory and counts the requests that run at a "
-        "time, by page size, group size, and for PagedAttention. Needs no GPU.",
+        help="concurrent requests by memory layout, for a trace",
+        description="Replays traces against a GPU's memory and counts concurrent requests, by page "
+        "size and group size, and for PagedAttention. Needs no GPU.",
     )
     add = parser.add_argument
     traces = "Azure's or vAttention's CSV, Mooncake's JSONL"
     add_workload(parser, traces, "requests", 10000, nargs="+", default=[])
     add("--models", type=_models, default=_models(MODELS), help=f"MODEL[:RANKS],... ({MODELS})")
-    add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
+    add("--memory", type=size, default=80 << 30, help="memory of each GPU (80G)")
     add(
         "--pages",
         type=page_sizes,
@@ -211,12 +215,12 @@ def add_parser(which: Any) -> None:
         help="page sizes (64K,256K,2M)",
     )
     groups = partial(counts, all_is=0)
-    add("--groups", type=groups, default=[1, 4, 0], help="layers in a tensor (1,4,all)")
+    add("--groups", type=groups, default=[1, 4, 0], help="layers per tensor (1,4,all)")
     add(
         "--blocks",
         type=counts,
         default=[16, 256],
-        help="tokens of PagedAttention's blocks (16,256)",
+        help="tokens per block of PagedAttention (16,256)",
     )
     add_overread(parser)
     add_dtype(parser)
@@ -225,7 +229,7 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command."""
+    """Runs the command."""
     start = time.monotonic()
     record = Record(
         machine=describe(),

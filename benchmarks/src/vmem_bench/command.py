@@ -63,7 +63,9 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
 
 def add_page(parser: argparse.ArgumentParser) -> None:
     """Adds ``--page``, for commands that measure one page size at a time."""
-    parser.add_argument("--page", type=page_size, default=0, help="of the cache, as 2M (64K)")
+    parser.add_argument(
+        "--page", type=page_size, default=0, help="page size of the cache, such as 2M (64K)"
+    )
 
 
 class Command:
@@ -73,7 +75,7 @@ class Command:
         args: with the options of `add_common`.
         name: name of the benchmark; the format is ``vmem-bench-NAME/1``.
         method: how it measures, in words.
-        **options: for the record, in addition to the common ones.
+        **options: recorded in addition to the common options.
 
     Attributes:
         backend: name of the back end that was opened to query it.
@@ -117,7 +119,7 @@ class Command:
     def page(self) -> int:
         """The value of ``--page``; by default 64 KiB or the smallest larger page.
 
-        In a quick run on ``host`` 4 KiB, so that a tiny model's requests need several pages.
+        A quick run on ``host`` uses 4 KiB, so that a tiny model's requests need several pages.
         """
         asked: int = getattr(self.args, "page", 0)
         if asked:
@@ -127,7 +129,7 @@ class Command:
         return min(size for size in self.page_sizes if size >= 64 << 10)
 
     def device(self) -> torch.device:
-        """The device of the tensors. RuntimeError: there is none; the text says why."""
+        """Returns the tensors' device. RuntimeError: torch cannot use it; the text says why."""
         try:
             import torch
         except ImportError as error:
@@ -174,7 +176,7 @@ def open_command(*args: Any, **options: Any) -> Command | None:
 
 
 def imports(command: Command, part: Part, package: str) -> bool:
-    """True if an engine can be imported: its version goes to the record; else the part says why."""
+    """Returns true and records the version if `package` can be imported; else notes why not."""
     try:
         found = importlib.import_module(package)
     except ImportError as error:
@@ -194,7 +196,7 @@ def run_on_device(
 ) -> int:
     """Runs one part on the back end's device. Returns as `ended`, or 2 without a back end.
 
-    follows: another process has the results; this one says only why it failed.
+    follows: another rank's process has the results; this one only reports its failure.
     """
     if command is None:
         return 2

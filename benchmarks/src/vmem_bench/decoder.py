@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A Llama-like model with random weights: the FLOPs and bytes of the real one, but no text.
+"""A Llama-like model with random weights: costs the real model's FLOPs and bytes, writes no text.
 
 Plain torch with rotary embedding, without a tokenizer. The caller supplies attention and the cache:
-`pyvmem.attention`, or anything with the same interface. On several ranks (`Shard`) each has a part
-of the heads and of the MLP, and all of the rest.
+`pyvmem.attention`, or anything with the same interface. With several ranks (`Shard`) each has a
+part of the heads and of the MLP, and a full copy of everything else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """Number of weights: of the layers, the output and the embedding."""
+        """Number of weights in the layers, the output projection and the embedding."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
         return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
@@ -56,7 +56,9 @@ class Sizes:
     def on_ranks(self, ranks: int) -> Sizes:
         """One rank's part. ValueError: `ranks` does not divide the heads or the inner layer."""
         if self.kv_heads % ranks or self.heads % ranks or self.inner % ranks:
-            raise ValueError(f"{self.name}: {self.kv_heads} KV heads cannot be on {ranks} ranks")
+            raise ValueError(
+                f"{self.name}: {self.kv_heads} KV heads cannot be split over {ranks} ranks"
+            )
         heads, kv_heads, inner = (n // ranks for n in (self.heads, self.kv_heads, self.inner))
         return replace(self, heads=heads, kv_heads=kv_heads, inner=inner)
 
@@ -82,7 +84,7 @@ class Shard(NamedTuple):
 
     Attributes:
         rank: its number, from 0.
-        ranks: how many there are.
+        ranks: the number of ranks.
         sum: sums a tensor over the ranks, in place or not.
     """
 
@@ -116,7 +118,7 @@ class Attends(Protocol, Generic[_Batch]):
         """Stores the new tokens' rows, ``[tokens, num_kv_heads, head_dim]``."""
 
     def __call__(self, q: torch.Tensor, layer: int, batch: _Batch) -> torch.Tensor:
-        """Attention of ``[tokens, heads, head_dim]``, in the same shape."""
+        """Computes attention for queries ``[tokens, heads, head_dim]``; returns that shape."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,9 @@ class Decoder:
 
     Args:
         sizes: sizes of the whole model.
-        device: where the weights lie.
+        device: device of the weights.
         seed: random seed of the weights.
-        longest: most tokens of a request.
+        longest: maximum tokens of a request.
         shard: this rank's part.
 
     Attributes:
@@ -209,7 +211,7 @@ class Decoder:
         Args:
             ids: token ids of the new tokens, one request after the other, int64 ``[tokens]``.
             attend: stores the rows and attends to them.
-            batch: which requests the tokens belong to, and where their rows lie.
+            batch: which requests the tokens belong to, and where their rows are.
             during: called once the first layers are launched, while the GPU is busy.
 
         Returns:

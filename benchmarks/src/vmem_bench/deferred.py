@@ -4,12 +4,12 @@
 Follows figure 10 of the vAttention paper (ASPLOS'25): a prompt's prefill needs all of its pages at
 once, so they cannot be mapped while something else runs. Four modes take turns:
 
-- ``mapped``: the slot's pages are mapped all the time; the cache is not called.
-- ``reuse``: the request takes the slot of one that ended, with its pages (deferred reclamation, the
+- ``mapped``: the slot's pages stay mapped throughout; the cache is not called.
+- ``reuse``: the request gets a freed request's slot with its pages (deferred reclamation, the
   cache's default); they are zeroed for it.
 - ``sync``: pages are unmapped when a request ends, and `step` maps all of them before the prefill,
   in runs, since the pool is not fragmented.
-- ``pages``: the same when only single pages are free, as in a long-running server.
+- ``pages``: as ``sync``, with free memory fragmented to single pages, as in a long-running server.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ MODES = {
     "pages": "mapped before it starts, page by page",
 }
 _AIM = 1.01
-_OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around alloc_reqid, step, forward and synchronize",
     "gpu": "events around the forward pass",
-    "turns": "the modes in turns, the order rotated; the first round, after one to warm up, is "
-    "out. 'pages' has its own turns, after the others: what follows its half a second without work "
-    "would find a GPU that is cooler, and faster by 4 %",
+    "turns": "the modes take turns, in rotating order; after a round of warm-up, the first round "
+    "is discarded. 'pages' takes its turns after the others: it leaves the GPU without work for "
+    "half a second, so that the next mode would run on a cooler GPU, 4 % faster",
 }
 
 
 class _Mode:
-    """One of `MODES`, with its cache of one slot. A context manager."""
+    """One of `MODES`, with a one-slot cache. A context manager."""
 
     def __init__(
         self, name: str, command: Command, model: Decoder, ids: torch.Tensor, book: Book
@@ -112,7 +112,7 @@ class _Mode:
         return self
 
     def _name_rows(self) -> None:
-        """Opens the rows, once the mode could be set up."""
+        """Opens the mode's rows, after its set-up has succeeded."""
         name, what = self.name, self._what
         self._total = self._open_rows(f"time/{name}", what, unit="ms")
         if name != "mapped":
@@ -130,7 +130,7 @@ class _Mode:
             raise RuntimeError("memory is short")
 
     def _end(self) -> None:
-        """Frees the request; in a mode that maps its pages anew, unmaps them first."""
+        """Frees the request; in modes that map its pages anew, also unmaps them."""
         self.cache.free_reqid(0)
         if self.name in ("sync", "pages"):
             self.cache.memory.reclaim_free(wait=True)
@@ -209,7 +209,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     what = "largest difference of the modes' outputs, over the largest output"
     part.value("difference", what, "all", difference, "x")
     _add_aims(command, length, done - 1)
-    if not difference <= 0.02:  # also refuses NaN
+    if not difference <= 0.02:  # also catches NaN
         raise WrongResult(f"the modes' outputs differ by {difference:.2g}")
 
 
@@ -242,20 +242,20 @@ def add_parser(which: Any) -> None:
     """Adds ``deferred`` to the benchmarks."""
     parser = which.add_parser(
         "deferred",
-        help="prefill with memory mapped before, reused from an earlier request, or mapped first",
-        description="Prefills one prompt with random weights of Llama-3-8B's shape over four "
-        "caches in turns. Full size needs a GPU of 35 GB.",
+        help="prefill with memory mapped beforehand, reused, or mapped on the critical path",
+        description="Prefills one prompt with random weights of Llama-3-8B's shape with four "
+        "caches in turn. Full size needs a GPU of 35 GB.",
     )
     add_common(parser, 120)
     add_page(parser)
     add = parser.add_argument
-    add("--tokens", type=count, default=16384, help="of the prompt (16384)")
-    add("--rounds", type=count, default=25, help="of each mode (25)")
-    add("--kernel", default="auto", help="of pyvmem.attention (auto)")
+    add("--tokens", type=count, default=16384, help="tokens of the prompt (16384)")
+    add("--rounds", type=count, default=25, help="rounds of each mode (25)")
+    add("--kernel", default="auto", help="kernel of pyvmem.attention (auto)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "deferred", _METHOD)
     return run_on_device(command, "prefill", "prefill of one prompt", _measure)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench devices`: what more devices cost, and what they reach of each other.
+"""`vmem bench devices`: the cost of more devices, and of reading each other's memory.
 
 - ``map``: mappings that every device of a context sees, by the number of devices.
 - ``tiers``: a request's pages move to each peer, to the host and back, and are read there.
-- ``step``: steps of a `ParallelKVCache` by the number of ranks, a process and a device each.
+- ``step``: steps of a `ParallelKVCache` by the number of ranks, with one process and one device per
+  rank.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _Call = Callable[[Sequence[int]], int]
-_PAGES = 64  # mapped and unmapped in a turn, one by one
-_ALIVE = 16384  # mappings, for the kernel's memory
+_PAGES = 64  # mapped and unmapped per turn, one by one
+_ALIVE = 16384  # mappings alive while the kernel's memory is measured
 _STEPS = 32  # in a turn
 _MIB = 1 << 20
 _METHOD = {
     "map": "vMemMap and vMemUnmap of one page, from Python; the contexts take turns",
-    "kernel memory": "of mappings alive at once, the larger of two estimates by difference "
+    "kernel memory": "of mappings that are alive together, the larger of two estimated differences "
     "(pyvmem.bench.memory); read once",
-    "tiers": "KVCache.move of all pages of a request, waited for; read: a sum over its keys by the "
+    "tiers": "KVCache.move of all pages of a request, until done; read: a sum over its keys by the "
     "first device, timed by events",
     "step": "rank 0's time; in every step one request gets a page in each tensor, which is mapped; "
     "agreed: with the all_reduce that tells every rank of a failure",
@@ -57,7 +58,7 @@ _METHOD = {
 
 
 def _counts(most: int) -> list[int]:
-    """1, 2, 4, ... devices, and all of them."""
+    """Returns 1, 2, 4, ... up to `most`, and `most` itself."""
     return sorted({1 << n for n in range(most.bit_length()) if 1 << n <= most} | {most})
 
 
@@ -91,7 +92,7 @@ def _mapping(command: Command, book: Book, number: int, native: Native) -> Calla
     unmapped = book.samples(f"unmap/{number}", f"unmap, {what}", native.system, **fields)
     base = native.reserve(2 * _PAGES * page)
     handles = [native.create(page, page) for _ in range(_PAGES)]
-    places = [base + 2 * n * page for n in range(_PAGES)]  # none can be joined with the next
+    places = [base + 2 * n * page for n in range(_PAGES)]  # gaps, so that no mappings can be joined
     maps = [(native.vm, at, page, one, 0, 0) for at, one in zip(places, handles, strict=True)]
     unmaps = [(native.vm, at, page) for at in places]
 
@@ -106,13 +107,13 @@ def _alive(command: Command, part: Part, number: int, native: Native, pages: int
     page = command.page
     what = f"kernel memory of a mapping on {counted(number, 'device')}"
     if not command.deadline.allows():
-        part.not_run(f"kernel/{number}", "the deadline came first")
+        part.not_run(f"kernel/{number}", "the deadline passed first")
         return
     base, handle = native.reserve(2 * pages * page), native.create(page, page)
     made = 0
     before = KernelMemory.now()
     try:
-        for made in range(pages):  # the one page at many addresses
+        for made in range(pages):  # the same page at many addresses
             native.map(base + 2 * made * page, page, handle)
         made = pages
     except VMemError as error:
@@ -178,19 +179,19 @@ def _tiers(command: Command, part: Part, devices: int) -> None:
 
 
 def _keys(cache: KVCache) -> list[torch.Tensor]:
-    """Made each time: a cache whose tensors are alive cannot be closed, after a failure either."""
+    """The keys' tensors. Made anew each time: while any is alive the cache cannot be closed."""
     return [cache.k(layer)[0] for layer in range(cache.config.num_layers)]
 
 
 def _means(cache: KVCache) -> list[float]:
-    """The mean of samples from each tensor."""
+    """The mean of sampled elements of each tensor."""
     return [float(one.view(-1)[:: 1 << 10].float().mean()) for one in _keys(cache)]
 
 
 def _reading(
     book: Book, cache: KVCache, where: str, clock: Callable[[Callable[[], object]], float]
 ) -> Callable[[], None]:
-    """Reads the keys where they are, and checks them."""
+    """Returns a turn that reads the keys where they are, and checks them."""
     import torch
 
     wanted = [1.0, 2.0]
@@ -204,7 +205,7 @@ def _reading(
             one.view(-1).view(torch.int32).sum()
 
     def turn() -> None:
-        # Zeroing what came back would take part.
+        # Wait until returned pages are zeroed: zeroing would disturb the timing.
         end = time.monotonic() + 5
         while cache.context.stats().dirty_bytes and time.monotonic() < end:
             time.sleep(0.001)
@@ -224,7 +225,7 @@ def _moving(
     device: int | None,
     clock: Callable[[Callable[[], object]], float],
 ) -> Callable[[], None]:
-    """Moves the request there, reads it, and moves it back."""
+    """Returns a turn that moves the request to `location`, reads it there, and moves it back."""
     where = location if device is None else f"{location} {device}"
     size = cache.layout.pages_for(cache.config.max_seq_len) * cache.layout.num_tensors
     size *= cache.layout.page_size
@@ -272,7 +273,7 @@ def _step(command: Command, part: Part, devices: int) -> None:
         try:
             spawn(_rank, words, nprocs=ranks)  # type: ignore[no-untyped-call]
         except ProcessException as error:
-            raise WrongResult(f"a rank has ended: {str(error).strip()}") from None
+            raise WrongResult(f"a rank failed: {str(error).strip()}") from None
         found = json.loads(out.read_text(encoding="utf-8"))
     for row, (what, rounds) in found.items():
         samples = Samples(rounds)
@@ -350,7 +351,7 @@ def _rank(
 
 
 def _walk(cache: KVCache | ParallelKVCache, call: _Call, samples: Samples) -> None:
-    """Some steps; in each, the next request in turn outgrows its pages."""
+    """Times steps in each of which one request outgrows its pages."""
     into = samples.new_round()
     requests, rows = cache.config.max_batch, cache.layout.page_size // cache.layout.row_bytes
     reqids = [cache.alloc_reqid() for _ in range(requests)]
@@ -372,7 +373,7 @@ def _walk(cache: KVCache | ParallelKVCache, call: _Call, samples: Samples) -> No
             raise RuntimeError("memory is short")
     grown = cache.stats().active_pages - before
     if grown != steps * cache.layout.num_tensors:
-        raise WrongResult(f"{steps} steps took {grown} pages, not one in every tensor each")
+        raise WrongResult(f"{steps} steps took {grown} pages, not one per tensor and step")
     for reqid in reqids:
         cache.free_reqid(reqid)  # type: ignore[arg-type]
     cache.trim()  # the next turn maps again
@@ -386,16 +387,16 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser(
         "devices",
         help="mappings on several devices, pages in peers, ranks in lockstep",
-        description="Measures, with 1, 2, 4, ... of the machine's devices: mapping, pages that "
-        "move to each peer and are read there, and steps of a cache of as many ranks.",
+        description="Measures, with 1, 2, 4, ... of the machine's devices: mapping, moving pages "
+        "to each peer and reading them there, and steps of a cache with that many ranks.",
     )
     add_common(parser, 240)
-    parser.add_argument("--devices", type=count, default=0, help="at most (all there are)")
+    parser.add_argument("--devices", type=count, default=0, help="maximum number of devices (all)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns as `ended`, or 2 if the back end cannot be opened."""
+    """Runs the command. Returns as `ended`, or 2 if the back end cannot be opened."""
     if args.device:
         print(f"vmem bench: --device {args.device}: it begins with device 0", file=sys.stderr)
         return 2
@@ -407,7 +408,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             import torch
         except ImportError:
-            command.show("torch, which counts the devices, cannot be imported: one is used")
+            command.show("torch, which counts the devices, cannot be imported: using one device")
         else:
             devices = max(1, torch.cuda.device_count())
     devices = min(devices, args.devices or devices)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench fill`: requests grow until no page is left, with the default settings and others.
 
-A driver call makes one mapping, and a card allows fewer mappings than it has pages: page by page it
-cannot be filled (`pyvmem.kvcache.growth`). The same requests grow in each of these ways, in turn:
+A driver call makes one mapping, and a card allows fewer mappings than it has pages, so it cannot be
+filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of these ways in turn:
 
-- ``default``: in runs, joined in a step when mappings run low.
-- ``runs``: in runs, never joined.
-- ``joined``: page by page, joined.
-- ``pages``: page by page, and nothing else.
+- ``default``: mapped in runs; a step joins mappings when they run low.
+- ``runs``: mapped in runs, never joined.
+- ``joined``: mapped page by page, joined when mappings run low.
+- ``pages``: mapped page by page, never joined.
 
-Halfway, a request is forked, and its rows are recorded and matched by another.
+Halfway, a request is forked, and its rows are recorded and matched by another request.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from vmem_bench.command import Command, WrongResult, add_common, open_command
 __all__ = ["WAYS", "add_parser", "run"]
 
 _LARGE = 2 << 20
-_LEFT = 2 << 30  # bytes of the card left to CUDA and to other kernels
+_LEFT = 2 << 30  # bytes of the card left for CUDA and other kernels
 _QUICK = 96 << 20
-_SHARES = 5  # forks, and prefix matches, half-way
+_SHARES = 5  # forks, and as many prefix matches, halfway
 _SEED = 11
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -49,10 +49,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "pages": {"growth_fraction": 0, "join_at": 0},
 }
 _METHOD = {
-    "growth": "every request by at most a page's rows in a step, each at a pace of its own",
+    "growth": "every request grows by at most a page's rows per step, each at a different pace",
     "step": "perf_counter_ns around step, from Python; one sample a step",
-    "kernel memory": "the larger of two estimates by difference (pyvmem.bench.memory)",
-    "order": "the ways take turns, in another order in each round",
+    "kernel memory": "the larger of two estimated differences (pyvmem.bench.memory)",
+    "order": "the ways take turns, in a different order in each round",
 }
 
 
@@ -75,7 +75,7 @@ class _Filling(Closable):
         self.requests = min(args.requests, 12) if quick else args.requests
         mappings = args.max_mappings
         if quick and command.backend == "host" and not mappings:
-            mappings = 400  # so that there is something to see
+            mappings = 400  # few enough for the ways to differ
         self._stack = ExitStack()
         page = min(size for size in command.page_sizes if size >= 64 << 10)
         with ExitStack() as stack:
@@ -105,7 +105,7 @@ class _Filling(Closable):
         self.lens = [0] * config.max_batch
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self._stack.close()
 
     def fill(self, command: Command) -> _Filled:
@@ -142,7 +142,7 @@ class _Filling(Closable):
         return found
 
     def _share(self, found: _Filled) -> None:
-        """Forks the longest request, and starts another one with its rows."""
+        """Forks the longest request, and starts another request from its recorded rows."""
         cache = self.cache
         if Caps.ALIAS | Caps.READONLY not in cache.context.info.caps:
             return
@@ -208,7 +208,7 @@ _ROWS = (
 
 
 def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
-    """Adds the rows of a way: means over its rounds, with every round's value beside them."""
+    """Adds the rows of a way: means over its rounds, along with each round's value."""
     for name, what, unit, factor in _ROWS:
         values = [one.numbers[name] * factor for one in rounds]
         part.value(
@@ -231,7 +231,7 @@ def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
         if all(samples.rounds):
             part.time(f"{name}/{way}", f"{way}: {what}", way, samples, unit="ms", page=page)
         else:
-            part.not_run(f"{name}/{way}", "half of the memory was not reached, or no aliases")
+            part.not_run(f"{name}/{way}", "memory was never half full, or there are no aliases")
     part.notes += [f"{way}, round {k + 1}: ended by {one.end}" for k, one in enumerate(rounds)]
 
 
@@ -279,23 +279,23 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser("fill", help=text, description=text)
     add_common(parser, 300)
     add = parser.add_argument
-    add("--requests", type=count, default=128, help="that grow together (128)")
-    add("--rounds", type=count, default=2, help="of all ways in turns (2)")
-    add("--ways", nargs="*", choices=list(WAYS), help="these alone (all)")
+    add("--requests", type=count, default=128, help="requests that grow together (128)")
+    add("--rounds", type=count, default=2, help="rounds of all ways (2)")
+    add("--ways", nargs="*", choices=list(WAYS), help="run only these ways (all)")
     add(
         "--memory",
         type=size,
         default=0,
         metavar="SIZE",
-        help="of the cache, as 20G (0: what is free, less 2G)",
+        help="memory of the cache, such as 20G (0: free memory minus 2G)",
     )
-    add("--max-mappings", type=int, default=0, help="of the context (0: its default)")
-    add("--max-tokens", type=count, default=1 << 17, help="addresses of a request (131072)")
+    add("--max-mappings", type=int, default=0, help="mappings of the context (0: its default)")
+    add("--max-tokens", type=count, default=1 << 17, help="maximum tokens of a request (131072)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     names = ("requests", "rounds", "memory", "max_mappings")
     options = {name: getattr(args, name) for name in names}
     command = open_command(args, "fill", _METHOD, **options)

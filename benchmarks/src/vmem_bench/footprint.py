@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench kernels --footprint`: attention by the size of the cache and of page-table entries.
 
-One attention step over all layers of a model whose keys and values fill a *footprint*: the bytes
-that lie behind page tables, and that a decode step reads once. A GPU's TLBs reach a few gigabytes
-through entries of 64 KB and the whole card through entries of 2 MB, so what the entries cost shows
-in large footprints only.
+One attention step over all layers of a model whose keys and values fill a *footprint*: the number
+of mapped bytes, all of which a decode step reads once. A GPU's TLBs cover a few gigabytes with
+entries of 64 KB and the whole card with entries of 2 MB, so only large footprints show what small
+entries cost.
 
-A large footprint is on the card once, so the memories take turns as wholes: each is allocated,
-filled with the same numbers, timed in all layouts, and freed again, several times around.
+A card has no room for two large footprints, so the kinds of memory take turns: each is allocated,
+filled with the same numbers, timed in all layouts, and freed again, for several rounds.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = ["CACHE", "ENTRIES", "MALLOC", "Footprint", "Model", "memories"]
 
 MALLOC = "malloc"
 ENTRIES = "entries"
-"""Small pages, of which entries of 2 MB map the blocks that are contiguous."""
+"""Small pages; entries of 2 MB map those that form contiguous blocks of 2 MB."""
 CACHE = "cache"
-"""Pages of a `KVCache` whose requests had a prefill each and grew to the end, in steps."""
+"""Pages of a `KVCache` whose requests were prefilled and then grew, in steps, to the end."""
 
-_BLOCK = 16  # tokens in a block of the paged forms
-_FILL = 1 << 30  # elements that one call fills
+_BLOCK = 16  # tokens per block of the paged layouts
+_FILL = 1 << 30  # elements filled per call
 _SPARE = 3 << 30  # bytes left for the kernels' outputs and torch
-_TOLERANCE = 0.03  # of the largest number of a head: bfloat16 has 8 bits
+_TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 bits
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Model:
     """The shape whose layers are read: Llama-3-8B's.
 
     Attributes:
-        layers, heads, kv_heads, head_dim: as a model's configuration has them.
-        together: numbers of layers that share a tensor.
-        lengths: tokens of each request when decoding.
-        prefills: new tokens and rows of a lone request.
+        layers, heads, kv_heads, head_dim: as in a model's configuration.
+        together: numbers of layers per tensor.
+        lengths: tokens per request when decoding.
+        prefills: new tokens and all rows of a single request.
     """
 
     layers: int = 32
@@ -68,7 +68,7 @@ class Model:
 
     @property
     def row(self) -> int:
-        """Elements of a token's keys in one layer; the values have as many."""
+        """Elements of a token's keys in one layer; its values have the same number."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -105,12 +105,12 @@ def memories(command: Command) -> list[str]:
 
 
 class Footprint:
-    """One kernel over footprints of several sizes.
+    """Times one kernel on footprints of several sizes.
 
     Args:
-        command: gives the back end and the device's number.
-        part: gets the rows ``FOOTPRINT/LAYOUT/CASE/MEMORY``.
-        kernel: for decoding over slots and over blocks.
+        command: has the back end and the device's ordinal.
+        part: receives the rows ``FOOTPRINT/LAYOUT/CASE/MEMORY``.
+        kernel: reads slots and blocks.
         device: device of the tensors.
     """
 
@@ -124,7 +124,7 @@ class Footprint:
         self._no_graph: set[str] = set()
 
     def measure(self, nbytes: int) -> None:
-        """Adds the rows of a footprint. WrongResult: two memories differ in their outputs."""
+        """Adds a footprint's rows. WrongResult: outputs differ between two kinds of memory."""
         import torch
 
         if self.device.type == "cuda":
@@ -210,7 +210,7 @@ class Footprint:
                 reservation.close()
 
     def _in_cache(self, nbytes: int, use: Callable[[torch.Tensor], None]) -> None:
-        """Calls `use` with the rows of a cache: slots side by side, each grown to its end."""
+        """Calls `use` with a cache's memory: adjacent slots, each grown to its full length."""
         import torch
 
         row, rows = 2048, (4 << 20 if nbytes < 1 << 30 else 64 << 20) // 2048
@@ -271,7 +271,7 @@ class Footprint:
             flat[at : at + _FILL].normal_(generator=generator)
         self._settle()
 
-    # ---- what is timed ---------------------------------------------------------------------------
+    # ---- layouts ---------------------------------------------------------------------------------
 
     def _works(self, nbytes: int) -> list[_Work]:
         model, works = self.model, []
@@ -316,7 +316,8 @@ class Footprint:
             per_request = case.kv_len * together * model.row
             slots = tensors.shape[2] // per_request
             shape = (slots, case.kv_len, together, model.kv_heads, model.head_dim)
-            # A prefill's kernel reads whole tiles, past its request's rows: into another slot.
+            # A prefill's kernel reads whole tiles, past its request's rows. In a slot in the
+            # middle, that overread stays within the tensor.
             first = 0 if case.decodes else (slots - 1) // 2
             found = []
             for tensor in tensors:
@@ -373,7 +374,7 @@ class Footprint:
     def _compare(
         self, work: _Work, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], kind: str
     ) -> None:
-        """Compares the sum of all layers' outputs with that of the memory that came first."""
+        """Compares the sum of all layers' outputs with that from the first kind of memory."""
         import torch
 
         out = torch.zeros(work.q.shape, dtype=torch.float32, device=self.device)
@@ -384,11 +385,11 @@ class Footprint:
         largest = work.wanted.abs().amax(-1).clamp_min(1e-9)
         worst = float(((out - work.wanted).abs().amax(-1) / largest).max())
         self._checked += 1
-        if not worst <= _TOLERANCE:  # also refuses NaN
+        if not worst <= _TOLERANCE:  # also catches NaN
             raise WrongResult(f"{work.row}, {kind}: differs by {worst:.2g} of a head's largest")
 
     def _aims(self, works: Sequence[_Work], kinds: Sequence[str]) -> None:
-        """Adds each memory's time over that of cudaMalloc, in every layout."""
+        """Adds the ratios of each memory's time to cudaMalloc's, in every layout."""
         prefix = self.part.name
         for work in works:
             for kind in kinds[1:]:

@@ -12,16 +12,16 @@ from pyvmem.plumbing.closing import Closable
 
 __all__ = ["Fragments"]
 
-_SPARE = 64 << 20  # memory comes in whole slabs, so the limit may not be met exactly
+_SPARE = 64 << 20  # memory is allocated in whole slabs, so the limit may not be reached exactly
 
 
 class Fragments(Closable):
-    """Free pages whose neighbours are taken, so that whatever is mapped is mapped page by page.
+    """Leaves free only pages whose neighbours are taken, so that mapping goes page by page.
 
     A context manager.
 
     Args:
-        backend: its name.
+        backend: name of the back end.
         device: CUDA ordinal.
         page: bytes.
         nbytes: free memory wanted; as much again is taken.
@@ -48,7 +48,7 @@ class Fragments(Closable):
             raise
 
     def _all(self, page: int, limit: int) -> list[Pages]:
-        """Every page that the context can have, in physical order."""
+        """Allocates every page of the context, in physical order."""
         taken: list[Pages] = []
         with suppress(OutOfMemory):
             for _ in range(limit // page):
@@ -56,7 +56,7 @@ class Fragments(Closable):
         return taken
 
     def close(self) -> None:
-        """Gives everything back; nothing may be mapped any more."""
+        """Frees all memory; everything must have been unmapped."""
         for pages in self._kept:
             pages.release()
         self._kept.clear()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Operations that engines fuse around attention: rotary embedding, and writing the new rows.
 
-One Triton kernel each on a GPU, and the same in torch elsewhere.
+Each is one Triton kernel on a GPU, and plain torch elsewhere.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_rows(
         kernels.write_rows[(tokens, count)](
             key,
             value,
-            keys.data_ptr(),  # as numbers: Triton refuses memory not allocated by CUDA
+            keys.data_ptr(),  # as an integer: Triton rejects tensors that CUDA did not allocate
             values.data_ptr(),
             rows,
             places,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The part ``kernels`` of `vmem bench models`: each kernel of `pyvmem.attention` by its input.
+"""The part ``kernels`` of `vmem bench models`: times of each kernel of `pyvmem.attention`.
 
-By phase, head size and type, on one layer of a cache; decoding is 8 requests of a token each. All
-kernels of a cache must compute the same, which is checked. Each kernel's times are given with the
-rows that it reads past a length and before a window.
+Each kernel runs on one layer of a cache, by phase, head size and type; a decode step has 8 requests
+with one new token each. All kernels must compute the same on a cache, which is checked. The results
+also say how many rows a kernel reads past a length and before a window.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "kernels"
 TITLE = "Kernels by phase, head size and type"
 FP8 = "float8_e4m3fn"
 _WARM, _TIMES = 3, 20
-_TOLERANCE = {FP8: 0.25}  # of the largest element, between kernels; others 0.05
+_TOLERANCE = {FP8: 0.25}  # between kernels, relative to the largest element; other types: 0.05
 
 
 class _Case(NamedTuple):
@@ -38,11 +38,11 @@ class _Case(NamedTuple):
     heads: int = 32
     kv_heads: int = 8
     v_head_dim: int = 0
-    """Elements of a latent that are its value; 0: values have rows of their own."""
+    """Elements of an MLA latent that form its value; 0: values are stored separately."""
 
     @property
     def name(self) -> str:
-        """The name that its rows have."""
+        """The case's name in the ids of its rows."""
         return f"{self.dtype}/{self.head_dim}"
 
 
@@ -101,7 +101,7 @@ def _fill(cache: KVCache, case: _Case) -> None:
                 eight = tensor.dtype.itemsize == 1
                 new = made.to(tensor.dtype)
                 where = tensor[slot, :rows]
-                # Indexing by numbers is a kernel, where a plain copy may be CUDA's memcpy.
+                # Writing through an index runs a kernel; a plain copy might call CUDA's memcpy.
                 index = torch.arange(rows, device=tensor.device)
                 if eight:
                     where.view(torch.uint8)[index] = new.view(torch.uint8)
@@ -131,9 +131,9 @@ def _measure(
     dtype: Any = torch.bfloat16 if case.dtype == FP8 else getattr(torch, case.dtype)
     phases = {"prefill": ([0], [tokens]), "decode": (list(range(8)), [1] * 8)}
     first: dict[str, torch.Tensor] = {}
-    # Kernels that compile for a minute come last.
+    # FlashInfer compiles for a minute: it comes last.
     for kernel in sorted(KERNELS, key=lambda name: name == "flashinfer"):
-        why = whys[kernel] or ("" if left.allows() else "the deadline came first")
+        why = whys[kernel] or ("" if left.allows() else "the deadline passed first")
         reads = KERNELS[kernel].reads(device)
         if why:
             part.not_run(f"{kernel}/{case.name}", why)
@@ -174,5 +174,5 @@ def _measure(
 def _check(part: Part, case: _Case, name: str, out: torch.Tensor, first: torch.Tensor) -> None:
     """Raises WrongResult if two kernels differ by more than rounding."""
     difference = float((out - first).abs().max() / first.abs().max())
-    if not difference <= _TOLERANCE.get(case.dtype, 0.05):  # also refuses NaN
+    if not difference <= _TOLERANCE.get(case.dtype, 0.05):  # also catches NaN
         raise WrongResult(f"{name}/{case.name} differs from the first kernel by {difference:.2g}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench models`: decode and prefill of several kinds of models, beside transformers' cache.
+"""`vmem bench models`: decode and prefill of several models, compared with transformers' cache.
 
-Real transformers models with random weights, in the shapes of known ones but with fewer layers.
-Four ways, each with the same tokens:
+Real transformers models with random weights, in the shapes of well-known models but with fewer
+layers. They run in four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
     vmem      the same with `pyvmem.hf.VMemCache`
@@ -41,10 +41,10 @@ __all__ = ["KINDS", "add_parser", "run"]
 
 _METHOD = {
     "clock": "perf_counter_ns from before the forward pass until the device is idle",
-    "rounds": "of each way in turn, kind after kind; the first round is left out",
-    "memory": "of keys and values after the last token: tensors' storage, or pages that are mapped",
-    "peak": "torch's largest allocation during a way's rounds, weights left out; GPU only",
-    "check": "the ways' last scores are compared with the first way's; see largest_difference",
+    "rounds": "the ways take turns, kind after kind; the first round is discarded",
+    "memory": "of keys and values after the last token: the tensors' storage, or mapped pages",
+    "peak": "torch's largest allocation during a way's rounds, without the weights; GPU only",
+    "check": "the last logits are compared with the first way's; see largest_difference",
 }
 _NAME = "vmem-bench-models"
 
@@ -55,7 +55,7 @@ class Kind:
 
     Attributes:
         model: the class name of its transformers configuration, without "Config".
-        what: the model whose shape it has.
+        what: the model in words.
         fields: fields of its configuration at full size.
         small: the fields that a quick run changes.
     """
@@ -185,7 +185,7 @@ WAYS = {
 
 
 def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
-    """Random weights, bfloat16 on a GPU."""
+    """Makes the model with random weights, in bfloat16 on a GPU."""
     import torch
     import transformers
 
@@ -206,14 +206,14 @@ def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Drops what the frames of an error, and of those behind it, hold: tensors of a cache."""
+    """Clears the frames of an error and of its causes, as they hold a cache's tensors."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 class _Way:
-    """Requests of one length on one cache; a context manager that frees all memory."""
+    """Runs equally long requests on one cache; a context manager that frees all memory."""
 
     def __init__(self, model: Any, command: Command, batch: int, longest: int) -> None:
         self.model, self.batch, self.longest = model, batch, longest
@@ -235,15 +235,15 @@ class _Way:
         """Makes the cache."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The logits of the last of ``[batch, new]`` tokens, ``[batch, vocabulary]``."""
+        """Returns the logits ``[batch, vocabulary]`` of the last of ``[batch, new]`` tokens."""
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """Bytes that keys, values and states take now."""
+        """Bytes that keys, values and states occupy now."""
         raise NotImplementedError
 
     def policy(self) -> dict[str, Any]:
-        """The policy of our caches."""
+        """The policy settings of our caches."""
         return {"page_size": self.page, "low_watermark": 0.0}
 
 
@@ -295,7 +295,7 @@ class _VMem(_Dynamic):
 
 
 class _Attend(_Way):
-    dtype = ""  # of keys and values; "": the model's
+    dtype = ""  # type of keys and values; "": the model's
 
     def open(self, stack: ExitStack) -> None:
         from pyvmem.attention import Attention, overread_rows
@@ -362,7 +362,7 @@ class _Attend(_Way):
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
 ) -> tuple[Any, None]:
-    """An attention function for transformers, over the step that comes with the call."""
+    """An attention function for transformers; the call's ``vmem_models`` has the step's batch."""
     from pyvmem.hf.latent import UP
 
     attend, step = more["vmem_models"]
@@ -375,7 +375,7 @@ def _attention(
 
 
 class _EightBits(_Attend):
-    dtype = "float8_e4m3fn"  # with a scale of 1: normed keys and values are in its range
+    dtype = "float8_e4m3fn"  # a scale of 1 suffices: normalized keys and values are in range
 
 
 _CLASSES: dict[str, type[_Way]] = {
@@ -388,7 +388,7 @@ _CLASSES: dict[str, type[_Way]] = {
 
 @contextmanager
 def _weights(kind: Kind, quick: bool, device: torch.device) -> Iterator[Any]:
-    """The model for the block; its memory is freed at the end."""
+    """Makes the model for a `with` block, and frees its memory at the end."""
     import gc
 
     import torch
@@ -437,7 +437,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
         weights = torch.cuda.memory_allocated(device) if cuda else 0
         for way, what in WAYS.items():
             if not left.allows():
-                part.not_run(f"decode/{way}", "the deadline came first")
+                part.not_run(f"decode/{way}", "the deadline passed first")
                 continue
             command.show(f"{name}: {what}")
             prefill, decode = Samples(), Samples()
@@ -469,7 +469,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
             what = f"largest difference of the last scores over the largest score, {about}"
             part.value(f"difference/{way}", what, way, difference, "x")
             differences[way] = difference
-            if not difference <= largest_difference(way, cuda, differences):  # also refuses NaN
+            if not difference <= largest_difference(way, cuda, differences):  # also catches NaN
                 raise WrongResult(f"{name}, {way}: the logits differ by {difference:.2g}")
             command.write()
 
@@ -477,9 +477,9 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
 def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> float:
     """Tolerance of last logits against the first variant's, relative to the largest logit.
 
-    0.1 in bfloat16, 0.001 in float32. An element of 8 bits has 3 bits of mantissa, one of bfloat16
+    0.1 in bfloat16, 0.001 in float32. An 8-bit element has 3 bits of mantissa, a bfloat16 element
     has 7: rounding is 16 times as coarse, so the difference may be 16 times that of the same
-    kernels with bfloat16, but at most a half, since unrelated logits differ by about 1.
+    kernels with bfloat16, but at most 0.5, since unrelated logits differ by about 1.
 
     Args:
         way: one of `WAYS`.
@@ -522,7 +522,7 @@ def add_parser(which: Any) -> None:
     """Adds ``models`` to the benchmarks."""
     parser = which.add_parser(
         "models",
-        help="decode and prefill of windows, MLA and full attention beside transformers' cache",
+        help="decode and prefill with windows, MLA and full attention, against transformers' cache",
         description="Times transformers models with random weights on DynamicCache, VMemCache and "
         "pyvmem.attention. Full size needs a GPU of 40 GB.",
     )
@@ -530,24 +530,26 @@ def add_parser(which: Any) -> None:
     add_page(parser)
     add = parser.add_argument
     names = (*KINDS, heads.NAME)
-    add("--kinds", default=",".join(names), help=f"of {', '.join(names)} (all)")
-    add("--tokens", type=count, default=8192, help="of each prompt (8192)")
+    add("--kinds", default=",".join(names), help=f"some of {', '.join(names)} (all)")
+    add("--tokens", type=count, default=8192, help="tokens of each prompt (8192)")
     add("--batch", type=count, default=8, help="requests that decode (8)")
-    add("--steps", type=count, default=40, help="decoded tokens of each (40)")
-    add("--rounds", type=count, default=5, help="prefills of each way (5)")
-    add("--kernel", default="auto", help="of pyvmem.attention (auto)")
+    add("--steps", type=count, default=40, help="decode steps (40)")
+    add("--rounds", type=count, default=5, help="prefills in each way (5)")
+    add("--kernel", default="auto", help="kernel of pyvmem.attention (auto)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if a part failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if a part failed, 2 if the back end cannot be opened."""
     import sys
 
     names = args.kinds.split(",")
     known = (*KINDS, heads.NAME)
     unknown = [name for name in names if name not in known]
     if unknown:
-        print(f"vmem bench: no kind {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
+        print(
+            f"vmem bench: unknown kind {unknown[0]!r}; known: {', '.join(known)}", file=sys.stderr
+        )
         return 2
     command = open_command(
         args, "models", _METHOD, tokens=args.tokens, batch=args.batch, kernel=args.kernel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The orders that a `Fleet` gives an engine's process, as that process sees them."""
+"""Orders from a `Fleet` to an engine's process: the process's side."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 __all__ = ["Orders", "open_orders"]
 
 Orders = tuple[dict[str, Any], Callable[[dict[str, Any]], None], Iterator[dict[str, Any]]]
-"""The engine's options, the function that answers, and orders until standard input ends."""
+"""The engine's options, a function that sends an answer, and the orders until stdin closes."""
 
 
 @contextmanager
 def open_orders() -> Iterator[Orders]:
-    """Reads the command line: the file of ``--options``, and the descriptor of ``--answers``."""
+    """Reads the options file and the answers' file descriptor from the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--options", type=Path, required=True)
     parser.add_argument("--answers", type=int, required=True)

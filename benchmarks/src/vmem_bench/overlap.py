@@ -2,14 +2,14 @@
 """`vmem bench overlap`: what mapping in the background adds to decode iterations.
 
 Follows figure 9 of the vAttention paper (ASPLOS'25). One process decodes with one model over three
-caches, in blocks of iterations that take turns, each with the same lengths and tokens:
+caches, which take turns every block of iterations, all with the same lengths and tokens:
 
-- ``mapped``: every page was mapped beforehand; the cache is not called while the model runs.
-- ``async``: `step_async` for the next iteration once the first layers of this one are launched,
-  then `step`.
-- ``sync``: `step` alone, on the critical path.
+- ``mapped``: all pages were mapped beforehand; the cache is not called while the model runs.
+- ``async``: calls `step_async` for the next iteration as soon as the first layers of this one are
+  launched, then `step`.
+- ``sync``: calls `step` alone, on the critical path.
 
-Requests grow from `low` to `high` tokens. One that reaches `high` is replaced by a fresh one of
+Requests grow from `low` to `high` tokens. A request that reaches `high` is replaced by a new one of
 `low` tokens, whose rows are not written, since prefill is not measured.
 """
 
@@ -53,8 +53,8 @@ _METHOD = {
 def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
     """Largest difference between outputs of the same iteration, relative to their largest element.
 
-    Requests whose rows from before their first iteration were never written are compared only
-    between ``async`` and ``sync``, where these rows are zeros.
+    Replacement requests, whose first `low` rows were never written, are compared only between
+    ``async`` and ``sync``: there these rows are zeros.
     """
     outs = {mode.name: mode.out.float() for mode in modes if mode.out is not None}
     worst = 0.0
@@ -72,7 +72,7 @@ def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
 
 
 def _fitting(batch: int, sizes: Sizes, high: int, free: int, modes: int) -> int:
-    """The number of requests that fit, next to the weights, with all caches full."""
+    """The number of requests, at most `batch`, that fit beside the weights with all caches full."""
     each = modes * high * sizes.token_bytes
     return max(0, min(batch, (free - 2 * sizes.weights - _SPARE) // each))
 
@@ -102,7 +102,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     command.show(f"{sizes.name}, {batch} requests of {low} to {high} tokens")
     model = Decoder(sizes, device)
     with ExitStack() as stack:
-        # Make all reservations before the first page: together they must be less than what is free.
+        # Make all caches before any maps a page: their limits together must fit into free memory.
         modes = [
             stack.enter_context(Mode(name, command, model, lengths, batch)) for name in args.modes
         ]
@@ -223,25 +223,25 @@ def add_parser(which: Any) -> None:
     """Adds ``overlap`` to the benchmarks."""
     parser = which.add_parser(
         "overlap",
-        help="iterations of decoding, with memory mapped before, in the background, or first",
-        description="Decodes with random weights of Llama-3-8B's shape over three caches in "
-        "turns, and compares their iterations. Full size needs a GPU of 120 GB.",
+        help="decode iterations with memory mapped beforehand, in the background or synchronously",
+        description="Decodes with random weights of Llama-3-8B's shape with three caches in "
+        "turn, and compares their iterations. Full size needs a GPU of 120 GB.",
     )
     add_common(parser, 180)
     add_page(parser)
     add = parser.add_argument
     add("--batch", type=count, default=32, help="requests (32)")
-    add("--low", type=count, default=4096, help="tokens of a fresh request (4096)")
+    add("--low", type=count, default=4096, help="tokens of a new request (4096)")
     add("--high", type=count, default=8192, help="tokens at which a request ends (8192)")
-    add("--iterations", type=count, default=2500, help="of each mode (2500)")
+    add("--iterations", type=count, default=2500, help="iterations of each mode (2500)")
     add("--block", type=count, default=100, help="iterations before the next mode's turn (100)")
-    add("--ahead", type=int, default=16, help="tokens ahead that are mapped (16)")
-    add("--kernel", default="auto", help="of pyvmem.attention (auto)")
+    add("--ahead", type=int, default=16, help="tokens to map ahead (16)")
+    add("--kernel", default="auto", help="kernel of pyvmem.attention (auto)")
     add("--modes", type=_modes, default=list(MODES), help=",".join(MODES))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "overlap", _METHOD)
     return run_on_device(command, "iterations", "iterations of decoding", _measure)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One way of mapping while a model decodes: its cache, its requests, its times."""
+"""A way of mapping while a model decodes, with its cache, requests and times."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ MODES = {
     "async": "mapped in the background",
     "sync": "mapped on the critical path",
 }
-_DRAWN = 500  # iterations of which the times are kept one by one
+_DRAWN = 500  # iterations whose times are stored individually
 SPIKE = 1.2
-OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
 
 
 class Lengths:
     """The tokens of each request, at every iteration.
 
     Args:
-        batch: requests; they start spread evenly from `low` to `high`, in whole tokens.
+        batch: number of requests; their first lengths are spread evenly from `low` to `high`.
         low: tokens of a fresh request, before its first iteration.
         high: tokens at which a request ends.
     """
@@ -53,11 +53,11 @@ class Lengths:
         return [self.low + 1 + (start + iteration) % span for start in self._starts]
 
     def ended(self, iteration: int) -> list[int]:
-        """The requests for which this iteration is the last."""
+        """The requests for which `iteration` is the last."""
         return [i for i, length in enumerate(self.at(iteration)) if length == self.high]
 
     def replaced(self, iteration: int) -> list[bool]:
-        """For each place, whether its first request has been replaced."""
+        """For each place in the batch, true if its first request has been replaced."""
         span = self.high - self.low
         return [start + iteration >= span for start in self._starts]
 
@@ -89,13 +89,14 @@ class Mode(Closable):
 
     Args:
         name: one of `MODES`.
-        command: names back end, page and kernel.
+        command: has the back end, page size and kernel.
         model: the model that decodes.
         lengths: lengths of the requests.
         batch: requests.
 
     Attributes:
-        times: the rounds so far; out: the last iteration's logits.
+        times: times of the rounds so far.
+        out: the last iteration's logits.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Mode(Closable):
             memory_limit=batch * pages * command.page * 2 * model.sizes.layers,
             low_watermark=0.0,
             overread_rows=OVERREAD,
-            overread_decode=True,  # so that all iterations need the same
+            overread_decode=True,  # so that all iterations need the same overread rows
         )
         self.cache = KVCache(config, backend=command.backend, device=command.args.device)
         self.attend = Attention(self.cache, command.args.kernel)
@@ -127,14 +128,14 @@ class Mode(Closable):
             self._events = (event(enable_timing=True), event(enable_timing=True))
         self.reqids: list[int] = []
         self._ahead_tokens = command.args.ahead
-        self._batch: Batch | None = None  # in the same tensors at every iteration
+        self._batch: Batch | None = None  # advanced in place, so that a CUDA graph can read it
         self._graph: Any = None
         self._ids: torch.Tensor | None = None
         self._ahead_ns = 0
         self.before = self.cache.stats()
 
     def prepare(self) -> None:
-        """Starts the requests and writes their rows; in all modes reserving comes first."""
+        """Starts the requests and writes their rows. All modes' caches must exist already."""
         first = self.lengths.at(0)
         self.reqids = [self._take(length) for length in first]
         everything = [self.lengths.high] * len(first)
@@ -170,7 +171,7 @@ class Mode(Closable):
             self._cuda.synchronize(self.device)
 
     def iterate(self, iteration: int, ids: torch.Tensor, *, keep: bool) -> None:
-        """Runs one iteration; its times go to the last round unless it is a warm-up."""
+        """Runs one iteration; if `keep`, adds its times to the last round."""
         clock, maps = time.perf_counter_ns, self.name != "mapped"
         lengths = self.lengths.at(iteration)
         wanted = self._by_slot(lengths)
@@ -207,7 +208,7 @@ class Mode(Closable):
             times.gpu.rounds[-1].append(elapsed * 1e6)
 
     def _forward(self, ids: torch.Tensor, during: Callable[[], None] | None) -> None:
-        """Launches a forward pass, and `during` once the GPU is busy with it."""
+        """Launches a forward pass, and calls `during` once the GPU is busy with it."""
         if self._graph is None:
             self.out = self.model(ids, self.attend, self._current(), during)
             return
@@ -226,9 +227,9 @@ class Mode(Closable):
         import torch
 
         if self._cuda is None:
-            return "there is no GPU"
+            return "no GPU"
         if self.attend.choice.decode not in ("fa3", "fa3-paged"):
-            return f"{self.attend.choice.decode} takes lengths from the host"
+            return f"{self.attend.choice.decode} reads lengths on the host"
         self._ids = torch.zeros(len(self.reqids), dtype=torch.int64, device=self.device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -240,7 +241,7 @@ class Mode(Closable):
         return ""
 
     def _ahead(self, iteration: int) -> None:
-        """Begins to map for the coming iterations; requests that end earlier need no more."""
+        """Starts mapping for the next iterations, up to `high` tokens per request."""
         start = time.perf_counter_ns()
         now = self.lengths.at(iteration)
         then = [min(length + self._ahead_tokens, self.lengths.high) for length in now]
@@ -248,7 +249,7 @@ class Mode(Closable):
         self._ahead_ns = time.perf_counter_ns() - start
 
     def _replace(self, iteration: int) -> None:
-        """Frees the requests that end, once their last work is launched, and takes new ones."""
+        """Replaces the requests that end with this iteration; its work must have been launched."""
         for request in self.lengths.ended(iteration):
             self.cache.free_reqid(self.reqids[request])
             self.reqids[request] = self._take(self.lengths.low + 1)
@@ -256,7 +257,7 @@ class Mode(Closable):
             must(self.cache.step_async(self._by_slot(self.lengths.at(iteration + 1))))
 
     def add_rows(self, part: Part) -> None:
-        """Adds the rows known so far."""
+        """Adds rows from the times so far."""
         what, name = MODES[self.name], self.name
         times = self.times
         row = part.time(f"time/{name}", f"an iteration, {what}", name, times.total, unit="ms")
@@ -290,13 +291,13 @@ class Mode(Closable):
             part.value(f"{field}/{name}", f"{words}, {what}", name, value, unit)
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self._graph = self._batch = self.out = None
         self.attend.close()
         self.cache.close()
 
 
 def must(result: int) -> None:
-    """Raises RuntimeError if a step was refused."""
+    """Raises RuntimeError if a step returned nonzero: memory is short."""
     if result:
         raise RuntimeError("step: memory is short")

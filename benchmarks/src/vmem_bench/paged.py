@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench kernels`: the same attention kernel, contiguous and paged.
 
-The contiguous form runs over our pages in random physical order and over cudaMalloc memory, the
-paged form over cudaMalloc memory with the blocks in random order, for every block size. All buffers
-hold the same numbers.
+The contiguous form reads our pages, in random physical order, and cudaMalloc memory. The paged form
+reads cudaMalloc memory with its blocks in random order, for every block size. All buffers hold the
+same numbers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNELS", "add_parser", "run"]
 
-_OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
 _PREFILL, _DECODE = 0.99, 0.97
-_LONG = 64 << 10  # tokens of a prompt from which FlashInfer's blocks are to cost _FLASHINFER
+# For prompts of this many tokens or more, FlashInfer's blocks should take this many times as long.
+_LONG = 64 << 10
 _FLASHINFER = 1.10
 KERNELS = {
     "fa3": "FlashAttention-3, vLLM's op",
@@ -43,12 +44,12 @@ KERNELS = {
     "sdpa": "torch's SDPA, with a copy of the blocks before it",
 }
 _METHOD = {
-    "time": "events; decoding: of a CUDA graph of calls over different memory, divided by them",
-    "turns": "every form and memory in turn, the order rotated every round, the first left out",
-    "splits": "where tuned, the fastest of 0 (the kernel chooses), 1, 2, 4, 8, 16, 32, for each "
-    "form and block",
-    "checked": "each output against that of the contiguous form over a copy in the right order, "
-    "and the last token's against float32",
+    "time": "by events; decoding: a CUDA graph of calls over different memory, over their number",
+    "turns": "every form and memory in turn, in rotating order; the first round is discarded",
+    "splits": "in tuned cases, the fastest of 0 (the kernel chooses), 1, 2, 4, 8, 16, 32, for each "
+    "form and block size",
+    "checked": "each output against the contiguous form's on a copy of the rows in order, and the "
+    "last token's against float32",
 }
 
 
@@ -61,19 +62,19 @@ def _make(name: str, command: Command, device: torch.device) -> Kernel:
 
 
 def _page(command: Command) -> int:
-    """Bytes of our pages, the same in a quick run."""
+    """The size of our pages in bytes. Unlike `Command.page`, a quick run does not change it."""
     return int(getattr(command.args, "page", 0)) or 64 << 10
 
 
 def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> None:
-    """Adds our contiguous form's speed over the best paged form, each block, and the card."""
+    """Adds our speed relative to the best paged form, to each block size and to the card's peak."""
     pages = f"{page_name(_page(command))} pages"
     prefix = f"{kernel}/{case.name}"
     ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
     goal = _DECODE if case.decodes else _PREFILL
-    # For decoding one request, both kernels choose their splits: only the tuned case counts.
+    # Decoding a single request depends on the number of splits, so only the tuned case has a goal.
     plain = case.decodes and case.batch == 1 and not case.tuned
-    over = []  # name, text, our rows and the paged form's, and the target
+    over = []  # name, text, our rows, block sizes to compare with, target
     for block in (0, *blocks) if blocks else ():
         words = "the best paged form" if block == 0 else f"blocks of {block}"
         judged = block == 0 and not plain and kernel != Gather.name
@@ -131,9 +132,9 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser(
         "kernels",
         help="the same attention kernel, contiguous and paged",
-        description="Times attention kernels over contiguous rows in small pages and in memory of "
-        "cudaMalloc, and over blocks of several sizes. Needs a GPU; without one, or with --quick, "
-        "only --kernels sdpa runs, which measures nothing of interest.",
+        description="Times attention kernels over contiguous rows in small pages and in cudaMalloc "
+        "memory, and over blocks of several sizes. Needs a GPU; without one, or with --quick, "
+        "only --kernels sdpa runs, as a smoke test.",
     )
     add_common(parser, 180)
     add_page(parser)
@@ -165,7 +166,7 @@ def _chosen(command: Command) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if a part failed, 2 if there is no such back end or case."""
+    """Runs the command. Returns 0, 1 if a part failed, 2 if a back end or case is unknown."""
     command = open_command(args, "kernels", _METHOD, kernels=args.kernels)
     if command is None:
         return 2
@@ -204,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_footprints(
     command: Command, parts: dict[str, Part], kernels: dict[str, Kernel], device: torch.device
 ) -> None:
-    """Every footprint of every kernel; the file is written after each."""
+    """Measures every footprint with every kernel; writes the file after each."""
     for name, kernel in kernels.items():
         with conducted(parts[name]):
             for nbytes in command.args.footprint:
@@ -220,12 +221,12 @@ def _run_all(
     cases: list[Case],
     device: torch.device,
 ) -> None:
-    """Every case of every kernel, over the same buffers; the file is written after each."""
+    """Measures every case with every kernel on the same buffers; writes the file after each."""
     if not kernels:
         return
-    deadline = Deadline(command.args.deadline)  # compiling does not count
+    deadline = Deadline(command.args.deadline)  # starts anew: kernels have compiled by now
     rows = max(case.kv_heads * case.head_dim for case in cases)
-    # Prefills are small, so several of their layers fit in one tensor.
+    # A prefill's layer is small, so make room for several layers in one tensor.
     nbytes = max(case.nbytes * (1 if case.decodes else GROUP // 2) for case in cases)
     nbytes += 2 * 2 * _OVERREAD * rows
     page = _page(command)
@@ -253,13 +254,13 @@ def _run_all(
 
 
 def _add_peak(part: Part, device: torch.device) -> None:
-    """Adds the card's memory bandwidth, the roofline of decoding's GB/s."""
+    """Adds the card's memory bandwidth, the upper bound of a decode step's GB/s."""
     import torch
 
     if device.type != "cuda":
         return
     properties = torch.cuda.get_device_properties(device)
-    clock = getattr(properties, "memory_clock_rate", 0)  # kHz; two transfers a cycle
+    clock = getattr(properties, "memory_clock_rate", 0)  # kHz; two transfers per cycle
     width = getattr(properties, "memory_bus_width", 0)  # bits
     if clock and width:
         what = "memory bandwidth by clock and width of the bus"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Times and checks one attention kernel, contiguous and in blocks, over memory of two kinds.
 
-Beside these, the calls that `pyvmem.attention` makes for a cache: over slots with a tensor for each
+It also times the calls that `pyvmem.attention` makes for a cache: over slots with a tensor for each
 layer, and over slots whose tensor has the rows of several layers, so that a layer's rows are
 strided.
 
 A decoding call is measured in a CUDA graph of several calls, each over another part of the memory,
-as the layers of a model are: a single call would finish faster than the CPU launches it.
+like the layers of a model: a single call would finish faster than the CPU launches it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["GROUP", "OURS", "SLOTS", "THEIRS", "PagedBench"]
 OURS = ("random0", "random1")  # of `Buffers`
 THEIRS = ("malloc0", "malloc1")
 SLOTS = {"slots": "slots", "layered": "slots of layers in one tensor"}
-GROUP = 8  # layers in one tensor, at most
-_LAYERS = 16  # calls of decoding in one sample, at most
-_TOLERANCE = 0.03  # of the largest number of a head: bfloat16 has 8 bits
+GROUP = 8  # most layers in one tensor
+_LAYERS = 16  # most decoding calls in one sample
+_TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 bits
 
 
 @dataclass
@@ -50,12 +50,12 @@ class _Form:
 
 
 class PagedBench:
-    """One kernel over all buffers, which hold the same numbers.
+    """Measures one kernel on all buffers, which hold the same numbers.
 
     Args:
-        part: gets the rows ``CASE/contiguous/MEMORY``, ``CASE/pagedBLOCK/MEMORY``, and for our
-            pages ``CASE/slots/MEMORY`` and ``CASE/layered/MEMORY``.
-        kernel: in both forms.
+        part: receives the rows ``CASE/contiguous/MEMORY``, ``CASE/pagedBLOCK/MEMORY``, and for
+            our pages ``CASE/slots/MEMORY`` and ``CASE/layered/MEMORY``.
+        kernel: the kernel, in both forms.
         buffers: with room for the largest case's keys and values.
         quick: take few samples.
     """
@@ -64,7 +64,7 @@ class PagedBench:
         self.part, self.kernel, self.buffers, self.quick = part, kernel, buffers, quick
         self.device = buffers.device
         self._clock = timer(self.device)
-        self._graphs: list[Any] = []  # with what they read
+        self._graphs: list[Any] = []  # with the captured functions, which hold the tensors
         self._graph_why = ""
         self._checked: list[float] = []
 
@@ -81,7 +81,7 @@ class PagedBench:
         self._checked.clear()
         try:
             forms = [*self._contiguous(case, q), *self._paged(case, q, generator)]
-            if not case.tuned:  # the kernels choose their splits
+            if not case.tuned:  # with slots, the number of splits is always the kernel's choice
                 forms += self._slots(case, q)
             self.part.notes.append(
                 f"{case.name}: {len(self._checked)} outputs checked, the largest difference is "
@@ -174,7 +174,7 @@ class PagedBench:
     def _slotted(
         self, case: Case, memory: str, layered: bool
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Layers of a cache; `layered`: all in one tensor, or none if only one would fit."""
+        """Layers of a cache. `layered`: all in one tensor, or an empty list if only one fits."""
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         if not layered:
             return self._layers(case, memory, shape)
@@ -190,7 +190,7 @@ class PagedBench:
     def _layers(
         self, case: Case, memory: str, shape: tuple[int, ...]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values in several parts of a buffer for decoding, otherwise in one."""
+        """Keys and values: for decoding in several parts of a buffer, otherwise in one."""
         flat, n = self.buffers.tensors[memory], case.elements
         half = flat.numel() // 2
         count = min(_LAYERS, half // n) if case.decodes else 1
@@ -225,7 +225,7 @@ class PagedBench:
         *,
         graph: bool,
     ) -> Callable[[], Any]:
-        """All calls of a sample, as a CUDA graph if requested and possible."""
+        """A function that makes all calls of a sample, as a CUDA graph if wanted and possible."""
 
         def plain() -> torch.Tensor:
             for k, v in layers:
@@ -262,7 +262,7 @@ class PagedBench:
     # ---- results ---------------------------------------------------------------------------------
 
     def _reference(self, case: Case, q: torch.Tensor) -> torch.Tensor:
-        """The contiguous form's output; the last tokens of two requests in it are checked."""
+        """The contiguous form's output, after checking the last tokens of two requests."""
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         k, v = self._layers(case, THEIRS[0], shape)[0]
         out = self.kernel.contiguous(case, 0)(q, k, v).clone()
@@ -278,10 +278,10 @@ class PagedBench:
         return out
 
     def _check(self, what: str, out: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Compares each head of each token separately: later tokens have smaller numbers."""
+        """Compares each head of each token separately, as later tokens' outputs are smaller."""
         wanted = wanted.float()
         difference = (out.float() - wanted).abs().amax(-1)
         worst = float((difference / wanted.abs().amax(-1).clamp_min(1e-9)).max())
         self._checked.append(worst)
-        if not worst <= _TOLERANCE:  # also refuses NaN
+        if not worst <= _TOLERANCE:  # also catches NaN
             raise WrongResult(f"{what}: differs by {worst:.2g} of a head's largest number")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """FlashInfer, contiguous (its ragged wrapper), paged, and over a cache's slots.
 
-Its kernels are compiled on first use. The ragged wrapper takes rows without gaps, but slots have
-gaps: over slots it serves a lone long prompt, and other prefills are one single-request call for
-each (`pyvmem.attention.infer`).
+Its kernels are compiled on first use. The ragged wrapper needs rows without gaps, but slots have
+gaps: it serves a single long prompt in a slot; for other prefills each request is a call for a
+single request (`pyvmem.attention.infer`).
 
 Written for flashinfer-python 0.6.14, whose wheel has the headers; it needs nvcc, a C++ compiler and
 ninja on the PATH. Decoding uses the ``fa2`` kernels, which divide a request's rows among
-multiprocessors, and prefill the ``fa3`` ones. FlashInfer chooses the same: its decoding with
-several query heads for each KV head uses the kernels of prefill (`use_tensor_cores`).
+multiprocessors, and prefill the ``fa3`` kernels. FlashInfer would choose the same: with several
+query heads per KV head, it decodes with its prefill kernels (`use_tensor_cores`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SINGLE = "single"  # the call for one request, with the same kernels as "fa3"
 
 
 class FlashInfer:
-    """The wrappers of batches.
+    """FlashInfer's kernels, through its wrappers for batches.
 
     Args:
         device: a GPU.
@@ -40,7 +40,7 @@ class FlashInfer:
         notes: how long compiling took, and what could not be compiled.
 
     Raises:
-        ValueError: not a GPU. ImportError: FlashInfer, or what it needs, is not installed.
+        ValueError: not a GPU. ImportError: FlashInfer or a dependency is not installed.
         RuntimeError: nothing could be compiled; the text says why.
     """
 
@@ -69,7 +69,7 @@ class FlashInfer:
         import torch
 
         kind, dim = torch.bfloat16, 128
-        # The rest: no positions, no window, no cap of the scores, no 16-bit reduction.
+        # Head sizes; then no positional encoding, window, soft cap or 16-bit reduction.
         rest = (dim, dim, 0, False, False, False)
         try:
             if backend == _SINGLE:
@@ -78,18 +78,18 @@ class FlashInfer:
                 types = (kind, kind, kind, torch.int32)
                 module = self._prefill.gen_batch_prefill_module(backend, *types, *rest)
             module.build(False)
-        except Exception as error:  # files, processes, versions: many kinds
+        except Exception as error:  # errors of files, processes, versions
             lines = [line for line in str(error).splitlines() if line.strip()]
             telling = [line for line in lines if "error" in line.lower()] or lines[:1]
             return f"{type(error).__name__}: {' '.join(telling[:2])[:400]}"
         return ""
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Only the kernels for decoding have a number of splits."""
+        """The numbers of splits to try; only decoding kernels can split."""
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """The ragged wrapper: the requests' rows, one request after the other."""
+        """A call of the ragged wrapper, which reads the requests' rows one after the other."""
         wrapper = self._prefill.BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace, "NHD", backend=self._backend(case)
         )
@@ -111,7 +111,7 @@ class FlashInfer:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """The paged wrapper; all blocks of every request are full."""
+        """A call of the paged wrapper; all blocks of every request are full."""
         import torch
 
         blocks = table.shape[1]
@@ -139,7 +139,7 @@ class FlashInfer:
         return call
 
     def slots(self, case: Case) -> Call:
-        """Prefill: a call for each request. Decoding: the paged call, with the identity table."""
+        """As `pyvmem.attention`: prefill calls per request, decoding pages by an identity table."""
         for name in ("fa2",) if case.decodes else (_SINGLE, "fa3"):
             self._need(name)
         return of_slots("flashinfer", "flashinfer", case, self._device)
@@ -154,20 +154,20 @@ class FlashInfer:
             raise RuntimeError(f"{name} was not compiled: {self._why[name]}")
 
     def _starts(self, case: Case, each: int) -> torch.Tensor:
-        """Start offsets, on the CPU, where `plan` reads them."""
+        """Start offsets in CPU memory, as `plan` reads them there."""
         import torch
 
         return torch.arange(case.batch + 1, dtype=torch.int32) * each
 
     def _out(self, case: Case) -> torch.Tensor:
-        """The output, made once: the paged wrapper would zero a new one in every call."""
+        """A preallocated output: the paged wrapper would zero a new one in every call."""
         import torch
 
         shape = (case.batch * case.q_len, case.heads, case.head_dim)
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
 
     def _plan(self, case: Case, splits: int, unit: int) -> dict[str, Any]:
-        """Arguments of `plan`; `unit`: tokens in the unit of split sizes."""
+        """Arguments of `plan`; split sizes count units of `unit` tokens."""
         import torch
 
         plan: dict[str, Any] = {"causal": True, "q_data_type": torch.bfloat16}

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 Call = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
-"""Queries ``[tokens, heads, dim]``, keys and values, to ``[tokens, heads, dim]``."""
+"""Maps queries ``[tokens, heads, dim]``, keys and values to an output shaped like the queries."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Case:
     """A batch of equal requests.
 
     Attributes:
-        name: in the names of rows.
-        what: the same in words.
-        batch: requests.
-        q_len: new tokens of each, at the end of its rows.
-        kv_len: rows of each.
+        name: the case in the ids of rows.
+        what: the case in words.
+        batch: number of requests.
+        q_len: new tokens of each request, at the end of its rows.
+        kv_len: rows of each request.
         tuned: search for the best number of splits; otherwise the kernel chooses.
     """
 
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """Elements of the keys; the values have as many."""
+        """Elements of the keys; the values have the same number."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
     @property
@@ -77,7 +77,7 @@ CASES = (
 
 
 def _by_heads() -> tuple[Case, ...]:
-    """Decoding and prefill, from one KV head for each query head to one for all of them."""
+    """Decoding and prefill, from one KV head per query head to one for all query heads."""
     cases = []
     for name, what, heads, kv_heads in (
         ("mha", "MHA, 32 KV heads", 32, 32),
@@ -100,7 +100,7 @@ SETS: dict[str, tuple[Case, ...]] = {
     "long": tuple(
         Case(f"prefill_{n}k", f"prefill of {n}K", 1, n * _K, n * _K) for n in (32, 128, 192)
     ),
-    # A prompt of 16K, part of which is in the cache already; "none": the whole prompt is computed.
+    # A prompt of 16K, part of which is already in the cache; "none": the whole prompt is computed.
     "prefix": tuple(
         Case(f"prefix_{name}", f"2 prompts of 16K, {name} of each shared", 2, new * _K, 16 * _K)
         for name, new in (("none", 16), ("half", 8), ("most", 2))
@@ -131,10 +131,10 @@ TINY_SETS: dict[str, tuple[Case, ...]] = {
 
 
 class Kernel(Protocol):
-    """One kernel in both forms.
+    """A kernel in both forms.
 
     Attributes:
-        name: in the names of rows.
+        name: the kernel in the ids of rows.
         blocks: the block sizes to compare, in tokens.
     """
 
@@ -145,29 +145,29 @@ class Kernel(Protocol):
         """Numbers of splits of a request's rows to try; 0: the kernel chooses."""
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """A call over keys and values ``[batch, kv_len, kv_heads, dim]``."""
+        """Returns a call that reads keys and values ``[batch, kv_len, kv_heads, dim]``."""
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """The same over ``[blocks, block, kv_heads, dim]``.
+        """Returns a call that reads keys and values ``[blocks, block, kv_heads, dim]``.
 
-        `table`: each request's blocks, int32 ``[batch, blocks of each]``.
+        `table`: each request's blocks, int32 ``[batch, blocks per request]``.
         """
 
     def slots(self, case: Case) -> Call:
-        """The call that `pyvmem.attention` makes for the slots of a cache; see `of_slots`."""
+        """Returns the call that `pyvmem.attention` makes for a cache's slots; see `of_slots`."""
 
 
 def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:
-    """A kernel of `pyvmem.attention.KERNELS` for each phase, over a cache's slots.
+    """Returns a call of `pyvmem.attention`'s kernel for prefill or for decoding, by the case.
 
-    The call takes keys and values ``[batch, rows, kv_heads, dim]`` as a cache has them: strided if
-    a tensor has the rows of several layers.
+    The call accepts keys and values ``[batch, rows, kv_heads, dim]`` as a cache stores them: they
+    are strided if a tensor has the rows of several layers.
     """
     from pyvmem.attention.batch import Batch, Part
     from pyvmem.attention.kernels import KERNELS
 
     config = SimpleNamespace(max_batch=case.batch, max_seq_len=case.kv_len, window=0)
-    # All that a batch needs from a cache: every row is mapped.
+    # Stands for a cache whose rows are all mapped; a batch needs no more of it.
     cache: Any = SimpleNamespace(
         config=config, safe_overread=True, readable_rows=lambda ids: [case.kv_len] * len(ids)
     )
@@ -182,7 +182,7 @@ def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Cal
 
 
 class Fa3:
-    """FlashAttention-3: vLLM's op. Raises as `fa3.load`."""
+    """FlashAttention-3, by vLLM's op. Raises what `fa3.load` raises."""
 
     name = "fa3"
     blocks: tuple[int, ...] = (16, 64, 128, 256)
@@ -192,19 +192,19 @@ class Fa3:
         self._device = device
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """`num_splits`."""
+        """The values of the op's `num_splits` to try."""
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """The op's batch of slots."""
+        """A call of the op with a batch of slots."""
         return self._call(case, None, splits)
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """The op's page table."""
+        """A call of the op with a page table."""
         return self._call(case, table, splits)
 
     def slots(self, case: Case) -> Call:
-        """The op's batch of slots; decoding, its page table over them."""
+        """A call of the op with a batch of slots; for decoding, with a page table over them."""
         return of_slots("fa3", "fa3-paged", case, self._device)
 
     def _call(self, case: Case, table: torch.Tensor | None, splits: int) -> Call:
@@ -220,7 +220,7 @@ class Fa3:
 
 
 class Fa2:
-    """FlashAttention-2: torch's own op, which has no paged call. ValueError: not a GPU."""
+    """FlashAttention-2, by torch's op, which has no paged call. ValueError: not a GPU."""
 
     name = "fa2"
     blocks: tuple[int, ...] = ()
@@ -235,7 +235,7 @@ class Fa2:
         return (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """The op's variable-length call, in which slots may begin anywhere."""
+        """The op's variable-length call, in which requests may start anywhere."""
         return self.slots(case)
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
@@ -243,22 +243,22 @@ class Fa2:
         raise NotImplementedError("torch's FlashAttention-2 takes no block table")
 
     def slots(self, case: Case) -> Call:
-        """The same, over strided rows."""
+        """The same call; rows may be strided."""
         return of_slots("fa2", "fa2", case, self._device)
 
 
 class Gather:
-    """torch's SDPA, after a copy for blocks: not a paged kernel, but it runs everywhere."""
+    """torch's SDPA; blocks are copied in order first. Not a paged kernel, but runs everywhere."""
 
     name = "sdpa"
     blocks: tuple[int, ...] = (16, 64)
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """It never splits: 0 and 1 mean the same."""
+        """0 and 1, which mean the same: SDPA never splits."""
         return (0, 1) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """One call for the batch."""
+        """A single call for the whole batch."""
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -279,7 +279,7 @@ class Gather:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """A copy of the blocks in order, then the contiguous call."""
+        """Copies the blocks in order, then makes the contiguous call."""
         whole = self.contiguous(case, splits)
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         order = table.flatten().long()
@@ -290,7 +290,7 @@ class Gather:
         return call
 
     def slots(self, case: Case) -> Call:
-        """A call for neighbouring slots of equal lengths."""
+        """The batch's slots are adjacent and equally long, so one call covers all of them."""
         import torch
 
         return of_slots("sdpa", "sdpa", case, torch.device("cpu"))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench prefix-map`: how long a new request takes to begin with a recorded prefix.
+"""`vmem bench prefix-map`: time for a new request to start from a recorded prefix.
 
 `KVCache.alloc_prefix` finds the prefix and maps its pages, read-only, in a free slot: 10,240 tokens
-of Llama-3-8B's shape are 1.34 GB in 64 tensors. How many driver calls that takes depends on where
-the pages lie, and so on how the first request got them:
+of Llama-3-8B's shape are 1.34 GB in 64 tensors. The number of driver calls depends on where the
+pages are in physical memory, and so on how the first request allocated them:
 
-- ``runs``: all at once, as a prefill does: neighbours in each tensor.
+- ``runs``: in one step, as for a prefill: a tensor's pages are adjacent.
 - ``runs_2m``: the same with pages of 2 MB, each of which the GPU can map with one large entry.
-- ``fragmented``: from memory in which only single pages are free, so that no two are neighbours.
+- ``fragmented``: from memory in which only single pages are free, so that no two are adjacent.
 
 A next turn whose slot still has the prefix mapped is timed as well: it makes no driver call.
 """
@@ -40,14 +40,14 @@ KINDS = {
 }
 _AIMS = {"runs": 6.0, "runs_2m": 2.0, "fragmented": None}
 _METHOD = {
-    "time": "perf_counter_ns around alloc_prefix, from Python; the first call is left out",
+    "time": "perf_counter_ns around alloc_prefix, from Python; the first call is discarded",
     "between": "the request is freed, and its pages are unmapped before the next call",
-    "resume": "the same, but freed with its tokens, whose pages stay mapped in its slot",
+    "resume": "the same, but the request is freed with its tokens: their pages stay mapped",
 }
 
 
 class _Kind(Closable):
-    """A cache with the prefix in pages of one kind. A context manager."""
+    """A cache that holds the prefix, in one of `KINDS`. A context manager."""
 
     def __init__(self, name: str, command: Command, tokens: int) -> None:
         self.name = name
@@ -78,7 +78,7 @@ class _Kind(Closable):
         self.ids = TokenIds([(7 * i) % 128_000 for i in range(tokens)])
 
     def record(self) -> None:
-        """Makes the first request, marks its rows, records them and frees it."""
+        """Makes the first request, writes marks to its rows, records them and frees it."""
         cache = self.cache
         one = self._take()
         if cache.step([self.tokens if reqid == one else 0 for reqid in range(2)]):
@@ -92,7 +92,7 @@ class _Kind(Closable):
         self._unmap()
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self._stack.close()
 
     def _take(self) -> int:
@@ -101,10 +101,10 @@ class _Kind(Closable):
             raise RuntimeError("no free slot")
         return reqid
 
-    # ---- what is measured ------------------------------------------------------------------------
+    # ---- timing ----------------------------------------------------------------------------------
 
     def time(self, found: Samples, matched: Samples) -> None:
-        """Times a request that begins with the prefix, and a match of the prefix alone."""
+        """Times a request that starts from the prefix, and a mere match of the prefix."""
         cache = self.cache
         start = time.perf_counter_ns()
         cache.match(self.ids, 0)
@@ -121,7 +121,7 @@ class _Kind(Closable):
         self._unmap()
 
     def time_next_turns(self, found: Samples, rounds: int) -> None:
-        """Times requests that continue where the last one ended; the first one maps the prefix."""
+        """Times requests that resume in the last one's slot; an untimed one maps the prefix."""
         cache = self.cache
         for turn in range(rounds + 1):
             before = cache.stats()
@@ -145,10 +145,10 @@ class _Kind(Closable):
             wanted = self._mark(tensor, page)
             got = self.cache.reservation.read(self._offset(reqid, tensor, page), len(wanted))
             if got != wanted:
-                raise WrongResult(f"tensor {tensor}, page {page}: {got!r}, written was {wanted!r}")
+                raise WrongResult(f"tensor {tensor}, page {page}: {got!r}, expected {wanted!r}")
 
     def _corners(self) -> list[tuple[int, int]]:
-        """The first and the last page of the first and the last tensor, and one in between."""
+        """The first and last page of the first and last tensor, and a page in the middle."""
         layout = self.cache.layout
         tensors, pages = layout.num_tensors, layout.pages_for(self.tokens)
         middle = (tensors // 2, pages // 2)
@@ -224,17 +224,17 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser(
         "prefix-map",
         help="matching and mapping a recorded prefix",
-        description="Times alloc_prefix for a prefix of Llama-3-8B's shape, by how its pages lie.",
+        description="Times alloc_prefix for a prefix of Llama-3-8B's shape, by its pages' layout.",
     )
     add_common(parser, 90)
     add = parser.add_argument
-    add("--tokens", type=count, default=10240, help="of the prefix (10240)")
-    add("--rounds", type=count, default=30, help="requests that are timed (30)")
+    add("--tokens", type=count, default=10240, help="tokens of the prefix (10240)")
+    add("--rounds", type=count, default=30, help="timed requests (30)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "prefix-map", _METHOD, tokens=args.tokens)
     if command is None:
         return 2

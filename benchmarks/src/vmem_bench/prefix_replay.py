@@ -2,18 +2,18 @@
 """Two prefix caches with the same trace and budget: our tree, and blocks named by their hash.
 
 Both serve one request after the other. At most n - 1 of a prompt's n tokens may come from the
-cache, since the last one must be computed. The rest of the prompt is then recorded, up to its last
-whole unit; its own prefix is not evicted for that, and what does not fit in the budget is not
-recorded. Outputs are not recorded, since the trace does not include them.
+cache, since the last one must be computed. Then the prompt is recorded up to its last whole unit;
+this never evicts the prefix that was found, and units beyond the budget are not recorded. Outputs
+are not recorded, since the trace does not include them.
 
 - **Tree** (`PrefixTree`): a unit is the smallest number of tokens that two requests can share by
   mapping a page twice. The least recently used leaf is evicted first, from its end, by at least one
   unit.
 - **Blocks** (vLLM's automatic prefix caching): a full block is named by the hash of its tokens and
-  of the block before it. A finished request appends its blocks to a queue, the last one first; new
-  blocks are taken from the front.
+  of the block before it. A finished request appends its blocks to a queue, its last block first;
+  new blocks are taken from the front of the queue.
 
-A third, `Turns`, is the cache itself. It counts the hits whose rows were still mapped in the slot
+A third, `Turns`, is a real `KVCache`. It counts the hits whose rows were still mapped in the slot
 in which the conversation's previous turn ended. `Sliding` is the tree for a model with
 sliding-window layers: the rules of prefix_cache.py for windows, counted in units.
 """
@@ -144,7 +144,7 @@ def token_ids(prompt: Prompt) -> TokenIds:
 
 
 class Units:
-    """A span of the tree that is only a number of units."""
+    """A span of the tree; stores nothing but its number of units."""
 
     __slots__ = ("pages",)
 
@@ -198,7 +198,7 @@ class Tree:
 
 
 class Tail(Units):
-    """Units, the last `held` of which sliding layers hold."""
+    """A span of which the sliding layers hold the last `held` units."""
 
     __slots__ = ("held",)
 
@@ -221,11 +221,11 @@ class Sliding:
     last whole block: the id of a partial block does not identify its first tokens.
 
     Args:
-        unit: tokens; of all layers.
+        unit: tokens; the same for all layers.
         token_bytes: keys and values of a token in all layers.
         budget: bytes.
-        layers: the number of sliding layers, and of all layers.
-        kept: tokens before the next one that sliding layers need.
+        layers: the number of sliding layers, and the number of all layers.
+        kept: tokens before the next token that sliding layers need.
         chunk: the most tokens that a step computes.
 
     Attributes:
@@ -247,7 +247,7 @@ class Sliding:
         self._layer_bytes = unit * token_bytes // self._layers  # of a unit
         self._capacity = budget // self._layer_bytes
         self._kept, self._chunk = kept, chunk
-        self._held = 0  # units that sliding layers have
+        self._held = 0  # units that sliding layers hold
 
     def serve(self, prompt: Prompt) -> int:
         """See `Cache.serve`."""
@@ -256,7 +256,7 @@ class Sliding:
         whole = prompt.length // TRACE_BLOCK * TRACE_BLOCK
         ids = TokenIds.from_bytes(ids.data[: whole * ID_BYTES])
         tree.insert(ids, lambda first, last: Tail(last - first))
-        node = tree.cut_at(tree.match(ids).node, whole)  # ends with them
+        node = tree.cut_at(tree.match(ids).node, whole)  # the node that ends with `ids`
         if node.end:
             tree.pin(node)
         last = found + (prompt.length - found - 1) // self._chunk * self._chunk
@@ -269,7 +269,7 @@ class Sliding:
         self._evict()
         if node.end:
             tree.unpin(node)
-        self._evict()  # what does not fit in the budget is left out
+        self._evict()  # now also the prompt's own units, if they exceed the budget
         return found
 
     def held_bytes(self) -> int:
@@ -278,7 +278,7 @@ class Sliding:
         return (whole + self._held * self._slides) * self._layer_bytes
 
     def _evict(self) -> None:
-        """Evicts leaves, until the rest fits or is pinned."""
+        """Evicts leaves until the budget is met or all remaining leaves are pinned."""
         while self.held_bytes() > self._capacity * self._layer_bytes:
             spans = self.tree.evict(1, whole=True)
             if not spans:
@@ -292,9 +292,11 @@ class Sliding:
         return max(0, whole - self._kept) // self.tree.unit
 
     def _end(self, match: Match[Tail]) -> int:
-        """The tokens of a match after which sliding layers have what they need."""
+        """The length of a match's longest part after which sliding layers have all needed rows."""
         unit, units = self.tree.unit, match.length // self.tree.unit
-        runs: list[tuple[int, int]] = []  # consecutive units that are present
+        runs: list[
+            tuple[int, int]
+        ] = []  # [start, end) of consecutive units that sliding layers hold
         end = 0
         for span, _ in match.parts:
             low, end = end + span.pages - span.held, end + span.pages
@@ -332,7 +334,9 @@ class Blocks:
         self.block_bytes = block * token_bytes
         self.capacity = budget // self.block_bytes
         self.evicted = 0
-        self._queue: OrderedDict[int, None] = OrderedDict()  # next to be taken first
+        self._queue: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # in the order in which blocks will be reused
 
     def serve(self, prompt: Prompt) -> int:
         """See `Cache.serve`."""
@@ -340,7 +344,7 @@ class Blocks:
         whole = prompt.length // self.block
         hashes = [one * per + at for one in prompt.hash_ids for at in range(per)][:whole]
         found = next((at for at, one in enumerate(hashes) if one not in queue), whole)
-        # Blocks after an evicted one may remain; vLLM does not find them either.
+        # Blocks after an evicted block may remain, but are not found, as in vLLM.
         kept = hashes[: self.capacity]
         for one in kept:
             queue.pop(one, None)
@@ -357,28 +361,28 @@ class Blocks:
 
 
 class Turns(Closable):
-    """The cache itself on ``host``, with few bytes per token, so that any budget fits.
+    """A `KVCache` on ``host``, with few bytes per token, so that any budget fits.
 
     Prompts are served one after the other: all of their tokens are admitted, and the trace's whole
-    blocks are recorded. (The id of a prompt's last, partial block says nothing about what the block
-    begins with, so no later prompt can be known to go on there.) Evicted pages are unmapped in the
-    background, which finishes before the next prompt. A context manager.
+    blocks are recorded. (The id of a prompt's last, partial block does not say how the block
+    begins, so it is unknown which later prompts continue it.) Evicted pages are unmapped in the
+    background, before the next prompt starts. A context manager.
 
     Args:
         unit: tokens, a power of two up to 2,048: one page of ``host``.
         budget: tokens.
         slots: as `KVCacheConfig.max_batch`.
         longest: tokens of the longest prompt.
-        common: tokens that every prompt begins with: a hit of more is a next turn.
+        common: tokens that all prompts have in common: a longer hit is a next turn.
 
     Attributes:
         served: prompts that fit the budget.
-        hits: prompts that began with a recorded prefix.
+        hits: prompts that started from a recorded prefix.
         next_turns: hits of more than `common` tokens.
-        resumed, next_resumed: the `hits` and `next_turns` whose tokens were all mapped already,
-            without a driver call.
+        resumed, next_resumed: the `hits` and `next_turns` whose tokens were all mapped already, so
+            that no driver call was made.
         hit_tokens: tokens of hits.
-        mapped_tokens: those of them that were mapped already.
+        mapped_tokens: the `hit_tokens` that were mapped already.
     """
 
     def __init__(self, unit: int, budget: int, slots: int, longest: int, common: int) -> None:
@@ -389,7 +393,7 @@ class Turns(Closable):
             )
         self._unit, self._common = unit, common
         self._stack = ExitStack()
-        self._held: dict[int, tuple[int, ...]] = {}  # by slot, the blocks recorded from it
+        self._held: dict[int, tuple[int, ...]] = {}  # blocks recorded from each slot
         self.served = self.hits = self.next_turns = self.hit_tokens = 0
         self.resumed = self.next_resumed = self.mapped_tokens = 0
         config = KVCacheConfig(
@@ -411,14 +415,14 @@ class Turns(Closable):
             self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self._stack.close()
 
     def serve(self, prompt: Prompt) -> int:
-        """Admits a prompt, computes and ends it; returns the number of tokens found.
+        """Admits, computes and frees a prompt; returns the number of tokens found.
 
         Raises:
-            WrongResult: the cache's counts do not agree with what the slot had.
+            WrongResult: the cache's counts contradict what the slot had mapped.
         """
         requests, ids = self._requests, token_ids(prompt)
         with requests.match(ids) as prefix:
@@ -454,7 +458,7 @@ class Turns(Closable):
 
 
 def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:
-    """Serves all prompts; returns the tokens found and the most bytes that the cache held."""
+    """Serves all prompts; returns the tokens found and the cache's peak bytes."""
     hits = most = 0
     for prompt in prompts:
         hits += cache.serve(prompt)
@@ -463,7 +467,7 @@ def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:
 
 
 def common_tokens(prompts: Sequence[Prompt]) -> int:
-    """Tokens that all prompts begin with, in whole blocks of the trace: a system prompt."""
+    """The length of the prompts' common prefix in whole blocks of the trace: a system prompt."""
     first = prompts[0].hash_ids
     for at, one in enumerate(first):
         if any(
@@ -474,7 +478,7 @@ def common_tokens(prompts: Sequence[Prompt]) -> int:
 
 
 def bound(prompts: Sequence[Prompt]) -> int:
-    """Tokens that a cache without a budget finds, in the trace's blocks of 512."""
+    """Tokens that a cache of unlimited size finds, in the trace's blocks of 512."""
     seen: set[int] = set()
     hits = 0
     for length, ids in prompts:

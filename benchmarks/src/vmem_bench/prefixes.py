@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench prefixes`: hit rates of the prefix tree, and the time of a look-up.
 
-- Part ``hits``: Mooncake's trace against the tree, with the units of several layouts, and against
-  blocks of 16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` describes
-  both.
-- Part ``turns``: the same trace through the cache itself, on ``host``: how many hits were already
+- Part ``hits``: Mooncake's trace on the tree, with the units of several layouts, and on blocks of
+  16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` describes both.
+- Part ``turns``: the same trace on a real cache, on ``host``, to count the hits that were already
   mapped, so that the request started without a driver call.
-- Part ``windows``: the same trace against the tree of a model like Gemma 3, five sliding layers to
-  a full one, with the windows and with all rows kept.
-- Part ``match``: a prompt of 100,000 tokens against 10,000 recorded prefixes, half of which match
-  it up to some token and then differ, so that its own path is split into many nodes.
+- Part ``windows``: the same trace on the tree of a model like Gemma 3, with five sliding layers per
+  full layer; once with windows and once with all rows kept.
+- Part ``match``: a prompt of 100,000 tokens is matched among 10,000 recorded prefixes. Half of them
+  agree with it up to some token, which splits its path into many nodes.
 """
 
 from __future__ import annotations
@@ -52,24 +51,24 @@ def add_parser(which: Any) -> None:
     """Adds ``prefixes`` to the benchmarks."""
     parser = which.add_parser(
         "prefixes",
-        help="hits of the tree of prefixes, and the time of a match",
-        description="Replays Mooncake's trace against the tree of prefixes and against a cache of "
+        help="hit rates of the prefix tree, and the time of a match",
+        description="Replays Mooncake's trace on the prefix tree and on a cache of "
         "hashed blocks at the same budgets, and times matches. Needs no GPU.",
     )
     add = parser.add_argument
     add_workload(parser, "Mooncake's JSONL", "prompts", 2000)
-    add("--model", default="Llama-3-8B", help="whose keys and values are kept (Llama-3-8B)")
+    add("--model", default="Llama-3-8B", help="model whose keys and values are cached (Llama-3-8B)")
     add(
         "--budgets",
         type=sizes,
         default=sizes("10G,20G,50G,100G,200G"),
         help="memory for keys and values (10G,20G,50G,100G,200G)",
     )
-    add("--parts", type=_parts, default=PARTS, help=f"of {', '.join(PARTS)} (all)")
-    add("--slots", type=count, default=256, help="of the cache in the part turns (256)")
-    add("--prefixes", type=count, default=10_000, help="cached prefixes in the timed match (10000)")
-    add("--prompt", type=count, default=_PROMPT, help="tokens of the timed prompt (100000)")
-    add("--rounds", type=count, default=20, help="of the timed match (20)")
+    add("--parts", type=_parts, default=PARTS, help=f"some of {', '.join(PARTS)} (all)")
+    add("--slots", type=count, default=256, help="slots of the cache in part turns (256)")
+    add("--prefixes", type=count, default=10_000, help="recorded prefixes in part match (10000)")
+    add("--prompt", type=count, default=_PROMPT, help="tokens of the prompt in part match (100000)")
+    add("--rounds", type=count, default=20, help="rounds of part match (20)")
     add_output(parser, "write JSON here, raw samples in raw/")
     parser.set_defaults(run=run)
 
@@ -118,7 +117,7 @@ def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) 
 def turns(
     part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int], slots: int
 ) -> None:
-    """Adds how many hits, next turns and tokens of hits were mapped already, for each budget."""
+    """Adds the shares of hits, next turns and hit tokens that were mapped already, by budget."""
     from vmem_bench.prefix_replay import Turns, common_tokens
 
     unit = cost(shape, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
@@ -155,7 +154,7 @@ def turns(
 def _hit_rate(
     part: Part, prompts: list[Any], cache: Any, label: str, what: str, unit: int, budget: int
 ) -> dict[str, Any]:
-    """Serves the prompts and adds the row of what a cache finds; returns the row."""
+    """Serves the prompts, and adds and returns the row with the cache's hit rate."""
     from vmem_bench.prefix_replay import hit_tokens
 
     gigabytes = f"{budget / 2**30:g}G"
@@ -175,7 +174,7 @@ def _hit_rate(
 
 
 def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
-    """Adds the share of the prompts' tokens that is found with windows, and with all rows kept."""
+    """Adds the share of the prompts' tokens that is found, with windows and with all rows kept."""
     from vmem_bench.prefix_replay import Cache, Sliding, Tree
 
     shape = _SLIDING
@@ -206,7 +205,7 @@ def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
 
 
 def match(part: Part, count: int, length: int, rounds: int) -> None:
-    """Adds the times of matching one long prompt, by the type that its ids come in."""
+    """Adds the times of matching one long prompt, by the type of its ids."""
     import numpy as np
 
     from pyvmem.kvcache.prefix_tree import PrefixTree, TokenIds
@@ -264,13 +263,13 @@ def _aims(record: Record) -> list[dict[str, Any]]:
             "pass": row["median"] <= _AIM_MS,
             "applies": applies,
             "rows": ["match/TokenIds"],
-            "why": "" if applies else "smaller than the aim is for",
+            "why": "" if applies else "smaller than the aim's case",
         }
     ]
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command."""
+    """Runs the command."""
     from vmem_bench.prefix_replay import conversations, read_prompts
 
     start = time.monotonic()

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Replays requests in a memory that is too small for all of them, and counts what runs.
+"""Replays requests in a memory that is too small for all of them, and counts the running requests.
 
-Arrival times do not matter: the queue is never empty, so only memory decides how many run. One
+Arrival times do not matter: the queue is never empty, so only memory limits the batch. An
 iteration, as in an engine with continuous batching:
 
 1. Every running request needs one more token than in the iteration before. While memory is short,
-the request admitted last goes back to the head of the queue, with all its tokens (preemption by
-recomputation). 2. Requests are admitted in the order of the queue while the next one's tokens fit.
-3. The batch is counted, with what it holds and what its tokens need. 4. Requests that have
-generated their last token leave.
+the request admitted last returns to the head of the queue, with all its tokens (preemption by
+recomputation). 2. Requests are admitted in queue order while the next request's tokens fit. 3. The
+running requests are counted, with the bytes that they map and the bytes that their tokens need.
+4. Requests that have generated their last token leave.
 
 A request of c prompt tokens and o output tokens runs o iterations and holds c, c + 1, ...,
-c + o - 1 tokens. Only iterations in which memory was the limit count, that is, those with a request
-still waiting after step 2; the end of the trace, when the queue is empty, does not count.
+c + o - 1 tokens. Only iterations limited by memory count: those with a request still waiting after
+step 2. The end of the trace, when the queue is empty, does not count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Memory(Protocol):
     """The cache under test; requests are numbered in order of admission."""
 
     def hold(self, lengths: Lengths) -> bool:
-        """Makes each request hold its number of tokens; extra lengths at the end are new requests.
+        """Gives each request memory for its length; extra lengths at the end are new requests.
 
         Returns False, with nothing changed, if memory is short.
         """
@@ -49,12 +49,12 @@ class Memory(Protocol):
         ...
 
     def mapped_bytes(self) -> int:
-        """Physical memory behind the requests as of the last `hold`."""
+        """Physical memory of the requests as of the last `hold`."""
         ...
 
 
 class Pages:
-    """Memory computed by the cache's arithmetic alone, `Layout.pages_for_step`; maps nothing.
+    """Memory as computed by `Layout.pages_for_step`; maps nothing.
 
     A PagedAttention block of N tokens is a page of N rows of one layer.
     """
@@ -72,7 +72,7 @@ class Pages:
     def hold(self, lengths: Lengths) -> bool:
         """See `Memory.hold`."""
         running = len(self._held)
-        # A request grows into what its prefill mapped past its length.
+        # A request grows into the rows that its prefill mapped past its length.
         grown = np.maximum(self._table[lengths[:running]], self._held)
         pages = np.concatenate([grown, self._begun[lengths[running:]]])
         if int(pages.sum()) > self._limit:
@@ -94,14 +94,14 @@ class Outcome:
     """Results of a replay, over the iterations in which memory was the limit.
 
     Attributes:
-        iterations: in the whole trace.
-        limited: iterations limited by memory; 0 if all requests fit at once: then all iterations
+        iterations: all iterations of the trace.
+        limited: iterations limited by memory. 0: all requests fit together, and all iterations
             count.
         mean_batch: mean number of running requests.
         max_batch: largest number of running requests.
         wasted_bytes: mean bytes of a running request that are mapped and hold no token.
         mapped_bytes: mean bytes of all running requests together.
-        preemptions: requests that went back to the queue, in the whole trace.
+        preemptions: number of times that a request returned to the queue, in the whole trace.
     """
 
     iterations: int
@@ -128,21 +128,21 @@ class _Sums:
 
 
 def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Outcome:
-    """Runs all requests to their end; see the top of this file.
+    """Runs all requests to completion; see the top of this file.
 
     Args:
-        requests: in the order of their admission.
-        memory: empty.
+        requests: in order of admission.
+        memory: memory without requests.
         token_bytes: bytes of one token's keys and values in all layers.
 
     Raises:
-        InvalidArgument: there is no request, or one does not fit alone.
+        InvalidArgument: no requests, or a request too large for the memory.
     """
     if not requests:
         raise invalid("a replay needs at least one request", op="vmem bench")
     queue = deque((request.context, request.longest) for request in requests)
-    lengths: Lengths = np.zeros(0, np.int64)  # of running requests, in order of admission
-    last: Lengths = np.zeros(0, np.int64)  # the length of each in its last iteration
+    lengths: Lengths = np.zeros(0, np.int64)  # of the running requests, in order of admission
+    last: Lengths = np.zeros(0, np.int64)  # their lengths in their last iteration
     every, limited = _Sums(), _Sums()
     preemptions = 0
     while queue or len(lengths):

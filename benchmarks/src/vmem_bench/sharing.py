@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench sharing`: memory that forks save in parallel sampling and in beam search.
 
-Figures 14 and 15 of the PagedAttention paper (SOSP'23) give the share of blocks that sharing saves.
-Requests have the mean lengths of its two data sets, for its OPT-13B and for Llama-3-8B. Samples of
-a prompt share the prompt and nothing else. Which beam descends from which depends on the model, so
-a beam search by transformers, with the demonstration's model and prompts, is recorded step by step.
+Figures 14 and 15 of the PagedAttention paper (SOSP'23) show the share of blocks that sharing saves.
+Requests have the mean lengths of the paper's two data sets, for its OPT-13B and for Llama-3-8B.
+Samples share only the prompt. Which beam descends from which depends on the model, so a beam search
+by transformers, with the demonstration's model and prompts, is recorded step by step.
 
-The memory is computed, not measured, at these sizes: a fork shares the pages (or blocks) that its
-length fills and copies the last one. A test forks a `KVCache` with real pages and gets the same
-numbers.
+At these sizes the memory is computed, not measured: a fork shares the pages (or blocks) that its
+length fills and copies the last, partial one. A test forks a `KVCache` with real pages and gets the
+same numbers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from vmem_bench.capacity import System, systems
 __all__ = ["LOADS", "MODELS", "Family", "Load", "Parents", "add_parser", "run", "saved"]
 
 Parents = Sequence[Sequence[int]]
-"""For each step, the parent whose rows each request of a family continues."""
+"""For each step and each request of a family, the index of the request whose rows it continues."""
 
 
 class Load(NamedTuple):
-    """Lengths of a request: tokens of its prompt, and of each of its answers."""
+    """Lengths of a request: tokens of its prompt and of each answer."""
 
     words: str
     prompt: int
@@ -55,12 +55,12 @@ MODELS = {
 
 
 class Family:
-    """Requests forked from one prompt, and the pages of one tensor that they hold.
+    """Requests forked from a prompt, and the pages that they hold in one tensor.
 
     Args:
         layout: layout of the cache, or of blocks treated as pages.
-        prompt: tokens of the prompt, computed already.
-        count: requests, at least 1.
+        prompt: tokens of the prompt, which is already computed.
+        count: number of requests, at least 1.
     """
 
     def __init__(self, layout: Layout, prompt: int, count: int) -> None:
@@ -78,7 +78,7 @@ class Family:
         return pages[:full] + self._take(len(pages) - full)
 
     def step(self, parents: Sequence[int]) -> None:
-        """Each request adds a token to its parent's rows; the first child takes them over."""
+        """Adds a token to each request's parent's rows; a parent's first child needs no fork."""
         seen: set[int] = set()
         after = []
         for parent in parents:
@@ -101,7 +101,7 @@ class Family:
 
 
 def saved(layout: Layout, prompt: int, parents: Parents) -> float:
-    """The share of the pages that sharing saves, summed over the steps of an answer."""
+    """The share of pages that sharing saves, from sums over the steps of an answer."""
     family = Family(layout, prompt, len(parents[0]))
     held, alone = family.held, family.alone
     for step in parents:
@@ -111,13 +111,16 @@ def saved(layout: Layout, prompt: int, parents: Parents) -> float:
 
 
 def _sampling(count: int, steps: int) -> Parents:
-    """Every sample continues its own rows."""
+    """The parents in parallel sampling: every sample continues its own rows."""
     return [range(count)] * steps
 
 
 def _searched(path: Path | None, width: int, prompts: int, steps: int) -> list[Parents]:
-    """Beam search by transformers: the parents of each prompt's beams. ModelNotFound, ImportError:
-    no model, or nothing to run it.
+    """Runs transformers' beam search; returns the parents of each prompt's beams.
+
+    Raises:
+        ModelNotFound: there is no model.
+        ImportError: torch or transformers is not installed.
     """
     import torch
     from transformers import DynamicCache
@@ -186,25 +189,30 @@ def add_parser(which: Any) -> None:
     """Adds ``sharing`` to the benchmarks."""
     parser = which.add_parser(
         "sharing",
-        help="memory that forks save, of parallel sampling and beam search",
-        description="Counts the pages that samples of a prompt and beams share, by layout and for "
-        "PagedAttention's blocks. Needs no GPU; for beam search the demonstration's model.",
+        help="memory that forks save in parallel sampling and beam search",
+        description="Counts the pages that samples and beams share, by layout and for "
+        "PagedAttention's blocks. Needs no GPU; beam search needs the demonstration's model.",
     )
     add = parser.add_argument
     add("--widths", type=counts, default=[2, 4, 6], help="samples or beams (2,4,6)")
     add("--pages", type=page_sizes, default=page_sizes("64K,2M"), help="page sizes (64K,2M)")
-    add("--groups", type=counts, default=[1, 8], help="layers in a tensor (1,8)")
-    add("--blocks", type=counts, default=[16], help="tokens of PagedAttention's blocks (16)")
-    add("--model", type=Path, metavar="FILE", help="for beam search (vmem serve-demo's)")
-    add("--prompts", type=count, default=8, help="of the demonstration's, searched at a time (8)")
-    add("--no-beams", action="store_true", help="parallel sampling alone")
+    add("--groups", type=counts, default=[1, 8], help="layers per tensor (1,8)")
+    add("--blocks", type=counts, default=[16], help="tokens per block of PagedAttention (16)")
+    add("--model", type=Path, metavar="FILE", help="model for beam search (vmem serve-demo's)")
+    add(
+        "--prompts",
+        type=count,
+        default=8,
+        help="number of the demonstration's prompts, searched in one batch (8)",
+    )
+    add("--no-beams", action="store_true", help="only parallel sampling")
     add("--out", type=replaced, metavar="FILE", help="write JSON here, the beams' parents in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command."""
+    """Runs the command."""
     start = time.monotonic()
     compared = [
         (name, shape, system)
@@ -241,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
                 break
             _count(part, "beam search", width, searched, compared)
             row = part.value(f"parents/{width}", "beams recorded", "all", len(searched), "prompts")
-            row["samples"] = searched  # in raw/ alone
+            row["samples"] = searched  # written to raw/ only
             if args.out is not None:
                 record.write(args.out)
     record.seconds = time.monotonic() - start

@@ -2,16 +2,17 @@
 """`vmem bench swap`: a preempted request is swapped in from host memory, or recomputed.
 
 Follows figure 19 of the PagedAttention paper (SOSP'23): with small blocks, swapping takes many
-small copies, while recomputation costs the same for every block size. In turn, for each length:
+small copies, while recomputation costs the same for every block size. For each length these take
+turns:
 
 - ``pages``: `KVCache.swap_out` and `swap_in`.
-- ``blocks/N``: a pool of blocks of N tokens, each copied by itself between the device and pinned
-  host memory, as PagedAttention does it.
-- ``again``: one prefill of all of its tokens, over rows that are mapped.
-- ``prefix``: a recorded prefix, evicted to host memory (`KVCache.trim`) and loaded by the next
-  request that begins with it (`KVCache.alloc_prefix`), its pages shared from then on.
+- ``blocks/N``: a pool of blocks of N tokens, each copied separately between the device and pinned
+  host memory, as in PagedAttention.
+- ``again``: a prefill of all tokens, into rows that are already mapped.
+- ``prefix``: a recorded prefix is evicted to host memory (`KVCache.trim`), then loaded by the next
+  request that starts with it (`KVCache.alloc_prefix`), which shares its pages.
 
-Restored rows are compared bit by bit with the original ones.
+Restored rows are compared bit by bit with the original rows.
 """
 
 from __future__ import annotations
@@ -43,21 +44,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks", "add_parser", "run"]
 
-_HOST = 16 << 30  # bytes of host memory for prefixes; no more is taken than they need
-_OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+_HOST = 16 << 30  # limit on host memory for prefixes, in bytes; allocated as needed
+_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around the call and synchronize",
-    "turns": "the ways in turns, the order rotated; the first round is left out",
-    "blocks": "one asynchronous copy a block, layer, and of keys and values each; then one wait",
+    "turns": "the ways take turns, in rotating order; the first round is discarded",
+    "blocks": "one asynchronous copy per block, layer, and keys or values; then one wait",
 }
 
 
 class Blocks:
-    """A request's blocks, scattered in a pool of twice as many, and pinned host memory for them.
+    """A request's blocks, scattered over a pool of twice the size, and pinned host memory for them.
 
     Args:
         sizes: sizes of the model.
-        block, tokens: rows of a block, and of the request.
+        block: rows of a block.
+        tokens: rows of the request.
         device: device of the pool.
     """
 
@@ -88,7 +90,7 @@ class Blocks:
         self._wait()
 
     def back(self) -> None:
-        """Copies every block to where it was."""
+        """Copies every block back to its place in the pool."""
         for pool, host in zip(self.pool, self._host, strict=True):
             for place, block in enumerate(self.blocks):
                 pool[block].copy_(host[place], non_blocking=True)
@@ -133,7 +135,7 @@ class _Length:
             self.book.close()
             cache.check_integrity()
             by.check_integrity()
-            turns.clear()  # they hold tensors of the cache
+            turns.clear()  # they hold the caches' tensors
 
     def _turn(
         self,
@@ -145,15 +147,15 @@ class _Length:
         rows: Callable[[], torch.Tensor],
         lose: Callable[[], Any],
     ) -> Callable[[], None]:
-        """Times swapping out and in, and checks that the same rows come back.
+        """Returns a turn that times swapping out and in, and checks that rows are restored.
 
         Args:
-            name: name of the result's rows, followed by "out" or "in".
-            words: where the request's rows are kept.
-            system: what is measured.
-            out: moves the rows out; returns what `back` takes.
+            name: prefix of the result's rows, followed by "out" or "in".
+            words: the place of the request's rows, in words.
+            system: name of the measured method.
+            out: moves the rows out; its result is passed to `back`.
             back: brings the rows back.
-            rows: returns some of them.
+            rows: returns some of the rows, to compare.
             lose: called between the two, untimed.
         """
         there = self._samples(f"{name}/out", f"out of {words}", system)
@@ -165,7 +167,7 @@ class _Length:
             lose()
             self._timed(again, lambda: back(went))
             if not bool((rows() == wanted).all()):
-                raise WrongResult("the rows that came back differ")
+                raise WrongResult("the restored rows differ")
 
         return turn
 
@@ -229,7 +231,7 @@ class _Length:
         def again() -> None:
             turn()
             cache.free_reqid(0)
-            cache.trim(prefixes=True)  # or it would not be copied out once more
+            cache.trim(prefixes=True)  # drop the host copy too, so that the next turn copies again
             begin()
             end()
 
@@ -279,7 +281,7 @@ class _Length:
 
         def turn() -> None:
             self._timed(samples, work)
-            cache.k(0)[0, : self.tokens].copy_(kept[0])  # used to check swapping
+            cache.k(0)[0, : self.tokens].copy_(kept[0])  # the check of swapping reads these rows
 
         return turn
 
@@ -297,7 +299,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     for number, tokens in enumerate(lengths):
         left = Deadline(command.deadline.left / (len(lengths) - number))
         if left.seconds <= 0:
-            part.not_run(str(tokens), "the deadline came first")
+            part.not_run(str(tokens), "the deadline passed first")
             continue
         command.show(f"{sizes.name}, {tokens:,} tokens")
         _Length(command, part, model, tokens).run(args.blocks, rounds, left)
@@ -306,7 +308,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _add_aims(command: Command, lengths: list[int], blocks: list[int]) -> None:
-    """Adds swapping's time, out and in, over recomputation: above 1, recomputation is faster."""
+    """Adds the ratios of swapping, out and in, to recomputation: above 1, recomputation wins."""
 
     def over(out: Any, back: Any, again: Any) -> float:
         return float(out["median"] + back["median"]) / float(again["median"])
@@ -326,25 +328,30 @@ def add_parser(which: Any) -> None:
     """Adds ``swap`` to the benchmarks."""
     parser = which.add_parser(
         "swap",
-        help="a preempted request: out to host memory and back, or computed again",
+        help="a preempted request: swapped to host memory and back, or recomputed",
         description="Swaps requests of Llama-3-8B's shape by the cache's pages and by blocks, and "
-        "computes them again. Full size needs a GPU of 30 GB.",
+        "recomputes them. Full size needs a GPU of 30 GB.",
     )
     add_common(parser, 90)
     add_page(parser)
     add = parser.add_argument
-    add("--tokens", type=counts, default=[512, 2048, 8192], help="of a request (512,2048,8192)")
+    add(
+        "--tokens",
+        type=counts,
+        default=[512, 2048, 8192],
+        help="tokens of a request (512,2048,8192)",
+    )
     add(
         "--blocks",
         type=counts,
         default=[8, 16, 32, 64, 256],
         help="tokens of a block (8,16,32,64,256)",
     )
-    add("--rounds", type=count, default=10, help="of each way (10)")
+    add("--rounds", type=count, default=10, help="rounds of each way (10)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "swap", _METHOD)
     return run_on_device(command, "swap", "out and back, or again", _measure)

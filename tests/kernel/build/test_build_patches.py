@@ -140,7 +140,7 @@ def test_a_newer_driver_gets_the_newest_series(tree: Path) -> None:
     [
         (FILE.replace("int two;", "long two;"), "nvidia-uvm/uvm.c, hunk 1 fits no place"),
         (FILE + FILE, "nvidia-uvm/uvm.c, hunk 1 fits 2 places"),
-        (None, "there is no nvidia-uvm/uvm.c"),
+        (None, "nvidia-uvm/uvm.c does not exist"),
     ],
 )
 def test_a_newer_driver_that_it_does_not_fit_is_refused_by_hunk(
@@ -253,7 +253,7 @@ def test_what_the_module_relies_on_is_as_it_was_read(tmp_path: Path) -> None:
     assert early in text
     (tmp_path / "nvidia-uvm/uvm_mmu.c").write_text(text.replace(early, ""), encoding="utf-8")
     (problem,) = check_contracts(tmp_path, version)
-    assert problem.startswith(f"{version}: map_remap of uvm_mmu.c is not as in any version")
+    assert problem.startswith(f"{version}: map_remap of uvm_mmu.c differs from all reviewed")
 
 
 def test_contracts_name_versions_that_are_served() -> None:
@@ -297,7 +297,7 @@ def clone(tmp_path: Path) -> Clone:
     [
         (["535.98", "535.104.05"], None),
         (["535.98"], "535.104.05: 535.98 fits, series.json says None"),
-        (["535.98", "535.104.05", "535.104.06"], "535.104.06: in series.json, but no public tag"),
+        (["535.98", "535.104.05", "535.104.06"], "535.104.06: in series.json, but has no public tag"),
     ],
 )
 def test_every_public_version_is_in_the_table_or_found(
@@ -331,7 +331,7 @@ def test_two_series_for_one_version_are_found(
     monkeypatch.setattr(check_patches, "series_table", lambda: table)
     found = check_clone(clone)
     assert [one.partition(":")[0] for one in found] == clone.versions()
-    assert "both fit" in found[0]
+    assert "fit; only one should" in found[0]
 
 
 def test_a_folder_that_is_no_clone_is_refused(tmp_path: Path) -> None:

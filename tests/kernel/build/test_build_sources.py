@@ -96,7 +96,7 @@ def test_a_folder_of_sources_serves_its_versions(
     write_tree(tmp_path / "sources" / "595.45.04", "595.45.04")
     monkeypatch.setenv("VMEM_DRIVER_SRC_DIR", str(tmp_path / "sources"))
     assert driver_source.driver_source("595.45.04").is_dir()
-    with pytest.raises(KernelBuildError, match=r"does not carry driver 580\.142"):
+    with pytest.raises(KernelBuildError, match=r"does not have driver 580\.142"):
         driver_source.driver_source("580.142")
 
 

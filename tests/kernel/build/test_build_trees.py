@@ -72,7 +72,7 @@ def test_release_and_sources_of_headers(headers: KernelHeaders, tmp_path: Path) 
 
 
 def test_a_folder_without_headers_is_told(tmp_path: Path) -> None:
-    with pytest.raises(KernelBuildError, match="not the build folder of a configured kernel"):
+    with pytest.raises(KernelBuildError, match="not the build directory of a configured kernel"):
         kernel_headers(tmp_path)
 
 

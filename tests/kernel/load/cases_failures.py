@@ -61,7 +61,7 @@ def selftest_is_missing(machine: Machine) -> None:
 def selftest_hangs(machine: Machine) -> None:
     test = "sh -c 'sleep 1000 </dev/nvidia-uvm'"
     outcome = machine.load("--selftest-seconds", "2", selftest=test)
-    outcome.expect(2, "the self-test did not end in 2 s")
+    outcome.expect(2, "the self-test did not finish in 2 s")
     restored(machine)
 
 
@@ -121,7 +121,7 @@ def ended_by_a_signal(machine: Machine) -> None:
         running = machine.start_swap(*words)
         wait_for(marker)
         running.kill(number)
-        running.wait().expect(2, f"ended by {number.name}", "the stock module is back")
+        running.wait().expect(2, f"stopped by {number.name}", "the stock module is back")
         restored(machine)
 
 

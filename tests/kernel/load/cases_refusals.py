@@ -123,7 +123,7 @@ def never_tried(machine: Machine) -> None:
             assert machine.is_stock()
         machine.changed = True
         outcome = machine.swap(*command, "--allow", word, before=forget)
-        outcome.expect(0, f"ALLOW={word} passes over: .*{reason}")
+        outcome.expect(0, f"ALLOW={word} overrides: .*{reason}")
         assert machine.is_ours()
         machine.unload().expect(0)
         assert machine.is_stock()
@@ -168,7 +168,7 @@ def used_out_of_sight(machine: Machine) -> None:
         file = os.open("/dev/nvidia-uvm", os.O_RDWR)
         socket.send_fds(one, [b"x"], [file])
         os.close(file)
-        machine.load().expect(1, "the kernel counts [12] uses of nvidia-uvm by what cannot be seen")
+        machine.load().expect(1, "the kernel counts [12] uses of nvidia-uvm that are not visible")
         assert machine.is_stock()
 
 

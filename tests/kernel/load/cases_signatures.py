@@ -27,7 +27,7 @@ def signatures(machine: Machine) -> None:
     sign_badly(machine.ours)
     outcome = machine.load(module=SIGNED)
     outcome.expect(2, "the kernel rejects the module")
-    assert "the stock module is out" not in outcome.output
+    assert "the stock module is unloaded" not in outcome.output
     assert machine.system.source_version("nvidia_uvm") == source
     assert machine.is_stock()
 

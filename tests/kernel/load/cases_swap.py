@@ -17,10 +17,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def there_and_back(machine: Machine) -> None:
     outcome = machine.load()
-    outcome.expect(0, "the stock module is out", r"patched driver 535\.[0-9.]+, ABI \d+", "loaded;")
+    outcome.expect(
+        0, "the stock module is unloaded", r"patched driver 535\.[0-9.]+, ABI \d+", "loaded;"
+    )
     assert machine.is_ours()
     machine.load().expect(1, "the patched module is loaded already")
-    machine.unload().expect(0, "the patched module is out", "the stock module is back")
+    machine.unload().expect(0, "the patched module is unloaded", "the stock module is back")
     assert machine.is_stock()
     assert not Path("/run/vmem-module.json").exists()
 
@@ -85,7 +87,7 @@ def selftest_of_the_project(machine: Machine) -> None:
     report = ROOT / "build" / "selftest.json"
     report.unlink(missing_ok=True)
     outcome = machine.swap("load", "--module", str(machine.ours))
-    outcome.expect(0, "self test: .*/vmem selftest", "\npassed\n", "loaded;")
+    outcome.expect(0, "self-test: .*/vmem selftest", "\npassed\n", "loaded;")
     assert machine.is_ours()
     found = json.loads(report.read_text(encoding="utf-8"))
     assert found["passed"]

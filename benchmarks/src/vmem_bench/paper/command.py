@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench paper`: the page that puts the papers' numbers beside ours.
+"""`vmem bench paper`: makes the page that compares the papers' numbers with ours.
 
-Made from ``benchmarks/results`` alone, so that no number is written by hand.
+It is made from ``benchmarks/results`` alone, so that no number is written by hand.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ hide: [toc]  # the tables are wide
 
 # The papers' evaluation, and ours
 
-One row for each table and figure of the three papers: their number, ours, the command that makes
-it, and why the two differ. Theirs are of one or more A100 of 80 GB, ours of the GPU that the row
-names, or arithmetic. "A over B, 1.2x" is A divided by B. "not run" names the missing result;
-"cannot be shown here" says what this project's machines lack. A letter in brackets names [the
-source of a number of theirs](#where-the-papers-numbers-are-from). Figures of vAttention have the
-numbers of arXiv's third version; its artifact counts one less from figure 7 on.
+One row for each table and figure of the three papers: their number, ours, the command that measures
+ours, and why the two differ. Theirs were measured on one or more A100s of 80 GB, ours on the GPU
+that the row names, or computed. "A over B, 1.2x" is A divided by B. "not run" names the missing
+result; "cannot be shown here" says what this project's machines lack. The letter in brackets names
+[the source of the paper's number](#where-the-papers-numbers-are-from). vAttention's figures are
+numbered as in arXiv's third version; from figure 7 on, its artifact's numbers are lower by one.
 
 AZURE, ARXIV and MOONCAKE stand for the traces that [the benchmarks' page](../benchmarks/README.md)
-names, FILE for FlashAttention-3's shared object. A ratio of equal arms ("again") shows how much two
-runs of the same arm differ. The results are also drawn
+names, FILE for FlashAttention-3's shared object. The ratio "again" compares two runs of the same
+arm, and shows how much equal runs differ. The results are also drawn
 [as in the papers](reproduction/pictures.md)."""
 _PICTURES = "pictures.md"
 _PICTURES_HEAD = """---
@@ -48,7 +48,7 @@ hide: [toc]
 
 # The papers' figures, from our results
 
-Drawn as the papers draw them. The numbers: [the papers' evaluation](../reproduction.md)."""
+Drawn as in the papers. For the numbers, see [the papers' evaluation](../reproduction.md)."""
 
 
 def _ours(row: Row, results: Results) -> str:
@@ -59,7 +59,7 @@ def _ours(row: Row, results: Results) -> str:
         text = row.ours(results)
         return f"{text} ({results[row.file].hardware})" if row.file else text
     except NotMeasured as error:
-        return f"{NOT_MEASURED}: it takes an H100 or H200; no {error} is kept"
+        return f"{NOT_MEASURED}: needs an H100 or H200; there is no {error}"
 
 
 def _table(paper: str, results: Results) -> list[str]:
@@ -94,7 +94,7 @@ def page(results: Results) -> str:
 
 
 def pictures_page(results: Results) -> str:
-    """The text of the page with the pictures."""
+    """The text of the pictures' page."""
     lines = [_PICTURES_HEAD]
     for picture, _ in available(results):
         lines += ["", f"![{picture.title}]({picture.name}.svg)"]
@@ -135,20 +135,26 @@ def add_parser(which: Any) -> None:
     """Adds ``paper`` to the benchmarks."""
     parser = which.add_parser(
         "paper",
-        help="the papers' tables and figures beside our kept results",
-        description="Prints the page that docs/reproduction.md is, from benchmarks/results; runs "
+        help="the papers' tables and figures compared with our committed results",
+        description="Prints the text of docs/reproduction.md, made from benchmarks/results; runs "
         "no benchmark.",
     )
     add = parser.add_argument
     add("--results", type=Path, default=_RESULTS, metavar="FOLDER", help=f"({_RESULTS})")
-    add("--page", type=Path, default=_PAGE, metavar="FILE", help=f"({_PAGE}); pictures beside it")
+    add(
+        "--page",
+        type=Path,
+        default=_PAGE,
+        metavar="FILE",
+        help=f"({_PAGE}); pictures go to {_FOLDER}/ next to it",
+    )
     add("--write", action="store_true", help="write the page and the pictures (needs matplotlib)")
-    add("--check", action="store_true", help="fail where they do not show the results")
+    add("--check", action="store_true", help="fail if the page or a picture is out of date")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if something is out of date, 2 without results."""
+    """Runs the command. Returns 0, 1 if a page or picture is stale, 2 without results."""
     if not args.results.is_dir():
         print(f"vmem bench: {args.results} is not a directory of results", file=sys.stderr)
         return 2
@@ -158,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.check:
         found = stale(results, args.page)
         for path in found:
-            print(f"{path} does not show {args.results}: run vmem bench paper --write")
+            print(f"{path} is out of date with {args.results}: run vmem bench paper --write")
         return int(bool(found))
     else:
         print(page(results), end="")

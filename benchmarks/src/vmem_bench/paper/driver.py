@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Estimates the patched driver's times from operation counts and the stock driver's times.
 
-The software GPU counts what each driver does for the same work, but does not model time. On a real
-GPU only the stock driver was timed. The model combines both: a push (a call's commands for the GPU,
-with the wait for its barrier and invalidation) costs `push`, and a page table entry `entry`. Both
-come from two measurements of the stock driver, and the model is checked against the other
-measurements.
+The software GPU counts each driver's operations for the same work, but does not model time. On a
+real GPU only the stock driver was timed. The model combines both: a push (a call's commands for the
+GPU, with the wait for its barrier and invalidation) costs `push`, and a page table entry costs
+`entry`. Both values come from two measurements of the stock driver, and the model is checked
+against its other measurements.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ __all__ = ["Check", "Costs", "Work", "checks", "costs", "section", "workloads"]
 _TIMES, _COUNTS = "h100", "softgpu-workloads.jsonl"
 _WORDS = (
     "The patched driver has run only on the software GPU, which counts but does not time. This is",
-    "a **model**, not a measurement: a push costs what one of the stock driver's calls with a push",
-    "costs, an entry of 64 KB what another page in such a call costs. It assumes, unmeasured, that",
-    "the patched driver's calls cost no more than the stock driver's.",
+    "a **model**, not a measurement: a push costs as much as a stock driver's call with one push,",
+    "and an entry of 64 KB as much as another page in such a call. The model assumes, without a",
+    "measurement, that the patched driver's calls cost no more than the stock driver's.",
 )
 _PAGES = 64  # of a batch
 _CASES = {
-    "growth": ("{requests} requests grow to {tokens:,} tokens, a token a step", "map"),
-    "prefix": ("a request begins with a prefix of {prefix:,} tokens", "map"),
+    "growth": ("{requests} requests grow to {tokens:,} tokens, a token per step", "map"),
+    "prefix": ("a request starts with a prefix of {prefix:,} tokens", "map"),
     "move": ("a request's {tokens:,} tokens move, page by page", "map"),
-    "a request ends": ("a request of {tokens:,} tokens ends", "unmap"),
+    "a request ends": ("a request of {tokens:,} tokens is freed", "unmap"),
 }
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Microseconds of a push with its call, and of an entry of 64 KB."""
+    """Microseconds per push, including its call, and per entry of 64 KB."""
 
     push: float
     entry: float
 
     def __str__(self) -> str:
-        return f"{self.push:.1f} µs a push, {self.entry:.2f} µs an entry"
+        return f"{self.push:.1f} µs per push, {self.entry:.2f} µs per entry"
 
     def time(self, pushes: int, entries: int) -> float:
-        """Microseconds, by the model."""
+        """The model's time in microseconds."""
         return pushes * self.push + entries * self.entry
 
 
 @dataclass(frozen=True)
 class Check:
-    """A time of the stock driver that is not an input of the model."""
+    """A measured time of the stock driver that is not an input of the model."""
 
     what: str
     model: float
@@ -65,7 +65,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work done by both drivers: counts, and microseconds by the model."""
+    """Work done by both drivers: operation counts, and the model's microseconds."""
 
     what: str
     stock: dict[str, Any]
@@ -75,7 +75,7 @@ class Work:
 
 
 def costs(results: Results, way: str) -> Costs:
-    """Costs from 64 pages one by one and in one call. `way`: "map" or "unmap"."""
+    """Derives costs from 64 pages one by one and in one call. `way`: "map" or "unmap"."""
     one = results[_TIMES]
     apart, together = (
         one.value(f"batch/{way}_{how}/stock/64K") for how in ("scattered", "contiguous")
@@ -85,7 +85,7 @@ def costs(results: Results, way: str) -> Costs:
 
 
 def checks(results: Results) -> list[Check]:
-    """Compares the model with the stock driver's other times."""
+    """Compares the model with the other measured times of the stock driver."""
     one = results[_TIMES]
     found = []
     for way in ("map", "unmap"):
@@ -108,7 +108,7 @@ def checks(results: Results) -> list[Check]:
 
 
 def workloads(results: Results) -> list[Work]:
-    """The counted work, with the model's times. NotMeasured: there are no counts."""
+    """The counted work, with the model's times. NotMeasured: no counts were committed."""
     path = results.folder / _COUNTS
     if not path.exists():
         raise NotMeasured(_COUNTS)

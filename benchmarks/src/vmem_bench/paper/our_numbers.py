@@ -64,12 +64,12 @@ def block_tokens(model: str, ranks: int, page: int) -> int:
 
 
 def waste(model: str, page: int) -> float:
-    """The most MB that a request wastes: a page of each tensor, all ranks counted as one."""
+    """The most MB that a request wastes: a page in each tensor, as on a single rank."""
     return 2 * SHAPES[model].num_layers * page / 2**20
 
 
 def slot_tokens(memory: float, layers: int, hidden: int) -> float:
-    """Tokens whose float16 keys and values fit in `memory`, in a model without grouped heads."""
+    """Tokens whose float16 keys and values fit in `memory` bytes, without grouped heads."""
     return memory / (2 * layers * hidden * 2)
 
 
@@ -79,7 +79,7 @@ def kv_bytes(_: Results) -> str:
 
 
 def blocks(_: Results) -> str:
-    """Tokens in a 64 KB page, over models and one or two ranks."""
+    """The range of tokens in a 64 KB page, over all models on one and two ranks."""
     found = [block_tokens(model, ranks, size("64K")) for model in MODELS for ranks in (1, 2)]
     return f"{min(found)} to {max(found)} tokens in a page of 64 KB"
 
@@ -95,20 +95,22 @@ def addresses(_: Results) -> str:
     """Virtual memory that Yi-34B's cache reserves on each of two GPUs."""
     shape = SHAPES["Yi-34B"].on_ranks(2)
     buffer = 500 * 200_000 * shape.num_kv_heads * shape.head_dim * 2
-    return f"{2 * shape.num_layers * buffer / 1e12:.1f} TB a GPU"
+    return f"{2 * shape.num_layers * buffer / 1e12:.1f} TB per GPU"
 
 
 def opt(_: Results) -> str:
     """Bytes per token and tokens in 12 GB, for OPT-13B."""
     each = 2 * 40 * 5120 * 2 / 1024
-    return f"{each:.0f} KB a token, {slot_tokens(12 * 2**30, 40, 5120) / 1e3:.1f}K tokens in 12 GB"
+    return (
+        f"{each:.0f} KB per token, {slot_tokens(12 * 2**30, 40, 5120) / 1e3:.1f}K tokens in 12 GB"
+    )
 
 
 # ---- kernels -------------------------------------------------------------------------------------
 
 
 def over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]:
-    """The times of blocks of 16 and of the best blocks, divided by our contiguous pages'."""
+    """The times with blocks of 16 and with the best block size, over our contiguous pages'."""
 
     def text(results: Results) -> str:
         parts = []
@@ -121,7 +123,7 @@ def over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]
 
 
 def block_sizes(results: Results) -> str:
-    """Decode time by block size, over the best."""
+    """Decode time by block size, divided by the best."""
     prefix = "fa3/decode_b16_16k/paged"
     times = {
         block: results["kernels-h200"].median([f"{prefix}{block}/malloc{i}" for i in (0, 1)])
@@ -144,7 +146,7 @@ def reading(results: Results, case: str, form: str) -> float:
 
 
 def roofline(results: Results) -> str:
-    """Memory bandwidth that decoding reaches, contiguous and in blocks of 16."""
+    """The memory bandwidth of decoding, contiguous and in blocks of 16."""
     parts = []
     for case, one in DECODING.items():
         mine, paged = (reading(results, case, form) / 1e3 for form in ("contiguous", "paged16"))
@@ -154,7 +156,7 @@ def roofline(results: Results) -> str:
 
 
 def fa3_over_fa2(results: Results) -> str:
-    """FlashAttention-2's time over FlashAttention-3's, prefill and decode."""
+    """FlashAttention-2's time divided by FlashAttention-3's, for prefill and decode."""
 
     def over(case: str) -> float:
         two, three = (results["h100"].value(f"attention/{k}/{case}/random0") for k in _VERSIONS)
@@ -175,7 +177,7 @@ def page_size(results: Results) -> str:
 
 
 def by_slots(results: Results) -> str:
-    """The best paged form's time divided by that of FlashInfer's calls for a cache's slots."""
+    """The time of FlashInfer's best paged form divided by that of its calls for slots."""
     one = results["kernels-flashinfer-long-h100"]
     parts: list[str] = []
     for tokens in ("128k", "192k"):
@@ -223,7 +225,7 @@ def rate(results: Results) -> str:
 
 
 def overlap(results: Results, file: str = "overlap-h200") -> str:
-    """p99 of an iteration that maps in the background, and on the critical path."""
+    """The ratios of iterations' p99 with mapping in the background and on the critical path."""
     one = results[file]
     counts = [f"{one.value(f'iterations/spikes/{mode}'):.0f}" for mode in ("async", "sync")]
     return (
@@ -233,7 +235,7 @@ def overlap(results: Results, file: str = "overlap-h200") -> str:
 
 
 def deferred(results: Results, file: str = "deferred-h200") -> str:
-    """Prefill time over reused pages, and over pages mapped first."""
+    """The ratios of prefill time with reused pages and with pages mapped first."""
     one = results[file]
     reuse, runs, pages = (one.aim(f"prefill_{mode}") for mode in ("reuse", "sync", "pages"))
     return f"reused {reuse:.3f}x; mapped first in runs {runs:.2f}x, in single pages {pages:.2f}x"
@@ -250,7 +252,7 @@ def largest(results: Results, file: str = "capacity", models: Sequence[str] = MO
 
 
 def used(results: Results) -> str:
-    """Share of the held memory that holds rows, by page size."""
+    """The share of held memory that is used by rows, by page size."""
     parts = []
     for name, words in (
         ("g1/64K", "64 KB pages"),
@@ -296,7 +298,7 @@ def hits(results: Results) -> str:
 
 
 def served(file: str, part: str, figure: str, words: str, *others: str) -> Callable[[Results], str]:
-    """The contiguous arm's figure over that of each other arm that was run, and an equal arm's."""
+    """The contiguous arm's figure over each other arm's, and over a second run of its own."""
 
     def text(results: Results) -> str:
         one = results[file]
@@ -316,7 +318,7 @@ def served(file: str, part: str, figure: str, words: str, *others: str) -> Calla
 
 
 def static(results: Results) -> str:
-    """Batch, throughput and memory use against static slots."""
+    """Batch, throughput and memory use compared with static slots."""
     one, part = results["serve-azure-h200"], "offline"
     first = one.data["options"]["arms"][0]
     batches = [one.value(f"{part}/batch/{name}") for name in (first, "static")]
@@ -337,7 +339,7 @@ def freed(results: Results, file: str = "serve-azure-online-h200") -> str:
 
 
 def shared(results: Results) -> str:
-    """Prefix tokens found, and throughput over blocks of 16."""
+    """Prefix tokens found, and throughput relative to blocks of 16."""
     one, part = results["serve-prefixes-h200"], "prefixes"
     found = [f"{one.value(f'{part}/shared/{name}'):,.0f}" for name in ("contiguous", "paged16")]
     speed = one.value(f"{part}/tokens/contiguous") / one.value(f"{part}/tokens/paged16")
@@ -353,7 +355,7 @@ _BATCH_FIGURES = {
 
 
 def small_pages(results: Results, file: str = "serve-azure-h200", part: str = "offline") -> str:
-    """Batch and throughput with pages of 64 KB over 2 MB."""
+    """Batch and throughput with pages of 64 KB, divided by those with 2 MB."""
     one = results[file]
     first = one.data["options"]["arms"][0]
     parts = []
@@ -361,7 +363,7 @@ def small_pages(results: Results, file: str = "serve-azure-h200", part: str = "o
         try:
             rows = [one.row(f"{part}/{key}/{arm}") for arm in (first, "2M")]
         except NotMeasured:
-            if key != "full":  # no request waits when arrivals are slow
+            if key != "full":  # missing if arrivals are so slow that no request waits
                 raise
             continue
         parts.append(f"{words} {over(*rows):.2f}x")
@@ -369,7 +371,7 @@ def small_pages(results: Results, file: str = "serve-azure-h200", part: str = "o
 
 
 def forks(results: Results) -> str:
-    """The ranges over widths 2, 4 and 6, as the paper gives them."""
+    """Memory saved by sharing: ranges over widths 2, 4 and 6, as in the paper."""
     one, parts = results["sharing"], []
     for load, name in (("alpaca", "Alpaca"), ("sharegpt", "ShareGPT")):
         for system, words in (
@@ -386,7 +388,7 @@ def forks(results: Results) -> str:
 
 
 def swapping(results: Results) -> str:
-    """Time to swap out and back over recomputing, by length."""
+    """Time to swap out and back in, divided by that of recomputing, by length."""
     one, parts = results["swap-h200"], []
     for tokens in (512, 2048, 8192):
         pages = one.aim(f"{tokens}_pages")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The papers' figures in their own form, from our committed results. Needs matplotlib.
+"""The papers' figures, redrawn from our committed results. Needs matplotlib.
 
-Every file contains a digest of the data that it shows, so that a changed result is detected without
+Every file contains a digest of the data that it shows: a changed result is detected without
 comparing drawings, which differ between versions of matplotlib.
 """
 
@@ -26,13 +26,14 @@ _GB = 1 << 30
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure.
+    """A figure of our page.
 
     Attributes:
         name: name of the file, without its extension.
         title: what it shows, and which figure it follows.
         kind: "bars" or "lines".
-        label: label of the vertical axis. along: label of the horizontal axis.
+        label: label of the vertical axis.
+        along: label of the horizontal axis.
         data: returns, for bars, the groups' names and each series' values; for lines, each series'
             points. Raises NotMeasured if a result is missing.
     """
@@ -46,7 +47,7 @@ class Picture:
 
 
 def _paged(results: Results, cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """For bars: the time of each block size divided by that of contiguous 64 KB pages."""
+    """Data of bars: each block size's time divided by that of contiguous 64 KB pages."""
     groups: list[str] = []
     series: dict[str, list[float]] = {name: [] for name in ("contiguous", "16", "128", "256")}
     for file, kernel, words in (
@@ -212,7 +213,7 @@ def _hits(results: Results) -> dict[str, Any]:
 
 
 def _served(file: str, part: str, figures: dict[str, str]) -> Callable[[Results], dict[str, Any]]:
-    """For bars: the figures of a serving run's arms, divided by the contiguous arm's."""
+    """Data of bars: the figures of a serving run's arms, divided by the contiguous arm's."""
 
     def data(results: Results) -> dict[str, Any]:
         one = results[file]
@@ -422,7 +423,7 @@ def available(results: Results) -> list[tuple[Picture, dict[str, Any]]]:
 
 
 def digest(picture: Picture, data: dict[str, Any]) -> str:
-    """A digest of all that a picture shows."""
+    """A digest of everything that a picture shows."""
     shown = [picture.name, picture.title, picture.kind, picture.label, picture.along, data]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 

@@ -14,7 +14,7 @@ __all__ = ["NotMeasured", "Result", "Results"]
 
 
 class NotMeasured(LookupError):
-    """A file or a row that a value needs does not exist."""
+    """A result file or row that a value needs does not exist."""
 
 
 class Result:
@@ -25,7 +25,7 @@ class Result:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """The document. NotMeasured: there is none."""
+        """The file's JSON document. NotMeasured: there is no such file."""
         try:
             found: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -37,7 +37,7 @@ class Result:
         return {row["id"]: row for part in self.data["parts"].values() for row in part["rows"]}
 
     def row(self, name: str) -> dict[str, Any]:
-        """A row by its id. NotMeasured: there is none."""
+        """The row with id `name`. NotMeasured: there is no such row."""
         try:
             return self._rows[name]
         except KeyError:
@@ -51,11 +51,11 @@ class Result:
         return float(row["value"] if "value" in row else row["median"])
 
     def median(self, names: Sequence[str]) -> float:
-        """The median over rows, which are the same measurement over several buffers."""
+        """The median over rows that are the same measurement on several buffers."""
         return statistics.median(self.value(name) for name in names)
 
     def aim(self, name: str) -> float:
-        """An aim's value. NotMeasured: it has none."""
+        """An aim's value. NotMeasured: there is no such aim, or it has no value."""
         for aim in self.data["aims"]:
             if aim["id"] == name and aim["value"] is not None:
                 return float(aim["value"])

@@ -2,7 +2,7 @@
 """One row for each table and figure of the papers: their number, ours, and why they differ.
 
 The papers' numbers are from their abstracts and from public texts that quote them (`SOURCES`);
-numbers shown only by a curve are left out. Ours are computed (our_numbers.py), or marked as not
+numbers that only a curve shows are left out. Ours are computed in our_numbers.py, or marked as not
 measured.
 """
 
@@ -51,11 +51,11 @@ class Row:
         what: what it shows.
         theirs: the paper's number, with its hardware.
         source: a key of `SOURCES`.
-        file: the results file, without its extension; "": none is read.
-        ours: returns the text of our number. NotMeasured: there is none.
-        command: the command that measures it.
+        file: the results file, without its extension; "" if none is read.
+        ours: returns the text of our number. NotMeasured: the result is missing.
+        command: the command that measures our number.
         why: why the two differ, in a sentence.
-        cannot: why none of our machines can measure it; "": one can.
+        cannot: why none of our machines can measure it; "" if one can.
     """
 
     paper: str
@@ -77,11 +77,11 @@ ROWS = (
         _V,
         "Tables 2, 3",
         "latency of the memory calls",
-        "map 8 / 8.5 / 9 µs at 64 / 128 / 256 KB by a changed driver; CUDA at 2 MB: create 29, "
+        "map 8 / 8.5 / 9 µs at 64 / 128 / 256 KB with a modified driver; CUDA at 2 MB: create 29, "
         "map 2, set access 38, unmap 34, release 23 µs (A100)",
         "t",
-        "Ours goes through the unmodified driver's external ranges, which allocate and check more "
-        "in a call than theirs.",
+        "Ours uses the unmodified driver's external ranges, whose calls allocate and check more "
+        "than theirs.",
         "h100",
         ours.calls,
         "vmem bench api",
@@ -98,7 +98,7 @@ ROWS = (
     Row(
         _V,
         "§4",
-        "keys and values of a token",
+        "keys and values per token",
         "64 / 128 / 240 KB: Yi-6B / Llama-3-8B / Yi-34B",
         "s",
         "Arithmetic: equal.",
@@ -109,7 +109,7 @@ ROWS = (
         _V,
         "§5.1",
         "addresses reserved for Yi-34B on two GPUs, 500 requests of 200K",
-        "12 TB a GPU",
+        "12 TB per GPU",
         "s",
         "Arithmetic: equal up to rounding.",
         ours=ours.addresses,
@@ -121,8 +121,8 @@ ROWS = (
         "prefill kernels, paged over contiguous, time",
         "up to 1.37x (FlashAttention-2) and 1.42x (FlashInfer) (A100)",
         "s",
-        "On Hopper a table costs FlashAttention-3 less, and with blocks of 128 next to nothing; "
-        "FlashInfer still pays.",
+        "On Hopper a block table costs FlashAttention-3 less, and with blocks of 128 almost "
+        "nothing; it still slows FlashInfer.",
         "kernels-h200",
         lambda r: (
             "FA3 "
@@ -140,7 +140,7 @@ ROWS = (
         "decode kernel by block size",
         "up to 1.9x between block sizes (vLLM's own kernel, A100)",
         "s",
-        "On Hopper vLLM decodes with FlashAttention-3 today, whose time hardly changes.",
+        "On Hopper vLLM decodes with FlashAttention-3 today, whose time hardly depends on it.",
         "kernels-h200",
         ours.block_sizes,
         _KERNELS,
@@ -151,7 +151,7 @@ ROWS = (
         "the same against the card's memory",
         "no number in the texts at hand",
         "s",
-        "4.8 TB/s is what the H200's data sheet says; the contiguous form in pages of 64 KB.",
+        "The H200's data sheet says 4.8 TB/s; the contiguous form has pages of 64 KB.",
         "kernels-h200",
         ours.roofline,
         _KERNELS,
@@ -159,10 +159,10 @@ ROWS = (
     Row(
         _V,
         "Figure 4",
-        "memory that decoding asks for",
+        "rate at which decoding allocates memory",
         "at most 750 MB/s (A100; 600 MB/s in the first version)",
         "s",
-        "Ours replaces requests all the time, so it counts their first pages too.",
+        "Ours keeps replacing requests that end, so the new requests' first pages count too.",
         "overlap-h200",
         ours.rate,
         "vmem bench overlap --fa3 FILE",
@@ -196,7 +196,7 @@ ROWS = (
         "the same by FlashInfer",
         "with Table 6: 1.17x to 1.36x of FlashInfer paged end to end (A100)",
         "s",
-        "The kernels alone, on another GPU. A lone prompt takes its batched call; several slots "
+        "The kernels alone, on another GPU. A single prompt uses its batched call; several slots "
         "leave gaps, and take a slower one each.",
         "kernels-flashinfer-long-h100",
         ours.by_slots,
@@ -253,10 +253,10 @@ ROWS = (
     Row(
         _V,
         "Figure 9",
-        "how many of the 427 run at a time",
+        "number of the 427 that run at a time",
         "not in the texts at hand",
         "s",
-        "All 427 replayed, 88K tokens each on average: what a page wastes hardly counts.",
+        "All 427 replayed, 88K tokens each on average: a page's waste hardly matters.",
         "capacity",
         ours.long_batches,
         "vmem bench capacity --trace ARXIV",
@@ -268,7 +268,7 @@ ROWS = (
         "median latency of a request 42 % / 28 % / 29 % lower than FA2 paged (A100)",
         "s",
         "Another trace with shorter prompts, and the time to the first token instead; their gain "
-        "is the faster prefill's.",
+        "comes from faster prefill.",
         "serve-azure-online-h200",
         ours.served(
             "serve-azure-online-h200",
@@ -308,7 +308,7 @@ ROWS = (
         "the same with pages of 2 MB",
         "spikes of 5 to 15 ms are gone (Llama-3-8B, A100, pages of 2 MB)",
         "s",
-        "The paper's page size; a growth is 32 times as large and as rare.",
+        "The paper's page size; memory grows in steps 32 times as large and 32 times as rare.",
         "overlap-2m-h200",
         lambda r: ours.overlap(r, "overlap-2m-h200"),
         "vmem bench overlap --fa3 FILE --page 2M",
@@ -352,8 +352,8 @@ ROWS = (
         "largest batch, 64 KB / 2 MB",
         "240 / 187, 258 / 203, 68 / 56: 1.28x, 1.27x, 1.21x (OpenChat at 7 requests/s, A100)",
         "t",
-        "Their batch is also bound by the arrivals; a replay whose queue is never empty shows "
-        "memory alone, on another trace.",
+        "Arrivals limit their batch too; our replay, on another trace, never has an empty queue, "
+        "so only memory limits its batch.",
         "capacity",
         ours.largest,
         "vmem bench capacity --trace AZURE",
@@ -364,8 +364,7 @@ ROWS = (
         "the same with 40 GB a GPU",
         "only 80 GB in the texts at hand",
         "s",
-        "With less memory a request's unused pages weigh as much as before: it is the ratio that "
-        "stays.",
+        "With less memory the ratio is the same: a request wastes as much as before.",
         "capacity-40g",
         lambda r: ours.largest(r, "capacity-40g", ours.MODELS[:2]),
         "vmem bench capacity --trace AZURE --memory 40G --models Yi-6B,Llama-3-8B --groups 1",
@@ -373,7 +372,7 @@ ROWS = (
     Row(
         _V,
         "Figure 15",
-        "the same, run and not replayed",
+        "the same, run instead of replayed",
         "1.28x, 1.27x, 1.21x (A100)",
         "t",
         "Azure's trace, all requests at the start, 20 GB for keys and values.",
@@ -387,7 +386,7 @@ ROWS = (
         "the same under arrivals, 7 requests/s",
         "1.28x, 1.27x, 1.21x (OpenChat, A100)",
         "t",
-        "Lengths with OpenChat's means, made up; 100 requests on one GPU.",
+        "Synthetic lengths with OpenChat's means; 100 requests on one GPU.",
         "serve-chat-h200",
         lambda r: ours.small_pages(r, "serve-chat-h200", "chat"),
         _CHAT,
@@ -398,7 +397,7 @@ ROWS = (
         "the same under arrivals, 14 requests/s",
         "1.28x, 1.27x, 1.21x (OpenChat at 7 requests/s, A100)",
         "t",
-        "More than the card serves, so that requests queue for memory; 200 requests.",
+        "More than the card can serve, so that requests queue for memory; 200 requests.",
         "serve-chat-14-h100",
         lambda r: ours.small_pages(r, "serve-chat-14-h100", "chat"),
         _CHAT.replace("--rate 7 --requests 100", "--rate 14 --requests 200"),
@@ -416,7 +415,7 @@ ROWS = (
     Row(
         _V,
         "Table 8",
-        "most that a request wastes, 64 KB to 2 MB",
+        "maximum waste per request, 64 KB to 2 MB",
         "Llama-3-8B 4 / 8 / 16 / 128 MB; Yi-34B on 2 GPUs 15 / 30 / 60 / 480 MB",
         "t",
         "Arithmetic: equal.",
@@ -426,10 +425,10 @@ ROWS = (
     Row(
         _V,
         "Table 9",
-        "bandwidth of allocation, 64 KB to 2 MB",
+        "allocation bandwidth, 64 KB to 2 MB",
         "7.59 / 14.56 / 27.04 / 35.17 GB/s on one GPU; 70.3 GB/s on two at 2 MB (A100)",
         "t",
-        "Page by page, our call takes longer; adjacent pages share one.",
+        "Page by page, our call takes longer; adjacent pages share one call.",
         "h100",
         ours.bandwidth,
         "vmem bench api --only bandwidth",
@@ -437,19 +436,19 @@ ROWS = (
     Row(
         _V,
         "Table 10",
-        "its content is in no text that was at hand",
+        "in none of the texts at hand",
         "not known here",
         "s",
-        "The page says so rather than guess.",
-        cannot="what it holds is not known",
+        "We do not guess.",
+        cannot="its content is unknown to us",
     ),
     Row(
         _V,
         "all of Yi-34B",
-        "a model of 34B on two GPUs",
+        "a 34B model on two GPUs",
         "throughputs and latencies above (two A100s)",
         "s",
-        "Random weights in its shape, Azure's trace, 100 requests; a cache on each of two ranks.",
+        "Random weights in its shape, Azure's trace, 100 requests; two ranks with a cache each.",
         "serve-yi-34b-h100x2",
         ours.served("serve-yi-34b-h100x2", "offline", "tokens", "tokens/s", "paged16"),
         f"{_SERVE} --model Yi-34B --trace AZURE --workload offline --requests 100 --limit 20G "
@@ -469,10 +468,10 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "memory freed against a static pool",
+        "memory freed compared with a static pool",
         "71.25 % (57 GB of an A100 of 80 GB)",
         "a",
-        "It is the load that decides; Azure's trace four times as fast, in 55 GB.",
+        "Depends on the load: here Azure's trace, four times as fast, in 55 GB.",
         "serve-azure-online-h200",
         ours.freed,
         _ONLINE,
@@ -480,10 +479,10 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "memory by the rate of arrivals",
+        "memory by arrival rate",
         "no number in the texts at hand",
         "a",
-        "The same run at half the rate; memory over time is a picture.",
+        "The same run at half the rate; a picture shows memory over time.",
         "serve-azure-slow-h200",
         lambda r: ours.freed(r, "serve-azure-slow-h200"),
         _ONLINE.replace("--speed-up 4 --requests 200", "--speed-up 2 --requests 100"),
@@ -494,7 +493,7 @@ ROWS = (
         "throughput by batch and length",
         "no number in the texts at hand",
         "a",
-        "A batch is bounded by the slots; run once for each number.",
+        "The number of slots bounds the batch; one run per number.",
         "serve-slots16-h200",
         ours.served("serve-slots16-h200", "offline", "tokens", "tokens/s", "paged16", "2M"),
         _AZURE.replace("--requests 300", "--requests 60 --slots 16"),
@@ -502,7 +501,7 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "kernels over vLLM's paged one",
+        "kernels over vLLM's paged kernel",
         "3.15x on average, at most 3.27x (A100)",
         "a",
         "Both forms are FlashAttention-3's; theirs compares with the kernel of vLLM 0.4.2.",
@@ -524,10 +523,10 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "the same by the part that is shared",
+        "the same by the shared part",
         "2.12x on average, at most 3.92x (A100)",
         "a",
-        "Two prompts of 16K of which nothing, half or seven eighths are cached.",
+        "Two prompts of 16K, with nothing, half or seven eighths of each cached.",
         "kernels-prefix-h100",
         ours.over_blocks("kernels-prefix-h100", "fa3", "prefix_none", "prefix_half", "prefix_most"),
         f"{_KERNELS} --cases prefix",
@@ -535,10 +534,10 @@ ROWS = (
     Row(
         _T,
         "prefix match",
-        "what beginning with a recorded prefix costs",
+        "cost of starting from a recorded prefix",
         "no number in the texts at hand",
         "a",
-        "Mapping replaces computing; how long it takes depends on how scattered the pages are.",
+        "Mapping replaces computing; its time depends on how scattered the pages are.",
         "prefix-map-h200",
         ours.prefix,
         "vmem bench prefix-map",
@@ -560,7 +559,7 @@ ROWS = (
         "end to end over vLLM",
         "2.42x (A100)",
         "a",
-        "The paged arm shares prefixes by the hash of its blocks, as vLLM does today.",
+        "The paged arm shares prefixes by hashing blocks, as vLLM does today.",
         "serve-prefixes-h200",
         ours.served("serve-prefixes-h200", "prefixes", "tokens", "tokens/s", "paged16"),
         _PREFIXES,
@@ -580,9 +579,10 @@ ROWS = (
         _P,
         "Figure 2",
         "memory that holds tokens, by system",
-        "20.4 % to 38.2 % in the systems before (A100)",
+        "20.4 % to 38.2 % in earlier systems (A100)",
         "t",
-        "Theirs reserve the longest output; pages and blocks waste only what is not full.",
+        "Earlier systems reserve the longest output; with pages or blocks, only partly filled "
+        "pages or blocks are waste.",
         "capacity",
         ours.used,
         "vmem bench capacity --trace AZURE",
@@ -591,7 +591,7 @@ ROWS = (
         _P,
         "Table 1",
         "room for keys and values, OPT-13B on 40 GB",
-        "800 KB a token, 12 GB, 15.7K tokens",
+        "800 KB per token, 12 GB, 15.7K tokens",
         "s",
         "Arithmetic: equal.",
         ours=ours.opt,
@@ -600,10 +600,10 @@ ROWS = (
     Row(
         _P,
         "Figures 12, 13",
-        "against static reservation: request rates, batch",
+        "compared with static reservation: request rates, batch",
         "rates 2.7x to 8x, batch 4.3x of Orca (Max) (OPT-13B, ShareGPT, A100)",
         "t",
-        "A static slot here is 8,192 tokens, theirs 2,048; all requests at the start.",
+        "A static slot has 8,192 tokens here, 2,048 there; all requests arrive at the start.",
         "serve-azure-h200",
         ours.static,
         _AZURE,
@@ -637,7 +637,7 @@ ROWS = (
         "chatbot, request rate over Orca",
         "2x (OPT-13B, A100)",
         "t",
-        "The same run: a conversation's next turn begins with the one before.",
+        "The same run: a conversation's next turn begins with the turns before it.",
         "serve-prefixes-h200",
         ours.served("serve-prefixes-h200", "prefixes", "tokens", "tokens/s", "paged16"),
         _PREFIXES,
@@ -657,9 +657,9 @@ ROWS = (
         _P,
         "Figure 18b",
         "block sizes",
-        "16 to 128 are best on ShareGPT, 16 and 32 on Alpaca (A100)",
+        "16 to 128 are best on ShareGPT, 16 and 32 are best on Alpaca (A100)",
         "t",
-        "Kernels alone; what large blocks waste is in the capacity table.",
+        "Kernels alone; the waste of large blocks is in the capacity table.",
         "kernels-h200",
         ours.block_sizes,
         _KERNELS,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench serve`: requests served by arms that differ only in the cache.
 
-One process, one model, one kernel library, one loop; each arm has a store of keys and values
-(`vmem_bench.serving.stores`) with the same memory. The arms take turns, in an order that rotates
-every round. The first is the reference that the others are compared with, and may be run once more
-under the name `again`, which shows the spread between equal arms.
+All arms share one process, model, kernel library and loop; each has a store of keys and values
+(`vmem_bench.serving.stores`) with the same amount of memory. The arms take turns, in an order that
+rotates every round. The first is the reference for the others. It may run a second time under the
+name `again`, which shows the spread between equal arms.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 __all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
 
-_BOUND = 0.05  # of the largest logit: bfloat16 has 8 bits, and the model's layers add up
+_BOUND = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and layers add their errors
 _TILE = 191  # rows that FlashAttention-3's contiguous call may read past a length
-_BLOCK = 32  # rows of a slot's blocks for its paged call, which then reads exactly
+_BLOCK = 32  # rows per block of a slot for the paged call, which reads no rows past a length
 _CONTENT = 512  # tokens that a content id stands for
 _CHAT = (1800, 744)  # mean tokens of OpenChat's prompts and answers
-_TALKS = 4  # synthetic conversations at a time
+_TALKS = 4  # interleaved synthetic conversations
 _FEW = 16  # slots for the comparison of logits
 _SPARE = 8 << 30  # bytes for activations, graphs and libraries
 _METHOD = {
-    "time": "host clock; a token is there when the wait for its step returns",
-    "turns": "the arms in turns, the order rotated every round; the median of the rounds",
+    "time": "host clock; a token is ready when the wait for its step returns",
+    "turns": "the arms take turns, in rotating order; the median of the rounds",
     "tokens": "given, not sampled, so that the arms compute the same; the sampled ones are dropped",
     "host": "in the calls of the cache or block manager, on the thread that plans the steps",
     "checked": "the logits of all requests in a small workload against the reference arm's",
@@ -62,11 +62,11 @@ _METHOD = {
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to keep keys and values.
+    """A way to store keys and values.
 
     Attributes:
-        what: in words.
-        kind: "slots", "paged", "static", or "vllm", which is an engine of its own.
+        what: the arm in words.
+        kind: "slots", "paged", "static", or "vllm", which is an engine with its own loop.
         prefill, decode: the attention kernel's call, "contiguous" or "paged".
         page: bytes of a page, for slots; 0: the command's.
         group: layers in a tensor, for slots; 0: the command's.
@@ -120,9 +120,9 @@ ARMS = {
 }
 WORKLOADS = {
     "azure": "lengths of Azure's conversations, or of a trace; arrivals at its times",
-    "offline": "a trace's lengths, all there at the start",
+    "offline": "a trace's lengths, all arriving at the start",
     "online": "a trace's lengths, Poisson arrivals at --rate",
-    "prefixes": "conversations that begin alike (Mooncake's, or made up), and prefixes are shared",
+    "prefixes": "conversations with common prefixes (Mooncake's, or synthetic), which are shared",
     "chat": "OpenChat's mean lengths (1.8K and 744 tokens), Poisson arrivals",
 }
 
@@ -147,7 +147,7 @@ class _Runner:
         self.gpu = device.type == "cuda"
 
     def arm(self, name: str) -> Arm:
-        """An arm by its name; `again` is the first one."""
+        """The arm with a name; `again` is the first arm."""
         return ARMS[self.command.args.arms[0] if name == AGAIN else name]
 
     def words(self, name: str) -> str:
@@ -170,7 +170,7 @@ class _Runner:
         on_host = self.command.backend == "host"
         page = arm.page or args.page or self.command.page
         if on_host and arm.page:
-            page = 16 * self.command.page  # as many rows as a tiny model's request has
+            page = 16 * self.command.page  # about the rows of a tiny model's request
         config = sizes.config(
             max_batch=slots,
             max_seq_len=self.longest,
@@ -181,7 +181,7 @@ class _Runner:
             overread_rows=_TILE if self._tiles(arm) else 0,
             overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
-        # A free slot is kept ready for the first chunk of a prompt.
+        # Keep a free slot mapped for the first chunk of a prompt.
         first = Layout(config, page).pages_for_step(0, min(budget, self.longest))
         config = replace(config, eager_pages=first)
         backend = self.command.backend if on_host or not arm.backend else arm.backend
@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves over a new store, by default with the command's slots and memory."""
+        """Serves the arrivals with a new store, by default of the command's slots and memory."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 
@@ -246,7 +246,7 @@ class _Runner:
         )
 
     def open(self, run: Run) -> Forward:
-        """A forward pass over a new store; rank 0's tells the other ranks."""
+        """A forward pass over a new store; with several ranks, rank 0's leads the others."""
         from pyvmem.attention.reads import EXACT, Reads
         from vmem_bench.serving.forward import Forward, Kernels
         from vmem_bench.serving.ranks import LeadingForward, Told
@@ -263,7 +263,7 @@ class _Runner:
         return LeadingForward(self.model, Told(store, self.group), *rest)
 
     def sweep(self) -> None:
-        """Closes the stores; never where one is used, since an error's frames hold its tensors."""
+        """Closes the stores. Not called from `serve`: an error's frames would hold the tensors."""
         import torch
 
         gc.collect()
@@ -275,7 +275,7 @@ class _Runner:
             torch.cuda.empty_cache()
 
     def logits(self, name: str, requests: Sequence[Request]) -> dict[tuple[int, int], Any]:
-        """The logits that followed, by request and number of rows."""
+        """Serves `requests`; returns each step's logits by request and number of rows."""
         found: dict[tuple[int, int], Any] = {}
 
         def keep(lives: Any, logits: Any) -> None:
@@ -283,14 +283,14 @@ class _Runner:
                 found[live.number, live.rows] = row
 
         arrivals = [Arrival(0.0, request) for request in requests]
-        room = 2 * self.longest * self.model.sizes.token_bytes  # a slot or two of `static`
+        room = 2 * self.longest * self.model.sizes.token_bytes  # two slots of `static`
         few = {"slots": min(self.command.args.slots, _FEW), "limit": min(self.limit, room)}
         self.serve(name, arrivals, budget=self.command.args.check_budget, observer=keep, **few)
         return found
 
 
 def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
-    """A request's tokens, the same in every arm; equal blocks of content are equal tokens."""
+    """A request's tokens, the same in every arm; equal content ids give equal tokens."""
     import numpy as np
 
     def drawn(seed: tuple[int, ...], count: int) -> Ints:
@@ -330,7 +330,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
             "x",
             compared=len(both),
         )
-        if len(both) < answers or not worst <= _BOUND:  # also refuses NaN
+        if len(both) < answers or not worst <= _BOUND:  # also catches NaN
             wrong.append(name)
             part.not_run(f"makespan/{name}", f"{len(both)} of {answers} rows, {worst:.3g} apart")
             runner.command.show(f"{name}: {part.missing[-1]['why']}")
@@ -382,7 +382,7 @@ def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arriv
 
 
 def _conversations(args: argparse.Namespace) -> list[Arrival]:
-    """Synthetic conversations, `_TALKS` at a time, of 4 prompts that grow by 128 tokens each."""
+    """Synthetic conversations, `_TALKS` interleaved, of 4 prompts, each 128 tokens longer."""
     arrivals = []
     for number, one in enumerate(poisson([Request(1, 32)] * args.requests, args.rate, args.seed)):
         turn, talk = divmod(number % (4 * _TALKS), _TALKS)
@@ -477,7 +477,7 @@ def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[A
         slowest = max(slowest, command.deadline.used - began)
     for name, outcomes in runs.items():
         if not outcomes and name not in broken:
-            part.not_run(f"makespan/{name}", "the deadline came first")
+            part.not_run(f"makespan/{name}", "the deadline passed first")
     add_aims(command.aims, part, {name: runner.words(name) for name in names}, args.limit)
     if wrong:
         raise WrongResult(f"{', '.join(wrong)}: the logits differ from those of {names[0]}")
@@ -506,58 +506,67 @@ def add_parser(which: Any) -> None:
     """Adds ``serve`` to the benchmarks."""
     parser = which.add_parser(
         "serve",
-        help="requests served end to end, by caches that take turns",
-        description="Serves a workload with random weights in a real model's shape, by arms that "
-        "differ in nothing but the cache: contiguous slots, paged blocks, static slots.",
+        help="serves requests end to end, with caches that take turns",
+        description="Serves a workload with random weights in a real model's shape. The arms "
+        "differ only in the cache: contiguous slots, paged blocks, static slots.",
     )
     add_common(parser, 480)
     add = parser.add_argument
     add("--arms", type=_arms, default=_arms(f"contiguous,{AGAIN},paged16,paged128,fa3,2M,static"))
-    add("--workload", choices=list(WORKLOADS), default="azure", help="(azure)")
+    add(
+        "--workload",
+        choices=list(WORKLOADS),
+        default="azure",
+        help="kind of requests and arrivals (azure)",
+    )
     add(
         "--trace",
         type=existing_file,
         metavar="FILE",
         help="Azure's or vAttention's CSV, Mooncake's JSONL",
     )
-    add("--requests", type=int, default=400, help="of the trace, or made up (400)")
-    add("--skip", type=int, default=0, help="requests of the trace before the first (0)")
-    add("--seed", type=int, default=1, help="of a made-up workload (1)")
+    add("--requests", type=int, default=400, help="number of requests (400)")
+    add("--skip", type=int, default=0, help="requests of the trace to skip (0)")
+    add("--seed", type=int, default=1, help="seed of a synthetic workload (1)")
     add("--rate", type=float, default=5.5, help="Poisson arrivals a second (5.5)")
-    add("--speed-up", type=float, default=1.0, help="a trace's times are divided by this (1)")
+    add("--speed-up", type=float, default=1.0, help="divide a trace's arrival times by this (1)")
     add(
         "--model",
         choices=["Llama-3-8B", "Yi-6B", "Yi-34B"],
         default="Llama-3-8B",
-        help="(Llama-3-8B)",
+        help="model's shape (Llama-3-8B)",
     )
-    add("--limit", type=size, default=0, help="bytes for keys and values, as 20G (what is free)")
+    add(
+        "--limit", type=size, default=0, help="bytes for keys and values, such as 20G (free memory)"
+    )
     add("--longest", type=int, default=16384, help="tokens of a slot (16384)")
-    add("--slots", type=int, default=256, help="requests at a time, at most (256)")
+    add("--slots", type=int, default=256, help="maximum concurrent requests (256)")
     add("--group", type=int, default=1, help="layers in one tensor of a contiguous cache (1)")
-    text = "of a contiguous cache's pages, as 128K (the back end's)"
+    text = "page size of a contiguous cache, such as 128K (the back end's)"
     add("--page", type=size, default=0, metavar="SIZE", help=text)
-    add("--budget", type=int, default=2048, help="new tokens in a step, at most (2048)")
+    add("--budget", type=int, default=2048, help="maximum new tokens per step (2048)")
     add("--check-budget", type=int, default=512, help=argparse.SUPPRESS)
-    add("--ahead", type=int, default=4, help="tokens ahead that a cache is told of (4)")
-    add("--rounds", type=int, default=2, help="of all arms (2)")
-    add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
+    add("--ahead", type=int, default=4, help="tokens that a cache prepares ahead (4)")
+    add("--rounds", type=int, default=2, help="runs of each arm (2)")
+    add(
+        "--limit-s", type=float, default=240.0, metavar="S", help="time limit of an arm's run (240)"
+    )
     add("--eager", action="store_true", help="no CUDA graphs")
     merge = {"type": existing_file, "nargs": "+", "metavar": "FILE"}
-    add("--merge", **merge, help="measure nothing: put runs of some arms each together")
+    add("--merge", **merge, help="measure nothing: merge results of several runs")
     add("--no-check", action="store_true", help="do not compare the arms' logits first")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. 0, 1 if it failed, 2 if the back end cannot be opened, or bad usage."""
+    """Runs the command. Returns 0, 1 on failure, 2 for bad usage or a missing back end."""
     if args.merge is not None:
         return put_together(join, args)
     if args.workload == "chat" and args.trace is not None:
-        text = f"--workload chat has requests of its own: leave out --trace {args.trace}"
+        text = f"--workload chat makes its own requests: omit --trace {args.trace}"
         print(f"vmem bench: {text}", file=sys.stderr)
         return 2
-    if rank := int(os.environ.get("RANK", "0")):  # set by torchrun; only rank 0 writes
+    if rank := int(os.environ.get("RANK", "0")):  # set by torchrun; only rank 0 writes results
         args.out, args.json = None, False
     args.device = int(os.environ.get("LOCAL_RANK", args.device)) if rank else args.device
     command = open_command(args, "serve", _METHOD, **_options(args))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""One forward pass of a serving loop over any store, eager or as a CUDA graph.
+"""The forward pass of a serving loop over any store, eager or as a CUDA graph.
 
-A step is one copy of its numbers to the device, then the model. Requests with few new tokens come
-first and use the kernel for decoding, prompts the one for prefill, in one call each. A step that
-only decodes is replayed as a CUDA graph of the next larger size; the graph is padded with the last
-request, whose row is then written more than once with the same numbers.
+A step copies its numbers to the device once, then runs the model. Requests with few new tokens come
+first and share a call of the decoding kernel; prompts share a call of the prefill kernel. A step
+that only decodes is replayed as a CUDA graph of the next larger size; the graph is padded with the
+last request, whose row is then written several times with the same numbers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Kernels(NamedTuple):
 
     Attributes:
         prefill, decode: "contiguous" or "paged".
-        reads: what the contiguous call reads.
-        library: "fa3", "fa2", or "flashinfer": for prompts, while FlashAttention-3 decodes.
+        reads: the rows that the contiguous call reads.
+        library: "fa3", "fa2", or "flashinfer" (FlashInfer for prompts, FlashAttention-3 to decode).
     """
 
     prefill: str
@@ -45,7 +45,7 @@ class Kernels(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A request's part of a step: its slot, the rows that it has, and its new tokens."""
+    """A request's part of a step: its slot, its number of rows so far, and its new tokens."""
 
     slot: int
     first: int
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The rows that it has afterwards."""
+        """The request's number of rows after the step."""
         return self.first + len(self.ids)
 
 
@@ -66,7 +66,7 @@ class Launched(NamedTuple):
 
 @dataclass
 class _Part:
-    """Requests of a step that one kernel call serves."""
+    """The requests of a step that share a kernel call."""
 
     tokens: slice
     starts: torch.Tensor
@@ -91,9 +91,9 @@ class _Batch:
 
 
 class _Numbers:
-    """A step's numbers: two pinned copies on the host, used in turn, and one on the device.
+    """A step's numbers: a buffer on the device, and two pinned host buffers, used alternately.
 
-    There are two because a step is prepared while the one before it runs.
+    There are two because a step is prepared while the previous one runs.
     """
 
     _TOKENS = ("ids", "positions", "rows", "places")
@@ -125,18 +125,18 @@ class _Numbers:
         self._device.copy_(host, non_blocking=True)
 
     def there(self) -> dict[str, torch.Tensor]:
-        """The fields as they are on the device."""
+        """The fields on the device."""
         return self._cut(self._device)
 
 
 class Forward:
-    """The model over a store.
+    """Runs the model over a store.
 
     Args:
         model: the decoder.
-        store: where the rows are.
-        kernels: for each phase; on the CPU, SDPA over the same rows.
-        budget: most new tokens in a step; at least the store's slots.
+        store: has the rows.
+        kernels: calls for each phase; the CPU uses SDPA on the same rows.
+        budget: most new tokens in a step; at least the store's number of slots.
         graphs: decode with CUDA graphs.
     """
 
@@ -201,7 +201,7 @@ class Forward:
 
     @torch.inference_mode()
     def launch(self, works: list[Work]) -> Launched:
-        """Launches a step whose rows have memory; requests with few new tokens come first."""
+        """Launches a step. Its rows must have memory; requests with few new tokens come first."""
         self.store.upload()
         if self._graphs is not None and all(len(work.ids) == 1 for work in works):
             logits = self._replay(works, self._graphs)
@@ -251,7 +251,10 @@ class Forward:
         prompts: bool = False,
         max_kv: int = 0,
     ) -> _Part:
-        """The requests from number `first` on; `max_kv` 0 means the longest of them."""
+        """Makes the part of `works`, whose first index in the step is `first`.
+
+        `max_kv`: upper bound of their rows; 0: the longest request's.
+        """
         end = first + len(works)
         index = there["index"][first:end]
         table = None
@@ -273,7 +276,7 @@ class Forward:
         )
 
     def _width(self, works: Sequence[Work]) -> int:
-        """The width of a table in blocks: a power of two, so that widths are few, or all blocks."""
+        """A block table's width: a power of two, to have few different widths, or all blocks."""
         table = self.store.table
         if table is None:
             return 0
@@ -281,7 +284,7 @@ class Forward:
         return min(1 << (needed - 1).bit_length(), table.width)
 
     def _prefills(self, work: Work) -> bool:
-        """True if it can use the prefill kernel, which may read past the length."""
+        """True if a request can use the prefill kernel, which may read past its length."""
         if len(work.ids) <= PREFILL_TOKENS:
             return False
         if self.kernels.prefill == "paged" or self.store.table is None:
@@ -293,7 +296,7 @@ class Forward:
         late = [self._prefills(work) for work in works]
         few = late.index(True) if True in late else len(works)
         if not all(late[few:]):
-            few = len(works)  # one that cannot comes after one that can: all use the exact kernel
+            few = len(works)  # the split is not clean: all use the decoding kernel
         self._send(self._mixed, works, few)
         there = self._mixed.there()
         total = sum(len(work.ids) for work in works)
@@ -333,12 +336,12 @@ class Forward:
         def forward() -> torch.Tensor:
             width = self.store.table.width if self.store.table is not None else 0
             paged = self.kernels.decode == "paged"
-            longest = self.store.longest  # a graph is for all lengths
+            longest = self.store.longest  # a graph must serve all lengths
             part = self._part(there, padded, 0, slice(0, size), paged, width, max_kv=longest)
             return self._model(there, size, size, [part])
 
         if size not in graphs:
-            logits = forward()  # runs this step, and loads what a capture needs
+            logits = forward()  # runs this step; kernels are loaded before the capture
             graph: Any = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self._device)
             # Other threads may call the driver during the capture: a cache's worker maps pages.
@@ -352,7 +355,7 @@ class Forward:
         return logits
 
     def warm_up(self) -> None:
-        """Runs prompts and decoding once, and captures a graph of each size that memory allows."""
+        """Runs prefill and decoding once, and captures a graph of each size that fits in memory."""
         slots: list[int] = []
         token = np.zeros(1, dtype=np.int32)
         prompt = np.zeros(PREFILL_TOKENS + 1, dtype=np.int32)
@@ -380,7 +383,7 @@ class Forward:
 
 
 def _call(library: str) -> Any:
-    """The function that calls a kernel on a part's keys and values, with or without a table."""
+    """A function that runs a kernel on a part's keys and values, with or without a table."""
     if library != "fa2":
         return flash.fa3_call()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer for the prompts of a step: one call a slot, or one over blocks, planned once a step.
+"""FlashInfer for a step's prompts: a call per slot, or one over blocks, planned once per step.
 
-FlashAttention-3 does the decoding, since FlashInfer plans on the host, which a CUDA graph cannot
-do. FlashInfer's kernels are compiled when they are first called (`pyvmem.attention.infer`).
+FlashAttention-3 does the decoding: FlashInfer plans on the host, which a CUDA graph cannot replay.
+FlashInfer's kernels are compiled when they are first called (`pyvmem.attention.infer`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _WORKSPACE = 256 << 20
 
 
 class Prompts:
-    """FlashInfer's calls for the prompts of one step after the other.
+    """FlashInfer's calls for the prompts of the current step.
 
     Args:
         sizes: sizes of the model.
-        block: rows of a block; 0: prompts lie in contiguous slots.
+        block: rows of a block; 0: prompts are in contiguous slots.
         device: a GPU.
 
     Raises:
@@ -77,7 +77,7 @@ class Prompts:
         )
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """``[tokens, heads, head_dim]`` of the planned prompts, from a layer's keys and values."""
+        """Attention of the planned prompts over a layer, ``[tokens, heads, head_dim]``."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if self._batch is not None:
             found: torch.Tensor = self._batch.run(q, (k, v), out=out)
@@ -85,7 +85,9 @@ class Prompts:
         at = 0
         for work in self._works:
             new = slice(at, at + len(work.ids))
-            rows = slice(work.end)  # a view that ends there, so that no tile past it is read
+            rows = slice(
+                work.end
+            )  # end the view at the request's length, so that no tile past it is read
             keys, values = k[work.slot, rows], v[work.slot, rows]
             scale = self._sizes.head_dim**-0.5
             out[new] = self._single(
@@ -96,5 +98,5 @@ class Prompts:
 
 
 def _sums(counts: Any) -> torch.Tensor:
-    """Cumulative sums, on the CPU, where `plan` reads them."""
+    """Cumulative sums in CPU memory, as `plan` reads them there."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))).int()

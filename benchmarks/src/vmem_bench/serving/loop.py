@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Continuous batching with chunked prefill, timed, for requests with given lengths and arrivals.
 
-A step is planned and launched while the one before it runs. It has every request that decodes, then
+A step is planned and launched while the previous one runs. It has every request that decodes, then
 prompts in chunks up to its token budget, in the order in which they joined. A request joins when
-its prompt fits beside the prompts still being computed and these are less than a step's worth. If
-its store maps memory for it in the background, it takes part in a step only once that is done, or
-if no other request does. When memory is short, the request that joined last is preempted: it loses
-its rows and recomputes them.
+its prompt fits in memory together with the prompts still being computed, and these have fewer
+tokens left than two steps' budget. If the store maps its memory in the background, the request
+takes part in a step only once that is done, or if no other request does. When memory is short, the
+request that joined last is preempted: it loses its rows and recomputes them.
 
-Tokens are given, not sampled (the sampled ones are computed and dropped), so that every store
-computes the same and its logits can be compared with another's.
+Tokens are given, not sampled (sampled tokens are computed and dropped), so that every store
+computes the same and logits can be compared between stores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Live:
         ids: tokens of its prompt and its answer.
         rows: rows with keys and values, as of the last planned step.
         emitted: tokens of its answer so far.
-        fresh: it has a slot, but has not been in a step since it got it.
+        fresh: it has not been in a step since it got its slot.
         late: a step was planned without it because its memory was not ready.
         times: when each token of its answer was ready.
     """
@@ -60,13 +60,13 @@ class Live:
 
     @property
     def known(self) -> int:
-        """Number of tokens so far: the prompt's, and those of the answer."""
+        """Number of tokens so far: those of the prompt and of the answer."""
         return self.prompt + self.emitted
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at one time: bytes mapped, held by requests, and of rows; running requests."""
+    """A sample of memory: bytes mapped, held by requests, and used by rows; running requests."""
 
     at: float
     mapped: int
@@ -80,16 +80,18 @@ class Outcome:
     """Measurements of a run; times in seconds from its start.
 
     Attributes:
-        finished: requests that finished. cut: whether time ran out before the last.
+        finished: requests that finished.
+        cut: true if time ran out before the last request finished.
         seconds: from the first arrival to the last token, or to the time limit.
         first, between: times to first tokens and between tokens, each sorted.
-        prompt_tokens, new_tokens: tokens computed of prompts, again after a preemption, and of
-            answers.
-        late: requests that a step was planned without because their memory was not ready.
-        shared: rows that requests began with.
-        steps, batch_s: forward passes; requests in a step times its seconds, summed.
-        short_s, short_batch_s: seconds in which requests waited for a slot or for memory, and these
-            seconds times the requests in a step.
+        prompt_tokens, new_tokens: computed tokens of prompts, including recomputed ones, and
+            tokens of answers.
+        late: requests left out of a step because their memory was not ready.
+        shared: rows that requests started with, from shared prefixes.
+        steps: forward passes.
+        batch_s: sum over the steps of their requests times their seconds.
+        short_s, short_batch_s: seconds in which requests waited for a slot or for memory, and
+            `batch_s` over these seconds.
     """
 
     finished: int = 0
@@ -131,7 +133,7 @@ class _Loop:
         self.waiting: deque[Live] = deque()
         self.running: list[Live] = []
         self.done: list[Live] = []
-        self.short = False  # no request joins until one has left
+        self.short = False  # no request joins until another has finished
         self.out = Outcome()
         self._clock = time.perf_counter
         self._start = self._last = self._sampled = 0.0
@@ -176,7 +178,10 @@ class _Loop:
         return out
 
     def _plan(self) -> list[tuple[Live, int]]:
-        """Requests and their new tokens, whose rows have memory; decoding comes first."""
+        """Requests of the next step and their numbers of new tokens, the smallest first.
+
+        Memory for their rows is held; requests are preempted if it is short.
+        """
         self._announce(self._join())
         while self.running:
             chosen = self._choose()
@@ -189,7 +194,7 @@ class _Loop:
         return []
 
     def _choose(self) -> list[tuple[Live, int]]:
-        """Requests and their new tokens, as far as the budget goes, but at least one."""
+        """Chooses requests and their numbers of new tokens within the budget, at least one."""
         left = self.budget
         chosen: list[tuple[Live, int]] = []
         for decodes in (True, False):
@@ -207,10 +212,10 @@ class _Loop:
         return chosen
 
     def _join(self) -> list[Live]:
-        """Gives slots to waiting requests while they fit; returns those that got one.
+        """Gives slots to waiting requests while they fit; returns the requests that joined.
 
-        Stops once unread prompts fill two steps: memory for the second is made while the first
-        runs.
+        Stops once prompts not yet computed fill two steps: memory for the second step is mapped
+        while the first runs.
         """
         joined: list[Live] = []
         while self.waiting and not self.short:
@@ -277,14 +282,13 @@ class _Loop:
     def _announce(self, lives: Sequence[Live]) -> None:
         """Tells the store what the next step is likely to need for these requests.
 
-        Those that have not been in a step are announced separately, so that no other request waits
-        for their memory.
+        Fresh requests are announced separately, so that no other request waits for their memory.
         """
         left, part = self.budget, max(1, self.ahead // 2)
         asked: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
         for live in lives:
             pending = live.known - live.rows
-            if pending == 1:  # in parts, so that pages come a few at a time
+            if pending == 1:  # rounded, so that requests need new pages at different steps
                 length = (live.rows + max(1, self.ahead)) // part * part
             else:
                 length = live.rows + min(pending, self.budget if live.fresh else left)
@@ -336,12 +340,13 @@ def serve(
         arrivals: the requests, sorted by time.
         tokens: returns the ids of a request's prompt and answer, given its number and itself.
         budget: most new tokens in a step.
-        ahead: tokens ahead of a request's length that a store is told to prepare.
+        ahead: tokens past a request's length that a store is told to prepare.
         limit_s: stop after this time, in seconds.
-        observer: gets every step's requests and logits; with it, nothing overlaps.
+        observer: called with every step's requests and logits; with it, steps do not overlap.
 
     Raises:
-        ValueError: a request is longer than a slot. RuntimeError: memory is too small for one.
+        ValueError: a request is longer than a slot.
+        RuntimeError: memory is too small for a request.
     """
     store: Store = forward.store
     coming: deque[Live] = deque()

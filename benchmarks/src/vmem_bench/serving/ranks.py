@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """A serving loop on several GPUs: tensor parallelism, and a `ParallelKVCache` on each rank.
 
-Rank 0 runs the loop. Before each forward pass it sends the others the calls of its store since the
-last pass, and the requests in this one. They make the same calls on their stores, which must give
-the same answers, and run the pass as well. That is one message per pass, over gloo, and one more
-where the store begins to make memory for the next pass, so that every rank does while this one
-runs. A layer's sums use the model's group.
+Rank 0 runs the loop. Before each forward pass it sends the other ranks its store's calls since the
+last pass, and the requests of this pass. They make the same calls on their stores, which must
+return the same results, and run the pass as well. That takes one message per pass, over gloo.
+Another message is sent when the store starts to map memory for the next pass, so that every rank
+maps while the current pass runs. The layers' sums use the model's process group.
 
     python -m torch.distributed.run --nproc-per-node 2 $(which vmem) bench serve --model Yi-34B ...
 """
@@ -45,9 +45,9 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The store's calls with their answers, and a pass's requests.
+    """The store's calls with their results, and a pass's requests (`works`).
 
-    None: the run ended. Empty: no pass yet; the calls begin to make memory for the next one.
+    None: the run ended. Empty: no pass, only calls, to start mapping memory for the next pass.
     """
 
     asked: list[tuple[str, tuple[Any, ...], Any]]
@@ -55,13 +55,14 @@ class Step(NamedTuple):
 
 
 class Group:
-    """The ranks, and how one tells the others.
+    """The ranks, and their communication.
 
     Args:
         device: device of this rank.
 
     Attributes:
-        rank, size: rank of this process; number of ranks.
+        rank: rank of this process.
+        size: number of ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +84,7 @@ class Group:
         return box[0]
 
     def make(self, make: Callable[[], Forward]) -> Forward:
-        """The result of `make`. RuntimeError on every rank if it failed on any."""
+        """Calls `make` on every rank. RuntimeError on every rank if it failed on any."""
         forward, why = None, ""
         try:
             forward = make()
@@ -105,7 +106,7 @@ class Group:
 
 
 class Told(Store):
-    """Rank 0's store: tells the other ranks its calls, so that they can repeat them.
+    """Rank 0's store: records its calls for the other ranks to repeat.
 
     Args:
         store: this rank's store.
@@ -122,7 +123,7 @@ class Told(Store):
     def _ask(self, name: str, *args: Any) -> Any:
         answer = getattr(self.store, name)(*args)
         self.host_ns = self.store.host_ns
-        self.asked.append((name, copy.deepcopy(args), answer))  # a caller's lists change later
+        self.asked.append((name, copy.deepcopy(args), answer))  # callers change their lists later
         return answer
 
     def take(self, ids: Ints) -> tuple[int, int] | None:
@@ -139,7 +140,7 @@ class Told(Store):
         return bool(self._ask("hold", slots, lengths))
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
-        """See `Store`; the other ranks are told at once, to begin while a pass runs."""
+        """See `Store`; sent to the other ranks immediately, to map while a pass runs."""
         if type(self.store).ahead is not Store.ahead:
             self._ask("ahead", *asked)
             self.tell([])
@@ -149,7 +150,7 @@ class Told(Store):
         self._ask("prompt_ends", slot, tokens)
 
     def settle(self) -> None:
-        """See `Store`; returns when every rank has done it: the clock starts after this."""
+        """See `Store`; returns when every rank has settled, as the clock starts after this."""
         self._ask("settle")
         self.tell([])
         self._group.meet()
@@ -183,7 +184,7 @@ class Told(Store):
         return self.store.driver()
 
     def tell(self, works: list[Work] | None) -> None:
-        """Tells the other ranks the calls since the last time, and a `Step`'s requests."""
+        """Sends the other ranks the calls since the last message, and a `Step`'s requests."""
         asked, self.asked = self.asked, []
         self._group.tell(Step(asked, works))
 
@@ -210,7 +211,7 @@ class LeadingForward(Forward):
 
 
 def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
-    """The other ranks' loop: follows run after run, until rank 0 sends None.
+    """The loop of the other ranks: follows rank 0's runs until it sends None.
 
     Args:
         group: group of the ranks.
@@ -218,12 +219,12 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
         sweep: closes the store, once nothing refers to the pass.
 
     Raises:
-        WrongResult: a store did not answer as rank 0's did.
+        WrongResult: a call's result differs from rank 0's.
     """
     while (run := group.tell()) is not None:
         try:
             forward = group.make(partial(make, run))
-        except RuntimeError:  # rank 0 gets it as well, and goes on to its next run
+        except RuntimeError:  # raised on rank 0 as well, which goes on to its next run
             sweep()
             continue
         with closing(forward):
@@ -233,7 +234,7 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
 
 
 def _follow(group: Group, forward: Forward) -> None:
-    # A pass is prepared while the one before it runs, as on rank 0.
+    # As on rank 0, a pass is prepared while the previous one runs.
     before: Launched | None = None
     flying: Launched | None = None
     while True:

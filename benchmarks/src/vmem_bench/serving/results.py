@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Results of the arms of `vmem bench serve`: rows, aims, and merging of runs.
 
-A run of minutes has time for a few arms. Runs of the same workload on the same machine are joined
-by their reference, the first arm, which each of them has. An arm is compared only with the
-reference's rounds of its own runs, so that a slower GPU in one run puts no arm at a disadvantage.
+A run of a few minutes has time for only some arms. Runs of the same workload on the same machine
+are joined by their reference, the first arm, which all of them include. An arm is compared only
+with the reference's rounds of the same runs, so that a slower GPU in one run puts no arm at a
+disadvantage.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = ["AGAIN", "VLLM", "add_aims", "add_rows", "figures", "join", "over"]
 
-AGAIN = "again"  # the reference once more
-VLLM = "vllm"  # an engine of its own, whose steps are not seen
+AGAIN = "again"  # a second run of the reference
+VLLM = "vllm"  # an engine with its own loop, whose steps are not measured
 _FORMAT = "vmem-bench-serve/1"
-# Options in which joined runs may differ.
+# Options that may differ between joined runs.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
-_BINDS = 20 << 30  # up to here, memory is short for Azure's trace and an 8B model
-_NOISE = 0.05  # tolerated difference between equal arms; beyond it a run shows nothing
-_SERIES = 400  # most samples of memory over time that a row keeps
+_BINDS = 20 << 30  # up to this size, memory is short for Azure's trace and an 8B model
+_NOISE = 0.05  # largest tolerated difference between equal arms
+_SERIES = 400  # most samples of memory over time in a row
 
 
 def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
@@ -44,7 +45,7 @@ def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
         "answers": ("tokens of answers", outcome.new_tokens / seconds, "1/s"),
         "requests": ("requests finished", 60 * outcome.finished / seconds, "1/min"),
     }
-    if outcome.steps:  # vLLM's are not seen
+    if outcome.steps:  # vLLM's are not measured
         found |= _of_steps(outcome)
     if outcome.short_s:
         found["full"] = (
@@ -99,7 +100,7 @@ def _of_steps(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
 
 
 def add_rows(part: Part, name: str, what: str, outcomes: Sequence[Outcome]) -> None:
-    """Adds the rows of an arm, with each round's value; none if it has no round."""
+    """Adds the rows of an arm, with each round's value; adds nothing if it has no rounds."""
     if not outcomes:
         return
     rounds = [figures(outcome) for outcome in outcomes]
@@ -143,13 +144,13 @@ def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 
 def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> None:
-    """Adds the ratio of the reference to each other arm, with the goals set for them.
+    """Adds the ratios of the reference to the other arms, with their goals if there are any.
 
     Args:
         aims: aims of the record that has the part.
         part: has the arms' rows.
-        names: names of the arms, and what they are in words; the reference comes first.
-        limit: bytes for keys and values that were asked for; 0: what is free. The goals for larger
+        names: names and descriptions of the arms; the reference comes first.
+        limit: requested bytes for keys and values; 0: all free memory. The goals for larger
             batches apply when memory is short and requests waited for it.
     """
     first, *others = names
@@ -194,13 +195,13 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
 
 
 def join(paths: Sequence[Path]) -> Record:
-    """Joins runs, each of some of the arms; machine and method are those of the first.
+    """Joins results that each have some of the arms; machine and method are those of the first.
 
-    A run of an arm that was cut counts only if no other run of that arm came to its end.
+    An arm's run that was cut counts only if no other run of that arm was complete.
 
     Raises:
-        MergeError: one is not a result of this benchmark, the runs differ in more than their arms
-            and times, or their first arms differ.
+        MergeError: a file is not a result of this benchmark, the runs differ in more than their
+            arms and times, or their first arms differ.
     """
     loaded = load_together(paths, _FORMAT)
     first = loaded[0]
@@ -260,7 +261,7 @@ def _words(part: Part, arm: str) -> str:
 
 
 def _joined(rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    """One row from several runs': all rounds; the worst of comparisons, the last of series."""
+    """Joins a row of several runs: all rounds, the worst comparison, the last series."""
     last = dict(rows[-1][1])
     if "compared" in last:
         return max((row for _, row in rows), key=lambda row: float(row["value"]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """vLLM itself on an arm's requests: its own model, scheduler, sampler and graphs, and no plug-in.
 
-Shows how fast the arms of `vmem bench serve` are beside an engine that people use. Its weights are
-other random numbers of the same shape and its tokens are sampled, so nothing is compared but times.
+Compares the speed of `vmem bench serve`'s arms with an engine in production use. Its weights are
+other random numbers of the same shape and its tokens are sampled, so only times are compared.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ def serve(
     budget: int,
     longest: int,
 ) -> Outcome:
-    """Serves a workload in an engine that is started for it and ends with it.
+    """Serves a workload in an engine that is started for it and stopped after it.
 
     Args:
         command: the run's command.
         sizes: the model's shape.
         arrivals: the requests, sorted by time.
-        tokens: as in `vmem_bench.serving.loop.serve`; the answers' are sampled instead.
-        slots: requests at a time, at most. limit: bytes for keys and values. budget: new tokens in
-            a step, at most. longest: tokens of the longest request.
+        tokens: as in `vmem_bench.serving.loop.serve`; answers are sampled instead.
+        slots: maximum concurrent requests.
+        limit: bytes for keys and values.
+        budget: maximum new tokens per step.
+        longest: tokens of the longest request.
 
     Raises:
-        ImportError: vLLM is not installed. WrongResult: the engine ended. TimeUp: the deadline of
-            the command has passed.
+        ImportError: vLLM is not installed.
+        WrongResult: the engine exited.
+        TimeUp: the deadline of the command has passed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("vLLM is not installed")
@@ -68,10 +71,10 @@ def serve(
         max_num_seqs=slots,
         longest=longest,
         max_num_batched_tokens=budget,
-        enable_prefix_caching=False,  # no two of the requests begin alike
+        enable_prefix_caching=False,  # requests share no prefixes
     )
     with fleet:
-        # vLLM keeps one block to itself.
+        # vLLM reserves one block for itself.
         fleet.start({_NAME: Plan(False, limit + fleet.block_bytes)})
         fleet.order(_NAME, **Load.of(tiny(4), sizes.vocabulary, 0).order())
         answer = fleet.order(_NAME, **load.order())

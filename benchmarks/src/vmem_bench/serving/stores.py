@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """KV stores of a serving loop: slots of a `KVCache`, paged blocks, static slots.
 
-A store is tensors of rows and a manager of their memory. All stores have the same interface, so
-that the loop, the model and the kernels do not know which one they use. The time of every call is
-counted: it is what a cache, or a block manager, costs its engine on the host.
+A store has tensors of rows and manages their memory. All stores have the same interface, so that
+the loop, the model and the kernels do not depend on the store. Every call is timed: the sum is the
+host time that a cache, or a block manager, costs its engine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from vmem_bench.decoder import Sizes
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
-_FEW_TENSORS = 16  # each of them takes its own calls to unmap and remap
-_RESERVE = 100  # 1 / _RESERVE of the pages is for requests that run, as in vLLM (watermark 0.01)
+_FEW_TENSORS = 16  # each tensor needs separate calls to unmap and remap
+_RESERVE = 100  # 1 / _RESERVE of the pages is kept for running requests, as vLLM's watermark 0.01
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -35,7 +35,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class Held(NamedTuple):
-    """Bytes of memory that are mapped, and how many of them requests have."""
+    """Bytes of mapped memory, and bytes of it that requests hold."""
 
     mapped: int
     held: int
@@ -71,14 +71,15 @@ def _timed(call: _Call) -> _Call:
 
 
 class Store(ABC):
-    """Tensors of rows and a manager of their memory.
+    """Has tensors of rows and manages their memory.
 
     Attributes:
-        slots: most requests at a time. longest: most tokens of one.
+        slots: most requests at a time.
+        longest: most tokens of a request.
         token_bytes: bytes of a token's keys and values.
-        layers: keys and values ``[N, places, kv_heads, head_dim]``, which rows are written to.
-        contiguous: whether a request's rows are ``layers[...][slot]``.
-        table: for a paged kernel; None if there is none.
+        layers: keys and values ``[N, places, kv_heads, head_dim]``, to which rows are written.
+        contiguous: true if a request's rows are ``layers[...][slot]``.
+        table: the paged kernel's view; None if no paged kernel is used.
         host_ns: time spent in this store's calls so far.
     """
 
@@ -92,24 +93,24 @@ class Store(ABC):
 
     @abstractmethod
     def take(self, ids: Ints) -> tuple[int, int] | None:
-        """A slot for a request of these tokens, and how many of its rows exist already.
+        """Allocates a slot for a request of these tokens; also returns its number of existing rows.
 
         None: all slots are taken. Rows exist if the store shares prefixes and an earlier request
-        had the same tokens; the last token's row never does.
+        had the same tokens; the last token's row never exists.
         """
 
     @abstractmethod
     def release(self, slot: int, ids: Ints | None = None) -> None:
-        """Gives a slot back, after the work that was launched.
+        """Frees a slot; launched work may still use it.
 
-        `ids`: of its rows, which a store that shares prefixes keeps; None: nothing is kept.
+        `ids`: the tokens of its rows, which a store that shares prefixes keeps; None: keeps none.
         """
 
     @abstractmethod
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
         """True if another request of `tokens` fits once the `partial` requests have grown.
 
-        `partial`: slots, and the tokens that they will have. Shared rows are not relied on.
+        `partial`: slots, and the tokens that they will have. Assumes that no rows are shared.
         """
 
     @abstractmethod
@@ -117,43 +118,43 @@ class Store(ABC):
         """Maps memory for these lengths; False, changing nothing, if memory is short."""
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
-        """Begins to make the memory that the next `hold` of these slots will ask for.
+        """Starts to map the memory that the next `hold` of these slots will need.
 
         Args:
-            asked: slots and their lengths; what comes first waits for nothing that comes later.
+            asked: groups of slots and their lengths; a group never waits for a later group.
         """
-        return  # nothing to begin
+        return  # nothing to map
 
     def ready(self, slot: int, tokens: int) -> bool:
         """True if a `hold` of `tokens` would need no new memory."""
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """A slot's whole prompt is launched: memory mapped past it for its kernel can be freed."""
-        return  # there is none
+        """Called once all of a slot's prompt is launched: may free memory mapped past its end."""
+        return  # no such memory
 
     def readable(self, slot: int) -> int:
         """Rows of a contiguous slot that a kernel may read."""
         return self.longest
 
     def where(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
-        """Tokens' places in `layers`: index 0 and index 1."""
+        """The tokens' indices into the first two dimensions of `layers`."""
         return slots, positions
 
     def upload(self) -> None:
-        """Tells the device which blocks `hold` gave out, before the work that uses them."""
+        """Copies the table entries of newly allocated blocks to the device, before their use."""
         return  # no blocks
 
     @abstractmethod
     def held(self) -> Held:
-        """The memory as it is now."""
+        """The store's current memory."""
 
     def driver(self) -> dict[str, float]:
         """Driver calls since the store was made, and nanoseconds in them."""
         return {}
 
     def settle(self) -> None:
-        """Frees what a warm-up left, and restarts the counts."""
+        """Frees memory left by a warm-up, and resets the counters."""
         self.host_ns = 0
 
     def close(self) -> None:
@@ -162,7 +163,7 @@ class Store(ABC):
 
 
 def _trivial(layers: Layers, rows: int) -> Table:
-    """Contiguous slots as blocks, with the identity table."""
+    """A table that presents contiguous slots as blocks, in order."""
     keys = layers[0][0]
     blocks = Blocks.of(keys.shape[1], keys.stride(0), keys.stride(1), rows)
     steps = torch.arange(blocks.per_slot, dtype=torch.int32, device=keys.device) * blocks.step
@@ -180,8 +181,8 @@ class Slots(Store):
     Args:
         config: configuration of the cache; its `overread_rows` are those of `reads`.
         block: rows of a block for paged kernels; 0: no paged kernel is used.
-        prefixes: share them.
-        ranks: how many have such a cache, a `ParallelKVCache` over torch's process group.
+        prefixes: share prefixes.
+        ranks: number of ranks; if several, each has a `ParallelKVCache`, on torch's process group.
         options: `backend` and `device`.
     """
 
@@ -201,7 +202,7 @@ class Slots(Store):
         self.cache: KVCache | ParallelKVCache
         if ranks > 1:
             self.cache = ParallelKVCache(config, **options)
-        else:  # memory that was taken stays, as the other stores' does
+        else:  # never return memory to the driver: the other stores do not either
             self._context = Context(**options, granule=config.page_size, pool_high=KEEP_ALL)
             try:
                 self.cache = KVCache(config, self._context)
@@ -239,10 +240,10 @@ class Slots(Store):
 
     @_timed
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
-        """See `Store`; by pages.
+        """See `Store`; counts pages.
 
-        While requests run, some pages are left to them: the pages of a request that ends are
-        returned only after its last step, and the next step is planned before that.
+        While requests run, some pages are reserved for them: a request's pages are returned only
+        after its last step, but the next step is planned before that.
         """
         memory, page = self.cache.memory, self.cache.layout.page_size
         missing = memory.for_request(None, tokens)
@@ -263,9 +264,10 @@ class Slots(Store):
 
     @_timed
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
-        """See `Store`; if memory is short, the next `hold` says so.
+        """See `Store`; if memory is short, the next `hold` returns false.
 
-        Of several ranks' cache a second `step_async` would wait for the first, and `step` for both.
+        With several ranks all slots share one call: a second `step_async` would wait for the first,
+        and `step` for both.
         """
         if self._ranks > 1:
             slots, lengths = ([one for part in asked for one in part[i]] for i in range(2))
@@ -280,7 +282,7 @@ class Slots(Store):
 
     @_timed
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """See `Store`; where unmapping would take many calls, the request grows into the pages."""
+        """See `Store`. With many tensors the pages stay, for the request to grow into."""
         if self.cache.layout.num_tensors <= _FEW_TENSORS:
             self.cache.truncate(slot, tokens)
 
@@ -301,14 +303,13 @@ class Slots(Store):
         return {name: getattr(stats, name) - getattr(before, name) for name in names}
 
     def settle(self) -> None:
-        """See `Store`; takes memory from the driver, as the other stores did when they were made.
+        """See `Store`; allocates all memory from the driver, as other stores do when they are made.
 
-        torch caches what a warm-up freed, and releases it only for its own allocations, such as the
-        other stores'.
+        torch caches memory that a warm-up freed, and releases it only for torch's allocations.
         """
         torch.cuda.empty_cache()
         self.cache.trim()
-        if self._ranks == 1:  # several ranks took it when they agreed on the amount
+        if self._ranks == 1:  # with several ranks, the cache allocated it when they agreed
             self.cache.context.warm(self._limit)
         super().settle()
         self._before = self.cache.stats()
@@ -322,7 +323,7 @@ class Slots(Store):
 
 
 class Static(Store):
-    """Slots that each have memory for the longest request, as many as the limit allows."""
+    """Slots with memory for the longest request each, as many as the limit allows."""
 
     contiguous = True
 
@@ -362,11 +363,10 @@ class Static(Store):
 
 
 class Paged(Store):
-    """Blocks of a pool that is allocated up front, a block table, and a stack of free blocks.
+    """Blocks of a preallocated pool, with a block table and a stack of free blocks.
 
-    The table is on the device, to which only new entries are copied; a forward pass gathers its
-    requests' rows of it. A freed block is given out again at once, as work on one stream is in
-    order.
+    The table is on the device; only new entries are copied there, and a forward pass gathers its
+    requests' rows. A freed block can be reused immediately, because all work is on one stream.
     """
 
     contiguous = False
@@ -416,7 +416,7 @@ class Paged(Store):
 
     @_timed
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
-        """See `Store`; by blocks."""
+        """See `Store`; counts blocks."""
         need = -(-tokens // self.block)
         need += sum(-(-length // self.block) - int(self._count[s]) for s, length in partial)
         return need <= self._obtainable()
@@ -444,7 +444,7 @@ class Paged(Store):
 
     @_timed
     def upload(self) -> None:
-        """See `Store`: one copy to the device, one kernel."""
+        """See `Store`; one copy to the device and one kernel."""
         if not self._new:
             return
         entries = np.concatenate(
@@ -467,10 +467,10 @@ class Paged(Store):
 
 
 class SharedPaged(Paged):
-    """`Paged`, with full blocks named by their tokens and all tokens before them.
+    """Shares full blocks, which are keyed by their tokens and all tokens before them.
 
-    A block keeps its rows when its last request ends, and goes to the end of a queue; if no block
-    is free, the one at the front is evicted. A request's last blocks are queued first.
+    When a block's last request ends, the block keeps its rows and is appended to a queue. If no
+    block is free, the block at the front is evicted. A request's last blocks are queued first.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -478,7 +478,7 @@ class SharedPaged(Paged):
         self._users = [0] * self.blocks
         self._key: dict[int, int] = {}  # of a block
         self._known: dict[int, int] = {}  # a key's block
-        self._idle: dict[int, None] = {}  # known, and no request's; the next to be evicted first
+        self._idle: dict[int, None] = {}  # unused blocks with a key, in order of eviction
 
     def _keys(self, ids: Ints) -> list[int]:
         """The keys of the full blocks."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench sglang`: the pool of `pyvmem.sglang` beside stock SGLang, an engine at a time."""
+"""`vmem bench sglang`: `pyvmem.sglang`'s pool compared with stock SGLang, one engine at a time."""

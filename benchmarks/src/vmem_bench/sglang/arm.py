@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""An SGLang engine that takes orders: ``python -m vmem_bench.sglang.arm``.
+"""An SGLang engine that executes orders: ``python -m vmem_bench.sglang.arm``.
 
-Reads a line of JSON each from standard input, and answers on the descriptor that ``--answers``
-names, as `vmem_bench.vllm.arm` does:
+Orders are lines of JSON on standard input; answers are written to the descriptor that ``--answers``
+names, as in `vmem_bench.vllm.arm`:
 
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "begin": t}
                             -> {"answers": [[id, ...], ..], "times": [[s, ...], ...]}
-    {"forget": true}, all prefixes
-                            -> {"forgot": true}
+    {"forget": true}        -> {"forgot": true}, after dropping all prefixes
 
 Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
 """
@@ -36,7 +35,7 @@ async def _load(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
             input_ids=ids, sampling_params=greedy(new), stream=True
         )
         async for found in stream:
-            answer = found["output_ids"]  # all of them
+            answer = found["output_ids"]  # all tokens so far
             if answer:
                 times.append(round(time.monotonic() - begin, 6))
         if len(answer) != new:
@@ -56,7 +55,7 @@ def _answer(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers orders until standard input ends."""
+    """Executes orders until standard input closes."""
     with open_orders() as (options, say, orders):
         import sglang
         from sglang.srt.entrypoints.engine import Engine

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench sglang`: SGLang on the elastic pool beside stock SGLang, on one device.
+"""`vmem bench sglang`: SGLang on the elastic pool, compared with stock SGLang on the same device.
 
-One engine at a time, in a process of its own: stock, elastic, elastic, stock, so that drift of
-the machine affects both equally. A ratio is the mean over neighbouring turns, with its
-confidence interval. The result file is written after each turn. The part ``share`` has a module of
-its own.
+Engines run one at a time, each in a new process: stock, elastic, elastic, stock, so that drift of
+the machine affects both equally. A ratio is the mean over neighbouring turns, with its confidence
+interval. The result file is written after each turn. The part ``share`` is in share.py.
 """
 
 from __future__ import annotations
@@ -37,16 +36,18 @@ __all__ = ["ARMS", "add_parser", "run"]
 ARMS = ("stock", "elastic")
 
 _METHOD = {
-    "engines": "one at a time, each in a process of its own; turns stock, elastic, elastic, "
-    "stock; random weights, greedy; half_width is of a 95 % interval: of a ratio over turns, else "
-    "over rounds",
-    "same": "one request at a time: of stock's first turn; again, with prefixes from the cache; "
-    "all at once; after sleep",
-    "rate": "new tokens a second of requests that are all there at once; the cache is flushed "
-    "before each round, so an elastic engine begins with page 0 mapped; the first is left out",
-    "first": "one request for one token: after a rest without prefixes, and at once after it",
-    "device": "bytes of the device in use (cuMemGetInfo) less those before the engine; highest: "
-    "every 50 ms in the first round of the most requests",
+    "engines": "one at a time, each in a new process; turns: stock, elastic, elastic, stock; "
+    "random weights, greedy; half_width: half a 95 % confidence interval, over turns for a ratio, "
+    "otherwise over rounds",
+    "same": "answers equal to stock's first turn, one request at a time (alone) or all together "
+    "(batch); to the same engine's earlier answers, with cached prefixes (again), after sleep "
+    "(slept)",
+    "rate": "new tokens a second of requests submitted together; the cache is flushed before each "
+    "round, so an elastic engine starts with only page 0 mapped; the first round is discarded",
+    "first": "one request for one token: after a rest without prefixes (rest), and directly after "
+    "it (again)",
+    "device": "bytes of the device in use (cuMemGetInfo) minus those before the engine; highest: "
+    "sampled every 50 ms in the first round with the most requests",
     "mapped": "of keys and values, by the ledger",
     "sleep": "release_memory_occupation and resume_memory_occupation, kv_cache",
 }
@@ -55,7 +56,7 @@ Turn = Mapping[str, list[Found]]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs the turns."""
+    """Runs the engines in turn."""
     args, slowest = command.args, 0.0
     requests = [4] if command.quick else sorted(args.requests)
     turns: dict[str, list[Found]] = {arm: [] for arm in ARMS}
@@ -67,14 +68,14 @@ def measure(command: Command, part: Part) -> None:
         command.record.options |= {"engine": _shown(engines.options())}
         for number, arm in enumerate(order):
             if not command.deadline.allows(max(slowest, 30.0)):
-                part.not_run(f"turn/{number}", f"{arm}: the deadline came")
+                part.not_run(f"turn/{number}", f"{arm}: the deadline passed")
                 continue
             engines.prepare(number)
             began = command.deadline.used
             found = engines.run(number)
             for step in STEPS[: len(STEPS) - (arm == "stock")]:
                 if step not in found:
-                    part.not_run(f"turn/{number}/{step}", f"{arm}: the deadline came")
+                    part.not_run(f"turn/{number}/{step}", f"{arm}: the deadline passed")
             slowest = max(slowest, command.deadline.used - began)
             turns[arm].append(found)
             part.rows.clear()
@@ -82,7 +83,7 @@ def measure(command: Command, part: Part) -> None:
             command.write()
             command.show(f"{arm}: {_said(found)}")
     if not part.rows:
-        raise WrongResult("no engine had started at the deadline")
+        raise WrongResult("no engine had started by the deadline")
     _check(turns)
 
 
@@ -98,7 +99,7 @@ def _said(found: Found) -> str:
 
 
 def _check(turns: Turn) -> None:
-    """WrongResult: an elastic engine's answers are none of stock's, to requests one at a time."""
+    """WrongResult: elastic answers to single requests match no stock engine's answers."""
     stock, mine = (
         [one["tokens"]["alone"] for one in turns[arm] if "tokens" in one] for arm in ARMS
     )
@@ -132,13 +133,13 @@ def _counts(turns: Turn) -> list[int]:
 
 
 def _value(part: Part, row: str, what: str, arm: str, unit: str, found: list[float]) -> None:
-    """The median of what the turns found."""
+    """Adds a row with the median over the turns, if there are values."""
     if found:
         part.value(row, what, arm, statistics.median(found), unit)
 
 
 def _add(part: Part, turns: Turn, key: tuple[str, str | int], what: str, unit: str) -> None:
-    """Rows of both arms, and of the ratio of their turns' medians."""
+    """Adds rows of both arms, and of the ratio of their turns' medians."""
     step, name = key
     row = f"{step}/{name}"
     medians = []
@@ -169,7 +170,7 @@ def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
 
 
 def _same(part: Part, arm: str, turns: Turn) -> None:
-    """Answers that are equal to others; stock's first turn has nothing to be compared with."""
+    """Adds the numbers of equal answers; stock's first turn is itself the reference."""
     of = {"alone": "stock's first turn", "again": "before", "batch": "stock's first turn"}
     stock = [one["tokens"] for one in turns["stock"] if "tokens" in one]
     mine = [one for one in turns[arm] if "tokens" in one]
@@ -211,8 +212,8 @@ def _report(command: Command, part: Part) -> str:
 
 
 PARTS: dict[str, tuple[str, dict[str, str], Callable[[Command, Part], None]]] = {
-    "sglang": ("the elastic pool beside stock SGLang", _METHOD, measure),
-    "share": ("vLLM and SGLang, busy in turns", share.METHOD, share.measure),
+    "sglang": ("the elastic pool and stock SGLang", _METHOD, measure),
+    "share": ("vLLM and SGLang, busy alternately", share.METHOD, share.measure),
 }
 _NAMES = {
     "sglang": ("requests", "turns", "prompt", "answer", "page_size", "idle", "repeats"),
@@ -221,7 +222,7 @@ _NAMES = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. 0, 1 if it failed, 2 without a back end, 3 where SGLang is not here."""
+    """Runs the command. Returns 0, 1 on failure, 2 without a back end, 3 without SGLang."""
     args.shape = args.shape or ("1b" if args.part == "share" else "8b")
     if args.part == "share" and args.shape == "mla":
         print("vmem bench: --part share has no --shape mla", file=sys.stderr)
@@ -276,43 +277,48 @@ def add_parser(which: Any) -> None:
     """Adds `sglang` to the benchmarks."""
     parser = which.add_parser(
         "sglang",
-        help="SGLang on the elastic pool, beside stock SGLang",
-        description="Runs SGLang engines of one shape with random weights, one at a time, with and "
-        "without the elastic pool in turns, and compares tokens, time, and memory. Needs SGLang.",
+        help="SGLang on the elastic pool, compared with stock SGLang",
+        description="Runs SGLang engines with the same random weights one at a time, alternately "
+        "with and without the elastic pool, and compares tokens, time and memory. Needs SGLang.",
     )
     add_common(parser, 560)
     add = parser.add_argument
     add("--part", choices=list(PARTS), default="sglang",
-        help="beside stock SGLang, or on a device with vLLM: share (sglang)")  # fmt: skip
-    add("--shape", choices=list(SHAPES), help="of the model (8b; share 1b)")
-    add("--turns", type=count, default=2, metavar="N", help="of each engine (2)")
+        help="compare with stock SGLang, or share a device with vLLM (sglang)")  # fmt: skip
+    add("--shape", choices=list(SHAPES), help="size of the model (8b; share: 1b)")
+    add("--turns", type=count, default=2, metavar="N", help="turns of each arm (2)")
     add("--requests", type=_requests, default=[16, 64, 256],
-        metavar="N,...", help="at once (16,64,256)")  # fmt: skip
-    add("--prompt", type=count, default=1024, metavar="N", help="tokens (1024)")
-    add("--answer", type=count, default=128, metavar="N", help="tokens (128)")
+        metavar="N,...", help="requests submitted together (16,64,256)")  # fmt: skip
+    add("--prompt", type=count, default=1024, metavar="N", help="tokens of a prompt (1024)")
+    add("--answer", type=count, default=128, metavar="N", help="tokens of an answer (128)")
     add("--repeats", type=count, default=2, metavar="N", help="rounds in a turn (2)")
-    add("--idle", type=positive, default=3.0, metavar="S", help="of a rest (3)")
-    add("--page-size", type=count, default=16, metavar="N", help="SGLang's, in tokens (16)")
-    add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (its choice)")
+    add("--idle", type=positive, default=3.0, metavar="S", help="seconds of a rest (3)")
+    add(
+        "--page-size", type=count, default=16, metavar="N", help="SGLang's page size in tokens (16)"
+    )
+    add("--page", type=size, default=0, metavar="SIZE",
+        help="page size of the pool, such as 2M (the pool's choice)")  # fmt: skip
     add("--tokens", type=natural, default=0, metavar="N",
-        help="of the KV cache (as the most requests need)")  # fmt: skip
-    add("--attention", default="", metavar="NAME", help="back end (triton; CPU: torch_native)")
+        help="tokens of the KV cache (enough for the most requests)")  # fmt: skip
+    add("--attention", default="", metavar="NAME",
+        help="attention back end (triton; CPU: torch_native)")  # fmt: skip
     add("--option", type=_option, action="append", default=[], metavar="NAME=JSON",
         help="any option of sglang.Engine")  # fmt: skip
     add("--env", type=_named, action="append", default=[], metavar="NAME=VALUE",
-        help="of the elastic engines, as VMEM_LIMIT=8G")  # fmt: skip
+        help="environment of the elastic engines, such as VMEM_LIMIT=8G")  # fmt: skip
     add("--kv-memory", type=size, default=0, metavar="SIZE",
-        help="share: of both engines together (98,304 tokens: 3G of 1b, 12G of 8b)")  # fmt: skip
-    add("--rounds", type=count, default=4, metavar="N", help="share: of each arm (4)")
-    add("--bursts", type=count, default=3, metavar="N", help="share: of an engine in a round (3)")
+        help="share: bytes of both engines (98,304 tokens: 3G for 1b, 12G for 8b)")  # fmt: skip
+    add("--rounds", type=count, default=4, metavar="N", help="share: rounds of each arm (4)")
+    add("--bursts", type=count, default=3, metavar="N",
+        help="share: bursts of an engine in a round (3)")  # fmt: skip
     add("--burst", type=positive, default=0.8, metavar="X",
-        help="share: tokens of a burst, as a part of the memory (0.8)")  # fmt: skip
+        help="share: tokens of a burst, as a fraction of the memory (0.8)")  # fmt: skip
     add("--period", type=positive, default=8.0, metavar="S",
-        help="share: from a burst to the same engine's next (8)")  # fmt: skip
+        help="share: seconds between an engine's bursts (8)")  # fmt: skip
     add("--no-prefixes", dest="prefixes", action="store_false",
-        help="share: both engines without a cache of prefixes")  # fmt: skip
+        help="share: disable both engines' prefix caches")  # fmt: skip
     add("--vllm-path", default="", metavar="DIR:...",
-        help="share: PYTHONPATH of vLLM (as this command's)")  # fmt: skip
+        help="share: PYTHONPATH of vLLM (this command's)")  # fmt: skip
     add("--sglang-path", default="", metavar="DIR:...",
-        help="share: PYTHONPATH of SGLang (as this command's)")  # fmt: skip
+        help="share: PYTHONPATH of SGLang (this command's)")  # fmt: skip
     parser.set_defaults(run=run)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""One engine of `vmem bench sglang`, in a process: ``python -m vmem_bench.sglang.engine PLAN``.
+"""The process of an engine of `vmem bench sglang`: ``python -m vmem_bench.sglang.engine PLAN``.
 
-PLAN is a file of JSON, made by `turns`. The process imports SGLang, and waits for a line on
-standard input, which comes when the device is its own. Whenever a step has ended, a line with its
-result is added to the file that the plan names, so that a process stopped at the deadline leaves
-the others.
+PLAN is a JSON file, made by `turns`. The process imports SGLang, and waits for a line on standard
+input, which says that no other engine uses the device. After each step a line with its result is
+appended to the file that the plan names, so that a process stopped at the deadline leaves the
+results of its completed steps.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 __all__ = ["STEPS", "flush", "greedy", "main"]
 
 STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
-"""The steps, in their order; sleep is the elastic engine's."""
+"""The steps in order; only elastic engines sleep."""
 
-_NEW = 48  # tokens of an answer that is compared
-_LOOK = 0.05  # s between samples of the memory under load
-_IDLE = 20.0  # s that it may take to become idle
-_EMPTY = 1.5  # s that memory may take to be returned after a flush
+_NEW = 48  # tokens of a compared answer
+_LOOK = 0.05  # seconds between samples of the memory under load
+_IDLE = 20.0  # seconds that SGLang may take to become idle
+_EMPTY = 1.5  # seconds to wait for memory to be returned after a flush
 
 Ids = list[list[int]]
 
@@ -38,16 +38,16 @@ def greedy(new: int) -> dict[str, Any]:
 
 
 def flush(sglang: Any) -> None:
-    """Forgets all prefixes; SGLang is busy for a moment after its last answer, and refuses."""
+    """Drops all prefixes; retries while SGLang refuses, as it may just after its last answer."""
     end = time.monotonic() + _IDLE
     while not sglang.flush_cache().success:
         if time.monotonic() > end:
-            raise RuntimeError(f"the cache could not be flushed for {_IDLE:.0f} s")
+            raise RuntimeError(f"the cache could not be flushed within {_IDLE:.0f} s")
         time.sleep(0.01)
 
 
 class _Engine:
-    """A running engine and what is asked of it."""
+    """A running engine, its prompts and its memory."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.count = plan, 0
@@ -57,7 +57,7 @@ class _Engine:
         self.sglang = Engine(**plan["options"])
 
     def _device(self) -> int:
-        """Bytes of the device that are in use; 0 without a GPU."""
+        """Bytes of device memory in use; 0 without a GPU."""
         import torch
 
         if not self.plan["gpu"]:
@@ -66,27 +66,27 @@ class _Engine:
         return int(total - free)
 
     def account(self) -> Any:
-        """The engine's entry in the ledger; None of stock SGLang."""
+        """The engine's account in the ledger; None for stock SGLang."""
         from pyvmem.ledger.accounts import engines_in
 
         found = engines_in(Path(self.plan["ledger"])).values()
         return next((one for engines in found for one in engines), None)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `device`, taken since before the start; `mapped`, by the ledger."""
+        """Bytes: `device`, allocated since before the start; `mapped`, by the ledger."""
         account = self.account() if self.plan["elastic"] else None
         found = {"mapped": account.used} if account is not None else {}
         return found | ({"device": self._device() - self.before} if self.plan["gpu"] else {})
 
     def prompts(self, count: int, length: int) -> Ids:
-        """New prompts: the same in each engine, and none twice."""
+        """New prompts, the same in every engine; no prompt repeats."""
         self.count += 1
         draw = random.Random(self.count)
         tokens = range(3, self.plan["vocabulary"])
         return [draw.choices(tokens, k=length) for _ in range(count)]
 
     def ask(self, ids: Ids, new: int) -> Ids:
-        """Greedy answers of `new` tokens to prompts that are submitted at once."""
+        """Greedy answers of `new` tokens to prompts that are submitted together."""
         found = self.sglang.generate(input_ids=ids, sampling_params=greedy(new))
         answers = [one["output_ids"] for one in found]
         if any(len(one) != new for one in answers):
@@ -94,11 +94,11 @@ class _Engine:
         return answers
 
     def alone(self, ids: Ids) -> Ids:
-        """The same, one request at a time: no batch decides the order of a sum."""
+        """Greedy answers to single requests: results do not depend on the rest of a batch."""
         return [self.ask([one], _NEW)[0] for one in ids]
 
     def highest(self, ids: Ids, new: int) -> dict[str, int]:
-        """The most memory while the engine answers."""
+        """The peak memory while the engine answers."""
         most, done = self.memory(), threading.Event()
 
         def look() -> None:
@@ -118,7 +118,7 @@ class _Engine:
 
 def _tokens(engine: _Engine, few: Ids) -> dict[str, Any]:
     alone = engine.alone(few)
-    again = engine.alone(few)  # with the prefixes of the first time
+    again = engine.alone(few)  # with the first call's prefixes
     hits = engine.sglang.generate(input_ids=few, sampling_params=greedy(1))
     return {
         "alone": alone,
@@ -136,7 +136,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
         add("start", seconds=took, memory=engine.memory())
         shared = engine.prompts(1, 100)[0]
         few = [shared + own for own in engine.prompts(6, 60)] + engine.prompts(2, 7)
-        engine.ask(engine.prompts(8, plan["prompt"]), 8)  # what is done once
+        engine.ask(engine.prompts(8, plan["prompt"]), 8)  # warm-up
         flush(engine.sglang)
         compared = _tokens(engine, few)
         add("tokens", **compared)
@@ -150,12 +150,12 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
                 if turn:
                     engine.ask(ids, plan["answer"])
                     rates.append(count * plan["answer"] / (time.perf_counter() - start))
-                else:  # left out, so memory may be looked at
+                else:  # not timed, so memory can be sampled
                     memory["highest"] = engine.highest(ids, plan["answer"])
             add("rate", count=count, rates=rates)
         time.sleep(1)
         memory["after"] = engine.memory()
-        for key, value in memory["after"].items():  # a short load ends between two samples
+        for key, value in memory["after"].items():  # a short load may end between two samples
             memory["highest"][key] = max(memory["highest"][key], value)
         time.sleep(plan["idle"])
         memory["rest"] = engine.memory()
@@ -181,7 +181,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
 
 
 def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
-    flush(engine.sglang)  # the next call ends an engine that is busy
+    flush(engine.sglang)  # waits until idle: a busy engine would exit in the next call
     start = time.perf_counter()
     engine.sglang.release_memory_occupation(tags=["kv_cache"])
     slept = time.perf_counter()
@@ -200,7 +200,7 @@ def _kept(engine: _Engine) -> dict[str, int]:
 
 
 def main() -> None:
-    """Measures; the exit status is 1 where that failed."""
+    """Measures; the exit status is 1 if that failed."""
     plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with Path(plan["out"]).open("a", encoding="utf-8") as out:
 
@@ -211,14 +211,14 @@ def main() -> None:
             import sglang.srt.entrypoints.engine  # noqa: F401
 
             add("imported")
-            if sys.stdin.readline():  # else the command has ended
+            if sys.stdin.readline():  # otherwise the command has exited
                 _measure(plan, add)
         except BaseException as error:
             traceback.print_exc()
             add("failed", why=f"{type(error).__name__}: {error}")
             sys.stderr.flush()
             os._exit(1)
-    os._exit(0)  # what SGLang leaves running is ended with the process group
+    os._exit(0)  # processes that SGLang leaves behind are killed with the process group
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The part ``share`` of `vmem bench sglang`: vLLM and SGLang on one device, busy in turns.
+"""The part ``share`` of `vmem bench sglang`: vLLM and SGLang on one device, busy alternately.
 
-All four engines are alive at once: vLLM and SGLang on the elastic pool, which share memory by one
-ledger, and both stock, each with half as much. A burst of requests needs most of the shared memory,
-so that half of it holds a part of the burst, and the rest waits or is computed again.
+Four engines run at the same time: elastic vLLM and SGLang, which share memory through one ledger,
+and stock vLLM and SGLang, each with half of that memory. A burst of requests needs most of the
+shared memory, so a stock engine holds only part of it, and its other requests wait or are
+recomputed.
 """
 
 from __future__ import annotations
@@ -31,33 +32,35 @@ __all__ = ["ARMS", "ENGINES", "METHOD", "Found", "bursts", "measure"]
 ARMS = ("static", "elastic")
 ENGINES = ("vllm", "sglang")
 
-_TOKENS = 98_304  # of the KV cache of both engines together
-_MOST = 256  # requests that an engine runs at a time
-_CALM = 4  # requests in a period, between bursts
+_TOKENS = 98_304  # tokens of both engines' KV caches together
+_MOST = 256  # maximum concurrent requests of an engine
+_CALM = 4  # requests between two bursts
 
 METHOD = {
-    "engines": "vLLM and SGLang, elastic with one ledger, and both stock with half of the memory "
-    "each: four processes, alive at once; those of one arm have requests at a time; random "
-    "weights, greedy",
-    "bursts": "of each engine one in a period, half a period apart: requests whose tokens are so "
-    "much of the memory, in a sixteenth of the period; 4 requests in the other half of the period",
-    "order": "the arms take turns, there and back; the same requests in both, others each round",
-    "first": "from when a request was due to its first token; p50 and p99 of a round's requests; "
-    "the row is the median of the rounds, half_width is of a 95 % interval",
+    "engines": "vLLM and SGLang, elastic with one ledger, and stock with half of the memory each: "
+    "four processes run at the same time; only one arm has requests at a time; random weights, "
+    "greedy",
+    "bursts": "each engine has one per period, half a period apart: within a sixteenth of the "
+    "period, requests whose tokens fill the given part of the memory; then 4 requests in the "
+    "second half of the period",
+    "order": "the arms take turns, in alternating order; both get the same requests, which differ "
+    "from round to round",
+    "first": "from a request's due time to its first token; p50 and p99 of a round's requests; "
+    "the row is the median of the rounds, half_width: half a 95 % confidence interval",
     "rate": "new tokens a second, from the first request to the last token",
     "most": "by the ledger, every 50 ms",
-    "rest": "by the ledger after the last round, with and without prefixes (a stock engine's is "
-    "what it was given); device: what comes back when both engines of an arm end",
+    "rest": "by the ledger after the last round, with and without prefixes (for a stock engine, "
+    "all of its memory); device: memory freed when both engines of an arm exit",
 }
 
 
 @dataclass(frozen=True)
 class _SGLangPlan(Plan):
-    """An SGLang engine to start."""
+    """Options of an SGLang engine to start."""
 
 
 class _Mixed(Fleet):
-    """Engines of vLLM and of SGLang, of one model."""
+    """Engines of vLLM and SGLang with the same model."""
 
     def __enter__(self) -> _Mixed:
         super().__enter__()
@@ -66,7 +69,7 @@ class _Mixed(Fleet):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return self.block_bytes // self.block_size
 
     def _options(self, plan: Plan, count: int) -> dict[str, Any]:
@@ -108,13 +111,13 @@ class _Mixed(Fleet):
 def bursts(
     found: Sequence[Arrival], tokens: int, count: int, period: float
 ) -> dict[str, list[Arrival]]:
-    """For each engine `count` bursts of requests, half a period apart from the other's.
+    """Makes `count` bursts of requests per engine, half a period apart from the other engine's.
 
     Args:
         found: the requests, in order; their times are not used.
-        tokens: least number of tokens of a burst's requests.
-        count: bursts of an engine.
-        period: seconds from a burst to the next of the same engine.
+        tokens: minimum number of tokens of a burst's requests.
+        count: bursts per engine.
+        period: seconds between the starts of an engine's bursts.
     """
     requests: Iterator[Request] = itertools.cycle(one.request for one in found)
     loads: dict[str, list[Arrival]] = {engine: [] for engine in ENGINES}
@@ -133,7 +136,7 @@ def bursts(
 
 
 def measure(command: Command, part: Part) -> None:
-    """Rounds of both arms, then what they keep at rest."""
+    """Runs rounds of both arms, then measures the memory that the engines keep at rest."""
     args, quick = command.args, command.quick
     shape = SHAPES["tiny" if quick else args.shape]
     with _Mixed(command, shape, max_num_seqs=0 if quick else _MOST) as fleet:
@@ -145,7 +148,7 @@ def measure(command: Command, part: Part) -> None:
         sizes = tiny(64) if quick else arrivals(None, 4096, fleet.longest)
         tokens = int(args.burst * memory / fleet.token_bytes)
         loads = bursts(sizes, tokens, args.bursts, args.period)
-        first = bursts(sizes, tokens, 1, args.period)  # kernels are compiled for it
+        first = bursts(sizes, tokens, 1, args.period)  # warm-up: compiles kernels
         for arm in ARMS:
             warm = {
                 name: Load.of(at_rate(first[name.split()[0]], 0), fleet.vocabulary, 99)
@@ -164,7 +167,7 @@ def measure(command: Command, part: Part) -> None:
                 break
         _rest(fleet, found, plans, book.publish)
     if number + 1 < args.rounds:
-        part.not_run(f"rounds/{number + 1}", "the deadline came")
+        part.not_run(f"rounds/{number + 1}", "the deadline passed")
 
 
 def _plans(memory: int) -> dict[str, dict[str, Plan]]:
@@ -179,12 +182,14 @@ def _plans(memory: int) -> dict[str, dict[str, Plan]]:
 def _turn(
     fleet: _Mixed, found: Found, arm: str, loads: Mapping[str, list[Arrival]], number: int
 ) -> None:
-    """One round of an arm: both engines get their requests."""
+    """Runs one round of an arm: both engines serve their requests."""
     given = {
         engine: Load.of(loads[engine], fleet.vocabulary, 100 * number + place)
         for place, engine in enumerate(ENGINES)
     }
-    begin = time.monotonic() + (1.0 if fleet.command.quick else 2.0)  # by then all have read them
+    begin = time.monotonic() + (
+        1.0 if fleet.command.quick else 2.0
+    )  # by then both have read their orders
     orders = {f"{engine} {arm}": load.order(begin) for engine, load in given.items()}
 
     def look() -> None:
@@ -208,7 +213,7 @@ def _rest(
     plans: Mapping[str, Mapping[str, Plan]],
     publish: Callable[[], None],
 ) -> None:
-    """Memory that engines keep, with and without prefixes, and that comes back when they end."""
+    """Measures the memory that engines keep, with and without prefixes, and free on exit."""
     seconds = 1.5 if fleet.command.quick else 3.0
     fleet.rest(seconds)
     found.rest["prefixes"] = found.used(fleet)
@@ -237,7 +242,7 @@ class Found:
         self.device: dict[str, int] = {}
 
     def used(self, fleet: Fleet) -> dict[str, int]:
-        """Bytes of the elastic engines, by the ledger, and of both."""
+        """Bytes of each elastic engine and of both together, by the ledger."""
         booked = fleet.booked()
         used = {engine: booked[f"{engine}-elastic"].used for engine in ENGINES}
         return used | {"both": sum(used.values())}
@@ -287,7 +292,10 @@ class Found:
 
 
 def _value(heard: Mapping[str, Heard], engine: str, fraction: float | None) -> float:
-    """A percentile of the first tokens in ms, or new tokens a second; of `both` or an engine."""
+    """A percentile of times to first tokens in ms, or new tokens per second.
+
+    `engine`: an engine's name, or "both".
+    """
     each = list(heard.values()) if engine == "both" else [heard[engine]]
     if fraction is None and engine != "both":
         return heard[engine].rate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The table of a run of `vmem bench sglang`, as the command and the results page show it."""
+"""Tables of `vmem bench sglang`'s results, for the command's output and the results page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def _measured(row: Mapping[str, Any] | None, digits: int, per: float = 1.0) -> str:
-    """A value and half its interval; "" where it was not measured."""
+    """A value ± half its confidence interval; "" if it was not measured."""
     if row is None:
         return ""
     text = f"{row['value'] / per:,.{digits}f}"
@@ -26,25 +26,25 @@ def _measured(row: Mapping[str, Any] | None, digits: int, per: float = 1.0) -> s
 
 
 def spread(found: list[float]) -> dict[str, Any]:
-    """All values and, for more than one, half of their confidence interval."""
+    """Fields of a row: all values and, for more than one, half their confidence interval."""
     rounds = {"rounds": [float(f"{one:.4g}") for one in found]}
     return rounds | ({"half_width": interval(found)[1]} if len(found) > 1 else {})
 
 
 class _Lines:
-    """The lines of a table, without those in which nothing was measured."""
+    """The lines of a table; lines without a measured value are left out."""
 
     def __init__(self, rows: Rows, arms: Sequence[str]) -> None:
         self.rows, self.arms = rows, arms
         self.found: list[list[str]] = []
 
     def add(self, title: str, name: str, digits: int, per: float = 1.0) -> None:
-        """The row `name` of each arm, and their ratio."""
+        """Adds a line with the row `name` of each arm, and their ratio."""
         cells = [_measured(self.rows.get(f"{name}/{arm}"), digits, per) for arm in self.arms]
         self._put(title, [*cells, _measured(self.rows.get(f"over/{name}"), 3)])
 
     def count(self, title: str, name: str) -> None:
-        """A count and its total, for each arm."""
+        """Adds a line with each arm's count and its total."""
         found = [self.rows.get(f"{name}/{arm}") for arm in self.arms]
         self._put(title, [*(f"{one['value']} of {one['of']}" if one else "" for one in found), ""])
 
@@ -62,26 +62,26 @@ def body(rows: Rows) -> list[list[str]]:
     counts = [name.split("/")[1] for name in rows if name.startswith("rate/") and "stock" in name]
     lines = _Lines(rows, ("stock", "elastic"))
     for count in counts:
-        lines.add(f"tokens/s, {count} requests at once", f"rate/{count}", 0)
+        lines.add(f"tokens/s, {count} requests together", f"rate/{count}", 0)
     lines.add("first token after a rest, ms", "first/rest", 1)
-    lines.add("first token at once after another, ms", "first/again", 1)
+    lines.add("first token directly after another request, ms", "first/again", 1)
     for name, title in (
         ("start", "started"),
-        ("highest", "the most under load"),
+        ("highest", "peak under load"),
         ("after", "1 s after the load"),
         ("rest", "at rest, with prefixes"),
         ("flushed", "without prefixes"),
         ("asleep", "asleep"),
     ):
-        lines.add(f"GB taken from the device, {title}", f"device/{name}", 2, 1e9)
+        lines.add(f"GB of device memory used, {title}", f"device/{name}", 2, 1e9)
         lines.add(f"GB of keys and values mapped, {title}", f"mapped/{name}", 3, 1e9)
     lines.add("to sleep, ms", "sleep/release", 1)
     lines.add("to wake, ms", "sleep/resume", 1)
     for name, title in (
-        ("alone", "requests alone: answers as stock's first"),
-        ("again", "again, with prefixes: answers as before"),
-        ("batch", "requests at once: answers as stock's first"),
-        ("slept", "after sleep: answers as before"),
+        ("alone", "single requests: answers equal to stock's first turn"),
+        ("again", "again, with prefixes: answers equal to before"),
+        ("batch", "requests together: answers equal to stock's first turn"),
+        ("slept", "after sleep: answers equal to before"),
     ):
         lines.count(title, f"same/{name}")
     return lines.found
@@ -101,13 +101,13 @@ def shared(rows: Rows) -> list[list[str]]:
     for name, title in engines:
         lines.add(f"tokens/s of {title}", f"rate/{name}", 0)
     for when, what in (
-        ("most", "the most mapped"),
+        ("most", "peak"),
         ("prefixes", "at rest, with prefixes"),
         ("flushed", "at rest, without prefixes"),
     ):
         for name, title in engines:
             lines.add(f"GB of keys and values of {title}, {what}", f"{when}/{name}", 3, 1e9)
-    lines.add("GB of the device, back when both end", "device", 2, 1e9)
+    lines.add("GB of device memory freed when both exit", "device", 2, 1e9)
     for name, title in engines[:2]:
         lines.add(f"requests answered by {title}", f"requests/{name}", 0)
     return lines.found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The engines of `vmem bench sglang`: their model and options, and a process for each turn."""
+"""The engines of `vmem bench sglang`: their model, options, and a process per turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vmem_bench.vllm.engines import kill_group
 __all__ = ["ROOTS", "SHAPES", "Turns", "engine_environment", "engine_options", "make_site"]
 
 ROOTS = [str(Path(one.__path__[0]).parent) for one in (pyvmem, vmem_bench)]
-"""Folders from which a process imports pyvmem and the benchmarks."""
+"""Directories from which a process imports pyvmem and the benchmarks."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": VLLM_SHAPES["Llama-3-8B"],
@@ -37,12 +37,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mla": VLLM_SHAPES["DeepSeek-V2-Lite"],
     "tiny": {**VLLM_SHAPES["tiny"], "num_hidden_layers": 4},
 }
-"""Models by name, as vLLM's benchmark has them; mla has latent attention."""
+"""Models by name, the same as in vLLM's benchmark; mla has latent attention."""
 
-_ENDING = 5.0  # s that ending an engine's processes may take
-_AHEAD = min(4, os.cpu_count() or 1)  # processes that import side by side
+_ENDING = 5.0  # seconds that stopping an engine's processes may take
+_AHEAD = min(4, os.cpu_count() or 1)  # processes that import in parallel
 _PREFILL = [size for k in range(6, 13) for size in (1 << k, 3 << k - 1)] + [8192]
-_LEAST = 2048  # tokens of the KV cache, and of the longest request
+_LEAST = 2048  # minimum tokens of the KV cache and of the longest request
 
 Found = dict[str, Any]
 
@@ -57,7 +57,7 @@ def engine_options(
         model: directory of its configuration.
         longest: tokens of the longest request.
         tokens: tokens of the KV cache.
-        most: requests that run at a time.
+        most: maximum concurrent requests.
         graphs: requests of the largest CUDA graph.
     """
     args = command.args
@@ -80,7 +80,7 @@ def engine_options(
             "attention_backend": args.attention or "triton",
             "chunked_prefill_size": _PREFILL[-1],
             "cuda_graph_max_bs_decode": graphs,
-            # A quarter of SGLang's sizes, so that an engine starts half a minute sooner.
+            # A quarter of SGLang's sizes: an engine starts half a minute faster.
             "cuda_graph_bs_prefill": sorted({*_PREFILL, min(args.prompt, _PREFILL[-1])}),
             "mem_fraction_static": 0.8,
             "base_gpu_id": args.device,
@@ -116,12 +116,12 @@ def engine_environment(command: Command, site: Path, path: str = "") -> dict[str
 
 
 class Turns:
-    """Engines of one model, one at a time on the device.
+    """Runs engines with the same model, one at a time on the device.
 
     Args:
         command: the run's command.
-        folder: for the model, the ledger, and what engines say.
-        requests: numbers of requests at once, ascending.
+        folder: for the model, the ledger, and the engines' results and logs.
+        requests: numbers of concurrent requests, ascending.
         order: the arms of the turns.
     """
 
@@ -169,10 +169,10 @@ class Turns:
         return env
 
     def prepare(self, number: int) -> None:
-        """Has processes import SGLang, for this turn and for some that follow.
+        """Starts processes for this and some following turns, and waits until they have imported.
 
-        An import takes as long as a load, and processes do it side by side; while a turn is
-        measured, none does.
+        An import takes as long as a load, so processes import in parallel. None imports while a
+        turn is measured.
         """
         if number in self._ready:
             return
@@ -216,7 +216,7 @@ class Turns:
         """Runs a turn's engine until it exits or the deadline passes; returns its results by step.
 
         Raises:
-            WrongResult: it failed.
+            WrongResult: the engine failed.
         """
         self.prepare(number)
         process = self._ready.pop(number)
@@ -234,17 +234,17 @@ class Turns:
             why = found.get("failed", {}).get("why", f"status {process.returncode}")
             arm = self.order[number]
             raise WrongResult(f"the {arm} engine failed: {why}: " + " | ".join(end))
-        time.sleep(0.0 if not self.gpu else 2.0)  # the device's memory comes back
+        time.sleep(0.0 if not self.gpu else 2.0)  # until the device's memory is free again
         return found
 
     def close(self) -> None:
-        """Kills the processes that no turn needs any more."""
+        """Kills the processes of turns that did not run."""
         for process in self._ready.values():
             kill_group(process)
 
 
 def _read(out: Path) -> Found:
-    """Reads the completed steps: a dictionary each; for "rate", one per number of requests."""
+    """Reads the completed steps' results, by step; for "rate", rates by number of requests."""
     found: Found = {}
     text = out.read_text(encoding="utf-8") if out.exists() else ""
     for line in text.splitlines():
@@ -258,12 +258,12 @@ def _read(out: Path) -> Found:
 
 
 def make_site(folder: Path, path: str = "") -> Path:
-    """A directory for an engine's path, with the entry points that the engine needs.
+    """Makes a directory for an engine's PYTHONPATH, with the entry points that the engine needs.
 
-    They are our plug-in of SGLang, and pyvmem's where that is not installed.
+    They are the benchmark's SGLang plug-in, and pyvmem's if that is not installed.
 
     Args:
-        folder: to make.
+        folder: the directory to make.
         path: PYTHONPATH of the engine; "": this process's.
     """
     groups: Mapping[str, list[str]] = {

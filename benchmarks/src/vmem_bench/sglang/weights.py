@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A plug-in of SGLang: random weights with which answers depend on keys and values.
+"""An SGLang plug-in: random weights that make answers depend on keys and values.
 
-SGLang's own dummy weights are so small, norms among them, that attention vanishes in rounding: an
-answer would be the same with wrong keys and values.
+SGLang's own dummy weights, including norms, are so small that attention is lost in rounding: wrong
+keys and values would not change an answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _DEVIATION = 0.04
 
 
 def register() -> None:
-    """The entry point ``sglang.srt.plugins``."""
+    """Registers the weights; an entry point of ``sglang.srt.plugins``."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.model_loader.loader.initialize_dummy_weights"
@@ -23,7 +23,7 @@ def register() -> None:
 
 
 def draw(model: Any) -> None:
-    """Draws all weights; every process draws the same."""
+    """Draws all weights; the same in every process."""
     import torch
 
     for number, (name, parameter) in enumerate(model.named_parameters()):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`: the pool of `pyvmem.vllm` beside stock vLLM, a part a module."""
+"""`vmem bench vllm`: `pyvmem.vllm`'s pool compared with stock vLLM; a module per part."""

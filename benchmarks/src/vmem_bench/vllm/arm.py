@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""One engine of `vmem bench vllm`, a process of its own: ``python -m vmem_bench.vllm.arm``.
+"""The process of an engine of `vmem bench vllm`: ``python -m vmem_bench.vllm.arm``.
 
-Reads orders from standard input, a line of JSON each, and answers each with a line on the
-descriptor that ``--answers`` names; what vLLM prints goes to standard output and error.
+Orders are lines of JSON on standard input; each is answered with a line on the descriptor that
+``--answers`` names. vLLM's own output goes to standard output and error.
 
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "most": n, "begin": t}
                             -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
-                                "times": [[s, ...], ...], "waited": s, of it for the GPU,
+                                "times": [[s, ...], ...], "waited": s, waiting for the GPU,
                                 "cached": [tokens of each prompt that were not computed]}
-    {"costs": {...}}, a load as above, its steps' time in the pool's code; see `_costs`
+    {"costs": {...}}, a load as above, to time the pool's code in its steps; see `_costs`
                             -> {"steps": [{"tokens": n, "us": t}, ...]}
-    {"script": {...}}, requests that come and are aborted at random; see `_script`
+    {"script": {...}}, requests that arrive and are aborted at random; see `_script`
                             -> {"seconds": s, "answers": {name: [id, ...]}, "aborted": n, ...}
-    {"forget": true}, all prefixes
-                            -> {"forgot": true}
+    {"forget": true}        -> {"forgot": true}, after dropping all prefixes
     {"sleep": level}, {"wake": true}
                             -> {"seconds": s}
     {"state": true}         -> {"torch": bytes, "live": bytes, "ranks": [{...}, ...],
-                                "maps": ["of which pages are mapped, a rank", ...]}
+                                "maps": [a digest of the mapped pages of each rank, ...]}
 
 Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
 """
@@ -51,7 +50,7 @@ def _engine(options: dict[str, Any]) -> Any:
 
     from pyvmem.vllm import plugin
 
-    plugin.register()  # without an installed entry point; again: nothing
+    plugin.register()  # in case the entry point is not installed; a second call does nothing
     return LLM(**{**ENGINE, **options})
 
 
@@ -100,7 +99,7 @@ class _Transfers:
         self._loads: set[int] = set()
 
     def install(self) -> None:
-        """Notes what vLLM's connector is told of its transfers; without one there are none."""
+        """Hooks the transfers of vLLM's KV connector; does nothing if there is no connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         if not has_kv_transfer_group():
@@ -173,11 +172,12 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     """Requests that arrive and are aborted at random, between prefix resets and trims.
 
-    vLLM resets nothing while requests run, so now and then none are added until all have ended.
+    vLLM resets no prefixes while requests run, so now and then no requests are added until all have
+    finished.
 
     `order`: seed, requests, vocabulary, longest (tokens of a prompt), output (tokens of an answer),
-    most (at a time), reset (its probability after a step). Every request, and whether it is aborted
-    and after how many tokens, is drawn before the first step, so that the other answers can be
+    most (concurrent requests), reset (probability of a reset after a step). All requests and their
+    aborts (by number of tokens) are drawn before the first step, so that the other answers can be
     compared regardless of an engine's pace.
     """
     draw = random.Random(order["seed"])
@@ -234,7 +234,7 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Inside:
-    """Seconds spent in the functions of the pool, without those of vLLM's that they call."""
+    """Seconds spent in the pool's functions, without vLLM's functions that they call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -242,7 +242,7 @@ class _Inside:
         self._ours = False  # the thread is in a function of the pool
 
     def _enter(self, ours: bool) -> bool:
-        """Notes that the thread enters or leaves the pool; returns the value before."""
+        """Records that the thread enters or leaves the pool's code; returns the previous state."""
         now, before = time.perf_counter(), self._ours
         if before:
             self.seconds += now - self._since
@@ -263,7 +263,7 @@ class _Inside:
         return lambda: setattr(owner, name, call)
 
     def count(self, owner: Any, ours: str, names: Iterable[str]) -> list[Callable[[], None]]:
-        """Counts methods that a class named `ours` overrides; returns what undoes it."""
+        """Times methods that the class named `ours` overrides; returns functions to undo that."""
         order = type(owner).__mro__
         place = next(n for n, one in enumerate(order) if one.__name__ == ours)
         undo = []
@@ -273,11 +273,11 @@ class _Inside:
         return undo
 
     def add(self, owner: Any, *names: str) -> list[Callable[[], None]]:
-        """Counts functions of the pool that vLLM's, counted above, call."""
+        """Times functions of the pool that are called by vLLM's functions; returns undo calls."""
         return [self._count(owner, name, True) for name in names]
 
     def leave_out(self, owner: Any, *names: str) -> list[Callable[[], None]]:
-        """Leaves out functions of vLLM that the pool's, counted above, call."""
+        """Excludes functions of vLLM that the pool's functions call; returns undo calls."""
         return [self._count(owner, name, False) for name in names]
 
 
@@ -289,7 +289,7 @@ def _costs(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     undo = inside.count(scheduler, "_Elastic", ("schedule", "update_from_output"))
     undo += inside.count(worker, "ElasticWorker", ("execute_model", "sample_tokens"))
     undo += inside.add(scheduler.elastic, "take")
-    demand = scheduler._demand  # in steps with few free blocks, it is called for each request
+    demand = scheduler._demand  # called for each request in steps with few free blocks
     undo += inside.add(demand, "_check", "_count", "_allocate")
     undo += inside.leave_out(demand, "_count_blocks", "_allocate_slots")
     undo += inside.add(scheduler.kv_cache_manager.block_pool, "free_blocks")
@@ -321,7 +321,7 @@ def _elastic(llm: Any) -> Any:
 
 
 def _state(llm: Any) -> dict[str, Any]:
-    """Bytes that torch has reserved here, and transfers; for an elastic engine also live bytes."""
+    """Bytes reserved by torch here, and transfers; for an elastic engine also the pool's state."""
     import torch
 
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
@@ -336,7 +336,9 @@ def _state(llm: Any) -> dict[str, Any]:
                 state["blocks"] = vars(elastic.holds.counters).copy()
         state["ranks"] = elastic.ranks.stats()
         state["maps"] = [rank.fingerprint() for rank in elastic.ranks.ranks]
-        memory = getattr(elastic.ranks.ranks[0], "memory", None)  # none: ranks in other processes
+        memory = getattr(
+            elastic.ranks.ranks[0], "memory", None
+        )  # None if ranks run in other processes
         state["slab_size"] = memory.context.info.slab_size if memory is not None else 0
     return state
 
@@ -365,7 +367,7 @@ def _answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Answers orders until standard input ends."""
+    """Executes orders until standard input closes."""
     with open_orders() as (options, say, orders):
         import vllm
 

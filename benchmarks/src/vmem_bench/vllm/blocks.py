@@ -16,7 +16,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Prompts of three lengths, long requests that decode together, and a trace, all at once."""
+    """Runs prompts of three lengths, long requests that decode, and a trace; each all at once."""
     args, quick = command.args, command.quick
     sizes = (32, 128) if command.backend == "host" else (16, 128)
     memory = kv_memory(command, 40 * GIB)
@@ -59,7 +59,7 @@ def measure(command: Command, part: Part) -> None:
         trace = at_rate(requests_of(command, args.requests, LONGEST), 0)
 
         def give(size: int, name: str, requests: list[Arrival], round_: int) -> None:
-            """Gives a load to one engine; its first is a warm-up, whose result is dropped."""
+            """Gives a load to an engine; round 0 is a warm-up, whose result is dropped."""
             load = Load.of(requests, fleet.vocabulary, round_)
             engine = f"blocks {size}"
             peak = 0

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`: vLLM on the elastic pool beside stock vLLM, on one device.
+"""`vmem bench vllm`: vLLM on the elastic pool, compared with stock vLLM on one device.
 
 Engines of one shape with the same random weights, each in its own process (`arm`), get the
 same requests in turn. The parts:
 
-- ``load``: throughput and latency at several rates: stock, elastic, stock again; tokens compared.
-- ``idle``: the memory that an idle engine keeps from other processes, and for how long.
+- ``load``: throughput and latency at several rates: stock, elastic, stock again; compares tokens.
+- ``idle``: the memory that an idle engine withholds from other processes, and for how long.
 - ``share``: alternating bursts: engines that share memory, engines with static parts, each alone.
-- ``sleep``: time to sleep and to wake, memory given back.
+- ``sleep``: time to sleep and to wake, memory freed by sleep.
 - ``blocks``: blocks of 16 tokens against 128.
-- ``rough``: requests that arrive and are aborted at random, prefix resets, trims; tokens compared;
-  with ``--offload`` prefixes come back from host memory.
+- ``rough``: requests that arrive and are aborted at random, prefix resets, trims; compares tokens;
+  with ``--offload`` prefixes are loaded from host memory.
 - ``limit``: a limit on every device, lowered while requests run.
 - ``full``: a full card, one engine at a time.
-- ``first``, ``cost``: the first token after a rest; the pool's part of a step.
-- ``offload``: prompts whose keys and values lie in host memory.
-- ``prefixes``: engines in turns whose prefixes do not fit: shared memory, static parts, each with
-  and without host memory.
+- ``first``, ``cost``: the first token after a rest; the pool's host time in a step.
+- ``offload``: prompts whose keys and values are in host memory.
+- ``prefixes``: engines take turns, and their prefixes do not fit in memory: shared memory or static
+  parts, each with and without host memory.
 
 A part writes the result file whenever it has something new.
 """
@@ -51,23 +51,24 @@ from vmem_bench.vllm.engines import SHAPES, until_time_up
 __all__ = ["PARTS", "add_parser", "run"]
 
 _METHOD = {
-    "engines": "each its own process, alive at once on the device (full: one at a time); LLM() in "
-    "it, greedy, dummy weights; requests are added when they are due, between steps",
-    "rate": "requests a second on average; 0: all at once. The gaps between requests are in "
+    "engines": "each in its own process, all on the device at the same time (full: one at a time); "
+    "LLM(), greedy, dummy weights; requests are added when they are due, between steps",
+    "rate": "requests a second on average; 0: all at the start. The gaps between requests are in "
     "proportion to the trace's",
-    "order": "stock, elastic, stock again, and an engine with other pages where asked for, take "
-    "turns, rotated each round; warm-up is left out",
-    "first": "seconds from when a request was due to its first token",
+    "order": "stock, elastic, stock again, and, with --beside, an engine with other pages take "
+    "turns, in an order that rotates each round; warm-up is discarded",
+    "first": "seconds from a request's due time to its first token",
     "gap": "seconds between tokens of one request",
-    "elastic": "its prefixes of the last load are forgotten when the next one begins",
-    "held": "what the device lacks against before the first request, seen from outside",
+    "elastic": "drops its prefixes before each load",
+    "held": "decrease of the device's free memory since before the first request, as seen by "
+    "another process",
 }
 
 PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
-    "load": ("the elastic pool beside stock vLLM", load.measure),
+    "load": ("the elastic pool and stock vLLM", load.measure),
     "idle": ("an engine that becomes idle", idle.measure),
-    "share": ("engines with bursts in turns", share.measure),
-    "sleep": ("engines that sleep in turns", sleep.measure),
+    "share": ("engines with alternating bursts", share.measure),
+    "sleep": ("engines that sleep in turn", sleep.measure),
     "blocks": ("blocks of 16 tokens and of 128", blocks.measure),
     "rough": ("aborts, resets and trims at random", rough.measure),
     "limit": ("a limit lowered while requests run", limit.measure),
@@ -75,7 +76,7 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "first": ("the first token after a rest", first.measure_first),
     "cost": ("a step's time in the pool's code", first.measure_cost),
     "offload": ("prompts from host memory", offload.measure),
-    "prefixes": ("engines in turns whose prefixes do not fit", prefixes.measure),
+    "prefixes": ("engines that take turns, with prefixes that do not fit", prefixes.measure),
 }
 _REQUESTS = {
     "load": 96,
@@ -91,7 +92,7 @@ _TRACED = ("load", "share", "blocks", "limit")
 
 
 def _takes_no_trace(args: argparse.Namespace) -> str:
-    """The option whose requests replace a trace's, so that the trace is not read; "" if none."""
+    """The option because of which no trace is read; "" if a trace may be used."""
     if args.quick:
         return "--quick"
     if args.part not in _TRACED:
@@ -100,9 +101,9 @@ def _takes_no_trace(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. 0, 1 if it failed or vLLM is not here, 2 without a back end, or bad usage."""
+    """Runs the command. Returns 0, 1 on failure or without vLLM, 2 for bad usage or back end."""
     if args.trace is not None and (what := _takes_no_trace(args)):
-        text = f"{what} has requests of its own: leave out --trace {args.trace}"
+        text = f"{what} makes its own requests: omit --trace {args.trace}"
         print(f"vmem bench: {text}", file=sys.stderr)
         return 2
     args.requests = args.requests or _REQUESTS.get(args.part, 0)
@@ -149,10 +150,10 @@ def add_parser(which: Any) -> None:
     """Adds `vllm` to the benchmarks."""
     parser = which.add_parser(
         "vllm",
-        help="vLLM on the elastic pool, beside stock vLLM",
-        description="Runs vLLM engines of one shape with random weights on one device, some on "
-        "the elastic pool, gives them the same requests in turns, and compares tokens, time, and "
-        "memory. Needs vLLM.",
+        help="vLLM on the elastic pool, compared with stock vLLM",
+        description="Runs vLLM engines with the same random weights on one device, some on the "
+        "elastic pool, gives them the same requests in turn, and compares tokens, time and memory. "
+        "Needs vLLM.",
     )
     add_common(parser, 450)
     add = parser.add_argument
@@ -161,31 +162,34 @@ def add_parser(which: Any) -> None:
     add(
         "--arms",
         type=lambda text: text.split(","),
-        help="of idle, share, sleep and prefixes: these alone",
+        help="idle, share, sleep, prefixes: run only these arms",
     )
-    add("--shape", choices=shapes, default=shapes[0], help=f"of the model ({shapes[0]})")
-    add("--requests", type=int, default=0, help="of a round (96; idle 2,500, rough 10,000)")
-    add("--rounds", type=int, default=4, help="after the first, which warms up (4)")
+    add("--shape", choices=shapes, default=shapes[0], help=f"model's shape ({shapes[0]})")
+    add("--requests", type=int, default=0,
+        help="requests per round (96; idle 2,500, rough 10,000, full 256)")  # fmt: skip
+    add("--rounds", type=int, default=4, help="rounds, not counting warm-up (4)")
     add("--rates", type=_rates, default=[5.0, 13.0, 0.0], metavar="R,...",
-        help="load: requests a second, 0: all at once (5,13,0)")  # fmt: skip
-    add("--engines", type=int, default=2, help="share, sleep and prefixes: of each kind (2)")
+        help="load: requests a second; 0: all at the start (5,13,0)")  # fmt: skip
+    add("--engines", type=int, default=2, help="share, sleep, prefixes: engines of each kind (2)")
     add("--apart", action="store_true",
-        help="share: start static engines when the elastic ones have ended")  # fmt: skip
-    add("--output", type=int, default=256, help="share, climb: tokens of an answer (256)")
-    add("--bursts", choices=("trace", "climb"), default="trace", help="share: which (trace)")
-    add("--rate", type=float, default=14.0, help="share: of a burst, requests a second (14)")
-    add("--seconds", type=float, default=0.0, help="of a load (12; share 40)")
-    add("--block-size", type=int, default=16, help="tokens of a block of vLLM (16)")
-    add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (64K)")
+        help="share: start static engines after the elastic engines have stopped")  # fmt: skip
+    add("--output", type=int, default=256, help="share with climb: tokens of an answer (256)")
+    add("--bursts", choices=("trace", "climb"), default="trace",
+        help="share: kind of bursts (trace)")  # fmt: skip
+    add("--rate", type=float, default=14.0, help="share: requests a second in a burst (14)")
+    add("--seconds", type=float, default=0.0, help="duration of a load (12; share 40)")
+    add("--block-size", type=int, default=16, help="tokens of a vLLM block (16)")
+    add("--page", type=size, default=0, metavar="SIZE", help="page size of the pool (64K)")
     add("--beside", type=size, default=0, metavar="SIZE",
         help="load, full: a second elastic engine, with pages of this size")  # fmt: skip
     add("--offload", type=size, default=0, metavar="SIZE",
-        help="rough: host memory for prefixes of the elastic engine (0: none); "
-        "offload: of each engine (24G); prefixes: the same (1.25 of --kv-memory)")  # fmt: skip
+        help="host memory for prefixes; rough: of the elastic engine (0: none); "
+        "offload: of each engine (24G); prefixes: likewise (1.25 of --kv-memory)")  # fmt: skip
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--pipeline-parallel", type=int, default=1, metavar="N", help="stages of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
-        help="of each engine (16G; rough 8G, blocks 40G, full 48G); share, prefixes: of all (12G)"
+        help="KV cache of each engine (16G; rough 8G, blocks 40G, full 48G); share, prefixes: of "
+        "all engines together (12G)"
     )  # fmt: skip
     add("--trace", type=existing_file, metavar="FILE",
         help="load, share, blocks, limit: requests and their times from a trace")  # fmt: skip

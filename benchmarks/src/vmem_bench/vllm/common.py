@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common to the parts of `vmem bench vllm`: engines and requests by its options, rows."""
+"""Common code of the parts of `vmem bench vllm`: engines, requests and rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
-"""The arms in the order of a round, with their engines; each is compared with the first."""
+"""The arms in the order of a round, with their engines; the first arm is the reference."""
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -40,7 +40,7 @@ REST = 8.0
 
 
 class Book:
-    """The rows of a part, rebuilt and written whenever there is something new."""
+    """The rows of a part, rebuilt and written whenever there are new results."""
 
     def __init__(self, command: Command, part: Part, rows: Callable[[Part], None]) -> None:
         self.command, self.part, self._rows = command, part, rows
@@ -56,17 +56,17 @@ class Book:
 
 
 def samples_of(rounds: list[list[float]]) -> Samples:
-    """Samples in nanoseconds, as rows take them, from rounds in seconds."""
+    """Converts rounds in seconds to samples in nanoseconds, as rows need them."""
     return Samples([[one * 1e9 for one in each] for each in rounds if each])
 
 
 def count_same(mine: list[list[int]], other: list[list[int]]) -> int:
-    """Answers that are equal."""
+    """The number of equal answers."""
     return sum(a == b for a, b in zip(mine, other, strict=True))
 
 
 def requests_of(command: Command, count: int, longest: int) -> list[Arrival]:
-    """Requests from the trace, or synthetic ones; a quick run has its own."""
+    """The trace's requests or synthetic requests; tiny requests in a quick run."""
     return tiny(min(count, 6)) if command.quick else arrivals(command.args.trace, count, longest)
 
 
@@ -76,7 +76,7 @@ def kv_memory(command: Command, default: int) -> int:
 
 
 def offloading(nbytes: int) -> dict[str, Any]:
-    """Options of an engine with this much host memory for prefixes."""
+    """Options of an engine with `nbytes` of host memory for prefixes."""
     return {"kv_offloading_size": nbytes / GIB, "kv_offloading_backend": "native"}
 
 
@@ -95,7 +95,7 @@ def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fl
 
 
 def plans_of(args: argparse.Namespace, memory: int) -> dict[str, Plan]:
-    """A stock and an elastic engine; with ``--beside`` another with pages of that size."""
+    """A stock and an elastic engine; with ``--beside`` also one with that page size."""
     plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
     if args.beside:
         env = {"VMEM_PAGE_SIZE": str(args.beside)}

@@ -39,7 +39,7 @@ LONGEST = 4096
 """Tokens of the longest request, unless a fleet allows longer ones."""
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-"""Fields that the configurations of all models of this architecture have."""
+"""Configuration fields common to all models of this architecture."""
 
 _LLAMA_3: dict[str, Any] = {
     **LLAMA,
@@ -114,7 +114,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "attention_bias": False,
     },
-    # Three layers of gated delta nets to one of attention; 12 of 48 layers, 64 of 512 experts.
+    # Three gated delta net layers per attention layer; 12 of 48 layers, 64 of 512 experts.
     "Qwen3-Next": {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -165,7 +165,7 @@ class TimeUp(RuntimeError):
 
 @contextmanager
 def until_time_up(part: Part) -> Iterator[None]:
-    """Keeps the rows of a part that the deadline ends; TimeUp: there are none."""
+    """Keeps a part's rows when the deadline interrupts it. TimeUp: there are no rows."""
     try:
         yield
     except TimeUp as error:
@@ -176,12 +176,12 @@ def until_time_up(part: Part) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine to start.
+    """Options of an engine to start.
 
     Attributes:
-        elastic: on the elastic pool; otherwise stock.
-        kv_memory: bytes of its KV cache; for an elastic engine, of its addresses.
-        options: for vLLM, in addition to those of `Fleet`.
+        elastic: use the elastic pool.
+        kv_memory: bytes of its KV cache; for an elastic engine, of its address range.
+        options: options for vLLM, in addition to `Fleet`'s.
         env: environment variables of its process.
     """
 
@@ -192,7 +192,7 @@ class Plan:
 
 
 class Engine:
-    """A running engine. Orders are given by `send`, `order` waits for the answer as well."""
+    """A running engine: `send` gives it an order, `wait` returns the answer."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], answers: Any, log: Path) -> None:
         self.name, self.process, self.log = name, process, log
@@ -214,7 +214,7 @@ class Engine:
             raise self._ended() from None
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """The next answer; None if none came within `seconds`."""
+        """The next answer; None if none arrived within `seconds`."""
         try:
             line = self._said.get(timeout=max(seconds, 1e-3))
         except queue.Empty:
@@ -225,41 +225,43 @@ class Engine:
         return answer
 
     def _ended(self) -> WrongResult:
-        with suppress(subprocess.TimeoutExpired):  # its traceback comes after the pipe's end
+        with suppress(subprocess.TimeoutExpired):  # the pipe closes before the traceback is written
             self.process.wait(10)
         end = self.log.read_text(errors="replace").strip().splitlines()[-20:]
-        return WrongResult(f"the engine {self.name} has ended: " + " | ".join(end))
+        return WrongResult(f"the engine {self.name} exited: " + " | ".join(end))
 
     def wait(self, deadline: Deadline) -> dict[str, Any]:
-        """The next answer. TimeUp: none came before the deadline."""
+        """The next answer. TimeUp: none arrived before the deadline."""
         answer = self.receive(deadline.left)
         if answer is None:
-            raise TimeUp(f"the deadline of {deadline.seconds:.0f} s came while {self.name} worked")
+            raise TimeUp(
+                f"the deadline of {deadline.seconds:.0f} s passed while {self.name} worked"
+            )
         return answer
 
 
 def kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kills a process that was started as a session's first, with all processes that it started."""
+    """Kills a process that leads a session, and all processes of its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 class Fleet:
-    """Engines of one shape, alive at once on one device, until the end of the ``with`` block.
+    """Engines of one shape that run together on one device, until the end of the ``with`` block.
 
-    All of them have the same random weights. They share a ledger of their own, in a folder that is
+    All have the same random weights. They share a private ledger, in a temporary directory that is
     removed with them.
 
     Args:
         command: the run's command.
         shape: the model's, as in `SHAPES`.
-        ranks: ranks of an engine with tensor parallelism, on a GPU each.
-        stages: of an engine with pipeline parallelism, each on as many GPUs as there are ranks.
-        block_size: tokens of a vLLM block; 32 on the CPU, which takes only multiples of 32.
-        max_num_seqs: most requests that an engine runs at a time; 0: 128, 8 in a quick run.
+        ranks: ranks of an engine with tensor parallelism, one GPU each.
+        stages: stages of an engine with pipeline parallelism, each on `ranks` GPUs.
+        block_size: tokens of a vLLM block; 32 on the CPU, which needs a multiple of 32.
+        max_num_seqs: maximum concurrent requests of an engine; 0: 128, 8 in a quick run.
         longest: tokens of the longest request, prompt and answer; 0: `LONGEST`, 512 in a quick run.
-        options: for vLLM, in every engine.
+        options: vLLM options of every engine.
     """
 
     def __init__(
@@ -336,9 +338,9 @@ class Fleet:
         if self.command.backend == "host":
             options["enforce_eager"] = True
         else:
-            # The KV cache's size is given, so this is only what must be free at the start.
+            # The KV cache's size is set explicitly; vLLM only checks that this share is free.
             options["gpu_memory_utilization"] = 0.5 / count
-            # Graphs of decoding, as in serving; no compiler, which takes longer than the runs.
+            # CUDA graphs for decoding, as in serving; no compiler: it takes longer than the runs.
             sizes = [1, 2, 4, *range(8, 129, 8), *range(144, self.max_num_seqs + 1, 16)]
             options["compilation_config"] = {
                 "mode": 0,
@@ -348,10 +350,10 @@ class Fleet:
         return {**options, **self.options, **plan.options}
 
     def start(self, plans: Mapping[str, Plan]) -> dict[str, Engine]:
-        """Starts engines side by side, and waits until all are ready.
+        """Starts engines in parallel, and waits until all are ready.
 
         Raises:
-            WrongResult: one has ended, or runs the wrong scheduler.
+            WrongResult: an engine exited, or runs the wrong scheduler.
             TimeUp: the command's deadline has passed.
         """
         count = len(self.engines) + len(plans)
@@ -362,14 +364,14 @@ class Fleet:
         return new
 
     def _check(self, name: str, plan: Plan, said: Mapping[str, Any]) -> None:
-        """WrongResult: what an engine said when it was ready is not of the engine planned."""
+        """WrongResult: a ready engine does not run the scheduler of its plan."""
         scheduler = said["scheduler"]
         self.command.show(f"{name}: ready, scheduler {scheduler}")
         if ("Elastic" in scheduler) != plan.elastic:
             raise WrongResult(f"the engine {name} runs the scheduler {scheduler}")
 
     def _program(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
-        """The words that start an engine's process, and its environment."""
+        """The command line and environment of an engine's process."""
         env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_VLLM": str(int(plan.elastic))}
         return [sys.executable, "-m", "vmem_bench.vllm.arm"], env
@@ -427,7 +429,7 @@ class Fleet:
         look: Callable[[], None] = lambda: None,
         every: float = 0.05,
     ) -> dict[str, dict[str, Any]]:
-        """Gives several engines an order each; calls `look` regularly until all answer."""
+        """Gives each of several engines an order; calls `look` regularly until all answer."""
         for name, what in orders.items():
             self.engines[name].send(**what)
         answers: dict[str, dict[str, Any]] = {}
@@ -439,10 +441,10 @@ class Fleet:
                         answers[name] = answer
             look()
             if not self.command.deadline.allows():
-                raise TimeUp(f"the deadline of {self.command.deadline.seconds:.0f} s came")
+                raise TimeUp(f"the deadline of {self.command.deadline.seconds:.0f} s passed")
         return answers
 
-    # ---- memory, seen from this process ----------------------------------------------------------
+    # ---- memory as seen from this process --------------------------------------------------------
 
     def free(self) -> int | None:
         """Bytes that this process could allocate now; None without a GPU."""
@@ -453,7 +455,7 @@ class Fleet:
         return int(torch.cuda.mem_get_info(self.command.args.device)[0])
 
     def shares(self, name: str) -> dict[str, EngineInfo]:
-        """An engine's ledger entry on each device where it has one."""
+        """An engine's ledger entries, by device."""
         return {device: one for device, one in self._entries() if one.name == name}
 
     def _entries(self) -> Iterator[tuple[str, EngineInfo]]:
@@ -463,7 +465,7 @@ class Fleet:
                     yield device, one
 
     def booked(self) -> dict[str, EngineInfo]:
-        """Each engine's ledger entry, on the device where it has the most memory."""
+        """Each engine's ledger entry on the device where it uses the most memory."""
         found: dict[str, EngineInfo] = {}
         for _, one in self._entries():
             if one.name not in found or found[one.name].used < one.used:
@@ -476,7 +478,7 @@ class Fleet:
         return one.used if one is not None else 0
 
     def rest(self, seconds: float, step: float = 0.02) -> list[tuple[float, int | None, int]]:
-        """Watches for so long: seconds since the start, free memory, and what the ledger counts."""
+        """Samples memory for `seconds`: time since the start, free bytes, bytes by the ledger."""
         began, found = time.monotonic(), []
         while (now := time.monotonic() - began) < seconds and self.command.deadline.allows():
             found.append((now, self.free(), sum(one.used for one in self.booked().values())))

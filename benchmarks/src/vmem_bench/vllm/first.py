@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
 """The parts ``first`` and ``cost`` of `vmem bench vllm`: a user's wait, and the host's work.
 
-``first``: the first token of an engine that was idle, so that an elastic one has given its memory
-back and maps the prompt's. Engines take turns in alternating order, each after the same rest; while
-one answers, the others do nothing.
+``first``: time to the first token of an idle engine. An elastic engine has freed its memory by
+then, and must map the prompt's. Engines take turns in alternating order, each after the same rest;
+while one answers, the others are idle.
 
-``cost``: the time that an elastic engine's process spends in the pool's code in a step of decoding,
-counted where the code is entered. Two engines' steps differ by more than that from run to run.
+``cost``: the time that an elastic engine's process spends in the pool's code in a decode step, as
+timed at its entry points. Comparing two engines' steps would not show it: these differ by more from
+run to run.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from vmem_bench.vllm.loads import Heard, Load
 __all__ = ["PROMPTS", "REST", "measure_cost", "measure_first", "one_prompt"]
 
 PROMPTS = (2048, 16_384, 65_536)
-"""Tokens of the prompts."""
+"""Lengths of the prompts in tokens."""
 
 REST = 2.6
-"""Seconds without a request: VMEM_IDLE, and what taking back a card's memory takes."""
+"""Seconds without a request: VMEM_IDLE plus the time to free a card's memory."""
 
 _RUNNING = (64, 256)  # requests
 
@@ -44,19 +45,19 @@ def measure_first(command: Command, part: Part) -> None:
 
 
 def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
-    """First tokens of engines at rest; the first of `plans` is the base of the ratios."""
+    """Times first tokens of idle engines; the first of `plans` is the base of the ratios."""
     rounds, prompts = (2, (64, 128)) if command.quick else (command.args.rounds, PROMPTS)
     fleet.start(plans)
     base, *others = plans
     found: dict[tuple[int, str], list[float]] = {}
-    for arm in plans:  # the first request of a size pays for what torch does once
+    for arm in plans:  # warm-up: the first request of a size includes one-time work of torch
         for tokens in prompts:
             fleet.order(arm, **one_prompt(tokens, fleet.vocabulary, 1).order())
     seed = 2
     for tokens in prompts:
         for arm in there_and_back(list(plans), rounds):
             if not command.deadline.allows(2 * REST):
-                part.not_run(f"{tokens}/{arm}", "the deadline came")
+                part.not_run(f"{tokens}/{arm}", "the deadline passed")
                 break
             load, seed = one_prompt(tokens, fleet.vocabulary, seed), seed + 1
             fleet.rest(REST)
@@ -78,7 +79,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
 
 
 def one_prompt(tokens: int, vocabulary: int, seed: int) -> Load:
-    """A request of `tokens` random tokens, and four new tokens."""
+    """A request with a prompt of `tokens` random tokens, for four new tokens."""
     return Load.of([Arrival(0.0, Request(tokens, 4))], vocabulary, seed)
 
 
@@ -89,7 +90,7 @@ def measure_cost(command: Command, part: Part) -> None:
 
 
 def _cost(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
-    """Microseconds in the pool's code in each step that only decodes."""
+    """Adds the microseconds in the pool's code in each step that only decodes."""
     elastic = {arm: plan for arm, plan in plans.items() if plan.elastic}
     fleet.start(elastic)
     draw = random.Random(5)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """The part ``full`` of `vmem bench vllm`: engines on a full card, one at a time, restarted.
 
-Two equal engines alive side by side differ by several percent in every round: the process makes
-the difference, not the pool. So an engine has the card to itself, serves a load that fills its KV
-cache, rests, serves the load again, and ends; arms alternate (stock, elastic, elastic, stock), so
-that drift of the machine affects both equally. When either load begins, the elastic engine has next
-to nothing mapped. The first load of a process also pays for one-time work of torch and the driver,
-so it has rows of its own. A ratio is the mean over neighbouring engines, with its confidence
+Two equal engines that run side by side differ by several percent in every round: processes differ,
+whatever the pool. So an engine has the card to itself, serves a load that fills its KV cache,
+rests, serves the load again, and is stopped; arms alternate (stock, elastic, elastic, stock), so
+that drift of the machine affects both equally. At the start of either load, the elastic engine has
+next to nothing mapped. The first load of a process includes one-time work of torch and the driver,
+so it has separate rows. A ratio is the mean over neighbouring engines, with its confidence
 interval.
 """
 
@@ -29,10 +29,10 @@ from vmem_bench.vllm.loads import Heard, Load
 
 __all__ = ["add_ratio", "compare", "filling", "interval", "measure", "there_and_back"]
 
-_FILLED = 0.96  # of the KV cache, at the end of the load
-_ENDING = 8.0  # s that stopping an engine may take
-_REST = 3.0  # s between the loads, in which an elastic engine gives its memory back
-# Student's t for a confidence of 95 %, by degrees of freedom.
+_FILLED = 0.96  # share of the KV cache in use at the end of the load
+_ENDING = 8.0  # seconds that stopping an engine may take
+_REST = 3.0  # seconds between the loads, in which an elastic engine frees its memory
+# Student's t for 95 % confidence, by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
@@ -45,14 +45,14 @@ def filling(
     vocabulary: int,
     seed: int,
 ) -> Load:
-    """Requests, all there at once, that fill `memory` with keys and values at their end.
+    """Requests, all due at the start, whose keys and values fill `memory` when they finish.
 
     Args:
         memory: bytes of the KV cache.
         token_bytes: bytes of a token in all layers.
-        count: requests.
+        count: number of requests.
         output: tokens that each generates.
-        longest: tokens that a request may have, prompt and answer.
+        longest: maximum tokens of a request, prompt and answer.
         vocabulary: number of token ids.
         seed: seed of the prompts and their lengths, which vary by a tenth.
 
@@ -63,16 +63,16 @@ def filling(
     prompt = each - output
     if prompt < 16:
         raise invalid(
-            f"{memory} bytes have room for {each} tokens of each of {count} requests, "
-            f"of which {output} are the answer; a prompt needs 16",
+            f"{memory} bytes have room for {each} tokens per request for {count} requests, "
+            f"{output} of them for the answer; a prompt needs 16",
             size=each,
             limit=output + 16,
             op="vmem bench",
         )
     if each > longest:
         raise invalid(
-            f"{memory} bytes need {each} tokens of each of {count} requests, which may have "
-            f"{longest}: take more requests",
+            f"{count} requests need {each} tokens each to fill {memory} bytes, above the limit of "
+            f"{longest}: use more requests",
             size=each,
             limit=longest,
             op="vmem bench",
@@ -86,7 +86,7 @@ def filling(
 
 
 def there_and_back(arms: Sequence[str], each: int) -> Iterator[str]:
-    """Names of engines in order: the arms forwards, then backwards, until each had `each` turns."""
+    """Yields arms forwards, then backwards, and so on, until each has had `each` turns."""
     for number in range(each):
         yield from arms if number % 2 == 0 else reversed(arms)
 
@@ -101,7 +101,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def add_ratio(part: Part, row: str, what: str, arm: str, ratios: Sequence[float]) -> None:
-    """A row with the mean of `ratios` and its interval."""
+    """Adds a row with the mean of `ratios` and its interval."""
     mean, half = interval(ratios)
     part.value(
         row,
@@ -120,12 +120,12 @@ class _Turn:
 
     Attributes:
         rate: new tokens a second over the whole load.
-        started: the same of the first load.
+        started: new tokens a second of the first load.
         steps: seconds of the decode steps in which every request runs.
-        waited: part of the load in which the host waited for the GPU.
+        waited: share of the load's time in which the host waited for the GPU.
         rest: bytes of KV cache mapped before the load; 0 for a stock engine.
-        mapped: the most during the load.
-        answers: token ids, of both loads.
+        mapped: peak bytes mapped during the load; 0 for a stock engine.
+        answers: token ids of both loads.
     """
 
     rate: float
@@ -146,7 +146,7 @@ class _Turn:
         steps = sorted({t for times in answer["times"] for t in times if all_run <= t <= ends})
         gaps = [b - a for a, b in pairwise(steps)]
         if not gaps:
-            raise WrongResult("the first request ended before the last had begun")
+            raise WrongResult("the first request ended before the last had started")
         waited = answer["waited"] / answer["seconds"]
         answers = started.answers + heard.answers
         return cls(heard.rate, started.rate, gaps, waited, rest, mapped, answers)
@@ -161,7 +161,7 @@ def measure(command: Command, part: Part) -> None:
 
 
 def compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
-    """Runs the arms of `plans` in turns; the first is what the others are compared with."""
+    """Runs the arms of `plans` in turn; the first is the reference for the others."""
     args, quick = command.args, command.quick
     memory = next(iter(plans.values())).kv_memory
     token_bytes = fleet.block_bytes // fleet.block_size
@@ -173,7 +173,7 @@ def compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan
     slowest = 0.0
     for number, arm in enumerate(there_and_back(list(plans), 2 if quick else args.rounds)):
         if not command.deadline.allows(slowest + _ENDING):
-            part.not_run(f"turn/{number}", f"{arm}: the deadline came")
+            part.not_run(f"turn/{number}", f"{arm}: the deadline passed")
             break
         began = command.deadline.used
         fleet.start({arm: plans[arm]})
@@ -244,7 +244,7 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
             continue
         rates = [mine.rate / other.rate for mine, other in pairs]
         started = [mine.started / other.started for mine, other in pairs]
-        # Speed, so that above 1 is faster in both.
+        # Inverse of the times, so that above 1 means faster, as for rates.
         speeds = [
             statistics.median(other.steps) / statistics.median(mine.steps) for mine, other in pairs
         ]

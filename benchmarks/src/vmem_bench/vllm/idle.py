@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``idle`` of `vmem bench vllm`: what an idle engine keeps, and for how long."""
+"""The part ``idle`` of `vmem bench vllm`: the memory an idle engine keeps, and for how long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measure(command: Command, part: Part) -> None:
         cap = (8 if quick else 1000) * fleet.block_bytes
         memory = kv_memory(command, 16 * GIB)
         env = {"VMEM_PREFIX": str(cap)}
-        if command.backend == "host":  # give the device a size
+        if command.backend == "host":  # the device's size, which the ledger cannot query
             env["VMEM_CAPACITY"] = str(memory)
         count = min(args.requests, 12) if quick else args.requests
         load = idle_footprint(count, fleet.vocabulary, 96, 0.1 if quick else 1.0)
@@ -43,7 +43,7 @@ def measure(command: Command, part: Part) -> None:
         arms = args.arms or list(plans)
         fleet.start({arm: plan for arm, plan in plans.items() if arm in arms})
         few = Load(load.prompts[:4], load.tokens[:4], load.at[:4])
-        fleet.order("elastic", **few.order())  # memory that torch allocates with the first requests
+        fleet.order("elastic", **few.order())  # makes torch allocate its own memory
         fleet.order("elastic", forget=True)
         fleet.rest(2 if quick else 4)
         found["before"] = fleet.free(), fleet.order("elastic", state=True)
@@ -78,7 +78,7 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
         at = next(at for at, _, used in seen if used == least)
         part.value("settled", "until the last page was back", "elastic", at, "s")
     else:
-        # It kept this from others before: the null block, pages kept ready.
+        # Slabs that it already held before the load: the null block, pages kept ready.
         own = before["ranks"][0]["slab_bytes"]
         torch, held = after["torch"] - before["torch"], free - now
         kv = held - torch + own
@@ -92,9 +92,9 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
 
 
 def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float, str]]:
-    """Times at which this process, as an engine that needs all memory, is granted and gets it.
+    """Joins the ledger as an engine that needs all memory; times its grant and its allocation.
 
-    `capacity`: bytes for all engines, used without a GPU.
+    `capacity`: bytes of all engines together; used only without a GPU.
     """
     (device,) = devices(fleet.ledger)
     account = Ledger(device, folder=fleet.ledger).join(
@@ -102,7 +102,7 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
     )
     try:
         free = fleet.free()
-        # All except the null block's memory and what torch needs in this process.
+        # Without a GPU, all except the null block's memory; with one, leave 512 MiB to torch here.
         have = fleet.used("elastic")
         need = capacity - MIB // 4 if free is None else free + have - 512 * MIB
         began = time.monotonic()

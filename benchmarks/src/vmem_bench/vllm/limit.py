@@ -19,7 +19,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """A limit on every device, below what requests hold, while they run."""
+    """Sets a limit on every device, below the memory that requests hold, while they run."""
     args = command.args
     found: dict[str, Any] = {}
     waited: dict[str, float] = {}  # seconds until a device's memory was within the limit
@@ -34,7 +34,7 @@ def measure(command: Command, part: Part) -> None:
             what = f"most from then on, on device {n}"
             part.value(f"most/{n}", what, "elastic", later[device], "bytes", device=device)
 
-    # A third of the requests at a time: others still come when the limit is lowered.
+    # A third of the requests at a time, so that others still wait when the limit is lowered.
     most = max(2, args.requests // 3)
     with open_fleet(command, max_num_seqs=most, enable_prefix_caching=False) as fleet:
         book = Book(command, part, rows)
@@ -71,7 +71,7 @@ def measure(command: Command, part: Part) -> None:
         fleet.rest(1.0)
         said = Heard.of(load, fleet.together({"elastic": load.order()}, lower, 0.01)["elastic"])
         if not limit:
-            raise WrongResult("requests never held three quarters of what they did before")
+            raise WrongResult("requests never held three quarters of their peak without a limit")
         found["peak"] = "that requests held without a limit", float(peak), "bytes"
         found["limit"] = "of every device", float(limit), "bytes"
         found["free"] = "all requests, without it", free.seconds, "s"
@@ -85,7 +85,9 @@ def measure(command: Command, part: Part) -> None:
         book.publish()
         state = fleet.order("elastic", state=True)
         if state["wrong"]:
-            raise WrongResult(f"the records: {state['wrong'][0]}")
+            raise WrongResult(f"inconsistent records: {state['wrong'][0]}")
         missing = fleet.shares("elastic").keys() - waited.keys()
         if missing or max(later.values()) > limit:
-            raise WrongResult(f"limit {limit}: within it on {later}, never on {sorted(missing)}")
+            raise WrongResult(
+                f"limit {limit}: peaks after it {later}, never met on {sorted(missing)}"
+            )

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _SEED = 5
-_CALM = 0.1  # the rate between bursts, relative to that of a burst
+_CALM = 0.1  # the rate between bursts, relative to a burst's rate
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Load:
 
     Attributes:
         prompts: token ids of each request.
-        tokens: tokens that each generates.
+        tokens: number of tokens that each request generates.
         at: arrival times, in seconds from the start.
         most: maximum number of requests in flight; 0: no limit.
     """
@@ -52,7 +52,7 @@ class Load:
 
     @classmethod
     def of(cls, found: Sequence[Arrival], vocabulary: int, seed: int) -> Load:
-        """Prompts of random tokens, no two with a common prefix."""
+        """Makes prompts of random tokens for the given requests; no two share a prefix."""
         draw = random.Random(seed)
         prompts = [
             [draw.randrange(3, vocabulary) for _ in range(one.request.context)] for one in found
@@ -60,7 +60,7 @@ class Load:
         return cls(prompts, [one.request.output for one in found], [one.at for one in found])
 
     def order(self, begin: float = 0.0) -> dict[str, Any]:
-        """The order for `Engine.send`; `begin`: a monotonic time, 0: when the order arrives."""
+        """Arguments of `Engine.send`; `begin`: a monotonic time, or 0 for the order's arrival."""
         return {
             "load": self.prompts,
             "tokens": self.tokens,
@@ -76,10 +76,10 @@ class Heard:
 
     Attributes:
         answers: token ids of each request.
-        first: seconds from when each request was due to its first token.
+        first: seconds from each request's due time to its first token.
         gaps: seconds between the tokens of a request, for all requests.
-        rate: new tokens a second, from when the first request was due to the last token.
-        seconds: from the beginning to the last token.
+        rate: new tokens a second, from the first request's due time to the last token.
+        seconds: seconds from the start to the last token.
     """
 
     answers: list[list[int]]
@@ -90,7 +90,7 @@ class Heard:
 
     @classmethod
     def of(cls, load: Load, answer: dict[str, Any]) -> Heard:
-        """From the process's answer."""
+        """Evaluates the answer of an engine's process."""
         due = answer["added"] if load.most else load.at
         times: list[list[float]] = answer["times"]
         first = [one[0] - at for one, at in zip(times, due, strict=True)]
@@ -105,10 +105,10 @@ class Heard:
 
 
 def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
-    """A trace's first requests that fit, or synthetic ones like Azure's; 1 a second on average.
+    """A trace's first requests that fit, or synthetic requests like Azure's; 1 a second on average.
 
     Raises:
-        InvalidArgument: none fits, or the trace cannot be read.
+        InvalidArgument: no request fits, or the trace cannot be read.
     """
     if trace is None:
         found = poisson(generate(16 * count, _SEED), 1.0, _SEED)
@@ -124,13 +124,13 @@ def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
 
 
 def tiny(count: int) -> list[Arrival]:
-    """For a tiny model: 17 to 82 tokens, 9 to 14 new ones; 1 a second on average."""
+    """Requests for a tiny model: 17 to 82 tokens, 9 to 14 new tokens; 1 a second on average."""
     requests = [Request(17 + 13 * (i % 6), 9 + i % 6) for i in range(count)]
     return at_rate(poisson(requests, 1.0, _SEED), 1.0)
 
 
 def at_rate(found: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests, `rate` a second on average; 0: all at once."""
+    """The same requests, `rate` a second on average; 0: all at the start."""
     begin, end = found[0].at, found[-1].at
     each = (end - begin) / max(1, len(found) - 1) * rate
     return [_moved(one, (one.at - begin) / each if each > 0 else 0.0) for one in found]
@@ -149,10 +149,11 @@ def later(found: Sequence[Arrival], seconds: float) -> list[Arrival]:
 def in_turns(
     found: Sequence[Arrival], engines: int, rate: float, seconds: float, period: float
 ) -> list[list[Arrival]]:
-    """For each engine `seconds` of requests, with bursts that are a phase apart.
+    """Makes `seconds` of requests per engine; the engines have their bursts one after another.
 
-    In a burst, one `engines`-th of each `period`, requests arrive at `rate` a second, as spaced in
-    the trace; between bursts only every tenth does. Each engine has another stretch of the trace.
+    A burst takes one `engines`-th of each `period`. In it requests arrive at `rate` a second,
+    spaced as in the trace; between bursts at a tenth of that. Each engine gets a different part of
+    the trace.
     """
     share = len(found) // engines
     loads: list[list[Arrival]] = []
@@ -171,7 +172,7 @@ def in_turns(
 
 
 def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[list[Arrival]]:
-    """kvcached's ramps: a rate that rises by one a second every second to `peak`, and falls again.
+    """kvcached's ramps: the rate rises by 1/s every second up to `peak`, then falls again.
 
     The engines start two and a quarter ramps apart, so that their peaks do not coincide.
     """

@@ -2,14 +2,15 @@
 """The part ``offload`` of `vmem bench vllm`: prompts whose keys and values are in host memory.
 
 A stock and an elastic engine, both with vLLM's offloading, take turns in alternating order. A
-prompt is computed and stored; then the engine forgets its prefixes, rests, and gets the prompt
-again. While the elastic engine rests it gives its memory back, so that its second answer waits for
-pages as well as for the copy. Bytes a second are those of the copies alone, as each engine tells
-vLLM. Both engines get the same prompts, and have to answer alike: computed as the other computed,
-and loaded as the other loaded. (With bfloat16 a loaded prompt may be answered otherwise than the
-same prompt computed, by any engine: its last tokens are computed in a smaller batch.)
+prompt is computed and stored; then the engine drops its prefixes, rests, and gets the prompt again.
+While the elastic engine rests it frees its memory, so its second answer waits for pages as well as
+for the copy. Bytes a second count only the copies, as each engine reports them to vLLM. Both
+engines get the same prompts, and their answers must be equal, separately for computed and for
+loaded prompts. (With bfloat16, any engine may answer a loaded prompt differently from the same
+prompt computed: its last tokens are computed in a smaller batch.)
 
-Then requests decode while others arrive: none, prompts that are loaded, prompts that are computed.
+Then requests decode while other prompts arrive: none, prompts that are loaded from host memory,
+and prompts that are computed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ from vmem_bench.vllm.loads import Heard, Load
 
 __all__ = ["measure"]
 
-_PREFIXES = (3072, 16_384, 65_536)  # tokens of the prompts
-_DECODING, _ARRIVING, _GAP = 16, 8, 0.3  # requests; s between arrivals
+_PREFIXES = (3072, 16_384, 65_536)  # lengths of the prompts in tokens
+_DECODING, _ARRIVING, _GAP = (
+    16,
+    8,
+    0.3,
+)  # requests that decode and that arrive; seconds between arrivals
 
 
 def measure(command: Command, part: Part) -> None:
@@ -75,7 +80,7 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
     for tokens in sizes:
         for arm in there_and_back(list(plans), rounds):
             if not command.deadline.allows(3 * REST):
-                part.not_run(f"{tokens}/{arm}", "the deadline came")
+                part.not_run(f"{tokens}/{arm}", "the deadline passed")
                 break
             computed, loaded = pair(arm, tokens)
             times.setdefault(("computed", tokens, arm), []).append(computed)
@@ -106,7 +111,7 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
     part.value("alike", what, "all", alike, "requests", of=len(heard))
     for arm in plans:
         if not command.deadline.allows(4 * REST):
-            part.not_run(f"gaps/{arm}", "the deadline came")
+            part.not_run(f"gaps/{arm}", "the deadline passed")
             continue
         for how, gaps in _beside(fleet, arm, sizes[0], 1, quick).items():
             what = f"p99 between tokens of {_DECODING} requests, others {how}"
@@ -115,7 +120,7 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
 
 
 def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[Heard, Heard, tuple[int, ...]]:
-    """A prompt's answers: computed, and from host memory after a rest, with its `_in_driver`."""
+    """A prompt's answers, computed and then loaded after a rest, and the load's `_in_driver`."""
     load = one_prompt(tokens, fleet.vocabulary, seed)
     computed = Heard.of(load, fleet.order(arm, **load.order()))
     _forget(fleet, arm)
@@ -140,7 +145,7 @@ def _forget(fleet: Fleet, arm: str) -> None:
 
 
 def _beside(fleet: Fleet, arm: str, tokens: int, seed: int, quick: bool) -> dict[str, list[float]]:
-    """Gaps of decoding requests, by what other requests do at the same time."""
+    """Gaps between decoding requests' tokens, by the kind of prompts that arrive meanwhile."""
     output = 48 if quick else 400
 
     def some(count: int, length: int, number: int) -> Load:

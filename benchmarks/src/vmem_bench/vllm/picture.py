@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Engines that share memory, drawn: ``python -m vmem_bench.vllm.picture RESULT OUT.svg``.
+"""Draws engines that share memory: ``python -m vmem_bench.vllm.picture RESULT OUT.svg``.
 
-RESULT is a file of ``vmem bench vllm --part share`` or ``--part prefixes``. Needs matplotlib. The
+RESULT is a result of ``vmem bench vllm --part share`` or ``--part prefixes``. Needs matplotlib. The
 picture contains a digest of the rows that it shows, since drawings differ between versions of
 matplotlib.
 """
@@ -22,14 +22,15 @@ PARTS = ("share", "prefixes")
 """Parts of `vmem bench vllm` with a series of memory."""
 _PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 _GB = 1 << 30
-_POINTS = 400  # of a line, at most
+_POINTS = 400  # most points of a line
 
 
 def series(seen: list[list[float]]) -> dict[str, Any]:
-    """A line of memory over time, as a row has it: of at most `_POINTS` points.
+    """A row's fields for memory over time, with at most `_POINTS` points.
 
     Args:
-        seen: seconds from the first request, free bytes of the device, and bytes of each engine.
+        seen: samples: seconds since the first request, free bytes of the device, and bytes of each
+            engine.
     """
     after = [one for one in seen if one[0] >= 0]
     points = [[one[0], sum(one[2:]), *one[2:]] for one in after[:: -(-len(after) // _POINTS) or 1]]
@@ -55,14 +56,14 @@ def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def digest(document: dict[str, Any]) -> str:
-    """A digest of all that the picture of a run shows."""
+    """A digest of everything that a run's picture shows."""
     return hashlib.sha256(json.dumps(_rows(document)).encode()).hexdigest()
 
 
 def draw(document: dict[str, Any]) -> str:
     """The picture as SVG: memory over time, and the time to the first token by arm.
 
-    Memory is what each engine has mapped, stacked, of the first arm that shares it.
+    The memory is each engine's mapped bytes, stacked, for the first arm that shares memory.
 
     Raises:
         ValueError: the document has no such series.
@@ -74,7 +75,7 @@ def draw(document: dict[str, Any]) -> str:
 
     settings: Any = {
         "svg.hashsalt": "vmem",
-        "svg.fonttype": "none",  # keep text as text
+        "svg.fonttype": "none",  # keep text as text, not paths
         "font.size": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -113,7 +114,7 @@ def _memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=existing_file)
     parser.add_argument("out", type=written)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The part ``prefixes`` of `vmem bench vllm`: engines in turns whose prefixes do not fit.
+"""The part ``prefixes`` of `vmem bench vllm`: engines take turns, and their prefixes do not fit.
 
-Each engine has prompts of its own, whose keys and values need as much memory as all engines have
-together; with two engines that is twice an engine's part. The engines take turns: in its turn an
-engine gets each of its prompts once, in random order, with a new tail. The first turn computes
-them. Compared are the tokens that later turns find, and the time to their first token, between four
-kinds of engine, only one of which is alive at a time:
+Each engine has a different set of prompts, whose keys and values need as much memory as all engines
+have together; with two engines that is twice an engine's part. The engines take turns: in its turn
+an engine gets each of its prompts once, in random order, with a new tail. The first turn computes
+them. The tokens that later turns find, and the times to their first tokens, are compared between
+four kinds of engine, only one of which runs at a time:
 
-    elastic+host   the engines share the memory, and vLLM's offloading keeps prefixes on the host
-    elastic        they share it; prefixes are evicted when another engine needs memory
+    elastic+host   engines share the memory, and vLLM's offloading keeps prefixes in host memory
+    elastic        engines share the memory; prefixes are evicted when another engine needs it
     static+host    stock vLLM with an equal part each, and offloading
     static         stock vLLM with an equal part each
 """
@@ -38,10 +38,10 @@ class _Turns(NamedTuple):
 
     Attributes:
         tokens: tokens of a prompt.
-        tail: tokens that end a request's prompt; no two requests have the same.
+        tail: tokens at the end of a prompt, which differ between all requests.
         output: tokens that a request generates.
         rate: requests a second.
-        pause: seconds from the end of a turn to the next.
+        pause: seconds between turns.
     """
 
     tokens: int
@@ -56,10 +56,10 @@ _QUICK = _Turns(128, 32, 4, 32.0, 1.0)
 
 
 class _Answer(NamedTuple):
-    """An answer of an engine.
+    """An engine's answers.
 
     Attributes:
-        heard: of all its turns.
+        heard: answers of all its turns.
         cached: tokens of each request's prompt that were not computed.
     """
 
@@ -68,7 +68,7 @@ class _Answer(NamedTuple):
 
 
 def turns(engines: int, count: int, prompts: int, sizes: _Turns, vocabulary: int) -> list[Load]:
-    """A load for each engine: its prompts, `prompts` of them, in each of its `count` turns."""
+    """A load per engine: in each of its `count` turns, each of its `prompts` prompts once."""
     found = []
     period = prompts / sizes.rate + sizes.pause
     for engine in range(engines):
@@ -121,7 +121,7 @@ def measure(command: Command, part: Part) -> None:
             if arm == "static+host" and command.backend == "host":
                 missing[arm] = "vLLM's own offloading needs a GPU"
             elif not command.deadline.allows(slowest):
-                missing[arm] = "the deadline came"
+                missing[arm] = "the deadline passed"
             else:
                 answers[arm], line = _run(fleet, arm, memory, loads)
                 if arm.startswith("elastic"):
@@ -133,7 +133,7 @@ def measure(command: Command, part: Part) -> None:
 def _run(
     fleet: Fleet, arm: str, memory: int, loads: Sequence[Load]
 ) -> tuple[list[_Answer], list[list[float]]]:
-    """The answers of engines of one kind, which are alive only here, and their memory over time."""
+    """Starts, runs and stops engines of one kind; returns answers and memory over time."""
     kind, _, host = arm.partition("+")
     count, args = len(loads), fleet.command.args
     options = offloading(args.offload or memory * 5 // 4) if host else {}

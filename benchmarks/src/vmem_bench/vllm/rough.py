@@ -14,7 +14,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """The same script for all engines, piece by piece; stock gets only the first pieces."""
+    """Runs the same script on all engines, piece by piece; stock runs only the first pieces."""
     args, quick = command.args, command.quick
     memory = kv_memory(command, 8 * GIB)
     piece = 24 if quick else 500
@@ -72,7 +72,9 @@ def measure(command: Command, part: Part) -> None:
                     of[arm] += len(both)
             state = fleet.order("elastic", state=True)
             if state["wrong"]:
-                raise WrongResult(f"the records after piece {number + 1}: {state['wrong'][0]}")
+                raise WrongResult(
+                    f"inconsistent records after piece {number + 1}: {state['wrong'][0]}"
+                )
             moved = state.get("blocks", {})
             if host and not number and not moved["stored"]:
                 raise WrongResult("nothing was stored in host memory")

@@ -17,7 +17,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Elastic and stock engines; only one kind has requests at a time."""
+    """Compares elastic and stock engines; only one kind has requests at a time."""
     args, quick = command.args, command.quick
     count = args.engines
     arms = args.arms or ["shared", "static", "alone"]
@@ -88,7 +88,7 @@ def measure(command: Command, part: Part) -> None:
             book.publish()
 
         def rounds(together: list[str], started: float, kinds_left: int) -> None:
-            """Runs rounds while each remaining kind still has the time to start and run one."""
+            """Runs rounds as long as each remaining kind has time to start and run a round."""
             slowest = 0.0
             for round_ in range(args.rounds):
                 mark = time.monotonic()
@@ -116,7 +116,7 @@ def measure(command: Command, part: Part) -> None:
 
 
 def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
-    """Adds the rows of all engines together, and of each."""
+    """Adds the rows of all engines together and of each engine."""
     if not found:
         return
     every = [[x for one in each for x in one.first] for each in zip(*found.values(), strict=False)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``sleep`` of `vmem bench vllm`: time to sleep and to wake, memory given back."""
+"""The part ``sleep`` of `vmem bench vllm`: time to sleep and to wake, memory freed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Engines that sleep in turn: only one is awake at a time, so they need not fit together."""
+    """Runs engines that sleep in turn: only one is awake at a time, so they need not all fit."""
     args = command.args
     host = command.backend == "host"
     kinds = args.arms or ["elastic", "stock"]
@@ -68,9 +68,11 @@ def measure(command: Command, part: Part) -> None:
 
         def turns(kind: str, names: list[str], options: dict[str, Any]) -> None:
             plans = {name: Plan(kind == "elastic", memory, options) for name in names}
-            if kind == "elastic":  # idle ones hold no keys and values, so all fit
+            if kind == "elastic":  # idle engines hold no keys and values, so all fit
                 fleet.start(plans)
-            for name in names:  # stock ones one after the other: awake together they might not fit
+            for (
+                name
+            ) in names:  # start stock engines one at a time: awake together they might not fit
                 if kind != "elastic":
                     fleet.start({name: plans[name]})
                 before[name] = Heard.of(load, fleet.order(name, **load.order())).answers
@@ -106,7 +108,7 @@ def measure(command: Command, part: Part) -> None:
             names = [f"{kind} {k}" for k in range(args.engines)]
             try:
                 turns(kind, names, options)
-            except WrongResult as error:  # the other kind is still to be measured
+            except WrongResult as error:  # still measure the other kind
                 why[kind] = str(error)
             book.publish()
             fleet.stop([name for name in names if name in fleet.engines])
