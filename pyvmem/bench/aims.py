@@ -148,7 +148,7 @@ def _steps(aims: Aims) -> None:
 
     aims.add(
         "step_none",
-        "step of 256 requests of which none needs a page",
+        "step of 256 requests, none of which needs a page",
         [f"step/none/{s}"],
         median,
         unit="us",
@@ -182,8 +182,8 @@ def _slots(aims: Aims) -> None:
         ("free", "free_reqid", 50.0),
         ("can_admit", "can_admit", 50.0),
         ("short", "a step that says -1", 50.0),
-        ("idle", "a step of which none needs a page", 140.0),
-        ("grow", "a request that grows, without the driver", 3.0),
+        ("idle", "a step in which no request needs a page", 140.0),
+        ("grow", "a request that grows without a driver call", 3.0),
     ):
         name = f"slots_{call}"
         rows = [f"slots/{call}/{s}/4096"]
@@ -217,7 +217,7 @@ def _live(aims: Aims) -> None:
         what = "teardown" if column == "teardown_page" else "kernel memory"
         aims.add(
             name,
-            f"{what} a page at {level} live pages, {pattern}",
+            f"{what} per page at {level} live pages, {pattern}",
             [f"live/{pattern}/{s}/{level}/{column}"],
             value,
             unit=unit,
@@ -230,7 +230,7 @@ def _live(aims: Aims) -> None:
             "kernel memory that spread and consolidation recover",
             "kernel_bytes_after",
         ),
-        ("recovered_teardown", "teardown time that they recover", "teardown"),
+        ("recovered_teardown", "teardown time that spread and consolidation recover", "teardown"),
     ):
         plain = column.removesuffix("_after")
         aims.add(

@@ -2,7 +2,7 @@
 """`vmem bench api`: measures libvmem's and CUDA's calls in one process, in alternation.
 
 The other benchmarks of `vmem bench` are a distribution of their own, pyvmem-bench (benchmarks/ in
-the repository), which brings the package `vmem_bench`.
+the repository), which provides the package `vmem_bench`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OTHERS = (
     *("capacity", "prefixes", "overlap", "kernels", "deferred", "prefix-map", "fill", "devices"),
     *("serve", "sharing", "swap", "vllm", "sglang", "models", "paper"),
 )
-"""The benchmarks of the package `vmem_bench`, which is not a part of this distribution."""
+"""The benchmarks of the package `vmem_bench`, which is not part of this distribution."""
 
 # name: (title, function, seconds it may take)
 PARTS: dict[str, tuple[str, PartFunction, float]] = {
@@ -116,7 +116,7 @@ def add_parser(sub: Any) -> None:
 
 def _add_missing(which: Any, name: str) -> None:
     """Adds a stub for a benchmark that is not installed; it says how to install it."""
-    # Without prefix characters, options parse as positional arguments, so none is rejected.
+    # With no prefix character, options parse as positional arguments, so none is rejected.
     parser = which.add_parser(name, help="not installed", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_missing)
@@ -202,7 +202,7 @@ def _method(setting: Setting) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns as `ended`, or 2 if the back end cannot be opened."""
+    """Runs the command. Returns the status of `ended`, or 2 if the back end cannot be opened."""
     if args.list:
         for name, (title, _, seconds) in PARTS.items():
             print(f"{name:<10} {title} (at most about {seconds:.0f} s)")

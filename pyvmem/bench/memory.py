@@ -6,7 +6,7 @@ Two estimates are kept, since each has a blind spot:
 - *listed*: growth of Slab + VmallocUsed + PageTables + Percpu + KernelStack in /proc/meminfo;
   misses pages that a driver takes directly from the page allocator.
 - *missing*: growth of MemTotal - MemAvailable less that of this process's own memory and of Shmem;
-  includes everything, even what the rest of the machine does meanwhile.
+  includes everything, even memory that other processes allocate or free in between.
 
 The larger of the two is reported. Both drift by some MB on a quiet machine, so a figure per page
 means nothing below about 10,000 pages.
@@ -40,7 +40,7 @@ class Delta:
     listed: int
     missing: int
     own: int
-    total: int  # MemTotal growth: hotplugged memory also costs memory to manage
+    total: int  # growth of MemTotal: hotplugged memory needs kernel memory itself
 
     @property
     def value(self) -> int:

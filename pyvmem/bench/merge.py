@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Merges several runs, each of some of the parts, into one file.
+"""Merges several runs, each with some of the parts, into one file.
 
-For machines that are only available for minutes. Only runs with the same GPU, driver and commit can
-be merged, and no quick run with a full one. A row and its baseline still come from one process,
-because a part is never split. If two runs have the same part, the more complete one is used; if
-equal, the later one.
+Meant for machines that are only available for minutes. Only runs with the same GPU, driver and
+commit can be merged, and a quick run cannot be merged with a full one. A row and its baseline still
+come from one process, because a part is never split. If two runs have the same part, the more
+complete one is used; if equal, the later one.
 """
 
 from __future__ import annotations

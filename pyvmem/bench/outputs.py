@@ -23,7 +23,7 @@ __all__ = ["add_options", "document_of", "stoppable", "with_options"]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--report`` and ``--plot`` to a benchmark that has ``--out``."""
     add = parser.add_argument
-    add("--report", type=replaced, metavar="FILE", help="write one HTML file; the JSON beside it")
+    add("--report", type=replaced, metavar="FILE", help="write one HTML file; --out names the JSON")
     add("--plot", type=picture_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
     run: Callable[[argparse.Namespace], int] = stoppable(parser.get_default("run"))
     parser.set_defaults(run=lambda args: with_options(args, run))
@@ -46,7 +46,9 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
     if args.out is None:
         args.out = wanted.with_suffix(".json")
     if args.out in (args.report, args.plot):
-        print(f"vmem bench: {args.out}: the JSON goes there; name another file", file=sys.stderr)
+        print(
+            f"vmem bench: {args.out}: the JSON is written there; name another file", file=sys.stderr
+        )
         return 2
     before = args.out.stat().st_mtime_ns if args.out.exists() else 0
     status = run(args)

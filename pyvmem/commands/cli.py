@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
-    if sys.stdout is None:  # closed by the caller, who wants nothing of it
+    if sys.stdout is None:  # the caller closed it and wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stderr is None:  # print would take standard output instead
+    if sys.stderr is None:  # otherwise print() would write to standard output
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that is not UTF-8 shows "?" for characters it lacks.
@@ -86,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = _parser(command).parse_args(words)
             status: int = args.run(args)
         finally:
-            sys.stdout.flush()  # a full disk may only be reported now
+            sys.stdout.flush()  # a full disk may be reported only now
     except ImportError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        which = f"; the extra pyvmem[{extra}] has it" if extra else ""
+        which = f"; the extra pyvmem[{extra}] installs it" if extra else ""
         return _failed(command, f"a package is not installed: {error}{which}")
     except VMemError as error:
         # Name the operation only for libvmem's calls, which have man pages.
@@ -118,8 +118,8 @@ def _failed(command: str | None, text: str, status: int = 1) -> int:
 
 
 def _unread() -> bool:
-    """Returns true if standard output is a pipe without a reader."""
-    with contextlib.suppress(OSError, ValueError):  # not a file, or closed
+    """Returns true if standard output is a pipe whose reader has closed it."""
+    with contextlib.suppress(OSError, ValueError):  # it has no file descriptor, or is closed
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in output.poll(0))
@@ -127,7 +127,7 @@ def _unread() -> bool:
 
 
 def _drop_output() -> None:
-    """Discards buffered output, which the interpreter would try to write again at exit."""
+    """Discards buffered output; otherwise the interpreter tries to write it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -23,8 +23,8 @@ def add_parser(sub: Any) -> None:
         "limit",
         help="set the memory limit of a running engine",
         description="Sets the most memory of a device that a running engine may have. An engine "
-        "that has more gives back what is idle at once, and the rest as requests end. Exit status "
-        "1: no such engine runs, or it cannot have that limit.",
+        "that has more frees idle memory immediately, and the rest as requests finish. Exit "
+        "status 1: no such engine runs, or it cannot have that limit.",
     )
     parser.add_argument("engine", help="its name, or the process id that `vmem top` shows")
     parser.add_argument("size", type=_size, help="bytes, for example 20G")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for device, one in changed.items():
         more = max(0, one.used - args.size)
-        note = f"; {format_bytes(more)} above it go as requests end" if more else ""
+        note = f"; {format_bytes(more)} above it will be freed as requests finish" if more else ""
         sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
         print(f"{device}: {one.name}: {sizes}{note}")
     if not there:

@@ -2,7 +2,7 @@
 """Renders a run as one self-contained HTML file: machine, command, tables, pictures and raw data.
 
 ``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws only
-the pictures. The page loads nothing and runs no script; its last link is the run's own JSON.
+the pictures. The page loads nothing and runs no script; its last link is the run's JSON.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """Formats an aim, and whether it is reached if it applies to the machine."""
+    """Formats an aim and, if it applies to the machine, whether it is reached."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None
@@ -223,7 +223,7 @@ def _parts(document: Document) -> Iterable[str]:
         yield _table(("what", "value", "unit", "aim", "result"), map(_aim, aims))
     if others := len(document.get("aims", [])) - len(aims):
         more = "more " if aims else ""
-        yield f"<p>{others} {more}comparisons need what this run did not measure.</p>"
+        yield f"<p>{others} {more}comparisons need rows that this run did not measure.</p>"
     for part in document.get("parts", {}).values():
         yield f"<h2>{html.escape(part['name'])}: {html.escape(part['title'])}</h2>"
         why = f": {part['why']}" if part["why"] else ""
