@@ -97,7 +97,7 @@ class Feature:
             what: the call or option, as the user wrote it.
 
         Raises:
-            NotSupported: names the back end and the requirements that it lacks.
+            NotSupported: names the back end and the requirements that it does not meet.
         """
         if lacks := self.lacks(info):
             named = (f"{one} ({_MEANING[one]})" if one in _MEANING else one for one in lacks)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The table of features, with their requirements.
 
-The cache refuses calls by this table. libvmem refuses calls of a context (create, map, retain) by
-the same capabilities; a test compares every row with actual behaviour.
+The cache looks up here which calls to reject. libvmem rejects calls of a context (create, map,
+retain) by the same capabilities; a test compares every row with actual behaviour.
 """
 
 from __future__ import annotations

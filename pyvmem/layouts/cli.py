@@ -40,9 +40,9 @@ from pyvmem.plumbing.validation import invalid
 __all__ = ["RESERVE", "add_parser", "budget", "run"]
 
 RESERVE = 0.1
-"""The fraction of a GPU's memory for activations, the CUDA context and libraries.
+"""The fraction of a GPU's memory reserved for activations, the CUDA context and libraries.
 
-Engines leave the same by default (vLLM's ``gpu_memory_utilization`` of 0.9).
+Engines reserve the same by default (vLLM's ``gpu_memory_utilization`` of 0.9).
 """
 
 
@@ -56,7 +56,7 @@ def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
     if left <= 0:
         raise invalid(
             f"{shape.name}: weights of {shape.weight_bytes} bytes and a reserve of "
-            f"{int(memory * reserve)} leave nothing of {memory}; use more ranks",
+            f"{int(memory * reserve)} use up all of {memory}; use more ranks",
             size=shape.weight_bytes,
             limit=memory,
             op="vmem layouts",
@@ -80,7 +80,12 @@ def add_parser(sub: Any) -> None:
     add_workload(parser, "Azure's or vAttention's CSV, Mooncake's JSONL", "requests", 10000)
     add("--pages", type=page_sizes, default=list(PAGE_SIZES), help="page sizes (64K,128K,256K,2M)")
     add("--runs", type=counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
-    add("--backend", choices=sorted(CALL_US), default="stock", help="what a map call takes (stock)")
+    add(
+        "--backend",
+        choices=sorted(CALL_US),
+        default="stock",
+        help="for the cost of a map call (stock)",
+    )
     add("--iteration-ms", type=positive, default=25.0, help="of a decode iteration (25)")
     add(
         "--max-group",
@@ -123,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
     if memory < least:
         option = "--kv-memory" if args.kv_memory else "--memory"
         raise BadUsage(
-            f"argument {option}: {memory} bytes for keys and values: the smallest layout needs "
+            f"argument {option}: {memory} bytes for keys and values, but the smallest layout needs "
             f"{least}, a page in every tensor"
         )
     if args.json:
@@ -156,7 +161,7 @@ def _kinds(shape: ModelShape) -> str:
     words = []
     for config in shape.configs():
         if config.state:
-            words.append(f"{config.num_layers} states of {config.row_bytes:,} bytes a request")
+            words.append(f"{config.num_layers} states of {config.row_bytes:,} bytes per request")
             continue
         what = f"{config.num_kv_heads} KV heads of" if config.tensors_per_layer == 2 else "rows of"
         if config.tensors_per_layer == 1 and config.num_kv_heads > 1:
@@ -177,10 +182,11 @@ def _table(
 
     tokens = sum((one.context + one.longest) / 2 * one.output for one in requests)
     tokens /= sum(one.output for one in requests)
-    source = args.trace.name if args.trace else f"made up from seed {args.seed}"
-    state = f", {shape.state_bytes:,} a request" if shape.state_bytes else ""
+    source = args.trace.name if args.trace else f"generated from seed {args.seed}"
+    state = f", {shape.state_bytes:,} per request" if shape.state_bytes else ""
     lines = [
-        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token{state}",
+        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; "
+        f"{shape.token_bytes:,} bytes per token{state}",
         f"{counted(len(requests), 'request')}, {source}; "
         f"a running one has {tokens:,.0f} tokens on average",
         f"{memory / 2**30:.1f} GiB for keys and values",

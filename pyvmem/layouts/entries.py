@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Estimates attention time from page-table entry size, cache size and layers per tensor.
 
-A decode step reads every page of a layer's tensors once a layer. A tensor that g layers share is
-swept g times, each time for a g-th of every page. An H100's TLBs hold about 8 GiB of entries of
-64 KB: a sweep beyond that misses at every page, for less data the more layers share it. Entries of
-2 MB reach the whole card. The cache maps the whole blocks of 2 MB of a request by such entries,
-whatever the page size.
+A decode step sweeps all pages of a layer's tensors once per layer. A tensor shared by g layers is
+swept g times, and each sweep reads 1/g of every page. An H100's TLBs cover about 8 GiB with entries
+of 64 KB: a larger sweep misses on every page, and the more layers share a page, the less data it
+reads per miss. Entries of 2 MB cover the whole card. The cache maps whole 2 MB blocks of a request
+by such entries, whatever the page size.
 
 Source: benchmarks/results/footprint-h100.json, decoding of requests of 1,024 tokens; a test
 compares the two, and mixed entries with results/logs/h100-cache-entries.log.

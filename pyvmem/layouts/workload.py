@@ -102,7 +102,7 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
             else:
                 rows = csv.DictReader(lines)
             requests = [(_request(number, row), row) for number, row in enumerate(rows, 1)]
-    # json, csv and float raise the rest.
+    # json and float raise the errors besides OSError and csv.Error.
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise invalid(f"{path}: {why}", op="vmem layouts") from None
@@ -123,7 +123,7 @@ def _time(row: Mapping[str, Any]) -> float:
 
 
 def poisson(requests: Iterable[Request], rate: float, seed: int) -> list[Arrival]:
-    """Gives requests, in their order, the arrival times of a Poisson process of `rate` a second.
+    """Gives requests, in their order, the arrival times of a Poisson process of `rate` per second.
 
     Raises:
         InvalidArgument: the rate is not positive.

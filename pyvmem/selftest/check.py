@@ -16,7 +16,7 @@ __all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "reserve
 
 
 class Failed(Exception):
-    """A check found an error of the machine."""
+    """A check failed: something on this machine does not work."""
 
 
 class NotRun(Exception):
@@ -61,7 +61,7 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
         return
     except VMemError as other:
         raise Failed(f"expected {error.__name__}, got {type(other).__name__}: {other}") from other
-    raise Failed(f"expected {error.__name__}, and nothing was raised")
+    raise Failed(f"expected {error.__name__}, but nothing was raised")
 
 
 def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
