@@ -25,7 +25,7 @@ _MIB = 1 << 20
 
 
 def page_name(size: int) -> str:
-    """ "64 KiB", "2 MiB"; "-" for 0."""
+    """Formats a page size, such as "64 KiB"; "-" for 0."""
     if not size:
         return "-"
     return f"{size >> 20} MiB" if size >= _MIB else f"{size >> 10} KiB"

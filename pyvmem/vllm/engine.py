@@ -228,8 +228,7 @@ class ElasticEngine:
         pool.evict_blocks = evict_blocks
 
     def _find_idle(self) -> None:
-        """Adds free blocks without a prefix to the idle blocks, after vLLM has reset its
-        prefixes."""
+        """Adds free blocks without a prefix to the idle blocks, after a reset of prefixes."""
         self.idle.add(
             block.block_id
             for block in self._free()
@@ -264,8 +263,7 @@ class ElasticEngine:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> tuple[int, list[Release]]:
-        """Numbers a step that has just been scheduled; returns its number and the releases to
-        send."""
+        """Numbers the step that was just scheduled; returns it and the releases to send."""
         self._step += 1
         now = time.monotonic()
         self._busy_until = now + self.settings.idle
@@ -401,8 +399,7 @@ class ElasticEngine:
         return self.backing.unbacked >= count and self.quota.room() >= needed
 
     def _back(self, count: int) -> bool:
-        """Backs up to `count` blocks while the step waits; returns false if the driver is out of
-        memory."""
+        """Backs up to `count` blocks while the step waits; returns false if memory ran out."""
         growth = self.backing.begin(count)
         if growth is None:
             return True
@@ -412,8 +409,7 @@ class ElasticEngine:
         return growth.failure is None
 
     def _count_next(self, count: int) -> int:
-        """Returns the blocks to back for a step that waits: some extra, so that later steps need
-        not."""
+        """Returns the blocks to back for a waiting step, with extra ones for the steps after."""
         if not self._ahead or self._pressed:
             return 0
         return min(max(count + self._batch, self.count_waiting()), self._most_ahead)

@@ -129,6 +129,6 @@ class Mover:
         self.moved += len(copies)
 
     def undo(self, copies: list[tuple[int, int]]) -> None:
-        """Reverts `pick`, since the ranks did not make the copies."""
+        """Reverts `pick`, if the ranks did not make the copies."""
         self.idle.add(place for _, place in copies)
         self.forget()
