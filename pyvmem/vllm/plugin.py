@@ -126,8 +126,7 @@ def configure(config: Any) -> None:
 
 
 def _instance_of(config: Any) -> str:
-    """Returns a unique instance id: vLLM's ids have five digits, so those of two engines may
-    collide.
+    """Returns a unique instance id: vLLM's have five digits, so those of two engines may collide.
 
     Each API server creates the configuration again. It gets the id from the process that started
     it, through an environment variable.

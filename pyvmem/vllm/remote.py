@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Opens the ledger accounts of an engine's devices; a rank on another machine keeps its account
-itself."""
+"""Opens the ledger accounts of an engine's devices; a rank on another machine keeps its own."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ class RemoteAccount:
         self._ask("report", **values)
 
     def close(self) -> None:
-        """Calls `Account.close`; does nothing if the rank's process has exited, which closes the
-        account."""
+        """Calls `Account.close`; does nothing if the rank has exited, which closes the account."""
         with contextlib.suppress(RuntimeError):
             self._ask("close")
 

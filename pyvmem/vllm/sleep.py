@@ -42,7 +42,7 @@ def loading_weights(settings: Settings, device: int) -> AbstractContextManager[A
             context.close()
             raise RuntimeError(
                 f"enable_sleep_mode: VMEM_BACKEND={backend} has no memory that cudaMemcpy accepts, "
-                "which vLLM loads weights by; use another back end or leave the option out"
+                "with which vLLM loads weights; use another back end or leave the option out"
             )
         use_pool(VMemPool(context))
     return _pools[0].use(_TAG)

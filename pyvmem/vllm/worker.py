@@ -76,8 +76,7 @@ class ElasticWorker:
             self.requested_memory = int(total * asked)
 
     def _count_others(self) -> int:
-        """Returns the bytes that other engines have on this GPU, according to its ledger; 0 on a
-        CPU."""
+        """Returns the bytes that other engines have on this GPU, says its ledger; 0 on a CPU."""
         if self.device.type != "cuda" or self._settings.ledger is None:
             return 0
         import torch
@@ -352,8 +351,7 @@ def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _blocks_named(scheduler_output: Any) -> list[int]:
-    """Returns the blocks that a step's new requests have, and those newly added to other
-    requests."""
+    """Returns the blocks of a step's new requests, and those newly added to other requests."""
     named: list[int] = []
     for request in scheduler_output.scheduled_new_reqs:
         for group in request.block_ids:
