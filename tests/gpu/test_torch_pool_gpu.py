@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: torch's tensors in a VMemPool: kernels, pause and resume, CUDA graphs, exhaustion.
 
-Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
+Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_a_graph_replays_after_resume(pool: VMemPool) -> None:
 
 
 def test_freed_segments_come_back(context: pyvmem.Context, pool: VMemPool) -> None:
-    """Work is in flight when the segment goes: vmem_free waits for it, as cudaFree does."""
+    """Work is in flight when the segment is freed: vmem_free waits for it, as cudaFree does."""
     with pool.use("t"):
         a = matrix(4096)
         for _ in range(100):
@@ -142,7 +142,7 @@ def test_freed_segments_come_back(context: pyvmem.Context, pool: VMemPool) -> No
     used = context.stats().used_bytes
     assert used >= 64 * MIB
     del a
-    pool._tags["t"].pool = None  # the MemPool keeps its segments while it lives
+    pool._tags["t"].pool = None  # the MemPool keeps its segments as long as it exists
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
@@ -208,7 +208,7 @@ def test_beside_expandable_segments(backend: str) -> None:
 
 
 def test_the_second_pause_takes_no_host_memory(pool: VMemPool) -> None:
-    """The first takes locked memory; contents are intact whatever was in it before."""
+    """The first pause allocates pinned memory; contents survive whatever was in it before."""
     with pool.use("weights"):
         weights = [matrix(4096) for _ in range(8)]
     torch.cuda.synchronize()
@@ -239,7 +239,7 @@ def test_the_second_pause_takes_no_host_memory(pool: VMemPool) -> None:
 
 
 def test_contents_without_locked_memory(pool: VMemPool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch_host, "_HOST_REGISTER", 1 << 30)  # a flag that CUDA refuses
+    monkeypatch.setattr(torch_host, "_HOST_REGISTER", 1 << 30)  # a flag that CUDA rejects
     with pool.use("weights"):
         weights = matrix(4096)
     wanted = weights.cpu()
@@ -247,14 +247,14 @@ def test_contents_without_locked_memory(pool: VMemPool, monkeypatch: Any) -> Non
     assert pool.stats().locked_bytes == 0
     pool.resume("weights")
     assert torch.equal(weights.cpu(), wanted)
-    product = weights @ weights  # CUDA's error has left no trace
+    product = weights @ weights  # CUDA's error was cleared
     torch.cuda.synchronize()
     assert torch.equal(product, wanted.cuda() @ wanted.cuda())
 
 
 @pytest.mark.parametrize("memory", ["registered", "torch's", "pageable"])
 def test_reads_and_writes_of_host_memory(context: pyvmem.Context, memory: str) -> None:
-    """At odd alignments and lengths, larger than one copy and than the staging buffer."""
+    """Uses odd alignments and lengths, longer than one copy and than the staging buffer."""
     size = 40 * MIB
     chance = random.Random(3)
     if memory == "registered":

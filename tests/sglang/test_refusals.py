@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an unsupported configuration ends the engine, with a line that says why."""
+"""Description: an unsupported configuration stops the engine, with a message that says why."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_what_ends_the_process(tmp_path: Path, function: Callable[[], None], tex
 
 
 def test_plug_ins_that_leave_it_out() -> None:
-    """The process ends when it imports SGLang, which would log nothing."""
+    """The process exits when it imports SGLang, which would not log anything."""
     env = {**os.environ, "VMEM_SGLANG": "1", "SGLANG_PLUGINS": "other"}
     done = subprocess.run(
         [sys.executable, "-c", "import sglang.srt.utils"],
