@@ -144,7 +144,9 @@ def _measure(
     with quiet():
         interleave(turns, setting.count(30 if on_gpu else 10, 2), deadline)
     book.close()
-    state = f"DIFFERENT bits from {', '.join(different)}" if different else "the same bits from all"
+    state = (
+        f"DIFFERENT bits from {', '.join(different)}" if different else "identical bits from all"
+    )
     part.notes.append(f"{kernel} {case.name}: {state}")
 
 
@@ -178,7 +180,7 @@ def _sdpa(case: _Case, device: torch.device) -> _Call:
 
 
 def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
-    """FlashAttention-3. Raises as `fa3.load`."""
+    """FlashAttention-3. Raises what `fa3.load` raises."""
     import torch
 
     op = fa3.load(source, device)

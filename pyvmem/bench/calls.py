@@ -30,7 +30,7 @@ _OPS = {
     "map_zeroed": "map with access, zeroed",
     "unmap": "unmap",
     "release": "release",
-    "unmap_release": "unmap and release in one",
+    "unmap_release": "unmap and release in one call",
 }
 _RANGE = 64 * MB  # size of the timed reservations
 

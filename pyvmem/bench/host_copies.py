@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Copies scattered pages to host memory and back, as KV offloading and `KVCache.swap_out` do.
 
-The kernel of `pyvmem.memory.host_copies` with several numbers of thread blocks, over plain
-addresses and page-locked host memory. Times come from GPU events around the copy, so they include
+Runs the kernel of `pyvmem.memory.host_copies` with several numbers of thread blocks, over plain
+addresses and pinned host memory. Times come from GPU events around the copy, so they include
 sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. For comparison,
 libvmem's own copies of the whole range are timed by the host's clock: the fallback if the kernel is
 not available.

@@ -33,7 +33,7 @@ _SAFE_POINT = 128 << 10  # pages mapped between two joins
 
 
 def level_name(pages: int) -> str:
-    """1024 -> "1k"."""
+    """Formats a number of pages for the names of rows: 1024 -> "1k"."""
     return _NAMES.get(pages, str(pages))
 
 
@@ -44,7 +44,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         return
     levels = setting.live_levels or (LEVELS[:1] if setting.quick else LEVELS)
     setting.native.trim()
-    per_page: dict[str, float] = {}  # seconds per page, measured at the previous level
+    per_page: dict[str, float] = {}  # seconds per page, as measured at the previous level
     for pages in levels:
         for pattern in PATTERNS:
             name = f"{pattern.name}/{setting.system}/{level_name(pages)}"
@@ -65,8 +65,9 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
                 part.not_run(name, f"{error.errno_name}: {error}")
             per_page[pattern.name] = (time.monotonic() - start) / pages
     part.notes.append(
-        "kernel memory: the larger of two estimates by difference (Slab and its like; MemTotal "
-        "less MemAvailable, this process and Shmem); both drift by MBs, so read it at 100k and 1M"
+        "kernel memory: the larger of two estimates by difference (Slab and similar fields; "
+        "MemTotal less MemAvailable, this process and Shmem); both drift by MBs, so read it at "
+        "100k and 1M"
     )
     _baseline(setting, part, deadline)
 
@@ -92,7 +93,7 @@ def _measure(setting: Setting, part: Part, pattern: Pattern, pages: int, name: s
             n.system,
             grow,
             page=page,
-            note=f"{pages} pages; a sample is a batch of {shape.batch} pages, divided by them",
+            note=f"{pages} pages; a sample is the time of a batch of {shape.batch} pages, per page",
         )
         last = Samples([grow.rounds[-1]])
         part.time(f"{name}/grow_last", f"{pattern.what}: the last tenth", n.system, last, page=page)

@@ -24,11 +24,11 @@ _STATES = ("not run", "failed", "partial", "done")
 
 
 class MergeError(ValueError):
-    """The files do not match, or a file is not a result; the text says which and why."""
+    """The files do not match, or a file is not a result; the message says which and why."""
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:
-    """Loads a result with its samples, from the file or from its namesake in raw/."""
+    """Loads a result with its samples, from the file or from the file of that name in raw/."""
     raw = path.parent / "raw" / path.name
     try:
         data = json.loads((raw if raw.exists() else path).read_text(encoding="utf-8"))

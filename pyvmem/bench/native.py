@@ -74,7 +74,8 @@ class Native:
     def check(self, what: str, results: Iterable[int]) -> None:
         """Raises the VMemError of the first call that did not return 0.
 
-        Its text is the thread's last error: that of this call, unless a later one failed as well.
+        The error's text is the thread's last error, which is this call's unless a later one failed,
+        too.
         """
         for i, result in enumerate(results):
             if result != 0:
@@ -130,7 +131,7 @@ class Native:
         return int(info.runs)
 
     def warm(self, nbytes: int) -> None:
-        """Fills the pool."""
+        """Fills the pool up to `nbytes` bytes."""
         self.check("vmem_warm", [self.lib.vmem_warm(self.vm, nbytes)])
 
     def trim(self) -> None:

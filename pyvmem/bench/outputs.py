@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Output options of a benchmark (report, picture), and its handling of Ctrl-C.
 
-A file left by Ctrl-C says that the run is incomplete.
+After Ctrl-C, the file says that the run is incomplete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ __all__ = ["add_options", "document_of", "stoppable", "with_options"]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--report`` and ``--plot`` to a benchmark that has ``--out``."""
     add = parser.add_argument
-    add("--report", type=replaced, metavar="FILE", help="write one HTML file; --out names the JSON")
+    add(
+        "--report",
+        type=replaced,
+        metavar="FILE",
+        help="write an HTML page, and the JSON next to it",
+    )
     add("--plot", type=picture_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
     run: Callable[[argparse.Namespace], int] = stoppable(parser.get_default("run"))
     parser.set_defaults(run=lambda args: with_options(args, run))

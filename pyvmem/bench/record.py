@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a run: measured rows, rows not run with the reason, and the result file.
+"""The result of a run: measured rows, rows that were not run and why, and the result file.
 
 The format is described in benchmarks/README.md; `FORMAT` changes when its meaning does.
 """
@@ -25,7 +25,7 @@ _MAX_RAW = 4000  # samples per row in the raw file
 
 
 def _round(value: float) -> float:
-    """Six significant digits: more is noise, and the file is kept in the repository."""
+    """Rounds to six significant digits: more is noise, and the file is in the repository."""
     return float(f"{value:.{_DIGITS}g}")
 
 
@@ -61,14 +61,14 @@ class Part:
 
         Args:
             row: the row's name, unique in the part.
-            what: the same in words.
+            what: description of the row.
             system: what was measured.
             samples: nanoseconds.
             page: page size in bytes, if the row has one.
             nbytes: bytes that one sample handles; the row then also reports GB/s at the median.
             unit: unit of the row, a key of SCALES.
             overhead_ns: time of an empty call of this system, which `net` excludes.
-            calls: how many calls one sample stands for.
+            calls: number of calls that one sample covers.
             note: further information for the reader.
         """
         scale = SCALES[unit]

@@ -81,7 +81,7 @@ def ended(record: Record) -> int:
 
 
 def put_together(joining: Callable[[Sequence[Path]], Record], args: argparse.Namespace) -> int:
-    """Runs ``--merge``: writes and prints results as one. Returns 0, or 2 if they do not match."""
+    """Runs ``--merge``: merges results and prints them. Returns 0, or 2 if they do not match."""
     try:
         record = joining(args.merge)
     except MergeError as error:

@@ -93,7 +93,7 @@ class _Slots(Closable):
         self.alloc = samples("alloc", "alloc_reqid")
         self.free = samples("free", "free_reqid")
         self.admit = samples("can_admit", "can_admit")
-        self.idle = samples("idle", "step, none needs a page")
+        self.idle = samples("idle", "step, no request needs a page")
         self.grow = samples("grow", f"step, {self.needy} grow: per request")
         self.short = samples("short", "step, 1 needs a page: -1")
         self.many = samples("short_many", f"step, {self.needy} need a page: -1")

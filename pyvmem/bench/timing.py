@@ -63,7 +63,7 @@ class Samples:
         return self.rounds[-1]
 
     def drop_first_round(self) -> None:
-        """Drops the warm-up, unless it is all there is."""
+        """Drops the warm-up round, unless it is the only one."""
         if len(self.rounds) > 1:
             del self.rounds[0]
 
@@ -89,7 +89,7 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def summarize(samples: Samples) -> Summary:
-    """Summarizes samples. Raises ValueError without any: an empty row is a mistake, not a zero."""
+    """Summarizes samples. Raises ValueError if there are none: an empty row is a mistake."""
     data = sorted(samples.flat())
     if not data:
         raise ValueError("no samples")

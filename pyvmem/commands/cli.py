@@ -26,14 +26,14 @@ _COMMANDS = {
     "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
     "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
     "layouts": ("pyvmem.layouts.cli", "what KV cache layouts cost, and which to choose"),
-    "top": ("pyvmem.commands.top", "the engines of this machine and their memory, live"),
-    "watch": ("pyvmem.commands.viewer", "the pages of a running program's requests, live"),
+    "top": ("pyvmem.commands.top", "show the engines of this machine and their memory, live"),
+    "watch": ("pyvmem.commands.viewer", "show the pages of a running program's requests, live"),
     "limit": ("pyvmem.commands.limit", "set the memory limit of a running engine"),
     "control": ("pyvmem.commands.control", "show and set what engines may have, over HTTP"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
     "completion": (
         "pyvmem.commands.completion",
-        "print the completion script of bash, zsh or fish",
+        "print the completion script for bash, zsh or fish",
     ),
 }
 
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
     Returns:
-        The command's own; 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 after its output
-        pipe was closed (as a shell reports a program ended by SIGINT or SIGPIPE).
+        The command's status; 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 after its
+        output pipe was closed (as a shell reports a program killed by SIGINT or SIGPIPE).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # otherwise print() would write to standard output
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that is not UTF-8 shows "?" for characters it lacks.
+        # A terminal that is not UTF-8 shows "?" for characters it cannot encode.
         sys.stdout.reconfigure(errors="replace")
     try:
         try:

@@ -23,7 +23,7 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
     parser: argparse.ArgumentParser = sub.add_parser(
         "completion",
-        help="print the completion script of a shell",
+        help="print the completion script for a shell",
         description="Prints a script that completes `vmem`, its options and their values. Write it "
         "once, and again after an upgrade, into the file that the shell loads: "
         + "; ".join(f"{shell}: {file}" for shell, file in FILES.items())

@@ -58,7 +58,8 @@ def _token(path: Path) -> str:
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         mode = stat.S_IMODE(state.st_mode)
         raise BadUsage(
-            f"{path}: of user {state.st_uid}, mode {mode:o}; expected user {os.getuid()}, mode 600"
+            f"{path}: owner is user {state.st_uid}, mode {mode:o}; "
+            f"expected user {os.getuid()}, mode 600"
         )
     token = path.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(rf"[!-~]{{{_LEAST},}}", token):

@@ -26,9 +26,9 @@ def add_parser(sub: Any) -> None:
         "that has more frees idle memory immediately, and the rest as requests finish. Exit "
         "status 1: no such engine runs, or it cannot have that limit.",
     )
-    parser.add_argument("engine", help="its name, or the process id that `vmem top` shows")
+    parser.add_argument("engine", help="the engine's name, or the process id that `vmem top` shows")
     parser.add_argument("size", type=_size, help="bytes, for example 20G")
-    text = "bytes that other engines leave to it, even while it does not use them"
+    text = "bytes that other engines leave to it even if it does not use them"
     parser.add_argument("--floor", type=_size, metavar="SIZE", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_ledger(parser)

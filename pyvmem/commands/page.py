@@ -22,7 +22,7 @@ from pyvmem.plumbing.paths import replace_text
 
 __all__ = ["page", "picture", "write_report"]
 
-_MOST_BARS = 40  # rows drawn in a picture; the table has all
+_MOST_BARS = 40  # maximum rows drawn in a picture; the table has all rows
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 _STYLE = """
 :root { color-scheme: light dark }
@@ -133,7 +133,7 @@ def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
 
 
 def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
-    """Plots each row's series, second column over first."""
+    """Plots each row's series, the second column over the first."""
     for place, row in enumerate(rows):
         along, values = zip(*(one[:2] for one in row["series"]), strict=True)
         colour = _COLOURS[place % len(_COLOURS)]
@@ -188,7 +188,7 @@ def _inline(part: Document) -> str:
     try:
         drawn = picture([part])
     except ModuleNotFoundError:
-        return "<p>No picture: matplotlib is not installed where this was written.</p>"
+        return "<p>No picture: matplotlib was not installed when this was written.</p>"
     if drawn is None:
         return ""
     text = drawn.decode()

@@ -117,7 +117,7 @@ def add_parser(sub: Any) -> None:
         const=_PRINTED,
         type=_file,
         metavar="FILE",
-        help="print what a bug report needs, in Markdown; or write it to FILE, with a self-test",
+        help="print data for a bug report, in Markdown; or write it to FILE, with a self-test",
     )
     parser.set_defaults(run=run)
 

@@ -42,7 +42,7 @@ def table(
     width: float | None = None,
     rule: bool = True,
 ) -> str:
-    """Text in columns; the first `left` columns are flush left, the others flush right.
+    """Formats rows as columns; the first `left` columns are flush left, the others flush right.
 
     Args:
         width: of the output; None: of the terminal, if standard output is one. If the table is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Prints to a terminal: its width, its colours, and text that is redrawn."""
+"""Output to a terminal: its width, its colours, and text that is redrawn in place."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
     parser = sub.add_parser(
         "watch",
-        help="the pages of a running program's requests, live",
+        help="draw the pages of a running program's requests, live",
         description="Draws the pages of each request of a program that calls Telemetry.serve.",
     )
     parser.add_argument("where", type=_where, help="port of this machine, host:port or URL")

@@ -27,7 +27,9 @@ FORMAT = 1
 def add_parser(sub: Any) -> None:
     """Adds ``vmem features``."""
     parser: argparse.ArgumentParser = sub.add_parser(
-        "features", help="the features that this machine's back ends support", description=__doc__
+        "features",
+        help="list the features that this machine's back ends support",
+        description=__doc__,
     )
     add = parser.add_argument
     text = "CUDA ordinals, separated by commas (default: 0)"

@@ -6,9 +6,9 @@ The rule, in order:
 1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration take at most
    half of an iteration, in which they run in the background.
 2. Of these, the layouts within 1 % of the best score are kept. The score is the batch size divided
-    by the attention time once the memory is full (`pyvmem.layouts.entries`): on a full card, the
-    part of a request that does not fill 2 MB blocks is slow to read if layers share a tensor and
-    pages are smaller.
+   by the attention time once the memory is full (`pyvmem.layouts.entries`): on a full card, the
+   part of a request that does not fill 2 MB blocks is slow to read if layers share a tensor and
+   pages are smaller.
 3. Of these, the fewest map calls, then the smallest group, then the smallest page.
 """
 
@@ -179,8 +179,8 @@ def _why(
     spent = mapping_ms(best, limits)
     if not hidden:
         return (
-            f"{text}; every layout spends more than half of an iteration of "
-            f"{limits.iteration_ms:g} ms on map calls; this one the least, {spent:.1f} ms."
+            f"{text}; map calls take more than half of an iteration of "
+            f"{limits.iteration_ms:g} ms in every layout, and least in this one, {spent:.1f} ms."
         )
     text += f", at {best.calls_per_token:.3g} map calls per token"
     if limits.call_us:

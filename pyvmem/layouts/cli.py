@@ -68,7 +68,7 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand to ``argparse`` subparsers."""
     parser = sub.add_parser(
         "layouts",
-        help="the cost of each KV cache layout, and the best layout",
+        help="list the cost of each KV cache layout, and the best layout",
         description="Lists the cost of each layout (layers that share a tensor x page size) for a "
         "model and a workload, and picks the best. Needs no GPU.",
     )
@@ -79,7 +79,7 @@ def add_parser(sub: Any) -> None:
     add("--kv-memory", type=size, help="for keys and values alone, instead of --memory")
     add_workload(parser, "Azure's or vAttention's CSV, Mooncake's JSONL", "requests", 10000)
     add("--pages", type=page_sizes, default=list(PAGE_SIZES), help="page sizes (64K,128K,256K,2M)")
-    add("--runs", type=counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
+    add("--runs", type=counts, default=[1], help="pages mapped at a time, such as 1,8 (1)")
     add(
         "--backend",
         choices=sorted(CALL_US),
@@ -91,11 +91,11 @@ def add_parser(sub: Any) -> None:
         "--max-group",
         type=count,
         default=MEASURED_GROUPS,
-        help=f"most layers in one tensor that are advised ({MEASURED_GROUPS})",
+        help=f"maximum layers in one tensor to advise ({MEASURED_GROUPS})",
     )
     add_overread(parser)
     add_dtype(parser)
-    add("--all", action="store_true", help="list groups between --max-group and all layers too")
+    add("--all", action="store_true", help="also list groups between --max-group and all layers")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -222,7 +222,7 @@ def _table(
             "outgrows its pages, and the tokens that it then has room for; share: tokens in a unit",
             "that requests can share; table, books: the GPU's page table and, at most, the kernel",
             "memory of `stock`, for what a running request holds; attention: its time in decoding",
-            "once the memory is full, over that from cudaMalloc memory (H100)",
+            "once the memory is full, divided by that from cudaMalloc memory (H100)",
             "",
             f"Take {found.why}",
         ]

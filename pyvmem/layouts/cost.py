@@ -95,10 +95,10 @@ class Cost:
             and a block.
         tokens_per_growth: tokens that fit into a growth, on average.
         calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
-            `host`), without the unmaps behind a window. `uvm` maps everything a step needs with one
-            call.
-        sharing_unit: tokens per block, the granularity of sharing: a row ends at a page's end only
-            at multiples of it. 0 if a layer has a state, since states are not shared.
+            `host`), without the unmaps behind a window. `uvm` maps everything that a step needs
+            with one call.
+        sharing_unit: tokens per block, the granularity of sharing: rows and pages have a common end
+            only at multiples of it. 0 if a layer has a state, since states are not shared.
         page_table_bytes: bytes of the last level of the GPU's page table for an average request.
         books_bytes: upper bound of the kernel memory that `stock` needs for an average request,
             if every growth was mapped by itself; much less if a prompt was mapped in runs. `uvm`

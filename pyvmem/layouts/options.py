@@ -164,7 +164,7 @@ def add_overread(parser: Any) -> None:
 
 def add_dtype(parser: Any) -> None:
     """Adds ``--kv-dtype``."""
-    text = "of keys and values, as float8_e4m3fn (the model's)"
+    text = "of keys and values, such as float8_e4m3fn (the model's)"
     parser.add_argument("--kv-dtype", choices=sorted(DTYPE_BYTES), default="", help=text)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The attention function that an unmodified transformers model calls.
 
-Registered under the name "vmem" with transformers' public `AttentionInterface`; transformers makes
-no mask for a name without a mask function. The step is passed with each call, as the keyword
+It is registered under the name "vmem" with transformers' public `AttentionInterface`; transformers
+makes no mask for a name without a mask function. The step is passed with each call, as the keyword
 `vmem_step` that transformers forwards to the attention function, so this module keeps no state. The
 kernels are those of `pyvmem.attention`.
 """
@@ -61,8 +61,8 @@ def attention_forward(
         computed.
 
     Raises:
-        ValueError: called without a step, or with a mask or dropout. NotSupported: modified scores
-            (capped, with sinks), or a layer that attends twice.
+        ValueError: called without a step, or with a mask or dropout.
+        NotSupported: modified scores (capped, with sinks), or a layer that attends twice.
     """
     if vmem_step is None:
         raise ValueError(

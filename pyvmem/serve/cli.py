@@ -238,7 +238,7 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
 
 
 def _prompts(asked: int, found: int) -> str:
-    """Says how many prompts there are, and whether the file's prompts repeat."""
+    """Describes the number of prompts, and whether the file's prompts are repeated."""
     text = counted(asked, "prompt")
     return f"{text} (the file has {found}; they are repeated)" if asked > found else text
 
