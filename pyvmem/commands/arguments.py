@@ -22,7 +22,7 @@ def ordinal(text: str) -> int:
 
 def add_device(parser: Any) -> None:
     """Adds ``--device``."""
-    text = "CUDA ordinal (default: 0); host has no devices and takes any"
+    text = "CUDA ordinal (default: 0); host has no devices and accepts any"
     parser.add_argument("--device", type=ordinal, default=0, metavar="N", help=text)
 
 

@@ -24,7 +24,7 @@ _COMMANDS = {
     "probe": ("pyvmem.commands.probe", "which back ends work on this machine"),
     "features": ("pyvmem.features.cli", "which cache features work on them, and what is missing"),
     "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
-    "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
+    "bench": ("pyvmem.bench.cli", "measure the calls, and CUDA's own if there is a GPU"),
     "layouts": ("pyvmem.layouts.cli", "what KV cache layouts cost, and which to choose"),
     "top": ("pyvmem.commands.top", "show the engines of this machine and their memory, live"),
     "watch": ("pyvmem.commands.viewer", "show the pages of a running program's requests, live"),

@@ -48,11 +48,11 @@ def attention_time(
         group_size: layers that share a tensor.
         num_layers: number of layers with keys, values or states.
         footprint: bytes of keys and values that a step reads; on a full card, the whole budget.
-        large: fraction of these that large entries map although pages are smaller. The rest needs
-            small entries.
+        large: fraction of these that large entries map although pages are smaller. The remaining
+            bytes need small entries.
 
     Returns:
-        The ratio; 1.0 is no cost. Interpolated between the measurements, constant beyond them.
+        The ratio; 1.0 means no cost. Interpolated between the measurements, constant beyond them.
     """
     if page_size >= LARGE_ENTRY:
         large = 1.0

@@ -199,7 +199,7 @@ class Engine(Closable):
             yield from self.step()
 
     def step(self) -> list[TokenEvent]:
-        """Runs an iteration: maps memory, runs the model, yields a token per complete prompt.
+        """Maps memory and runs the model once; returns a token for each complete prompt.
 
         Raises:
             VMemError: the cache failed for a reason other than a shortage of memory.

@@ -70,7 +70,8 @@ def cache_dir() -> Path:
     If the user's home is not writable: vmem-UID in the directory of temporary files.
 
     Raises:
-        AccessDenied: another user owns that directory. InvalidArgument: as `folder_in`.
+        AccessDenied: another user owns that directory.
+        InvalidArgument: as for `folder_in`.
     """
     if (named := folder_in("VMEM_CACHE_DIR")) is not None:
         return named

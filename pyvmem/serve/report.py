@@ -231,7 +231,7 @@ def summary(result: dict[str, Any]) -> list[str]:
         *_align(rows),
         f"  waited for the driver during {share:.2%} of {total:.1f} s",
         "",
-        "  KV memory over the steps, MiB: # rows of tokens, . mapped, but not in use",
+        "  KV memory over the steps, MiB: # rows of tokens, . mapped, but unused",
         *(f"  {line}" for line in chart(memory["steps"])),
         *_verify_lines(result),
     ]

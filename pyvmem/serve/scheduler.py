@@ -4,8 +4,8 @@
 The scheduler owns the queue and the requests of a `pyvmem.engine.RequestCache`; it handles no
 tensors. One iteration:
 
-    begin()      sequences join while slots and memory last; the cache has memory for the step's
-    rows look_ahead() the next step's pages are mapped in the background while the model runs
+    begin()      sequences join while slots and memory last; the cache holds the step's rows
+    look_ahead() the next step's pages are mapped in the background while the model runs
     finish()     a sequence leaves; its slot is free once the GPU work that reads it is done
 
 When memory is short in begin(), the sequences that joined last are preempted first: a sequence that

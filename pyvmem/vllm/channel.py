@@ -482,7 +482,7 @@ class Ranks:
         Pipeline stages may differ in their number of layers.
 
         Raises:
-            RuntimeError: the ranks differ in anything else.
+            RuntimeError: the ranks differ in something other than that.
         """
         found = [rank.geometry() for rank in self.ranks]
         alike = {

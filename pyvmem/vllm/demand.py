@@ -37,7 +37,7 @@ __all__ = ["Demand"]
 
 
 def _redirect(call: partial[Any], to: Callable[..., Any]) -> None:
-    """Makes the partial `call` call `to`."""
+    """Changes the function that the partial `call` calls to `to`."""
     call.__setstate__((to, (), {}, None))  # type: ignore[attr-defined]
 
 

@@ -102,7 +102,7 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
         yield f"kv_connector={name} ({_OTHERWISE})"
     elif not Settings.asks_visible():
         yield (
-            f"kv_connector={name} (it copies by cudaMemcpy, which refuses plain addresses; "
+            f"kv_connector={name} (it copies by cudaMemcpy, which rejects plain addresses; "
             "set VMEM_VISIBLE=1 or VMEM_BACKEND=cuda)"
         )
     elif known:

@@ -320,7 +320,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
             if not count:
                 found.append(None)
                 continue
-            # A group may begin in the middle of its first chunk.
+            # A group may start in the middle of its first chunk.
             nth = index % per + np.arange(count)
             chunks = host.block_ids[at_chunk + nth // per].astype(np.int64)
             found.append((device.block_ids[at : at + count].astype(np.int64), chunks, nth % per))
@@ -376,7 +376,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Starts queued stores, and returns the transfers that ended since the last call.
+        """Starts queued stores, and returns the transfers that finished since the last call.
 
         Overrides `OffloadingWorker.get_finished`.
         """
@@ -385,7 +385,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         return skipped + self._out.ended() + self._in.ended()
 
     def wait(self, job_ids: set[int]) -> None:
-        """Waits until these transfers have ended. Overrides `OffloadingWorker.wait`."""
+        """Waits until these transfers are done. Overrides `OffloadingWorker.wait`."""
         self._out.wait(job_ids)
         self._in.wait(job_ids)
 

@@ -145,12 +145,12 @@ def reasons_against(config: Any) -> Iterator[str]:
     """Yields each option of a `VllmConfig` that rules out the pool, with the reason."""
     parallel, model = config.parallel_config, config.model_config
     if parallel.worker_cls not in (*_WORKERS, *_WORKERS.values()):
-        yield f"worker_cls={parallel.worker_cls} (the pool brings its own worker)"
+        yield f"worker_cls={parallel.worker_cls} (the pool has its own worker)"
     if config.scheduler_config.scheduler_cls not in (None, *_SCHEDULERS.values()):
-        yield "scheduler_cls (the pool brings its own scheduler)"
+        yield "scheduler_cls (the pool has its own scheduler)"
     yield from offload.reasons_against(config)
     if getattr(parallel, "enable_dbo", False):
-        yield "enable_dbo (several streams launch at once)"
+        yield "enable_dbo (several streams launch concurrently)"
     parts = getattr(parallel, "prefill_context_parallel_size", 1)
     if parts > 1:
         yield (
@@ -163,4 +163,4 @@ def reasons_against(config: Any) -> Iterator[str]:
     if getattr(model, "enable_sleep_mode", False):
         backend = getattr(model, "sleep_mode_backend", "none")
         if backend not in _SLEEP:
-            yield f"sleep_mode_backend={backend} (the pool brings its own, vmem)"
+            yield f"sleep_mode_backend={backend} (the pool has its own, vmem)"

@@ -43,7 +43,7 @@ class StepOrders:
 
 
 def _exclude_unbacked_blocks(pool: Any, elastic: ElasticEngine) -> None:
-    """Makes vLLM's block pool not count as used the unbacked blocks, which its free queue lacks.
+    """Stops vLLM's block pool from counting unbacked blocks, absent from its free queue, as used.
 
     Replaces methods of the object, not its class: attribute lookup is slower in an object whose
     class was changed, and vLLM looks attributes up for every request of every step.

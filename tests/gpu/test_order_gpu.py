@@ -292,7 +292,7 @@ def test_who_begins_with_a_prefix_waits_for_those_who_wrote_it(
 
 
 def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None:
-    """Context.submit and Context.batch; `after` takes no None."""
+    """Context.submit and Context.batch; `after` does not accept None."""
     if lane.kind == "none":
         pytest.skip("after: None is refused")
     page = context.info.granule

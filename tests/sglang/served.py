@@ -221,7 +221,7 @@ class Engine:
         try:
             found = self._pipe.recv()
         except EOFError:
-            raise RuntimeError(f"it ended: {self.log.read_text('utf-8')[-3000:]}") from None
+            raise RuntimeError(f"it exited: {self.log.read_text('utf-8')[-3000:]}") from None
         if isinstance(found, Exception):
             raise found
         return found

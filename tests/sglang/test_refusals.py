@@ -213,7 +213,7 @@ def test_plug_ins_that_leave_it_out() -> None:
 OLD = Path(__file__).resolve().parents[2] / "build" / "sglang-old" / "bin" / "python"
 
 
-@pytest.mark.skipif(not OLD.exists(), reason="scripts/sglang_setup.py old has not made it")
+@pytest.mark.skipif(not OLD.exists(), reason="run scripts/sglang_setup.py old first")
 def test_a_version_of_half_a_year_ago() -> None:
     """Its plug-ins are loaded first; its source explains the refusal."""
     program = """

@@ -102,7 +102,7 @@ def test_time_in_the_pool_excludes_vllms_functions(monkeypatch: pytest.MonkeyPat
     now = 0.0
 
     class Code:
-        """Code of the pool that calls vLLM's, which calls the pool's again."""
+        """Pool code that calls vLLM code, which calls pool code again."""
 
         def step(self) -> None:
             spend(1)

@@ -34,7 +34,7 @@ def test_the_example(models: Callable[[str], str], ledger: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "t7 t8 t9 -> " in done.stdout
-    assert "host: example: " in done.stdout, "without the pool it ends with an error"
+    assert "host: example: " in done.stdout, "without the pool it exits with an error"
 
 
 @pytest.mark.long

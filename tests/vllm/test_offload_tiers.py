@@ -58,7 +58,7 @@ def test_prefixes_outlive_the_engine(
             tokens, cached = ask(llm)
             assert tokens == wanted
             if life:
-                assert cached > 500, "they come from the disk"
+                assert cached > 500, "they are loaded from the disk"
             idle(llm)
             assert 0 < elastic_of(llm).holds.host_cached <= 20 * CHUNK
             tokens, cached = ask(llm)

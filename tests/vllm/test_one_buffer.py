@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"vllm {vllm.__version__} has a buffer per layer",
 )
 
-BLOCKS, PAGE = 64, 8192  # PAGE: vLLM's name for the bytes of a block in a layer
+BLOCKS, PAGE = 64, 8192  # PAGE: bytes of a block in a layer, which vLLM calls a page
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])

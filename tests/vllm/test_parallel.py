@@ -121,7 +121,7 @@ def test_two_ranks(
 def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
     """Starts Ray on this machine, as the first of one or two, with two fake GPUs in total.
 
-    vLLM's CPU platform names no Ray resource for placing workers, so GPUs are faked.
+    The GPUs are fake because vLLM's CPU platform names no Ray resource for placing workers.
     """
     ray = pytest.importorskip("ray", reason="Ray is not installed")
 

@@ -82,7 +82,7 @@ def test_a_step_that_takes_nothing(start: Open) -> None:
             min(lines for lines, blocks in decode(llm, count, length, 8) if not blocks)
             for count, length in ((4, BLOCK + 1), (64, BLOCK + 1), (4, 8 * BLOCK + 1))
         ]
-        # waking the keeper takes a few lines, and may happen or not
+        # a step may or may not wake the keeper, which takes a few lines
         assert max(least) - min(least) < 8
         assert 0 < least[0] < 150
 
