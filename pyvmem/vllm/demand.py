@@ -240,7 +240,7 @@ class Demand:
             result = self._allocate_slots(request, *args, **kwargs)
         finally:
             self._margin = 0
-        if result is not None and not again:  # after a preemption it hits its own blocks
+        if result is not None and not again:  # after a preemption, a request hits its own blocks
             self.elastic.hits += kwargs.get("num_new_computed_tokens", 0)
             self.elastic.queries += request.num_tokens
         return result

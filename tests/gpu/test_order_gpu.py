@@ -196,7 +196,7 @@ def test_freed_pages_are_not_touched_before_the_named_work(
 
 
 @pytest.mark.parametrize("zero_fill", [True, False])
-def test_after_a_handover_the_named_stream_waits(
+def test_the_named_stream_waits_for_the_slots_previous_owner(
     context: Context, earlier: Lane, lane: Lane, zero_fill: bool
 ) -> None:
     """step with each kind, after each kind of event; given an event, the CPU waits."""
@@ -269,9 +269,7 @@ def test_a_swap_in_overwrites_nothing_that_is_still_read(
         assert all_are(cache.v(1)[0, :length], 7.0)
 
 
-def test_who_begins_with_a_prefix_waits_for_those_who_wrote_it(
-    context: Context, earlier: Lane, lane: Lane
-) -> None:
+def test_alloc_prefix_waits_for_the_writers(context: Context, earlier: Lane, lane: Lane) -> None:
     """alloc_prefix with each kind, after each kind of event."""
     length = 4 * ROWS
     needs_sharing(context)
@@ -323,7 +321,7 @@ def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_a_capture_is_neither_broken_nor_joined(context: Context, kind: str) -> None:
+def test_calls_during_a_capture_neither_break_nor_join_it(context: Context, kind: str) -> None:
     """Other work runs during a capture; a captured stream cannot be passed where work is named."""
     lane, busy = Lane(kind), Lane("torch")
     with one_slot(context) as cache:

@@ -129,7 +129,7 @@ class Growing:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_nothing_past_a_length_is_met(context: Context, kernel: str) -> None:
+def test_over_reads_find_only_finite_rows(context: Context, kernel: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     needed = overread_rows("fa3" if kernel == "auto" else kernel, device)
     always = kernel != "auto"  # over-reads also in decoding
@@ -187,7 +187,7 @@ def test_nothing_past_a_length_is_met(context: Context, kernel: str) -> None:
         theirs.close()
 
 
-def test_a_tile_reader_is_refused_where_its_rows_are_missing(context: Context) -> None:
+def test_a_tile_reader_is_refused_without_its_rows(context: Context) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with make(context, 191) as cache:
         if why := probe(cache, device)["fa3"]:
@@ -215,7 +215,7 @@ def test_a_tile_reader_is_refused_where_its_rows_are_missing(context: Context) -
         attend.close()
 
 
-def test_a_sparse_cache_is_no_protection_where_a_map_unmaps_first(context: Context) -> None:
+def test_a_sparse_cache_does_not_help_if_a_map_unmaps_first(context: Context) -> None:
     if pyvmem.Caps.SPARSE not in context.info.caps:
         pytest.skip("no sparse reservations")
     if context.info.backend == "uvm":

@@ -162,7 +162,7 @@ def test_exhaustion_is_torchs_own_error(backend: str) -> None:
         del small
 
 
-def test_close_with_living_tensors_is_refused(context: pyvmem.Context) -> None:
+def test_close_with_live_tensors_is_refused(context: pyvmem.Context) -> None:
     pool = VMemPool(context)
     with pool.use("t"):
         a = torch.ones(10, device="cuda")
@@ -195,7 +195,7 @@ with pyvmem.Context(%r) as context, VMemPool(context) as pool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_beside_expandable_segments(backend: str) -> None:
+def test_with_expandable_segments(backend: str) -> None:
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     settings["PYTORCH_ALLOC_CONF"] = settings["PYTORCH_CUDA_ALLOC_CONF"]
     done = subprocess.run(

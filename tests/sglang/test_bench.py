@@ -20,7 +20,7 @@ def bench(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
     return main([*words, *more]), json.loads(out.read_text("utf-8"))
 
 
-def test_elastic_beside_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elastic_and_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, data = bench(tmp_path / "sglang.json", "--turns", "1")
     part = data["parts"]["sglang"]
     assert (status, part["status"]) == (0, "done"), part["why"]

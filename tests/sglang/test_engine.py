@@ -253,7 +253,7 @@ def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Pat
     assert names == ["llama", "llama-2"]
 
 
-def test_nothing_is_left_of_an_engine_that_is_killed(
+def test_a_killed_engine_leaves_nothing(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
     """Also, no request waits for more memory than all engines may have together."""
@@ -313,7 +313,9 @@ def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
     assert 20 * PAGE_BYTES < most <= 30 * PAGE_BYTES
 
 
-def test_what_is_free_is_not_enough(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
+def test_more_memory_is_needed_than_is_free(
+    start: Start, stock: list[list[int]], tmp_path: Path
+) -> None:
     """A request that decodes alone waits for memory; the next one needs more than exists."""
     env = {"VMEM_CAPACITY": str(24 * PAGE_BYTES), "VMEM_IDLE": "600"}
     first, second = start(env), start(env)

@@ -188,7 +188,9 @@ def _malformed() -> None:
         (_malformed, "VMEM_LIMIT='many'"),
     ],
 )
-def test_what_ends_the_process(tmp_path: Path, function: Callable[[], None], text: str) -> None:
+def test_errors_that_stop_the_process(
+    tmp_path: Path, function: Callable[[], None], text: str
+) -> None:
     status, found = outcome(tmp_path / "log", {}, function)
     assert status == 1
     last = found.strip().splitlines()[-1]

@@ -34,7 +34,7 @@ def bench(tmp_path: Path) -> Any:
     return run
 
 
-def test_elastic_beside_stock(bench: Any) -> None:
+def test_elastic_and_stock(bench: Any) -> None:
     rows, part = bench("load", "--rounds", "2", "--requests", "6", "--beside", "128K")
     for arm in ("stock", "elastic", "stock again", "elastic 128K"):
         for rate in ("0", "6"):
@@ -143,7 +143,7 @@ def test_a_step_costs_the_pools_code_and_not_vllms(bench: Any) -> None:
         assert row["min"] > 0
 
 
-def test_vllm_beside_the_serving_loop(tmp_path: Path) -> None:
+def test_vllm_and_the_serving_loop(tmp_path: Path) -> None:
     """`vmem bench serve` sends vLLM the requests of its other engines."""
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]

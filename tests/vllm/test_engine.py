@@ -221,7 +221,7 @@ def test_a_limit_forces_preemption(start: Open, expected: Callable[..., Tokens])
         ("1000T", f"VMEM_LIMIT={1000 << 40}: the device has [0-9]+ bytes"),
     ],
 )
-def test_a_limit_that_makes_no_sense_is_refused(start: Open, limit: str, text: str) -> None:
+def test_a_senseless_limit_is_refused(start: Open, limit: str, text: str) -> None:
     with (
         pytest.raises(ValueError, match=text),
         start("straddling", VMEM_VLLM="1", VMEM_LIMIT=limit),
@@ -567,7 +567,7 @@ def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
         assert calls.count(threading.current_thread().name) == 1
 
 
-def test_what_is_mapped_besides_may_fail(start: Open) -> None:
+def test_mapping_of_extra_blocks_may_fail(start: Open) -> None:
     """If a growth with extra blocks fails, the same step maps only the request's blocks."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -581,7 +581,7 @@ def test_what_is_mapped_besides_may_fail(start: Open) -> None:
         at_rest(llm)
 
 
-def test_what_a_queue_may_take_in_a_step(start: Open) -> None:
+def test_blocks_that_a_queue_may_take_in_a_step(start: Open) -> None:
     """Expects at most a full step: the maximum number of tokens and of requests."""
     with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
         engine = llm.llm_engine
@@ -620,7 +620,7 @@ def idle_becomes(elastic: Any, blocks: int) -> bool:
     return False
 
 
-def test_nobody_is_preempted_while_there_is_memory(start: Open) -> None:
+def test_no_preemption_while_memory_is_free(start: Open) -> None:
     """All requests need a block in the same step, and no block is mapped."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -759,7 +759,7 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
         other.close()
 
 
-def test_an_engine_with_a_queue_gives_memory_above_its_share_back(start: Open, ledger: Any) -> None:
+def test_an_engine_with_a_queue_frees_memory_above_its_share(start: Open, ledger: Any) -> None:
     """It admits no request while another engine is short of memory, and answers all in the end."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine

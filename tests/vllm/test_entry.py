@@ -49,7 +49,7 @@ def test_the_variable_is_set_after_plug_ins_were_loaded(
         scheduler_of(model)
 
 
-def test_what_cannot_be_imported_is_an_error(
+def test_a_failed_import_is_an_error(
     loading: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyvmem.vllm.plugin", None)

@@ -82,7 +82,7 @@ def test_a_state_that_moves(start: Open) -> None:
         assert elastic.hits > 0
 
 
-def test_latent_attention_and_a_draft_of_the_model_s_own(start: Open) -> None:
+def test_latent_attention_and_multi_token_prediction(start: Open) -> None:
     """DeepSeek V3's shape; its multi-token prediction module has keys and values too.
 
     On a CPU without AMX, vLLM schedules a prompt of such a model whole, or never if it exceeds the
@@ -103,7 +103,7 @@ def test_a_cache_of_eight_bits(start: Open) -> None:
 
 
 @pytest.mark.long
-def test_a_draft_beside_the_model(start: Open, models: Callable[[str], str]) -> None:
+def test_a_draft_model_with_the_model(start: Open, models: Callable[[str], str]) -> None:
     method = {**EAGLE, "model": models("draft")}
     compare(start, "llama", few, speculative_config=method)
 

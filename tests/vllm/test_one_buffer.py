@@ -24,7 +24,7 @@ BLOCKS, PAGE = 64, 8192  # PAGE: bytes of a block in a layer, which vLLM calls a
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
-def test_a_block_is_where_the_books_say(layout: str) -> None:
+def test_a_block_is_where_the_geometry_says(layout: str) -> None:
     """Block 5 is in the pages that the geometry names, and nowhere else."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,

@@ -84,7 +84,7 @@ def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 3], ids=["whole", "straddling"])
-def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> None:
+def test_moves_free_memory_for_another_engine(open_pool: Open, heads: int) -> None:
     """Prefixes are not evicted while other pages have room for them."""
     with open_pool(blocks=6_000, page=LARGE, heads=heads, VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
@@ -114,7 +114,7 @@ def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> 
         assert len(elastic.pool.cached_block_hash_to_block) < hashes - len(some)
 
 
-def test_while_requests_run_moves_ride_their_steps(open_pool: Open) -> None:
+def test_moves_are_sent_with_steps(open_pool: Open) -> None:
     """Emptied pages are unmapped with a later step, since the copy reads them first."""
     with open_pool(blocks=6_000, page=LARGE, VMEM_IDLE="3600", VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
@@ -227,7 +227,7 @@ def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
         assert {one // 32 for one in others} <= pages
 
 
-def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
+def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
     """If its prefix is being computed in the same step, vLLM reports a demand above all blocks."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0") as pool:
         demand, scheduler = pool.scheduler._demand, pool.scheduler
@@ -243,8 +243,8 @@ def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
         assert (len(scheduler.running), len(scheduler.waiting)) == (1, 0)
 
 
-def test_an_ask_is_answered_within_two_looks(open_pool: Open, tmp_path: Path) -> None:
-    """The first look unmaps, the second records it. A waiting engine retries as often."""
+def test_a_request_for_memory_is_met_within_two_rounds(open_pool: Open, tmp_path: Path) -> None:
+    """The first round unmaps, the second records it. A waiting engine retries as often."""
     capacity = 1_000 * BLOCK_BYTES
     env = {"VMEM_LEDGER": str(tmp_path), "VMEM_CAPACITY": str(capacity), "VMEM_RESERVE": "0"}
     with open_pool(blocks=2_000, page=PAGE, **env) as pool:

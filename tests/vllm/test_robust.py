@@ -187,7 +187,7 @@ def alive(pids: list[int]) -> list[int]:
     ]
 
 
-def tells_alike(client: Client, log: Path, book: Ledger) -> None:
+def check_api_servers(client: Client, log: Path, book: Ledger) -> None:
     """Checks that both API servers answer, and export the ledger's numbers once."""
 
     def both() -> bool:
@@ -237,7 +237,7 @@ def test_a_process_of_a_server_is_killed(
         assert [client.ask(one) for one in asked] == wanted
         assert engines() == ["here", "served"]
         if two:
-            tells_alike(client, log, book)
+            check_api_servers(client, log, book)
         ended = load(client, asked)
         assert wait_for(lambda: served(book).in_use > 0, 60)
         every = [process.pid, *children(process.pid)]

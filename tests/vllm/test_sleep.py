@@ -230,7 +230,7 @@ def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
     assert context.read(weights, 7) == bytes(7)
 
 
-def test_weights_that_cannot_wake_sleep_on(pool: VMemPool, weights: int) -> None:
+def test_weights_stay_asleep_if_they_cannot_wake(pool: VMemPool, weights: int) -> None:
     one = backend()
     one.suspend(1)
     pool._context.inject(Inject.MAP, count=99, error=12)

@@ -162,7 +162,7 @@ def test_statistics_do_not_lock_the_ledger(start: Open, monkeypatch: pytest.Monk
         assert count == 0
 
 
-def test_what_another_tool_puts_on_vllms_objects_stays(start: Open) -> None:
+def test_patches_of_other_tools_stay(start: Open) -> None:
     """In every kind of step, the tool sees the calls that it would see without the pool."""
     with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
         engine = llm.llm_engine
