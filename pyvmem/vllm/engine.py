@@ -304,8 +304,7 @@ class ElasticEngine:
             self._let_idle(self.holds.report(done))
 
     def _let_idle(self, blocks: Iterable[int]) -> None:
-        """Marks blocks that are no longer held as idle, unless they are used, cached or
-        unbacked."""
+        """Marks blocks no longer held as idle, unless they are used, cached or unbacked."""
         every = (self.pool.blocks[one] for one in blocks if self.backing.is_backed(one))
         self.idle.add(
             block.block_id
