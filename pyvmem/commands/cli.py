@@ -21,15 +21,18 @@ __all__ = ["main", "whole_parser"]
 
 # module with add_parser(sub) and run(args) -> int, and the line for `vmem --help`
 _COMMANDS = {
-    "probe": ("pyvmem.commands.probe", "which back ends work on this machine"),
-    "features": ("pyvmem.features.cli", "which cache features work on them, and what is missing"),
-    "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
+    "probe": ("pyvmem.commands.probe", "show which back ends work on this machine"),
+    "features": ("pyvmem.features.cli", "show which cache features work, and what others need"),
+    "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that vmem works on this machine"),
     "bench": ("pyvmem.bench.cli", "measure the calls, and CUDA's own if there is a GPU"),
-    "layouts": ("pyvmem.layouts.cli", "what KV cache layouts cost, and which to choose"),
+    "layouts": ("pyvmem.layouts.cli", "compare KV cache layouts, and pick the best"),
     "top": ("pyvmem.commands.top", "show the engines of this machine and their memory, live"),
-    "watch": ("pyvmem.commands.viewer", "show the pages of a running program's requests, live"),
+    "watch": ("pyvmem.commands.viewer", "draw the pages of a running program's requests, live"),
     "limit": ("pyvmem.commands.limit", "set the memory limit of a running engine"),
-    "control": ("pyvmem.commands.control", "show and set what engines may have, over HTTP"),
+    "control": (
+        "pyvmem.commands.control",
+        "show and set the memory that engines may have, over HTTP",
+    ),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
     "completion": (
         "pyvmem.commands.completion",

@@ -39,7 +39,7 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
     parser = sub.add_parser(
         "top",
-        help="the engines of this machine and their memory, live",
+        help="show the engines of this machine and their memory, live",
         description="Shows what memory each engine of this user has and may have, live.",
     )
     form = parser.add_mutually_exclusive_group()
