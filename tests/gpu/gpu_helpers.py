@@ -27,7 +27,7 @@ def needs_gpu(count: int = 1) -> list[pytest.MarkDecorator]:
     return [
         pytest.mark.needs_tensors,
         pytest.mark.skipif(found < count, reason=f"needs {count} CUDA devices, torch sees {found}"),
-        pytest.mark.skipif(not BACKENDS, reason="no back end of a GPU is usable here"),
+        pytest.mark.skipif(not BACKENDS, reason="no GPU back end is usable here"),
     ]
 
 

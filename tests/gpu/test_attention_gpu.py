@@ -34,7 +34,7 @@ context = contexts()
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa"])
 def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int) -> None:
-    """Past the lengths lies NaN, or zeros for kernels that read whole tiles."""
+    """Rows past the lengths are NaN, or zero for kernels that read whole tiles."""
     overread = overread_rows(kernel, torch.device("cuda"))
     for case in CASES:
         more = {"overread_rows": overread, "overread_decode": True, "poison": not overread}

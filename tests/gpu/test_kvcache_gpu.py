@@ -63,7 +63,7 @@ def times_for(rows: Any, stream: Any) -> int:
 
 
 def start_long_read(cache: KVCache, reqid: int, length: int, stream: Any) -> tuple[Any, Any]:
-    """Fills a slot with known rows and starts a long kernel that reads them: (result, expected)."""
+    """Fills a slot with known rows and starts a long kernel on them; returns (result, expected)."""
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         values = torch.arange(length, device="cuda", dtype=torch.float64)[:, None, None] + 1

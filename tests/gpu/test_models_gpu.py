@@ -89,7 +89,7 @@ def test_a_latent(context: Context) -> None:
 
 
 def test_a_latent_with_its_up_projections(context: Context) -> None:
-    """DeepSeek's, over whole prompts, chunks, and queries few enough for absorption."""
+    """DeepSeek's latent, over whole prompts, chunks, and queries few enough for absorption."""
     config = KVCacheConfig(
         1, 1, 576, "bfloat16", max_batch=3, max_seq_len=2048, tensors_per_layer=1
     )

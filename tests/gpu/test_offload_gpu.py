@@ -71,7 +71,7 @@ def pieces(kv: Any, host: HostMemory, blocks: list[int], size: int, shift: int =
 
 @pytest.mark.parametrize(("cut", "shift"), [(0, 0), (16, 0), (16, 16), (1, 0), (4099, 1)])
 def test_scattered_blocks_come_back(memory: KVMemory, cut: int, shift: int) -> None:
-    """Whole pages, pieces aligned to 16 bytes, and pieces of odd bytes."""
+    """Copies whole pages, pieces aligned to 16 bytes, and pieces of odd sizes."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)
@@ -134,7 +134,7 @@ def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
 def test_a_kernel_that_cannot_be_launched(
     memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library copies instead, after the steps launched before."""
+    """The library then makes the copies, after the steps that were launched before."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)

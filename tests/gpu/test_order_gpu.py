@@ -176,7 +176,7 @@ def all_are(rows: Any, value: float) -> bool:
 def test_freed_pages_are_not_touched_before_the_named_work(
     context: Context, lane: Lane, zero_fill: bool, ahead: bool
 ) -> None:
-    """free_reqid with each kind; the next owner, on torch's current stream, zeroes and writes."""
+    """Calls free_reqid with each kind of lane; the next owner writes on torch's current stream."""
     length = 4 * ROWS
     with one_slot(context, zero_fill=zero_fill) as cache:
         started(cache, length, 3.0)
@@ -199,7 +199,7 @@ def test_freed_pages_are_not_touched_before_the_named_work(
 def test_the_named_stream_waits_for_the_slots_previous_owner(
     context: Context, earlier: Lane, lane: Lane, zero_fill: bool
 ) -> None:
-    """step with each kind, after each kind of event; given an event, the CPU waits."""
+    """Calls step with each kind of lane after each kind of event; given an event, the CPU waits."""
     length = 4 * ROWS
     with one_slot(context, zero_fill=zero_fill) as cache:
         started(cache, length, 3.0)
@@ -270,7 +270,7 @@ def test_a_swap_in_overwrites_nothing_that_is_still_read(
 
 
 def test_alloc_prefix_waits_for_the_writers(context: Context, earlier: Lane, lane: Lane) -> None:
-    """alloc_prefix with each kind, after each kind of event."""
+    """Calls alloc_prefix with each kind of lane after each kind of event."""
     length = 4 * ROWS
     needs_sharing(context)
     with make(context) as cache:
@@ -290,7 +290,7 @@ def test_alloc_prefix_waits_for_the_writers(context: Context, earlier: Lane, lan
 
 
 def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None:
-    """Context.submit and Context.batch; `after` does not accept None."""
+    """Tests Context.submit and Context.batch, whose `after` cannot be None."""
     if lane.kind == "none":
         pytest.skip("after: None is refused")
     page = context.info.granule
@@ -322,7 +322,7 @@ def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None
 
 @pytest.mark.parametrize("kind", STREAMS)
 def test_calls_during_a_capture_neither_break_nor_join_it(context: Context, kind: str) -> None:
-    """Other work runs during a capture; a captured stream cannot be passed where work is named."""
+    """Makes calls during a capture; a call given the stream being captured is refused."""
     lane, busy = Lane(kind), Lane("torch")
     with one_slot(context) as cache:
         started(cache, ROWS, 3.0)

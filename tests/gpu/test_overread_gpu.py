@@ -48,7 +48,7 @@ HEADS, KV_HEADS, WIDTH = 32, 8, 128
 CHUNKS = (17, 64, 200, 512)  # new tokens of a chunk
 FIRST = 6  # steps before the clock starts: they compile the kernel for decoding and for chunks
 CHECK = 200  # iterations between checks for errors
-LAST_BIT = 2.0**-7  # at most this fraction of a bfloat16 number
+LAST_BIT = 2.0**-7  # the last bit of a bfloat16 is at most this fraction of the number
 
 
 def make(context: Context, overread: int, **changes: Any) -> KVCache:

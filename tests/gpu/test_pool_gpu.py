@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="no back end of a GPU is usable here"),
+    pytest.mark.skipif(not BACKENDS, reason="no GPU back end is usable here"),
 ]
 
 

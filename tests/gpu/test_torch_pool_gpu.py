@@ -46,7 +46,7 @@ def free_bytes() -> int:
 
 
 def matrix(size: int = 1024) -> Any:
-    """Whole numbers, so that products are exact."""
+    """Returns a matrix of whole numbers, so that products are exact."""
     return torch.randint(-4, 5, (size, size), device="cuda").float()
 
 

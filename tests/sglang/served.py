@@ -100,7 +100,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, kind: str = "llama") -> Path:
-    """A model of random weights, of 4 layers.
+    """Creates a model of 4 layers with random weights; returns its folder.
 
     Args:
         folder: where the model's folder is created.

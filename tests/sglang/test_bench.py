@@ -62,7 +62,7 @@ def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = {row["id"].partition("/")[2]: row for row in part["rows"]}
     for engine in ("vllm", "sglang"):
         counts = [rows[f"requests/{engine}/{arm}"]["value"] for arm in ("static", "elastic")]
-        assert counts[0] == counts[1] > 2 * 10  # of two bursts
+        assert counts[0] == counts[1] > 2 * 10  # requests in two bursts
         assert len(rows[f"p99/{engine}/elastic"]["rounds"]) == 1
         assert len(rows[f"over/p99/{engine}"]["rounds"]) == 1
         assert rows[f"most/{engine}/elastic"]["value"] > rows[f"flushed/{engine}/elastic"]["value"]

@@ -256,7 +256,7 @@ def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Pat
 def test_a_killed_engine_leaves_nothing(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Also, no request waits for more memory than all engines may have together."""
+    """Its memory is freed, and no request waits for more than all engines may have together."""
     env = {"VMEM_NAME": "one", "VMEM_CAPACITY": str(20 * PAGE_BYTES)}
     engine = start(env)
     engine.begin("generate", input_ids=prompts(), sampling_params=greedy(500))

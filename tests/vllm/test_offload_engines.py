@@ -96,7 +96,7 @@ def test_two_engines_take_turns_until_one_is_killed(
         "most": 8,
     }
     with engine_process(models("llama"), ledger, tmp_path) as there:
-        wanted = expected("llama")  # while it starts
+        wanted = expected("llama")  # computed while the engine starts
         with start("llama") as llm:
             wanted_there = answer(llm, theirs)
         assert told_ready(there)
