@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""On a machine with several GPUs, the workers of pytest-xdist can take one each, by turns.
+"""Distributes the GPUs of a machine over the workers of pytest-xdist, one each.
 
-VMEM_TEST_DEVICES: their CUDA ordinals, as 0,1,2,3. Tests that need several are skipped then.
+VMEM_TEST_DEVICES lists their CUDA ordinals, such as 0,1,2,3. Tests that need several GPUs are then
+skipped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 
 
 def choose_device() -> None:
-    """Before anything in this process loads CUDA."""
+    """Sets this worker's GPU; must run before anything in this process loads CUDA."""
     devices = os.environ.get("VMEM_TEST_DEVICES", "").split(",")
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if devices[0] and worker:

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api`; a part reports which packages it needs beyond the core."""
+"""`vmem bench api`. A part that needs an optional package says so if it is missing."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Computes the key figures from the rows and compares each with its aim.
 
-An aim is stated for `stock` on an H100 or H200. The value is computed wherever its rows exist, and
+An aim is stated for `stock` on an H100 or H200. The value is computed whenever its rows exist, and
 `applies` says whether it may be compared with the aim. Ratios of single calls are of `net` times,
 with the cost of an empty call counted in the baseline's favour (setting.Overheads); absolute times
 are as measured from Python.
@@ -100,7 +100,12 @@ def _single_pages(aims: Aims) -> None:
     what = "one 64 KB page mapped with access, over one 2 MB page by cuMemMap + cuMemSetAccess"
     aims.add("map_64K", what, [small, big], _net(), op="<=", aim=0.75)
     aims.add("map_64K_raw", what + ", Python included", [small, big], _net("median"))
-    aims.add("map_2M", "one 2 MB page, the same", [f"calls/map_access/{s}/2M", big], _net())
+    aims.add(
+        "map_2M",
+        "one 2 MB page mapped with access, over the same",
+        [f"calls/map_access/{s}/2M", big],
+        _net(),
+    )
     unmaps = [f"calls/unmap/{s}/64K", "calls/unmap/cumem/2M"]
     aims.add(
         "unmap_64K", "one 64 KB page unmapped, over one 2 MB page by cuMemUnmap", unmaps, _net()
@@ -148,7 +153,7 @@ def _steps(aims: Aims) -> None:
 
     aims.add(
         "step_none",
-        "step of 256 requests of which none needs a page",
+        "step of 256 requests, none of which needs a page",
         [f"step/none/{s}"],
         median,
         unit="us",
@@ -182,8 +187,8 @@ def _slots(aims: Aims) -> None:
         ("free", "free_reqid", 50.0),
         ("can_admit", "can_admit", 50.0),
         ("short", "a step that says -1", 50.0),
-        ("idle", "a step of which none needs a page", 140.0),
-        ("grow", "a request that grows, without the driver", 3.0),
+        ("idle", "a step in which no request needs a page", 140.0),
+        ("grow", "a request that grows without a driver call", 3.0),
     ):
         name = f"slots_{call}"
         rows = [f"slots/{call}/{s}/4096"]
@@ -217,7 +222,7 @@ def _live(aims: Aims) -> None:
         what = "teardown" if column == "teardown_page" else "kernel memory"
         aims.add(
             name,
-            f"{what} a page at {level} live pages, {pattern}",
+            f"{what} per page at {level} live pages, {pattern}",
             [f"live/{pattern}/{s}/{level}/{column}"],
             value,
             unit=unit,
@@ -230,12 +235,12 @@ def _live(aims: Aims) -> None:
             "kernel memory that spread and consolidation recover",
             "kernel_bytes_after",
         ),
-        ("recovered_teardown", "teardown time that they recover", "teardown"),
+        ("recovered_teardown", "teardown time that spread and consolidation recover", "teardown"),
     ):
         plain = column.removesuffix("_after")
         aims.add(
             name,
-            f"{what}, of decode at 400k",
+            f"{what}, in pattern decode at 400k",
             [f"live/{spread}/{s}/400k/{column}", f"live/decode/{s}/400k/{plain}"],
             lambda a, b: 100.0 * (1.0 - float(a["value"]) / float(b["value"])),
             unit="%",
@@ -272,7 +277,7 @@ def _attention(aims: Aims) -> None:
 
 
 def _over_baselines(ours: int) -> Callable[..., float]:
-    """The median over vmem buffers of their medians, divided by that of the baselines."""
+    """Divides the median of the vmem buffers' medians by the median of the baselines' medians."""
 
     def value(*rows: Any) -> float:
         medians = [float(row["median"]) for row in rows]

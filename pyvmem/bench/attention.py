@@ -2,9 +2,9 @@
 """Unmodified attention kernels, and a plain read, over vmem pages and over cudaMalloc memory.
 
 Memory placement alone changes such a kernel's time by several per cent, so the baseline is
-allocated several times and the spread is reported beside the ratio. Every buffer holds the same
-numbers, and the outputs are compared bit by bit. Times are the GPU's own (events), one call a
-sample, with all buffers in turn.
+allocated several times and the spread is reported with the ratio. Every buffer holds the same
+numbers, and the outputs are compared bit by bit. Times are the GPU's own (events), one call per
+sample, rotating over the buffers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Case:
     batch: int
     q_len: int
     kv_len: int
-    where: str = "full"  # "full": a GPU; "small": a GPU with --quick, and the CPU
+    where: str = "full"  # "full": measured on a GPU; "small": on a GPU with --quick, and on the CPU
 
     heads = 32
     kv_heads = 8
@@ -44,7 +44,7 @@ class _Case:
 
     @property
     def elements(self) -> int:
-        """Elements of K, and of V."""
+        """Number of elements in K, and in V."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
 
@@ -79,7 +79,7 @@ def _device(setting: Setting) -> torch.device:
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """attention/KERNEL/CASE/MEMORY, KERNEL in sdpa and fa3."""
+    """Measures the rows attention/KERNEL/CASE/MEMORY, where KERNEL is sdpa or fa3."""
     why = _why_not(setting)
     if why:
         part.not_run("*", why)
@@ -144,7 +144,9 @@ def _measure(
     with quiet():
         interleave(turns, setting.count(30 if on_gpu else 10, 2), deadline)
     book.close()
-    state = f"DIFFERENT bits from {', '.join(different)}" if different else "the same bits from all"
+    state = (
+        f"DIFFERENT bits from {', '.join(different)}" if different else "identical bits from all"
+    )
     part.notes.append(f"{kernel} {case.name}: {state}")
 
 
@@ -178,7 +180,7 @@ def _sdpa(case: _Case, device: torch.device) -> _Call:
 
 
 def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
-    """FlashAttention-3. Raises as `fa3.load`."""
+    """FlashAttention-3. Raises what `fa3.load` raises."""
     import torch
 
     op = fa3.load(source, device)
@@ -199,7 +201,7 @@ def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
 
 
 def run_read(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """readbw/MEMORY: every byte read once, by a kernel that does nothing else (CPU: torch.sum)."""
+    """Measures readbw/MEMORY: a kernel (CPU: torch.sum) that reads every byte once."""
     why = _why_not(setting)
     if why:
         part.not_run("*", why)

@@ -19,7 +19,7 @@ _Turn = Callable[[], None]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Maps and unmaps 64 existing pages; cuMem* takes a call or more per page."""
+    """Maps and unmaps 64 existing pages; cuMem* needs at least one call per page."""
     n, book = setting.native, Book(part)
     turns: list[_Turn] = []
     held: list[tuple[int, list[int]]] = []
@@ -110,7 +110,7 @@ def _contiguous(setting: Setting, book: Book, base: int, page: int, handle: int)
 
 def _scattered(setting: Setting, book: Book, base: int, page: int, pages: list[int]) -> _Turn:
     n = setting.native
-    # Leaves an address gap after each page too, so that nothing can be merged on either side.
+    # The pages are not adjacent in memory; gaps keep the addresses apart too, so nothing can merge.
     map_ops = n.ops(
         [
             {"op": MAP, "addr": base + 2 * i * page, "bytes": page, "handle": handle}
@@ -141,8 +141,8 @@ def _cumem(
         "unmap": _PAGES * costs.each,
     }
     notes = {
-        "map": f"{_PAGES} of cuMemMap, {len(accesses)} of cuMemSetAccess",
-        "unmap": f"{_PAGES} of cuMemUnmap",
+        "map": f"{_PAGES} calls of cuMemMap, {len(accesses)} of cuMemSetAccess",
+        "unmap": f"{_PAGES} calls of cuMemUnmap",
     }
     mapped, unmapped = (
         book.samples(

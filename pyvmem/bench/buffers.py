@@ -39,8 +39,8 @@ class Buffers:
     """Tensors of `nbytes` bytes each, all filled with the same random bfloat16 numbers.
 
     Attributes:
-        tensors: flat, by the names above.
-        nbytes: bytes of each.
+        tensors: one-dimensional tensors, by the names of `malloc_names` and `vmem_names`.
+        nbytes: bytes of each tensor.
     """
 
     def __init__(self, context: Context, nbytes: int, page: int, device: torch.device) -> None:

@@ -26,7 +26,7 @@ __all__ = ["run"]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Maps existing unzeroed pages: ours of `Setting.single`, cuMem*'s of 2 MB."""
+    """Maps existing, unzeroed pages: ours of size `Setting.single`, cuMem*'s of 2 MB."""
     if setting.cuda is None or setting.cumem is None:
         part.not_run("*", setting.cuda_why)
         return
@@ -95,7 +95,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 class _Busy:
-    """A turn of a system: start the kernel (or not), map, unmap."""
+    """One system's turn: start the kernel (or not), map, unmap."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Busy:
         if not self.seconds:
             return []
         return [
-            f"{self.system} {verb}: the kernel was over before the calls were in "
+            f"{self.system} {verb}: the kernel ended before the calls did in "
             f"{self.waited[verb]} of {self.rounds} rounds"
             for verb in self.calls
         ]
@@ -145,7 +145,7 @@ class _Stream:
 def _cache_calls(
     setting: Setting, part: Part, context: Context, kernels: Kernels, deadline: Deadline
 ) -> None:
-    """The caller's side of a cache's calls while the work of a freed request runs."""
+    """Times a cache's calls, as their caller sees them, while a freed request's work still runs."""
     book, system, needy = Book(part), setting.system, setting.count(8, 2)
     requests, layers = setting.count(64, 8), setting.count(32, 2)
     seconds, rounds = setting.count(100, 5) / 1e2, setting.count(8, 2)
@@ -219,4 +219,4 @@ def _cache_calls(
                 if done or reqid != first or cache.alloc_reqid() != last or cache.step(lens):
                     raise RuntimeError("memory is short")
     book.close()
-    part.notes.append(f"a cache's calls: the kernel was over before the last in {waited} rounds")
+    part.notes.append(f"a cache's calls: the kernel ended before the last call in {waited} rounds")

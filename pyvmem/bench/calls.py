@@ -30,7 +30,7 @@ _OPS = {
     "map_zeroed": "map with access, zeroed",
     "unmap": "unmap",
     "release": "release",
-    "unmap_release": "unmap and release in one",
+    "unmap_release": "unmap and release in one call",
 }
 _RANGE = 64 * MB  # size of the timed reservations
 
@@ -97,7 +97,7 @@ class _Ours:
 
 
 class _OurRanges:
-    """A turn of reservations only."""
+    """One turn that only makes and frees reservations."""
 
     def __init__(self, setting: Setting, *, plain: bool) -> None:
         self.n = setting.native
@@ -117,7 +117,7 @@ class _OurRanges:
 
 
 class _Cumem:
-    """A turn of cuMem* with 2 MB pages."""
+    """One turn of cuMem* with 2 MB pages."""
 
     def __init__(self, setting: Setting) -> None:
         assert setting.cumem is not None
@@ -166,7 +166,7 @@ class _Cumem:
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Fills `part` with the rows of calls/."""
+    """Measures the rows of calls/ and adds them to `part`."""
     ours = {page: _Ours(setting, page) for page in setting.pages}
     ranges = [_OurRanges(setting, plain=False), _OurRanges(setting, plain=True)]
     theirs = _Cumem(setting) if setting.cumem is not None else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api`: measures libvmem's and CUDA's calls in one process, in alternation.
+"""`vmem bench api`: measures libvmem's calls and CUDA's in one process, alternately.
 
-The other benchmarks of `vmem bench` are a distribution of their own, pyvmem-bench (benchmarks/ in
-the repository), which brings the package `vmem_bench`.
+The other benchmarks of `vmem bench` are a separate distribution, pyvmem-bench (benchmarks/ in
+the repository), which provides the package `vmem_bench`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OTHERS = (
     *("capacity", "prefixes", "overlap", "kernels", "deferred", "prefix-map", "fill", "devices"),
     *("serve", "sharing", "swap", "vllm", "sglang", "models", "paper"),
 )
-"""The benchmarks of the package `vmem_bench`, which is not a part of this distribution."""
+"""The benchmarks of the package `vmem_bench`, which is not part of this distribution."""
 
 # name: (title, function, seconds it may take)
 PARTS: dict[str, tuple[str, PartFunction, float]] = {
@@ -91,7 +91,7 @@ def _parts(text: str) -> list[str]:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         known = ", ".join(PARTS)
-        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)!r}; there are {known}")
+        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)!r}; parts are {known}")
     return names
 
 
@@ -116,7 +116,7 @@ def add_parser(sub: Any) -> None:
 
 def _add_missing(which: Any, name: str) -> None:
     """Adds a stub for a benchmark that is not installed; it says how to install it."""
-    # Without prefix characters, options parse as positional arguments, so none is rejected.
+    # With no prefix character, options parse as positional arguments, so none is rejected.
     parser = which.add_parser(name, help="not installed", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_missing)
@@ -132,9 +132,9 @@ def _missing(args: argparse.Namespace) -> int:
 def _add_api(which: Any) -> None:
     api = which.add_parser(
         "api",
-        help="our calls beside CUDA's cuMem*",
-        description="Measures this library's calls beside CUDA's own (cuMem*, through "
-        "cuda.bindings) in one process, in turns. Without a GPU the rows of `host` are measured, "
+        help="compare our calls with CUDA's cuMem*",
+        description="Measures this library's calls and CUDA's own (cuMem*, through "
+        "cuda.bindings) in one process, in turns. Without a GPU, the rows of `host` are measured, "
         "and the others are named with the reason.",
     )
     add_backend(api, "what is measured")
@@ -157,7 +157,7 @@ def _add_api(which: Any) -> None:
         type=existing_file,
         nargs="+",
         metavar="FILE",
-        help="measure nothing: put results together",
+        help="merge results instead of measuring",
     )
     api.add_argument("--list", action="store_true", help="list the parts and stop")
     api.set_defaults(run=run)
@@ -195,14 +195,14 @@ def _method(setting: Setting) -> dict[str, Any]:
         "clock": "perf_counter_ns around each call, from Python; attention, readbw: GPU events",
         "bindings": "ours through cffi, cuMem* through cuda.bindings; checked after the loop",
         "rounds": "each system in turn, the order rotated every round; the first round is left out",
-        "net": "median less an empty call; cuMemSetAccess less the same call refused for its size",
+        "net": "median less an empty call; cuMemSetAccess: less a call that fails by its size",
         "overheads_ns": costs,
         "percentiles": "nearest rank",
     }
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns as `ended`, or 2 if the back end cannot be opened."""
+    """Runs the command. Returns the status of `ended`, or 2 if the back end cannot be opened."""
     if args.list:
         for name, (title, _, seconds) in PARTS.items():
             print(f"{name:<10} {title} (at most about {seconds:.0f} s)")

@@ -58,15 +58,16 @@ def call(
     table: torch.Tensor | None = None,
     splits: int = 0,
 ) -> torch.Tensor:
-    """Causal attention, aligned at the lower right.
+    """Runs causal attention, with the mask aligned at the lower right.
 
     Args:
-        op: as `load` returned it.
+        op: the op from `load`.
         q: ``[tokens, heads, dim]``, one request after the other.
         k, v: ``[requests, rows, kv_heads, dim]``; with a table ``[blocks, block, kv_heads, dim]``.
-        starts: each request's first token in `q`, and the end; int32 ``[requests + 1]``.
+        starts: index in `q` of each request's first token, then the total; int32 ``[requests +
+            1]``.
         used: rows of each request, int32 ``[requests]``.
-        max_q, max_kv: most new tokens and most rows of any request.
+        max_q, max_kv: maximum new tokens and maximum rows of a request.
         table: the requests' blocks, int32 ``[requests, blocks of each]``.
         splits: parts that a request's rows are divided into; 0: the op chooses.
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Copies scattered pages to host memory and back, as KV offloading and `KVCache.swap_out` do.
 
-The kernel of `pyvmem.memory.host_copies` with several numbers of thread blocks, over plain
-addresses and page-locked host memory. Times come from GPU events around the copy, so they include
+Runs the kernel of `pyvmem.memory.host_copies` with several numbers of thread blocks, over plain
+addresses and pinned host memory. Times come from GPU events around the copy, so they include
 sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. For comparison,
-libvmem's own copies of the whole range, by the host's clock: the fallback without the kernel.
+libvmem's own copies of the whole range are timed by the host's clock: the fallback if the kernel is
+not available.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _BLOCKS = (4, 8, 16, 64)
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """hostcopy/WAY/SYSTEM/BLOCKS: every page of a range, in random order; /library: by libvmem."""
+    """Measures hostcopy/WAY/SYSTEM/BLOCKS, every page of a range in random order.
+
+    Rows ending in /library are libvmem's own copies.
+    """
     try:
         import numpy as np
         import torch

@@ -103,7 +103,7 @@ out:
 class Kernels:
     """The kernels, loaded into the primary context until `close`.
 
-    Raises CudaCallError if the driver refuses them.
+    Raises CudaCallError if the driver cannot load them.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -143,11 +143,11 @@ class Kernels:
         self.cuda.call(self.cuda.driver.cuStreamSynchronize, self.stream)
 
     def chunk(self) -> int:
-        """The number of bytes for `read` must be a multiple of this."""
+        """Bytes; `nbytes` of `read` must be a multiple of it."""
         return self.blocks * _THREADS * 64
 
     def read(self, addr: int, nbytes: int) -> float:
-        """Reads [addr, addr + nbytes), all mapped, once; returns the GPU's time in seconds."""
+        """Reads [addr, addr + nbytes) once; returns the GPU time in seconds. All must be mapped."""
         if nbytes <= 0 or nbytes % self.chunk():
             raise ValueError(f"{nbytes} bytes: must be a positive multiple of {self.chunk()}")
         d, call = self.cuda.driver, self.cuda.call

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """1 k to 1 M live pages: time per call, kernel memory, teardown time.
 
-Two patterns. *runs*, as in prefill: a request at a time, 64 pages in each of 4 tensors, one batch
-per request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order that is
-shuffled, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks for
-neighbour placement (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything after every
+There are two patterns. *runs*, as in prefill: one request at a time, 64 pages in each of 4 tensors,
+one batch per request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order
+that is shuffled, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks
+for neighbour placement (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything after every
 131,072 pages, as an engine would at safe points, and before the teardown.
 
 The driver has handles for 524,288 mappings in all processes together, so a million pages that were
-mapped one by one cannot be live at once; with `spread` and `consolidated` they can.
+mapped one by one cannot all be live; with `spread` and `consolidated` they can.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _SAFE_POINT = 128 << 10  # pages mapped between two joins
 
 
 def level_name(pages: int) -> str:
-    """1024 -> "1k"."""
+    """Formats a number of pages for the names of rows: 1024 -> "1k"."""
     return _NAMES.get(pages, str(pages))
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """All patterns at all levels, smallest level first, as far as memory and time allow."""
+    """Measures all patterns at all levels, smallest level first, while memory and time last."""
     if not Path("/proc/meminfo").exists():
-        part.not_run("*", "kernel memory is read in /proc/meminfo, which is not there")
+        part.not_run("*", "kernel memory is read from /proc/meminfo, which does not exist")
         return
     levels = setting.live_levels or (LEVELS[:1] if setting.quick else LEVELS)
     setting.native.trim()
-    per_page: dict[str, float] = {}  # seconds per page, measured at the previous level
+    per_page: dict[str, float] = {}  # seconds per page, as measured at the previous level
     for pages in levels:
         for pattern in PATTERNS:
             name = f"{pattern.name}/{setting.system}/{level_name(pages)}"
@@ -65,8 +65,9 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
                 part.not_run(name, f"{error.errno_name}: {error}")
             per_page[pattern.name] = (time.monotonic() - start) / pages
     part.notes.append(
-        "kernel memory: the larger of two estimates by difference (Slab and its like; MemTotal "
-        "less MemAvailable, this process and Shmem); both drift by MBs, so read it at 100k and 1M"
+        "kernel memory: the larger of two estimates by difference (Slab and similar fields; "
+        "MemTotal less MemAvailable, this process and Shmem); both drift by MBs, so read it at "
+        "100k and 1M"
     )
     _baseline(setting, part, deadline)
 
@@ -88,11 +89,11 @@ def _measure(setting: Setting, part: Part, pattern: Pattern, pages: int, name: s
         grown = KernelMemory.now().since(before)
         part.time(
             f"{name}/grow",
-            f"{pattern.what}: grow, a page",
+            f"{pattern.what}: grow, per page",
             n.system,
             grow,
             page=page,
-            note=f"{pages} pages; a sample is a batch of {shape.batch} pages, divided by them",
+            note=f"{pages} pages; a sample is the time of a batch of {shape.batch} pages, per page",
         )
         last = Samples([grow.rounds[-1]])
         part.time(f"{name}/grow_last", f"{pattern.what}: the last tenth", n.system, last, page=page)
@@ -100,7 +101,7 @@ def _measure(setting: Setting, part: Part, pattern: Pattern, pages: int, name: s
         driver_us = driver_ns / 1e3 / max(driver_calls, 1)
         part.value(
             f"{name}/driver_us",
-            f"{pattern.what}: driver time a call",
+            f"{pattern.what}: driver time per call",
             n.system,
             driver_us,
             "us",
@@ -123,7 +124,7 @@ def _measure(setting: Setting, part: Part, pattern: Pattern, pages: int, name: s
         )
         part.value(
             f"{name}/teardown_page",
-            f"{pattern.what}: teardown, a page",
+            f"{pattern.what}: teardown, per page",
             n.system,
             took / 1e3 / pages,
             "us",
@@ -156,13 +157,20 @@ def _join(
         safe_points=spent.times,
     )
     after = KernelMemory.now().since(before)
-    _bytes(part, f"{name}/kernel_bytes_after", f"{pattern.what}, after it", n.system, after, pages)
+    _bytes(
+        part,
+        f"{name}/kernel_bytes_after",
+        f"{pattern.what}, after vmem_join",
+        n.system,
+        after,
+        pages,
+    )
 
 
 def _bytes(part: Part, row: str, what: str, system: str, delta: Delta, pages: int) -> None:
     part.value(
         row,
-        f"{what}: kernel memory, a page",
+        f"{what}: kernel memory per page",
         system,
         delta.value / pages,
         "bytes",
@@ -220,7 +228,7 @@ def _grow(
 
 
 def _baseline(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """cuMem* pages of 2 MB, as many as fit in memory: the same bytes in fewer pages."""
+    """Measures cuMem* pages of 2 MB, as many as fit in memory: the same bytes in fewer pages."""
     m, cuda = setting.cumem, setting.cuda
     if m is None or cuda is None:
         part.not_run("cumem/*", setting.cuda_why)
@@ -247,7 +255,7 @@ def _baseline(setting: Setting, part: Part, deadline: Deadline) -> None:
         parts = zip(create, into, access, strict=True)
         grow.rounds.append([a + b + c for a, b, c in parts])
         grown = KernelMemory.now().since(before)
-        part.time(f"{name}/grow", "create, map, set access, a page", "cumem", grow, page=m.page)
+        part.time(f"{name}/grow", "create, map, set access, per page", "cumem", grow, page=m.page)
         _bytes(part, f"{name}/kernel_bytes", "cuMem*, 2 MB pages", "cumem", grown, pages)
         start = time.perf_counter_ns()
         for addr, handle in zip(addrs, handles, strict=True):

@@ -6,10 +6,10 @@ Two estimates are kept, since each has a blind spot:
 - *listed*: growth of Slab + VmallocUsed + PageTables + Percpu + KernelStack in /proc/meminfo;
   misses pages that a driver takes directly from the page allocator.
 - *missing*: growth of MemTotal - MemAvailable less that of this process's own memory and of Shmem;
-  includes everything, even what the rest of the machine does meanwhile.
+  includes everything, even memory that other processes allocate or free in between.
 
-The larger of the two is reported. Both drift by some MB on a quiet machine, so a figure per page
-means nothing below about 10,000 pages.
+The larger of the two is reported. Both drift by a few MB on a quiet machine, so a figure per page
+is meaningless below about 10,000 pages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Delta:
     listed: int
     missing: int
     own: int
-    total: int  # MemTotal growth: hotplugged memory also costs memory to manage
+    total: int  # growth of MemTotal: hotplugged memory needs kernel memory itself
 
     @property
     def value(self) -> int:
@@ -50,7 +50,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """A reading."""
+    """A reading of the machine's and this process's memory."""
 
     listed: int
     missing: int
@@ -59,7 +59,7 @@ class KernelMemory:
 
     @classmethod
     def now(cls) -> KernelMemory:
-        """Reads after a short pause: freed memory comes back a little later, through RCU."""
+        """Reads after a short pause: freed memory becomes available a little later, through RCU."""
         time.sleep(0.05)
         info, own = meminfo(), _own()
         listed = sum(info.get(name, 0) for name in _LISTED)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Merges several runs, each of some of the parts, into one file.
+"""Merges several runs, each with some of the parts, into one file.
 
-For machines that are only available for minutes. Only runs with the same GPU, driver and commit can
-be merged, and no quick run with a full one. A row and its baseline still come from one process,
-because a part is never split. If two runs have the same part, the more complete one is used; if
-equal, the later one.
+Meant for machines that are only available for minutes. Only runs with the same GPU, driver and
+commit can be merged, and a quick run cannot be merged with a full one. A row and its baseline still
+come from one process, because a part is never split. If two runs have the same part, the more
+complete one is used; if equal, the later one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STATES = ("not run", "failed", "partial", "done")
 
 
 class MergeError(ValueError):
-    """The files do not match, or a file is not a result; the text says which and why."""
+    """The files do not match, or a file is not a result; the message says which and why."""
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:
-    """Loads a result with its samples, from the file or from its namesake in raw/."""
+    """Loads a result with its samples, from the file or from the file of that name in raw/."""
     raw = path.parent / "raw" / path.name
     try:
         data = json.loads((raw if raw.exists() else path).read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Raw cffi calls with prepared arguments, for the timed loops.
 
-The rest of the package calls C only through `pyvmem._native`. A benchmark through it would also
-time that layer's checks, which take several times as long as a call served by the pool. So the
-loops here call the extension module directly and check the results afterwards.
+The rest of the package calls C only through `pyvmem._native`. A benchmark through that layer would
+also time its checks, which take several times as long as a call that the pool serves. So the loops
+here call the extension module directly and check the results afterwards.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Native:
     def check(self, what: str, results: Iterable[int]) -> None:
         """Raises the VMemError of the first call that did not return 0.
 
-        Its text is the thread's last error: that of this call, unless a later one failed as well.
+        The error's text is the thread's last error, which is this call's unless a later one failed,
+        too.
         """
         for i, result in enumerate(results):
             if result != 0:
@@ -92,7 +93,7 @@ class Native:
         return int(self._handle[0])
 
     def free(self, addr: int, *, unmap: bool = False) -> None:
-        """Gives a reservation back, and unmaps what is mapped in it if `unmap`."""
+        """Frees a reservation; with `unmap`, unmaps the pages in it first."""
         self.check("vMemFree", [self.lib.vMemFree(self.vm, addr, _FREE_UNMAP if unmap else 0)])
 
     def create(self, nbytes: int, page: int, *, dirty: bool = True) -> int:
@@ -111,7 +112,7 @@ class Native:
         self.check("vMemUnmap", [self.lib.vMemUnmap(self.vm, addr, nbytes)])
 
     def release(self, handle: int) -> None:
-        """Unmaps the one mapping of a handle, if any, and drops the handle."""
+        """Unmaps the handle's mapping, if it has one, and drops the handle."""
         self.check("vMemRelease", [self.lib.vMemRelease(self.vm, handle)])
 
     def drop(self, handle: int) -> None:
@@ -123,14 +124,14 @@ class Native:
         self.check("vmem_batch", [self.lib.vmem_batch(*self.batch_args(ops))])
 
     def runs(self, handle: int) -> int:
-        """Physical runs behind a handle."""
+        """Returns the number of physically contiguous runs of a handle's pages."""
         info = self.ffi.new("struct vmem_handle_info *")
         info.size = self.ffi.sizeof("struct vmem_handle_info")
         self.check("vmem_handle_query", [self.lib.vmem_handle_query(self.vm, handle, info)])
         return int(info.runs)
 
     def warm(self, nbytes: int) -> None:
-        """Fills the pool."""
+        """Fills the pool up to `nbytes` bytes."""
         self.check("vmem_warm", [self.lib.vmem_warm(self.vm, nbytes)])
 
     def trim(self) -> None:

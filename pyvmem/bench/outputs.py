@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Output options of a benchmark (report, picture), and its handling of Ctrl-C.
 
-A file left by Ctrl-C says that the run is incomplete.
+After Ctrl-C, the file says that the run is incomplete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ __all__ = ["add_options", "document_of", "stoppable", "with_options"]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--report`` and ``--plot`` to a benchmark that has ``--out``."""
     add = parser.add_argument
-    add("--report", type=replaced, metavar="FILE", help="write one HTML file; the JSON beside it")
+    add(
+        "--report",
+        type=replaced,
+        metavar="FILE",
+        help="write an HTML page, and the JSON next to it",
+    )
     add("--plot", type=picture_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
     run: Callable[[argparse.Namespace], int] = stoppable(parser.get_default("run"))
     parser.set_defaults(run=lambda args: with_options(args, run))
@@ -46,7 +51,9 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
     if args.out is None:
         args.out = wanted.with_suffix(".json")
     if args.out in (args.report, args.plot):
-        print(f"vmem bench: {args.out}: the JSON goes there; name another file", file=sys.stderr)
+        print(
+            f"vmem bench: {args.out}: the JSON is written there; name another file", file=sys.stderr
+        )
         return 2
     before = args.out.stat().st_mtime_ns if args.out.exists() else 0
     status = run(args)

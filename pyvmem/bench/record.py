@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a run: measured rows, rows not run with the reason, and the result file.
+"""The result of a run: measured rows, rows that were not run and why, and the result file.
 
 The format is described in benchmarks/README.md; `FORMAT` changes when its meaning does.
 """
@@ -18,14 +18,14 @@ __all__ = ["FORMAT", "Book", "Part", "Record", "SCALES", "lines", "mark_interrup
 
 FORMAT = "vmem-bench-api/1"
 
-SCALES = {"us": 1e3, "ms": 1e6, "s": 1e9, "ns": 1.0}  # nanoseconds in a unit of time
+SCALES = {"us": 1e3, "ms": 1e6, "s": 1e9, "ns": 1.0}  # nanoseconds per unit of time
 _DIGITS = 6
-_LINE = 500  # characters that stay on one line
-_MAX_RAW = 4000  # samples of one row in the raw file
+_LINE = 500  # a list or object of up to this many characters stays on one line
+_MAX_RAW = 4000  # samples per row in the raw file
 
 
 def _round(value: float) -> float:
-    """Six significant digits: more is noise, and the file is kept in the repository."""
+    """Rounds to six significant digits: more is noise, and the file is in the repository."""
     return float(f"{value:.{_DIGITS}g}")
 
 
@@ -61,14 +61,14 @@ class Part:
 
         Args:
             row: the row's name, unique in the part.
-            what: the same in words.
+            what: description of the row.
             system: what was measured.
             samples: nanoseconds.
-            page: page size in bytes, where there is one.
-            nbytes: bytes that one sample handles; the row then has GB/s at the median as well.
+            page: page size in bytes, if the row has one.
+            nbytes: bytes that one sample handles; the row then also reports GB/s at the median.
             unit: unit of the row, a key of SCALES.
             overhead_ns: time of an empty call of this system, which `net` excludes.
-            calls: how many calls one sample stands for.
+            calls: number of calls that one sample covers.
             note: further information for the reader.
         """
         scale = SCALES[unit]
@@ -84,7 +84,8 @@ class Part:
             entry["gb_per_s"] = nbytes / (entry["median"] * scale)
         every = -(-len(samples) // _MAX_RAW)
         if every > 1:
-            entry["samples_every"] = every  # of the raw file; the statistics are over all
+            # the raw file keeps every n-th sample; the statistics are over all
+            entry["samples_every"] = every
         entry["samples"] = [[x / scale for x in r[::every]] for r in samples.rounds]
         return self._add(entry)
 
@@ -100,7 +101,7 @@ class Part:
         note: str = "",
         **more: Any,
     ) -> dict[str, Any]:
-        """Adds a row of one number other than a time: bytes, a count, GB/s."""
+        """Adds a row with one number that is not a time: bytes, a count, GB/s."""
         entry = self._entry(row, what, system, unit, page=page, note=note)
         entry["value"] = value
         entry.update(more)
@@ -216,7 +217,7 @@ class Record:
         }
 
     def write(self, path: Path) -> Path:
-        """Writes `path` (without samples) and, beside it, raw/<the same name> (with them).
+        """Writes `path` (without samples) and, in its directory, raw/<the same name> (with them).
 
         Files are replaced atomically. Returns the path of the raw file.
         """
@@ -227,7 +228,7 @@ class Record:
         return raw
 
     def write_one(self, path: Path) -> None:
-        """Writes `path` alone: for a run that took no samples."""
+        """Writes only `path`, without a raw file, for a run that took no samples."""
         replace_text(path, lines(self.document(raw=False)) + "\n")
 
 
@@ -241,7 +242,7 @@ def mark_interrupted(path: Path) -> None:
 
 
 def lines(value: Any, depth: int = 0) -> str:
-    """JSON with a line for each row: a list or object that holds no other stays on one line.
+    """Formats JSON with one line per row: a list or object without nested ones stays on one line.
 
     So a diff between two runs shows the rows that differ, and the file has no more lines than rows.
     """

@@ -13,7 +13,7 @@ __all__ = ["aims_table", "document", "head", "part_table"]
 
 
 def head(record: Record) -> str:
-    """Machine, GPU, driver, commit, back ends."""
+    """Returns the report's head: machine, GPU, driver, commit, back ends."""
     m = record.machine
     commit = m["commit"] or "unknown"
     if m["dirty"]:
@@ -53,7 +53,7 @@ _LIVE = {  # columns of the table of live pages: row, key, heading
 
 
 def _live_table(part: Part) -> str:
-    """One line for each pattern, system and number of pages; bytes and us are for one page."""
+    """A table with a line per pattern, system and number of pages; bytes and us are per page."""
     lines: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for row in part.rows:
         _, pattern, system, pages, what = row["id"].split("/")
@@ -71,7 +71,7 @@ def _live_table(part: Part) -> str:
 
 
 def part_table(part: Part) -> str:
-    """One part: its rows of times, its rows of single numbers, what is missing."""
+    """The tables of one part: rows of times, rows of single numbers, and the missing rows."""
     if part.name == "live" and part.rows:
         return "\n".join([_title(part), _live_table(part), *_rest(part)])
     blocks = [_title(part)]
@@ -109,7 +109,7 @@ def _rest(part: Part) -> list[str]:
 
 
 def aims_table(record: Record) -> str:
-    """Every aim with its value, and whether it is reached; "" where none applies to the run."""
+    """Every aim with its value, and whether it is reached; "" if no aim applies to the run."""
     if not any(aim["applies"] for aim in record.aims):
         return ""
     rows = []
@@ -124,6 +124,6 @@ def aims_table(record: Record) -> str:
 
 
 def document(record: Record) -> str:
-    """Everything: head, parts and aims."""
+    """The complete report: head, parts and aims."""
     parts = [part_table(part) for part in record.parts.values()]
     return "\n\n".join(filter(None, [head(record), *parts, aims_table(record)]))

@@ -26,7 +26,7 @@ NOT_MEASURED = 3
 
 
 def now() -> str:
-    """The current time, as a record holds it."""
+    """The current time, in the format of a record."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -43,10 +43,10 @@ def backends(device: int) -> list[dict[str, Any]]:
 def conducted(part: Part) -> Iterator[None]:
     """Records when and how a part ended; a failed part does not lose the others' results.
 
-    Until then the part is marked partial, in case the process is killed.
+    While it runs, the part is marked partial, in case the process is killed.
     """
     part.started, began = now(), time.monotonic()
-    part.status, part.why = "partial", "it was stopped before its end"
+    part.status, part.why = "partial", "it was interrupted"
     try:
         yield
         part.why = ""
@@ -60,7 +60,7 @@ def conducted(part: Part) -> Iterator[None]:
 
 
 def said(record: Record, args: argparse.Namespace, text: Callable[[], str] | None = None) -> int:
-    """Prints a record as JSON or as `text`; returns the exit status of `ended`."""
+    """Prints a record as JSON or as `text`; returns the exit status from `ended`."""
     if args.json:
         print(json.dumps(record.document(raw=False), indent=1))
     else:
@@ -81,7 +81,7 @@ def ended(record: Record) -> int:
 
 
 def put_together(joining: Callable[[Sequence[Path]], Record], args: argparse.Namespace) -> int:
-    """Runs ``--merge``: writes and prints results as one. Returns 0, or 2 if they do not match."""
+    """Runs ``--merge``: merges results and prints them. Returns 0, or 2 if they do not match."""
     try:
         record = joining(args.merge)
     except MergeError as error:

@@ -21,7 +21,7 @@ OUR_PAGES = (64 * KB, 128 * KB, 256 * KB, 2 * MB)
 
 
 def label(nbytes: int) -> str:
-    """64 KiB -> "64K": page sizes in the names of rows."""
+    """Formats a page size for the names of rows: 64 KiB -> "64K"."""
     for unit, size in (("G", GB), ("M", MB), ("K", KB)):
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
@@ -35,7 +35,7 @@ class Overheads:
     each: float = 0.0
     block: float = 0.0
     refused: float = (
-        0.0  # cumem: cuMemSetAccess of 0 bytes, refused after its arguments are converted
+        0.0  # cumem: cuMemSetAccess of 0 bytes, which fails after its arguments are converted
     )
 
 
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def single(self) -> int:
-        """The page that rows of single pages use: 64 KB, or the smallest the back end has."""
+        """Page size for rows of single pages: 64 KB, or the smallest that the back end has."""
         return 64 * KB if 64 * KB in self.pages else min(self.native.context.info.page_sizes)
 
     @property
@@ -82,26 +82,26 @@ class Setting:
         return self.overheads.get(system, Overheads())
 
     def open(self, *, pool_high: int = 0) -> Context:
-        """Another context of our back end, for a part that needs its own."""
+        """Opens another context of our back end, for a part that needs its own."""
         return Context(self.system, device=self.device, pool_high=pool_high)
 
     def missing_pages(self, part: Part, row: str) -> None:
-        """Notes the paper's page sizes that our back end lacks."""
+        """Notes the paper's page sizes that our back end does not have."""
         for page in OUR_PAGES:
             if page not in self.pages:
                 part.not_run(
-                    f"{row}/{self.system}/{label(page)}", f"{self.system} has no such page"
+                    f"{row}/{self.system}/{label(page)}", f"{self.system} has no pages of this size"
                 )
 
     def measure_overheads(self, part: Part) -> None:
-        """Times empty calls of both bindings, for the `overhead` of every row after this."""
+        """Times empty calls of both bindings; rows added afterwards report them as `overhead`."""
         n, rounds = self.count(2000, 50), self.count(12, 2)
         ours, theirs, refused = Samples(), Samples(), Samples()
         ours_block, theirs_block = Samples(), Samples()
         lib = self.native.lib
         with quiet():
             for _ in range(rounds):
-                # A no-op that takes an output pointer and an integer, and returns an integer.
+                # As good as a no-op: back end 99 does not exist.
                 time_each(lib.vmem_backend_name, [(99,)] * n, ours.new_round())
                 time_block(lib.vmem_backend_name, [(99,)] * n, ours_block.new_round())
                 if self.cumem is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cost per byte, and the pool's saving: no driver call per page, one per long run."""
+"""The cost per byte, and what the pool saves: no driver call per page, one per long run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Turn = Callable[[], None]
 
 
 def _run_turn(setting: Setting, handle: int, addr: int, size: int, samples: Samples) -> _Turn:
-    """Maps the whole handle at addr in one call, several times a round."""
+    """Maps the whole handle at `addr` in one call, several times per round."""
     n, repeats = setting.native, setting.count(8, 1)
     args = [(n.vm, addr, size, handle, 0, 0)]
 
@@ -32,8 +32,8 @@ def _run_turn(setting: Setting, handle: int, addr: int, size: int, samples: Samp
 def run_bytes(setting: Setting, part: Part, deadline: Deadline) -> None:
     """Maps 2 MB of existing memory, with access, in four ways.
 
-    Page by page; as one run on a 2 MB boundary, where the driver may use one large entry; as one
-    run off it, where it cannot; as one cuMem page.
+    The ways: page by page; as one run on a 2 MB boundary, where the driver may use one large entry;
+    as one run off that boundary, where it cannot; as one cuMem page.
     """
     n, page, size, book = setting.native, setting.single, 2 * MB, Book(part)
     overhead, count = setting.overhead(n.system).each, size // setting.single
@@ -108,7 +108,7 @@ def _cumem_page(
 
 
 def run_pool(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """vMemCreate from a warm pool, and 1,024 neighbouring pages mapped in one call."""
+    """Measures vMemCreate from a warm pool, and 1,024 contiguous pages mapped in one call."""
     n, page, book = setting.native, setting.single, Book(part)
     block, pages = setting.count(256, 8), setting.count(1024, 16)
     size, costs = pages * page, setting.overhead(n.system)

@@ -2,8 +2,8 @@
 """The cost of KV cache calls to their caller, by number of slots.
 
 One K and one V tensor of 8 heads of 128 in float16, with pages of 64 KiB, 32 tokens each, so that
-the number of slots dominates. All but a few slots are in use, every request holds some tokens, and
-no page is shared. Calls are timed one by one, and the caches of all sizes take turns.
+the number of slots dominates. All but a few slots are in use, every request has some tokens, and no
+page is shared. Calls are timed one by one, and the caches of all sizes take turns.
 
 `step_async` is measured on its own cache, 8 requests over 64 tensors, since it does not depend on
 the number of slots: *cold* is the first batch after a pause, *warm* one of many. The pool is warm
@@ -30,13 +30,13 @@ _KEEP_ALL = (1 << 64) - 1
 _QUICK = (16, 64, 256)
 _HEADS, _HEAD_DIM, _ITEM = 8, 128, 2
 _ROW = _HEADS * _HEAD_DIM * _ITEM
-_SPARE = 4  # slots that stay free
-_SEQ_PAGES = 64  # of a full slot
+_SPARE = 4  # slots kept free
+_SEQ_PAGES = 64  # pages per tensor of a full slot
 _PAUSE_S = 0.002
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """The calls at every number of slots, in turns."""
+    """Measures the calls at every number of slots, in turns."""
     book = Book(part)
     with ExitStack() as stack:
         context = stack.enter_context(setting.open(pool_high=_KEEP_ALL))
@@ -51,7 +51,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     book.close()
     part.notes.append(
         "grow: the step less the driver's time in it and less a step with nothing to do, for each "
-        "request that grew; -1: memory is short, and nothing of no request can be had"
+        "request that grew; -1: memory is short, and no request has any to give back"
     )
 
 
@@ -76,7 +76,7 @@ def _config(context: Context, layers: int, slots: int, limit: int) -> KVCacheCon
 
 
 class _Slots(Closable):
-    """A cache nearly full of requests, and a turn of its calls."""
+    """A cache with nearly all slots in use; `turn` times its calls."""
 
     def __init__(self, setting: Setting, book: Book, context: Context, count: int) -> None:
         self.count = count
@@ -93,8 +93,8 @@ class _Slots(Closable):
         self.alloc = samples("alloc", "alloc_reqid")
         self.free = samples("free", "free_reqid")
         self.admit = samples("can_admit", "can_admit")
-        self.idle = samples("idle", "step, none needs a page")
-        self.grow = samples("grow", f"step, {self.needy} grow: a request")
+        self.idle = samples("idle", "step, no request needs a page")
+        self.grow = samples("grow", f"step, {self.needy} grow: per request")
         self.short = samples("short", "step, 1 needs a page: -1")
         self.many = samples("short_many", f"step, {self.needy} need a page: -1")
         # A page in each tensor for every request, and another for each one that grows.
@@ -102,7 +102,7 @@ class _Slots(Closable):
         self.cache = KVCache(_config(context, 1, count, pages), context)
 
     def fill(self) -> None:
-        """Allocates all slots but a few."""
+        """Allocates all slots but `_SPARE`."""
         self.ids = [_alloc(self.cache) for _ in range(self.count - _SPARE)]
         self.lens = [self.rows // 2] * len(self.ids) + [0] * _SPARE
         _must(self.cache.step(self.lens), 0)
@@ -137,7 +137,7 @@ class _Slots(Closable):
             self.admit[-1].append(last - end)
         steady = list(self.lens)
         idle = self._steps(steady, self.idle[-1], 0)
-        # The last requests grow, are freed, and come back with a page.
+        # The last requests grow, are freed, and are allocated again with one page.
         grown = list(self.lens)
         last_ids = self.ids[-self.needy :]
         for reqid in last_ids:
@@ -163,7 +163,7 @@ class _Slots(Closable):
         _must(cache.step(self.lens), 0)
 
     def _steps(self, lens: list[int], into: list[float], result: int) -> float:
-        """Times steps of these lengths; returns the shortest time."""
+        """Times steps to these lengths; returns the shortest time."""
         for _ in range(self.calls):
             start = time.perf_counter_ns()
             done = self.cache.step(lens)
@@ -173,7 +173,7 @@ class _Slots(Closable):
 
 
 class _Async(Closable):
-    """8 requests over 64 tensors that all need a page: the caller's side of `step_async`."""
+    """Times `step_async` on the caller's side: 8 requests over 64 tensors, all needing a page."""
 
     def __init__(self, setting: Setting, book: Book, context: Context) -> None:
         system, self.warm_calls = setting.system, setting.count(4, 1)
@@ -190,7 +190,7 @@ class _Async(Closable):
         self.cache.close()
 
     def turn(self) -> None:
-        """One batch after a pause, then several without one; frees all pages."""
+        """Times one batch after a pause, then several without one; frees all pages."""
         cache = self.cache
         ids = [_alloc(cache) for _ in range(self.requests)]
         self.cold.append([])

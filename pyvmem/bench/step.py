@@ -3,7 +3,7 @@
 
 256 requests of a model with 32 layers, 8 KV heads of 128, bfloat16, a K and a V tensor per layer:
 64 tensors, rows of 2 KB, 32 tokens to a page of 64 KB. An *event* is a step in which 8 of the
-requests need one more page in each tensor: 512 pages, no two of them neighbours.
+requests need one more page in each tensor: 512 pages, no two of them adjacent.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ROW = _HEADS * _HEAD_DIM * _ITEM
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """The steps, with zeroing (the default) and without, beside as many single maps."""
+    """Measures the steps with zeroing (the default) and without, and as many single maps."""
     for zero_fill in (True, False):
         left = Deadline(deadline.left / (2 if zero_fill else 1))
         with setting.open(pool_high=_KEEP_ALL) as context:
             _one(setting, part, left, context, zero_fill=zero_fill)
     part.notes.append(
-        "step/async is the caller's side; step/wait the following step, called at once, which "
+        "step/async is the caller's side; step/wait the following step, called immediately, which "
         "returns when the pages are mapped (and zeroed, or ordered before the stream)"
     )
 
@@ -44,8 +44,8 @@ def _one(
     n, book = Native(context), Book(part)
     page = 64 << 10 if 64 << 10 in context.info.page_sizes else min(context.info.page_sizes)
     layers, requests, needy = setting.count(32, 2), setting.count(256, 16), setting.count(8, 2)
-    # Fewer tensors where mappings are few (host): a lone page makes two pieces, one mapped and one
-    # not, and closing the cache needs as many again.
+    # Fewer tensors if the back end limits mappings (host): a single page makes two pieces, one
+    # mapped and one not, and closing the cache needs as many again.
     limit = context.info.max_segments or context.info.max_mappings
     while limit and layers > 1 and 4 * requests * 2 * layers > 0.7 * limit:
         layers //= 2
@@ -62,7 +62,7 @@ def _one(
         page_size=page,
         zero_fill=zero_fill,
         low_watermark=0.0,
-        growth_fraction=0.0,  # an event is 512 pages, not the end of a longer run
+        growth_fraction=0.0,  # so that an event maps 512 pages, and does not grow ahead
     )
     events = _events(setting, context, requests * tensors, needy * tensors)
     pages = requests * tensors + (2 * events + 1) * needy * tensors
@@ -92,7 +92,7 @@ def _one(
         growth = _growth(requests, needy, rows)
         lens = fresh
         asynchronous = samples("async", f"step_async, {what}: the caller's side")
-        wait = samples("wait", f"the step after it, {what}")
+        wait = samples("wait", f"the step after step_async, {what}")
         sync = samples("sync", f"step, {what}")
 
         def turn_async() -> None:
@@ -115,13 +115,13 @@ def _one(
 
         turns += [turn_async, turn_sync]
         single = _Singles(n, page, needy * tensors)
-        maps = samples("maps512", f"{needy * tensors} times vMemMap of a page")
+        maps = samples("maps512", f"{needy * tensors} calls of vMemMap, a page each")
         turns.append(lambda: maps.append([single.time()]))
         with quiet():
             interleave(turns, events + 1, deadline)
         part.notes.append(
             f"driver time in the background{suffix}: "
-            f"{cache.stats().background_driver_ns / 1e6:.1f} ms, in callers' way: "
+            f"{cache.stats().background_driver_ns / 1e6:.1f} ms, while callers waited: "
             f"{cache.stats().critical_driver_ns / 1e6:.1f} ms, over all events"
         )
         single.close()
@@ -138,7 +138,7 @@ def _events(setting: Setting, context: Context, base: int, each: int) -> int:
 
 
 def _growth(requests: int, needy: int, rows: int) -> Iterator[list[int]]:
-    """Lengths for `step`; in each step the next `needy` requests begin a page."""
+    """Lengths for `step`; in each step the next `needy` requests start a new page."""
     lens = [rows] * requests
     for first in cycle(range(0, requests, needy)):
         lens = list(lens)
@@ -166,7 +166,7 @@ def _must(result: int) -> None:
 
 
 class _Singles:
-    """As many single-page maps as an event takes, none of them neighbours."""
+    """As many single-page maps as an event has pages, no two of them adjacent."""
 
     def __init__(self, n: Native, page: int, count: int) -> None:
         self.n, self.page = n, page
@@ -177,7 +177,7 @@ class _Singles:
         ]
 
     def time(self) -> float:
-        """Nanoseconds for all of them."""
+        """Makes the maps; returns the nanoseconds that all of them took."""
         n, each = self.n, list[float]()
         n.check("vMemMap", time_each(n.lib.vMemMap, self.args, each))
         for _, addr, size, *_ in self.args:

@@ -3,7 +3,7 @@
 
 A *sample* is the time of one call, or of one block of calls divided by their number, in
 nanoseconds. Samples are collected in rounds; in a round every system takes its turn, and the order
-of the turns rotates from round to round, so that drift of the machine affects all of them alike.
+of the turns rotates from round to round, so that drift of the machine affects all systems equally.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Summary:
 
 @dataclass
 class Samples:
-    """Samples of one row, one list a round."""
+    """Samples of one row, one list per round."""
 
     rounds: list[list[float]] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class Samples:
         return self.rounds[-1]
 
     def drop_first_round(self) -> None:
-        """Drops the warm-up, unless it is all there is."""
+        """Drops the warm-up round, unless it is the only one."""
         if len(self.rounds) > 1:
             del self.rounds[0]
 
@@ -89,7 +89,7 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def summarize(samples: Samples) -> Summary:
-    """Summarizes samples. Raises ValueError without any: an empty row is a mistake, not a zero."""
+    """Summarizes samples. Raises ValueError if there are none: an empty row is a mistake."""
     data = sorted(samples.flat())
     if not data:
         raise ValueError("no samples")
@@ -112,7 +112,7 @@ def summarize(samples: Samples) -> Summary:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disables Python's garbage collector during the timed stretch."""
+    """Disables Python's garbage collector while the block is timed."""
     was = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -126,8 +126,8 @@ def quiet() -> Iterator[None]:
 def time_each(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
     """Calls `fn(*a)` for each `a`, times each call, and returns what the calls returned.
 
-    The samples hold the cost of the two clock readings and of the Python call; `noop` rows of the
-    same shape say how much that is.
+    The samples include the cost of the two clock readings and of the Python call; `noop` rows of
+    the same shape show how much that is.
     """
     clock = time.perf_counter_ns
     args = list(args)
@@ -143,7 +143,7 @@ def time_each(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[
 def time_block(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list[float]) -> list[T]:
     """Times all calls together; the one sample is the mean time of a call.
 
-    For calls of about 1 us, too short to be timed one by one.
+    For calls of about 1 us, which are too short to be timed one by one.
     """
     clock = time.perf_counter_ns
     args = list(args)
@@ -163,7 +163,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds left, negative when over."""
+        """Seconds left; negative once the budget is used up."""
         return self.start + self.seconds - self._now()
 
     @property
@@ -179,7 +179,7 @@ class Deadline:
 def interleave(
     turns: Sequence[Callable[[], None]], rounds: int, deadline: Deadline | None = None
 ) -> int:
-    """Runs every turn once a round, the order rotated by one each round.
+    """Runs every turn once per round, with the order rotated by one each round.
 
     Stops before a round that would overrun the deadline if it took as long as the slowest so far,
     but runs at least two (a warm-up and a counted round). Returns the number of rounds run.

@@ -36,7 +36,8 @@ def captured(work: Callable[[], object], device: torch.device) -> tuple[Callable
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """A function that times a call in ns: by events on a GPU, by the host's clock on the CPU."""
+    """Returns a function that times a call, in ns: with events on a GPU, the host's clock on the
+    CPU."""
     import torch
 
     if device.type == "cpu":

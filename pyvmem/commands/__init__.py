@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""The `vmem` command and its subcommands, and what they share."""
+"""The `vmem` command, its subcommands and the code that they share."""
 
 __all__: list[str] = []

@@ -10,7 +10,7 @@ from pyvmem import _native
 
 __all__ = ["add_backend", "add_device", "ordinal"]
 
-_MOST = 1 << 16  # far above the devices of any machine
+_MOST = 1 << 16  # far more devices than any machine has
 
 
 def ordinal(text: str) -> int:
@@ -22,7 +22,7 @@ def ordinal(text: str) -> int:
 
 def add_device(parser: Any) -> None:
     """Adds ``--device``."""
-    text = "CUDA ordinal (default: 0); host has no devices and takes any"
+    text = "CUDA ordinal (default: 0); host has no devices and accepts any"
     parser.add_argument("--device", type=ordinal, default=0, metavar="N", help=text)
 
 

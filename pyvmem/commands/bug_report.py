@@ -29,8 +29,8 @@ _PARAMETERS = "/sys/module/nvidia_uvm/parameters"
 
 def scrub(text: str) -> str:
     """Removes user paths and GPU UUIDs from text."""
-    home = os.path.expanduser("~")  # stays so where there is none
-    if len(home) > 1:  # not the root
+    home = os.path.expanduser("~")  # "~" is left as it is if there is no home
+    if len(home) > 1:  # not "/"
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     return re.sub(r"\b(?:GPU-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "UUID", text)
 
@@ -78,7 +78,7 @@ def bug_report(results: Sequence[ProbeResult]) -> str:
         "system": machine["system"],
         "processor": f"{machine['cpu']}, {machine['cores']} cores, {memory:.0f} GiB",
         "user": machine["user"],
-        "GPU": machine["gpu"] or "none that nvidia-smi knows",
+        "GPU": machine["gpu"] or "none, according to nvidia-smi",
         "driver": machine["driver"] or "none",
         "patched driver": "loaded" if _read("/proc/driver/nvidia-uvm/vmem") else "not loaded",
         "modules": ", ".join(modules_of(_read("/proc/modules"))) or "none of NVIDIA's",

@@ -21,19 +21,22 @@ __all__ = ["main", "whole_parser"]
 
 # module with add_parser(sub) and run(args) -> int, and the line for `vmem --help`
 _COMMANDS = {
-    "probe": ("pyvmem.commands.probe", "which back ends work on this machine"),
-    "features": ("pyvmem.features.cli", "which cache features work on them, and what is missing"),
-    "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
-    "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
-    "layouts": ("pyvmem.layouts.cli", "what KV cache layouts cost, and which to choose"),
-    "top": ("pyvmem.commands.top", "the engines of this machine and their memory, live"),
-    "watch": ("pyvmem.commands.viewer", "the pages of a running program's requests, live"),
+    "probe": ("pyvmem.commands.probe", "show which back ends work on this machine"),
+    "features": ("pyvmem.features.cli", "show which cache features work, and what others need"),
+    "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that vmem works on this machine"),
+    "bench": ("pyvmem.bench.cli", "measure the calls, and CUDA's own if there is a GPU"),
+    "layouts": ("pyvmem.layouts.cli", "compare KV cache layouts, and pick the best"),
+    "top": ("pyvmem.commands.top", "show the engines of this machine and their memory, live"),
+    "watch": ("pyvmem.commands.viewer", "draw the pages of a running program's requests, live"),
     "limit": ("pyvmem.commands.limit", "set the memory limit of a running engine"),
-    "control": ("pyvmem.commands.control", "show and set what engines may have, over HTTP"),
+    "control": (
+        "pyvmem.commands.control",
+        "show and set the memory that engines may have, over HTTP",
+    ),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
     "completion": (
         "pyvmem.commands.completion",
-        "print the completion script of bash, zsh or fish",
+        "print the completion script for bash, zsh or fish",
     ),
 }
 
@@ -69,27 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
     Returns:
-        The command's own; 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 after its output
-        pipe was closed (as a shell reports a program ended by SIGINT or SIGPIPE).
+        The command's status; 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 after its
+        output pipe was closed (as a shell reports a program killed by SIGINT or SIGPIPE).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
-    if sys.stdout is None:  # closed by the caller, who wants nothing of it
+    if sys.stdout is None:  # the caller closed it and wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stderr is None:  # print would take standard output instead
+    if sys.stderr is None:  # otherwise print() would write to standard output
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that is not UTF-8 shows "?" for characters it lacks.
+        # A terminal that is not UTF-8 shows "?" for characters it cannot encode.
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
             args = _parser(command).parse_args(words)
             status: int = args.run(args)
         finally:
-            sys.stdout.flush()  # a full disk may only be reported now
+            sys.stdout.flush()  # a full disk may be reported only now
     except ImportError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        which = f"; the extra pyvmem[{extra}] has it" if extra else ""
+        which = f"; the extra pyvmem[{extra}] installs it" if extra else ""
         return _failed(command, f"a package is not installed: {error}{which}")
     except VMemError as error:
         # Name the operation only for libvmem's calls, which have man pages.
@@ -118,8 +121,8 @@ def _failed(command: str | None, text: str, status: int = 1) -> int:
 
 
 def _unread() -> bool:
-    """Returns true if standard output is a pipe without a reader."""
-    with contextlib.suppress(OSError, ValueError):  # not a file, or closed
+    """Returns true if standard output is a pipe whose reader has closed it."""
+    with contextlib.suppress(OSError, ValueError):  # it has no file descriptor, or is closed
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in output.poll(0))
@@ -127,7 +130,7 @@ def _unread() -> bool:
 
 
 def _drop_output() -> None:
-    """Discards buffered output, which the interpreter would try to write again at exit."""
+    """Discards buffered output; otherwise the interpreter tries to write it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -11,7 +11,7 @@ import shtab
 
 __all__ = ["SHELLS", "add_parser", "run"]
 
-FILES = {  # from which each shell loads a command's completion on the first Tab
+FILES = {  # where each shell looks for a command's completion on the first Tab
     "bash": "~/.local/share/bash-completion/completions/vmem",
     "fish": "~/.config/fish/completions/vmem.fish",
     "zsh": "~/.zfunc/_vmem",
@@ -23,7 +23,7 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
     parser: argparse.ArgumentParser = sub.add_parser(
         "completion",
-        help="print the completion script of a shell",
+        help="print the completion script for a shell",
         description="Prints a script that completes `vmem`, its options and their values. Write it "
         "once, and again after an upgrade, into the file that the shell loads: "
         + "; ".join(f"{shell}: {file}" for shell, file in FILES.items())
@@ -35,7 +35,7 @@ def add_parser(sub: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the script."""
-    from pyvmem.commands.cli import whole_parser  # which imports this module
+    from pyvmem.commands.cli import whole_parser  # not at the top: cli imports this module
 
     parser = whole_parser()
     for action in _actions(parser):

@@ -19,20 +19,20 @@ from pyvmem.plumbing.paths import existing_file
 
 __all__ = ["add_parser", "run"]
 
-_SOCKET = "control.sock"  # in the ledgers' folder
-_LEAST = 16  # characters of a token
+_SOCKET = "control.sock"  # file in the ledgers' folder
+_LEAST = 16  # minimum characters of a token
 
 
 def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
     parser = sub.add_parser(
         "control",
-        help="show and set what engines may have, over HTTP",
+        help="show and set the memory that engines may have, over HTTP",
         description="Answers HTTP requests about the engines of this user, until interrupted: "
         "what `vmem top` shows, and limits, floors and sleep. By default on a Unix socket in the "
         "ledgers' folder, which only this user can reach.",
     )
-    parser.add_argument("--socket", type=Path, metavar="PATH", help=f"instead of {_SOCKET} there")
+    parser.add_argument("--socket", type=Path, metavar="PATH", help="Unix socket to listen on")
     parser.add_argument(
         "--listen", type=_address, metavar="HOST:PORT", help="TCP instead; needs --token-file"
     )
@@ -40,7 +40,7 @@ def add_parser(sub: Any) -> None:
         "--token-file",
         type=existing_file,
         metavar="FILE",
-        help=f"the bearer token, {_LEAST} characters or more; of this user alone (mode 600)",
+        help=f"the bearer token, {_LEAST} characters or more (mode 600)",
     )
     add_ledger(parser)
     parser.set_defaults(run=run)
@@ -58,7 +58,8 @@ def _token(path: Path) -> str:
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         mode = stat.S_IMODE(state.st_mode)
         raise BadUsage(
-            f"{path}: of user {state.st_uid}, mode {mode:o}; expected user {os.getuid()}, mode 600"
+            f"{path}: owner is user {state.st_uid}, mode {mode:o}; "
+            f"expected user {os.getuid()}, mode 600"
         )
     token = path.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(rf"[!-~]{{{_LEAST},}}", token):
@@ -69,7 +70,7 @@ def _token(path: Path) -> str:
 def run(args: argparse.Namespace) -> int:
     """Serves until interrupted."""
     if args.listen and args.socket:
-        raise BadUsage("--socket and --listen: expected one of them")
+        raise BadUsage("--socket and --listen exclude each other")
     if bool(args.listen) != bool(args.token_file):
         raise BadUsage("--listen needs --token-file, and a Unix socket has no token")
     folder = folder_of(args)

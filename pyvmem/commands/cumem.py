@@ -51,7 +51,8 @@ class Cuda(Closable):
             self.context = self.call(driver.cuDevicePrimaryCtxRetain, self.device)
         except CudaCallError as error:
             raise CudaUnavailable(str(error)) from error
-        except Exception as error:  # cuda.pathfinder has an exception of its own for "no libcuda"
+        # cuda.pathfinder raises its own exception if there is no libcuda
+        except Exception as error:
             raise CudaUnavailable(f"{type(error).__name__}: {error}") from error
         self.ordinal = device
         self.call(driver.cuCtxSetCurrent, self.context)
@@ -100,7 +101,7 @@ class CuMem:
     """Arguments for timed cuMem* calls on one device, and untimed calls.
 
     The timed loops call `driver.cuMem...` directly with the argument tuples made here, so that a
-    sample is a single call of cuda.bindings and no code of ours.
+    sample times a single call of cuda.bindings and none of our code.
     """
 
     def __init__(self, cuda: Cuda) -> None:

@@ -23,12 +23,12 @@ def add_parser(sub: Any) -> None:
         "limit",
         help="set the memory limit of a running engine",
         description="Sets the most memory of a device that a running engine may have. An engine "
-        "that has more gives back what is idle at once, and the rest as requests end. Exit status "
-        "1: no such engine runs, or it cannot have that limit.",
+        "that has more frees idle memory immediately, and the rest as requests finish. Exit "
+        "status 1: no such engine runs, or it cannot have that limit.",
     )
-    parser.add_argument("engine", help="its name, or the process id that `vmem top` shows")
+    parser.add_argument("engine", help="the engine's name, or the process id that `vmem top` shows")
     parser.add_argument("size", type=_size, help="bytes, for example 20G")
-    text = "bytes that other engines leave to it, even while it does not use them"
+    text = "bytes that other engines leave to it even if it does not use them"
     parser.add_argument("--floor", type=_size, metavar="SIZE", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_ledger(parser)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for device, one in changed.items():
         more = max(0, one.used - args.size)
-        note = f"; {format_bytes(more)} above it go as requests end" if more else ""
+        note = f"; {format_bytes(more)} above it will be freed as requests finish" if more else ""
         sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
         print(f"{device}: {one.name}: {sizes}{note}")
     if not there:

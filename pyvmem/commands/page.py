@@ -2,7 +2,7 @@
 """Renders a run as one self-contained HTML file: machine, command, tables, pictures and raw data.
 
 ``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws only
-the pictures. The page loads nothing and runs no script; its last link is the run's own JSON.
+the pictures. The page loads nothing and runs no script; its last link is the run's JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyvmem.plumbing.paths import replace_text
 
 __all__ = ["page", "picture", "write_report"]
 
-_MOST_BARS = 40  # rows drawn in a picture; the table has all
+_MOST_BARS = 40  # maximum rows drawn in a picture; the table has all rows
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 _STYLE = """
 :root { color-scheme: light dark }
@@ -133,7 +133,7 @@ def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
 
 
 def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
-    """Plots each row's series, second column over first."""
+    """Plots each row's series, the second column over the first."""
     for place, row in enumerate(rows):
         along, values = zip(*(one[:2] for one in row["series"]), strict=True)
         colour = _COLOURS[place % len(_COLOURS)]
@@ -188,7 +188,7 @@ def _inline(part: Document) -> str:
     try:
         drawn = picture([part])
     except ModuleNotFoundError:
-        return "<p>No picture: matplotlib is not installed where this was written.</p>"
+        return "<p>No picture: matplotlib was not installed when this was written.</p>"
     if drawn is None:
         return ""
     text = drawn.decode()
@@ -199,7 +199,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """Formats an aim, and whether it is reached if it applies to the machine."""
+    """Formats an aim and, if it applies to the machine, whether it is reached."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None
@@ -223,7 +223,7 @@ def _parts(document: Document) -> Iterable[str]:
         yield _table(("what", "value", "unit", "aim", "result"), map(_aim, aims))
     if others := len(document.get("aims", [])) - len(aims):
         more = "more " if aims else ""
-        yield f"<p>{others} {more}comparisons need what this run did not measure.</p>"
+        yield f"<p>{others} {more}comparisons need rows that this run did not measure.</p>"
     for part in document.get("parts", {}).values():
         yield f"<h2>{html.escape(part['name'])}: {html.escape(part['title'])}</h2>"
         why = f": {part['why']}" if part["why"] else ""

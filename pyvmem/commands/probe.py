@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shows which back ends work on this machine, which one ``"auto"`` uses, and why others fail."""
+"""Shows which back ends work on this machine, which ``"auto"`` uses, and why the others fail."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ProbeResult:
         caps: capabilities of the back end.
         page_sizes: bytes, ascending.
         driver: the driver's version.
-        device_name: name of the device asked for.
-        reason: why it is not usable, or what the test showed.
+        device_name: name of the requested device.
+        reason: why it is not usable, or the result of the test.
     """
 
     backend: str
@@ -85,7 +85,7 @@ def _size(nbytes: int) -> str:
 
 
 def _table(results: list[ProbeResult]) -> str:
-    from pyvmem.commands.tables import table  # importing pyvmem loads no command line
+    from pyvmem.commands.tables import table  # importing pyvmem must not load it
 
     rows = []
     for one in results:
@@ -106,7 +106,7 @@ def add_parser(sub: Any) -> None:
     parser: argparse.ArgumentParser = sub.add_parser(
         "probe", help="which back ends work here", description=__doc__
     )
-    from pyvmem.commands.arguments import add_device  # importing pyvmem loads no command line
+    from pyvmem.commands.arguments import add_device  # importing pyvmem must not load it
 
     add_device(parser)
     form = parser.add_mutually_exclusive_group()
@@ -117,13 +117,13 @@ def add_parser(sub: Any) -> None:
         const=_PRINTED,
         type=_file,
         metavar="FILE",
-        help="print what a bug report needs, in Markdown; or write it to FILE, with a self-test",
+        help="print data for a bug report, in Markdown; or write it to FILE, with a self-test",
     )
     parser.set_defaults(run=run)
 
 
 def _file(text: str) -> Path:
-    from pyvmem.plumbing.paths import written  # importing pyvmem loads no command line
+    from pyvmem.plumbing.paths import written  # importing pyvmem must not load it
 
     return written(text)
 
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the results; returns 0 if a back end is usable and no self-test check failed."""
     results = probe(args.device)
     if args.report is not None:
-        from pyvmem.commands import bug_report  # it imports this module
+        from pyvmem.commands import bug_report  # not at the top: bug_report imports this module
 
         if args.report is not _PRINTED:
             return bug_report.write(args.report, results, args.device)

@@ -42,12 +42,13 @@ def table(
     width: float | None = None,
     rule: bool = True,
 ) -> str:
-    """Text in columns; the first `left` columns are flush left, the others flush right.
+    """Formats rows as columns; the first `left` columns are flush left, the others flush right.
 
     Args:
-        width: of the output; None: of the terminal, if standard output is one. In a narrower one
-            text is wrapped within its column, the widest first; where that is not enough, the
-            columns go below each other in blocks, each with the first column.
+        width: of the output; None: of the terminal, if standard output is one. If the table is
+            wider, text is wrapped within its column, the widest column first; if that is not
+            enough, the columns are printed in blocks one below the other, each with the first
+            column.
         rule: a line below the header.
     """
     room = columns() if width is None else width

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Prints to a terminal: its width, its colours, and text that is redrawn."""
+"""Output to a terminal: its width, its colours, and text that is redrawn in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAINT = re.compile(r"\x1b\[\d*m")
 
 
 def columns(file: TextIO | None = None) -> float:
-    """Returns the columns of a terminal; unlimited for files and pipes, which get whole lines."""
+    """Returns the columns of a terminal; infinity for files and pipes, whose lines are not cut."""
     return shutil.get_terminal_size().columns if (file or sys.stdout).isatty() else math.inf
 
 
@@ -43,9 +43,10 @@ def painted(text: str, colour: str) -> str:
 class Live(Scoped):
     """Text redrawn in place; the last version stays on the screen. Thread-safe.
 
-    Lines wider than the terminal are cut, and so are those below its last line: the terminal would
-    scroll, and what has scrolled cannot be redrawn. Lines that the program prints meanwhile go
-    above the text. If the output is not a terminal, only the last text is printed.
+    Lines are cut at the terminal's width, and lines below its last one are left out: they would
+    make the terminal scroll, and text that has scrolled away cannot be redrawn. Lines that the
+    program prints in the meantime appear above the text. If the output is not a terminal, only the
+    last text is printed.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -73,7 +74,7 @@ class Live(Scoped):
         self._write(f"\x1b[?25h{self._above.rest}")
 
     def show(self, text: str, above: str = "") -> None:
-        """Replaces the text; prints the lines `above` above it, where they stay."""
+        """Replaces the text; prints the lines `above` above it, permanently."""
         with self._lock:
             self._text = text
             if not self.is_terminal:
@@ -96,7 +97,7 @@ class Live(Scoped):
 
 
 class _Above(io.TextIOBase):
-    """Replaces standard output while a `Live` is drawn: complete lines go above the live text."""
+    """Standard output while a `Live` is drawn: complete lines are printed above the live text."""
 
     def __init__(self, live: Live) -> None:
         self._live = live

@@ -39,12 +39,12 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
     parser = sub.add_parser(
         "top",
-        help="the engines of this machine and their memory, live",
-        description="Shows what each engine of this user holds and may have, until interrupted.",
+        help="show the engines of this machine and their memory, live",
+        description="Shows what memory each engine of this user has and may have, live.",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--once", action="store_true", help="print one table and end")
-    form.add_argument("--json", action="store_true", help="print one reading as JSON and end")
+    form.add_argument("--once", action="store_true", help="print one table and exit")
+    form.add_argument("--json", action="store_true", help="print one reading as JSON and exit")
     parser.add_argument(
         "--interval", type=seconds, default=1.0, metavar="S", help="between readings (1)"
     )
@@ -132,7 +132,7 @@ def with_rates(now: Reading, before: Reading, passed: float) -> Reading:
 
 
 def _off() -> str:
-    return "; VMEM_LEDGER=off: an engine with that setting is in none" if is_off() else ""
+    return "; VMEM_LEDGER=off: an engine with that setting joins no ledger" if is_off() else ""
 
 
 def _text(reading: Reading, folder: Path, width: float, colour: bool) -> str:

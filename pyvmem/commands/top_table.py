@@ -26,7 +26,7 @@ _LEFT_OUT = (
     *("cached", "pid", "short", "in_use", "limit"),
 )
 _SUMS = ("mapped", "in_use", "cached", "host", "host_cached", "short")
-_OFFLOADING = ("host", "host_cached")  # shown where an engine has host memory
+_OFFLOADING = ("host", "host_cached")  # shown if an engine has host memory
 _BYTES = (*_SUMS, "limit", "floor")
 _MARKS = (("#", GREEN), ("=", YELLOW), ("-", DIM))  # in use, cached, otherwise mapped
 _LEAST_BAR, _MOST_BAR = 12, 40
@@ -117,7 +117,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _title(device: str, some: Device, width: float) -> str:
-    """Returns the device's line; a narrow terminal gets a shortened UUID."""
+    """Returns the device's line; the UUID is shortened on a narrow terminal."""
     said = [some.card] if some.card else []
     if some.memory is not None:
         said.append(format_bytes(some.memory))

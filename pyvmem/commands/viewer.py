@@ -38,14 +38,14 @@ from pyvmem.telemetry import Telemetry
 __all__ = ["add_parser", "draw", "fetch", "run", "watch"]
 
 WIDTH = 80
-MOST_BYTES = 16 << 20  # maximum size of an answer; 100,000 slots take less
-_MARKS = {"#": "granted", "+": "mapped ahead", "=": "shared", ".": "kept, of no request"}
+MOST_BYTES = 16 << 20  # maximum size of a response; 100,000 slots need less
+_MARKS = {"#": "granted", "+": "mapped ahead", "=": "shared", ".": "kept after a request"}
 
 Numbers = Mapping[str, Any]
 
 
 def _bar(slot: Numbers, scale: int) -> str:
-    """Draws a slot's pages: shared, then the owner's, then those mapped ahead."""
+    """Draws a slot's pages: shared ones, then the request's own, then those mapped ahead."""
     mapped: int = slot["mapped_pages"]
     if slot["state"] != "active":
         return "." * math.ceil(mapped / scale)
@@ -109,7 +109,7 @@ def watch(
     end. Each picture costs one `stats` and one `snapshot`, under the cache's lock.
 
     Args:
-        cache: a `KVCache` or one of its relatives.
+        cache: a `KVCache`, or a cache with the same `stats` and `snapshot`.
         interval: seconds between pictures.
         name: title of the cache.
         file: the output; None for standard output.
@@ -171,7 +171,7 @@ def _url(where: str) -> str:
             f"{where!r} is not a port, host:port or URL: {error}", errno=errno.EINVAL
         ) from None
     if port == 0:
-        raise InvalidArgument(f"{where!r}: no program has port 0", errno=errno.EINVAL)
+        raise InvalidArgument(f"{where!r}: port 0 cannot be connected to", errno=errno.EINVAL)
     return url.rstrip("/")
 
 
@@ -194,7 +194,9 @@ def fetch(where: str) -> dict[str, Any]:
         InvalidArgument: `where` is malformed, or the server is not a `Telemetry.serve`.
     """
     url = _url(where)
-    wrong = InvalidArgument(f"{url}/caches is not what Telemetry.serve answers", errno=errno.EINVAL)
+    wrong = InvalidArgument(
+        f"{url}/caches is not a response of Telemetry.serve", errno=errno.EINVAL
+    )
     try:
         with urllib.request.urlopen(f"{url}/caches", timeout=10) as answer:
             body = answer.read(MOST_BYTES + 1)
@@ -221,7 +223,7 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
     parser = sub.add_parser(
         "watch",
-        help="the pages of a running program's requests, live",
+        help="draw the pages of a running program's requests, live",
         description="Draws the pages of each request of a program that calls Telemetry.serve.",
     )
     parser.add_argument("where", type=_where, help="port of this machine, host:port or URL")
@@ -229,19 +231,19 @@ def add_parser(sub: Any) -> None:
         "--interval", type=seconds, default=0.5, metavar="S", help="between pictures (0.5)"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--once", action="store_true", help="print one picture and end")
-    form.add_argument("--json", action="store_true", help="print one reading as JSON and end")
+    form.add_argument("--once", action="store_true", help="print one picture and exit")
+    form.add_argument("--json", action="store_true", help="print one reading as JSON and exit")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws until interrupted, until the program ends, or once."""
+    """Draws until interrupted or the program exits, or once."""
     try:
         found = fetch(args.where)
     except OSError as error:
-        why = getattr(error, "reason", error)  # urllib's own errors hold another
+        why = getattr(error, "reason", error)  # urllib wraps the original error
         text = getattr(why, "strerror", None) or why
-        print(f"vmem watch: no answer from {args.where}: {text}", file=sys.stderr)
+        print(f"vmem watch: no response from {args.where}: {text}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(found, indent=2))

@@ -27,13 +27,15 @@ FORMAT = 1
 def add_parser(sub: Any) -> None:
     """Adds ``vmem features``."""
     parser: argparse.ArgumentParser = sub.add_parser(
-        "features", help="the features that this machine's back ends support", description=__doc__
+        "features",
+        help="list the features that this machine's back ends support",
+        description=__doc__,
     )
     add = parser.add_argument
     text = "CUDA ordinals, separated by commas (default: 0)"
     add("--devices", type=_ordinals, default=(0,), metavar="N,...", help=text)
     add("--json", action="store_true", help="print table and back ends as JSON")
-    add("--out", type=written, metavar="FILE", help="write that JSON there")
+    add("--out", type=written, metavar="FILE", help="write the JSON to this file")
     parser.set_defaults(run=run)
 
 
@@ -63,7 +65,7 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
 
 
 def _rows(backends: list[Probed]) -> list[dict[str, Any]]:
-    """Returns a record for each feature, with the requirements that each back end lacks."""
+    """Returns a record per feature, with the requirements that each back end does not meet."""
     return [
         {
             "key": one.key,

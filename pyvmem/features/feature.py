@@ -97,7 +97,7 @@ class Feature:
             what: the call or option, as the user wrote it.
 
         Raises:
-            NotSupported: names the back end and the requirements that it lacks.
+            NotSupported: names the back end and the requirements that it does not meet.
         """
         if lacks := self.lacks(info):
             named = (f"{one} ({_MEANING[one]})" if one in _MEANING else one for one in lacks)
@@ -111,7 +111,7 @@ class Feature:
 def require_page_size(
     info: BackEnd, size: int, name: str = "page_size", *, op: str = "KVCache"
 ) -> None:
-    """Raises InvalidArgument, naming the sizes, if the back end has no pages of `size` bytes."""
+    """Raises InvalidArgument, naming the sizes, unless the back end has pages of `size` bytes."""
     if size not in info.page_sizes:
         sizes = ", ".join(str(one) for one in info.page_sizes)
         raise InvalidArgument(

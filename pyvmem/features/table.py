@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The table of features, with their requirements.
 
-The cache refuses calls by this table. libvmem refuses calls of a context (create, map, retain) by
-the same capabilities; a test compares every row with actual behaviour.
+The cache looks up here which calls to reject. libvmem rejects calls of a context (create, map,
+retain) by the same capabilities; a test compares every row with actual behaviour.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ FEATURES: tuple[Feature, ...] = (
     PREFIXES,
     Feature(
         "trim",
-        "Idle memory back to the device",
+        "Idle memory returned to the device",
         "vTensor",
         "trim, KVCacheConfig(idle_seconds=)",
     ),
@@ -132,7 +132,7 @@ FEATURES: tuple[Feature, ...] = (
     PEER_PAGES,
     Feature(
         "readonly",
-        "Read-only pages: a write to what is shared is a fault",
+        "Read-only pages: a write to a shared page faults",
         "vmem",
         "Reservation.map(readonly=True)",
         caps=Caps.READONLY,
@@ -140,7 +140,7 @@ FEATURES: tuple[Feature, ...] = (
     OVERREAD,
     Feature(
         "budget",
-        "Several caches on one memory, with a floor and a ceiling each",
+        "Several caches in one budget, with a floor and a ceiling each",
         "vmem",
         "Budget, KVCache(budget=)",
     ),

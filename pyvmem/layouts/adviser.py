@@ -5,9 +5,10 @@ The rule, in order:
 
 1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration take at most
    half of an iteration, in which they run in the background.
-2. Of these, the layouts within 1 % of the best score: batch size divided by attention time once the
-   memory is full (`pyvmem.layouts.entries`). On a full card, the part of a request that does not
-   fill 2 MB blocks is slow to read if layers share a tensor and pages are smaller.
+2. Of these, the layouts within 1 % of the best score are kept. The score is the batch size divided
+   by the attention time once the memory is full (`pyvmem.layouts.entries`): on a full card, the
+   part of a request that does not fill 2 MB blocks is slow to read if layers share a tensor and
+   pages are smaller.
 3. Of these, the fewest map calls, then the smallest group, then the smallest page.
 """
 
@@ -37,22 +38,22 @@ __all__ = [
 PAGE_SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
 
 CALL_US = {"stock": 13.0, "cuda": 24.6, "uvm": 0.0}
-"""Microseconds of a map call of one run, by back end.
+"""Microseconds of a map call for one run, by back end.
 
 Measured on an H200: `stock` one ioctl; `cuda` create, map and set access of 2 MB. `uvm` makes one
-call for a whole step, which was not timed yet: 0 disables rule 1. The driver serializes the calls
-of several processes: if all n ranks of a machine map at once, a call takes n times as long
+call for a whole step, which has not been timed yet: 0 disables rule 1. The driver serializes the
+calls of several processes: if all n ranks of a machine map at once, a call takes n times as long
 (`vmem bench devices`).
 """
 
-_CLOSE = 0.01  # of the largest batch
-_HIDDEN = 0.5  # of an iteration
+_CLOSE = 0.01  # fraction of the best score
+_HIDDEN = 0.5  # fraction of an iteration
 
 
 def call_us(backend: str, ranks: int = 1) -> float:
-    """Returns the microseconds of a map call, at most, when this many ranks map at once.
+    """Returns an upper bound, in us, of a map call while `ranks` ranks map at the same time.
 
-    A back end that was not measured counts as `stock`.
+    `stock` stands in for a back end that was not measured.
     """
     return ranks * CALL_US.get(backend, CALL_US["stock"])
 
@@ -64,7 +65,7 @@ class Limits:
     Attributes:
         call_us: microseconds of a map call; see `call_us`.
         iteration_ms: milliseconds of a decode iteration of the whole batch.
-        max_group: the most layers in one tensor; more than the default were not measured.
+        max_group: maximum layers in one tensor; more than the default have not been measured.
     """
 
     call_us: float = CALL_US["stock"]
@@ -154,7 +155,7 @@ def _worth(one: Cost) -> float:
 
 
 def _trouble(one: Cost) -> tuple[float, int, int]:
-    calls = float(f"{one.calls_per_token:.2g}")  # smaller differences do not count
+    calls = float(f"{one.calls_per_token:.2g}")  # ignores smaller differences
     return calls, one.choice.group_size, one.choice.page_size
 
 
@@ -163,7 +164,7 @@ def name(choice: Choice) -> str:
     size = choice.page_size
     page = f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
     group = (
-        "a tensor per layer" if choice.group_size == 1 else f"{choice.group_size} layers a tensor"
+        "a tensor per layer" if choice.group_size == 1 else f"{choice.group_size} layers per tensor"
     )
     return f"{group}, {page} pages" + (f" in runs of {choice.run}" if choice.run > 1 else "")
 
@@ -178,10 +179,10 @@ def _why(
     spent = mapping_ms(best, limits)
     if not hidden:
         return (
-            f"{text}; every layout maps for more than half of an iteration of "
-            f"{limits.iteration_ms:g} ms, this one the shortest time, {spent:.1f} ms."
+            f"{text}; map calls take more than half of an iteration of "
+            f"{limits.iteration_ms:g} ms in every layout, and least in this one, {spent:.1f} ms."
         )
-    text += f", at {best.calls_per_token:.3g} map calls a token"
+    text += f", at {best.calls_per_token:.3g} map calls per token"
     if limits.call_us:
         text += f", {spent:.1f} ms in the background of an iteration of {limits.iteration_ms:g} ms"
     if best.attention >= 1 + _CLOSE:
@@ -189,6 +190,6 @@ def _why(
     dropped = [one for one in allowed if one not in hidden and _worth(one) > _worth(best)]
     if dropped:
         other = max(dropped, key=_worth)
-        text += f"; {name(other.choice)} holds {int(other.batch)} but maps for "
+        text += f"; {name(other.choice)} holds {int(other.batch)} but its map calls take "
         text += f"{mapping_ms(other, limits):.1f} ms"
     return text + "."

@@ -40,9 +40,9 @@ from pyvmem.plumbing.validation import invalid
 __all__ = ["RESERVE", "add_parser", "budget", "run"]
 
 RESERVE = 0.1
-"""The fraction of a GPU's memory for activations, the CUDA context and libraries.
+"""The fraction of a GPU's memory reserved for activations, the CUDA context and libraries.
 
-Engines leave the same by default (vLLM's ``gpu_memory_utilization`` of 0.9).
+Engines reserve the same by default (vLLM's ``gpu_memory_utilization`` of 0.9).
 """
 
 
@@ -56,7 +56,7 @@ def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
     if left <= 0:
         raise invalid(
             f"{shape.name}: weights of {shape.weight_bytes} bytes and a reserve of "
-            f"{int(memory * reserve)} leave nothing of {memory}; use more ranks",
+            f"{int(memory * reserve)} use up all of {memory}; use more ranks",
             size=shape.weight_bytes,
             limit=memory,
             op="vmem layouts",
@@ -68,7 +68,7 @@ def add_parser(sub: Any) -> None:
     """Adds the subcommand to ``argparse`` subparsers."""
     parser = sub.add_parser(
         "layouts",
-        help="the cost of each KV cache layout, and the best layout",
+        help="list the cost of each KV cache layout, and the best layout",
         description="Lists the cost of each layout (layers that share a tensor x page size) for a "
         "model and a workload, and picks the best. Needs no GPU.",
     )
@@ -79,18 +79,23 @@ def add_parser(sub: Any) -> None:
     add("--kv-memory", type=size, help="for keys and values alone, instead of --memory")
     add_workload(parser, "Azure's or vAttention's CSV, Mooncake's JSONL", "requests", 10000)
     add("--pages", type=page_sizes, default=list(PAGE_SIZES), help="page sizes (64K,128K,256K,2M)")
-    add("--runs", type=counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
-    add("--backend", choices=sorted(CALL_US), default="stock", help="what a map call takes (stock)")
+    add("--runs", type=counts, default=[1], help="pages mapped at a time, such as 1,8 (1)")
+    add(
+        "--backend",
+        choices=sorted(CALL_US),
+        default="stock",
+        help="for the cost of a map call (stock)",
+    )
     add("--iteration-ms", type=positive, default=25.0, help="of a decode iteration (25)")
     add(
         "--max-group",
         type=count,
         default=MEASURED_GROUPS,
-        help=f"most layers in one tensor that are advised ({MEASURED_GROUPS})",
+        help=f"maximum layers in one tensor to advise ({MEASURED_GROUPS})",
     )
     add_overread(parser)
     add_dtype(parser)
-    add("--all", action="store_true", help="list groups between --max-group and all layers too")
+    add("--all", action="store_true", help="also list groups between --max-group and all layers")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -123,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
     if memory < least:
         option = "--kv-memory" if args.kv_memory else "--memory"
         raise BadUsage(
-            f"argument {option}: {memory} bytes for keys and values: the smallest layout needs "
+            f"argument {option}: {memory} bytes for keys and values, but the smallest layout needs "
             f"{least}, a page in every tensor"
         )
     if args.json:
@@ -156,7 +161,7 @@ def _kinds(shape: ModelShape) -> str:
     words = []
     for config in shape.configs():
         if config.state:
-            words.append(f"{config.num_layers} states of {config.row_bytes:,} bytes a request")
+            words.append(f"{config.num_layers} states of {config.row_bytes:,} bytes per request")
             continue
         what = f"{config.num_kv_heads} KV heads of" if config.tensors_per_layer == 2 else "rows of"
         if config.tensors_per_layer == 1 and config.num_kv_heads > 1:
@@ -177,10 +182,11 @@ def _table(
 
     tokens = sum((one.context + one.longest) / 2 * one.output for one in requests)
     tokens /= sum(one.output for one in requests)
-    source = args.trace.name if args.trace else f"made up from seed {args.seed}"
-    state = f", {shape.state_bytes:,} a request" if shape.state_bytes else ""
+    source = args.trace.name if args.trace else f"generated from seed {args.seed}"
+    state = f", {shape.state_bytes:,} per request" if shape.state_bytes else ""
     lines = [
-        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token{state}",
+        f"{shape.name}: {_kinds(shape)}, {shape.dtype}; "
+        f"{shape.token_bytes:,} bytes per token{state}",
         f"{counted(len(requests), 'request')}, {source}; "
         f"a running one has {tokens:,.0f} tokens on average",
         f"{memory / 2**30:.1f} GiB for keys and values",
@@ -216,7 +222,7 @@ def _table(
             "outgrows its pages, and the tokens that it then has room for; share: tokens in a unit",
             "that requests can share; table, books: the GPU's page table and, at most, the kernel",
             "memory of `stock`, for what a running request holds; attention: its time in decoding",
-            "once the memory is full, over that from cudaMalloc memory (H100)",
+            "once the memory is full, divided by that from cudaMalloc memory (H100)",
             "",
             f"Take {found.why}",
         ]

@@ -3,13 +3,13 @@
 
 A running request holds its prompt and the tokens generated so far: in iteration k (from 0),
 ``context + k`` tokens. Means are over all iterations of all requests of the workload, so a request
-counts for as long as it holds memory. With M bytes for keys and values, and m bytes held by a
-request on average, M / m requests run concurrently in the long run (Little's law).
+is weighted by the time for which it holds memory. With M bytes for keys and values, and m bytes
+held by a request on average, M / m requests run concurrently in the long run (Little's law).
 
 Costs are summed over the groups of equal layers. Layers with a window hold the whole prompt in the
-first iteration, as after a prefill in one step; then the window at the end of the last whole block,
-`KVCacheConfig.window_tile` rows before it, and the part of their first page before those. Layers
-with a state hold it from the first iteration to the last.
+first iteration, as after a prefill in one step; from then on, they hold the window at the end of
+the last whole block, `KVCacheConfig.window_tile` rows before it, and whatever else their first page
+contains. Layers with a state hold it from the first iteration to the last.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layouts_of", "page_tabl
 _KB64 = 64 << 10
 _MAX_RUN = 1 << 12
 _MAPPING_BYTES = (
-    2360  # kernel memory of a mapping of `stock` (580.159.04; benchmarks/api, "decode")
+    2360  # bytes of kernel memory per mapping of `stock` (580.159.04; benchmarks/api, "decode")
 )
 
 
@@ -44,8 +44,8 @@ class Choice:
             kind.
         page_size: bytes, a power of two.
         run: pages mapped with one call when a request grows, and wasted until it fills them; a
-            power of two. 1 for the growth of `KVCache`: up to `KVCacheConfig.growth_fraction` of a
-            request's pages, which are reclaimed when memory is short.
+            power of two. 1 stands for the growth of `KVCache`: up to
+            `KVCacheConfig.growth_fraction` of a request's pages, reclaimed when memory is short.
     """
 
     group_size: int
@@ -95,17 +95,17 @@ class Cost:
             and a block.
         tokens_per_growth: tokens that fit into a growth, on average.
         calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
-            `host`), without the unmaps behind a window. `uvm` maps everything a step needs with one
-            call.
-        sharing_unit: tokens per block, the granularity of sharing: a row and a page end together
+            `host`), without the unmaps behind a window. `uvm` maps everything that a step needs
+            with one call.
+        sharing_unit: tokens per block, the granularity of sharing: rows and pages have a common end
             only at multiples of it. 0 if a layer has a state, since states are not shared.
         page_table_bytes: bytes of the last level of the GPU's page table for an average request.
         books_bytes: upper bound of the kernel memory that `stock` needs for an average request,
             if every growth was mapped by itself; much less if a prompt was mapped in runs. `uvm`
-            needs about 28 bytes a page.
+            needs about 28 bytes per page.
         batch: number of concurrent requests in the given memory.
-        attention: decode attention time once that memory is full, whole blocks of 2 MB mapped by
-            large entries, relative to cudaMalloc memory with a tensor per layer; see
+        attention: decode attention time once that memory is full, with whole blocks of 2 MB mapped
+            by large entries, relative to cudaMalloc memory with a tensor per layer; see
             `pyvmem.layouts.entries`.
     """
 
@@ -135,7 +135,7 @@ class Cost:
 def page_table_bytes(page_size: int) -> int:
     """Returns the bytes of the GPU's page table for a page.
 
-    Entries have 8 bytes. 128 and 256 KB are two and four neighbouring entries of 64 KB; a page
+    An entry has 8 bytes. 128 and 256 KB are two and four adjacent entries of 64 KB; a page
     of 2 MB is one entry of the level above, of which the hardware reads 16 bytes.
     """
     if page_size >= 2 << 20:
@@ -148,8 +148,8 @@ def layouts_of(
 ) -> list[Layout]:
     """Returns the cache's `Layout` of each layer group, for requests of up to `longest` tokens.
 
-    A run counts as a page, since a request grows by runs. `overread_rows` rows are mapped past its
-    prompt.
+    Their page size is that of a run, since a request grows by runs. `overread_rows` rows are mapped
+    past its prompt.
     """
     configs = shape.configs(
         max_batch=1,
@@ -164,7 +164,7 @@ def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Reques
     """Returns the average memory of a running request; see the top of this module.
 
     Args:
-        layout: its pages are the growth steps of the request.
+        layout: one whose pages are the growth steps of the request.
         page_size: bytes of the pages that are unmapped behind a window.
         unit: tokens per block; the window advances by whole blocks.
         requests: the workload.
@@ -179,7 +179,7 @@ def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Reques
     grown = large = left = iterations = tokens = 0
     for request in requests:
         begun = layout.pages_for_step(0, request.context)
-        full = min(layout.capacity(begun), request.longest)  # then its pages are full
+        full = min(layout.capacity(begun), request.longest)  # tokens at which its pages are full
         grown += begun * (full - request.context + 1) + pages[request.longest] - pages[full]
         large += _whole(begun, block) * (full - request.context + 1)
         large += full_blocks[request.longest] - full_blocks[full]
@@ -210,13 +210,13 @@ def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
 
 
 def _longest_run(each: float, choice: Choice) -> int:
-    """Returns the most pages that a request with `each` bytes in a tensor grows by.
+    """Returns the maximum pages by which a request with `each` bytes in a tensor grows.
 
     Assumes memory that is full to `KVCacheConfig.low_watermark`: the cache then uses half of the
     free memory for surplus pages, and a run is 2 MB at most.
     """
     if choice.run > 1:
-        return 1  # the layouts' pages are runs
+        return 1  # the layouts' pages already are runs
     free = each * KVCacheConfig.low_watermark / 2
     return _floor_power(int(min(free, LARGE_ENTRY)) // choice.page_size)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Estimates attention time from page-table entry size, cache size and layers per tensor.
 
-A decode step reads every page of a layer's tensors once a layer. A tensor that g layers share is
-swept g times, each time for a g-th of every page. An H100's TLBs hold about 8 GiB of entries of
-64 KB: a sweep beyond that misses at every page, for less data the more layers share it. Entries of
-2 MB reach the whole card. The cache maps the whole blocks of 2 MB of a request by such entries,
-whatever the page size.
+A decode step sweeps all pages of a layer's tensors once per layer. A tensor shared by g layers is
+swept g times, and each sweep reads 1/g of every page. An H100's TLBs cover about 8 GiB with entries
+of 64 KB: a larger sweep misses on every page, and the more layers share a page, the less data it
+reads per miss. Entries of 2 MB cover the whole card. The cache maps whole 2 MB blocks of a request
+by such entries, whatever the page size.
 
 Source: benchmarks/results/footprint-h100.json, decoding of requests of 1,024 tokens; a test
 compares the two, and mixed entries with results/logs/h100-cache-entries.log.
@@ -48,11 +48,11 @@ def attention_time(
         group_size: layers that share a tensor.
         num_layers: number of layers with keys, values or states.
         footprint: bytes of keys and values that a step reads; on a full card, the whole budget.
-        large: fraction of these that large entries map although pages are smaller. The rest needs
-            small entries.
+        large: fraction of these that large entries map although pages are smaller. The remaining
+            bytes need small entries.
 
     Returns:
-        The ratio; 1.0 is no cost. Interpolated between the measurements, constant beyond them.
+        The ratio; 1.0 means no cost. Interpolated between the measurements, constant beyond them.
     """
     if page_size >= LARGE_ENTRY:
         large = 1.0

@@ -59,9 +59,7 @@ def page_size(text: str) -> int:
     """Parses a page size in bytes, such as "64K"."""
     value = size(text)
     if not _SMALLEST_PAGE <= value <= _LARGEST_PAGE or value & (value - 1):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: a page has a power of two of bytes, from 4K to 1G"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r}: a page size is a power of two from 4K to 1G")
     return value
 
 
@@ -154,8 +152,8 @@ def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) 
     """
     add = parser.add_argument
     add("--trace", type=existing_file, help=trace, **how)
-    add("--requests", type=count, default=requests, help=f"made-up {what} instead ({requests})")
-    add("--seed", type=whole, default=1, help=f"of the made-up {what} (1)")
+    add("--requests", type=count, default=requests, help=f"synthetic {what} instead ({requests})")
+    add("--seed", type=whole, default=1, help=f"of the synthetic {what} (1)")
 
 
 def add_overread(parser: Any) -> None:
@@ -166,7 +164,7 @@ def add_overread(parser: Any) -> None:
 
 def add_dtype(parser: Any) -> None:
     """Adds ``--kv-dtype``."""
-    text = "of keys and values, as float8_e4m3fn (the model's)"
+    text = "of keys and values, such as float8_e4m3fn (the model's)"
     parser.add_argument("--kv-dtype", choices=sorted(DTYPE_BYTES), default="", help=text)
 
 

@@ -66,15 +66,14 @@ class ModelShape:
         configs = self.configs(**overrides)
         if len(configs) > 1 or configs[0].window or configs[0].state:
             raise invalid(
-                f"{self.name}: its layers differ, slide or have a state, "
-                "which is not computed here",
+                f"{self.name}: its layers differ, slide or have a state, which is not supported",
                 op="ModelShape",
             )
         return configs[0]
 
     @property
     def largest_group(self) -> int:
-        """The most layers that can share a tensor: it divides every group of equal layers."""
+        """The most layers that can share a tensor: a divisor of every group of equal layers."""
         return gcd(*(config.num_layers for config in self.configs()))
 
     @property
@@ -110,7 +109,7 @@ class ModelShape:
         for layer in layers:
             if isinstance(layer, StateShape) and ranks > 1:
                 raise invalid(
-                    f"{self.name}: how ranks share a state is not computed here", op="ModelShape"
+                    f"{self.name}: sharing a state between ranks is not supported", op="ModelShape"
                 )
             if not isinstance(layer, LayerShape):
                 continue
@@ -173,15 +172,15 @@ SHAPES = {
 
 
 def shape_of(model: str, dtype: str = "") -> ModelShape:
-    """The shape of a model.
+    """Returns the shape of a model.
 
     Args:
         model: one of `SHAPES` (case does not matter), or the path of a transformers
-            ``config.json`` or its folder; the weights of such a model are not known.
-        dtype: type of its keys and values, where such a file has none.
+            ``config.json`` or its folder; the size of its weights is then unknown.
+        dtype: type of its keys and values, if such a file names none.
 
     Raises:
-        InvalidArgument: neither, or a configuration that lacks a needed value.
+        InvalidArgument: it is neither, or the configuration lacks a required value.
     """
     for name, shape in SHAPES.items():
         if name.lower() == model.lower():

@@ -74,7 +74,7 @@ def read_arrivals(path: Path | str) -> list[Arrival]:
     """Reads a trace with arrival times and contents; without times, all requests arrive at 0.
 
     Raises:
-        InvalidArgument: as `read_trace`.
+        InvalidArgument: as for `read_trace`.
     """
     found = _read(Path(path))
     try:
@@ -102,7 +102,7 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
             else:
                 rows = csv.DictReader(lines)
             requests = [(_request(number, row), row) for number, row in enumerate(rows, 1)]
-    # json, csv and float raise the rest.
+    # open() raises OSError, csv csv.Error, and json and float the others.
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise invalid(f"{path}: {why}", op="vmem layouts") from None
@@ -123,7 +123,7 @@ def _time(row: Mapping[str, Any]) -> float:
 
 
 def poisson(requests: Iterable[Request], rate: float, seed: int) -> list[Arrival]:
-    """Gives requests, in their order, the arrival times of a Poisson process of `rate` a second.
+    """Gives requests, in their order, the arrival times of a Poisson process of `rate` per second.
 
     Raises:
         InvalidArgument: the rate is not positive.

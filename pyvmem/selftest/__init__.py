@@ -2,8 +2,8 @@
 """``vmem selftest``: checks on the GPU itself that fine-grained memory works on this machine.
 
 Kernels on the GPU write and read contents (Context.write and read), at addresses whose translation
-has just changed. That tests a real TLB, caches and memory barriers, which no simulation has. Meant
-for the first load of the patched driver; runs on every back end.
+has just changed. That tests the real TLB, caches and memory barriers, which no simulation has. It
+is meant for the first load of the patched driver, but runs on every back end.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def worker(context: Context) -> str:
             context.write(range_.addr + 2 * i * page, bytes([i + 1]))
         for i in range(0, count, 7):
             got = context.read(range_.addr + 2 * i * page, 1)
-            expect(got == bytes([i + 1]), f"page {i} of the worker's holds {got.hex()}")
+            expect(got == bytes([i + 1]), f"page {i} of the worker holds {got.hex()}")
     return f"{count} batches"
 
 
@@ -90,26 +90,26 @@ def failed_batch(context: Context) -> str:
         except VMemError as error:
             expect(error.errno == errno.EIO, f"another error: {error}")
         else:
-            raise Failed("a failure asked for did not happen")
+            raise Failed("the injected failure did not happen")
         finally:
             context.inject(Inject.UNMAP, 0, 0)
         after = context.stats()
-        expect(after.mapped_bytes == before.mapped_bytes, "something stayed mapped or unmapped")
+        expect(after.mapped_bytes == before.mapped_bytes, "mappings were not rolled back")
         expect(context.read(range_.addr, 1) == b"\x3c", "contents have changed")
         context.batch(ops)
-    return "a failure in its third unmap"
+    return "its third unmap fails"
 
 
 def accounting(context: Context) -> str:
     """After everything is freed, neither the context nor the device holds memory."""
     if context.cuda_device is None:
         _take_and_give_back(context)
-        return "by the context's own books; there is no GPU"
+        return "by the context's own statistics; there is no GPU"
     context.trim(0)
     lost = 0
     try:
         with Cuda(context.cuda_device) as cuda:
-            # A leak repeats each time; memory taken by another process meanwhile does not.
+            # A leak shows in every try; memory that another process allocated meanwhile does not.
             for _ in range(_TRIES):
                 before = cuda.memory()[0]
                 _take_and_give_back(context)
@@ -118,11 +118,11 @@ def accounting(context: Context) -> str:
                     break
     except CudaUnavailable:
         _take_and_give_back(context)
-        return "by the context's own books; there is no CUDA to ask the device with"
+        return "by the context's own statistics; without CUDA the device's are not known"
     expect(
         lost < _SMALL,
         f"the device has {lost} bytes less free memory than before, and had less in each of "
-        f"{_TRIES} tries: either memory is lost, or others take it all the time",
+        f"{_TRIES} tries: either memory leaks, or other processes keep allocating it",
     )
     return f"the device's free memory differs by {lost} bytes"
 
@@ -133,7 +133,7 @@ def _take_and_give_back(context: Context) -> None:
         ops = OpBatch(1)
         ops.populate(range_.addr, 8 << 20, 4, 64 << 20)
         context.batch(ops)
-        expect(context.stats().slab_bytes >= 32 << 20, "32 MB were taken, and are not counted")
+        expect(context.stats().slab_bytes >= 32 << 20, "32 MB were allocated, but not counted")
     context.trim(0)
     now = context.stats()
     for name in ("reserved_bytes", "mapped_bytes", "used_bytes", "slab_bytes", "handles"):

@@ -16,7 +16,7 @@ __all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "reserve
 
 
 class Failed(Exception):
-    """A check found an error of the machine."""
+    """A check failed: something on this machine does not work."""
 
 
 class NotRun(Exception):
@@ -61,11 +61,11 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
         return
     except VMemError as other:
         raise Failed(f"expected {error.__name__}, got {type(other).__name__}: {other}") from other
-    raise Failed(f"expected {error.__name__}, and nothing was raised")
+    raise Failed(f"expected {error.__name__}, but nothing was raised")
 
 
 def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
-    """Reserves addresses for kernels only, since CUDA's own copies accept a limited amount."""
+    """Reserves addresses that only kernels can use: those that CUDA's copies accept are limited."""
     visible = False if Caps.PLAIN in context.info.caps else None
     return context.reserve(size, visible=visible, sparse=sparse)
 

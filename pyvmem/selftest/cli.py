@@ -2,7 +2,7 @@
 """``vmem selftest``: runs the checks, prints a line for each, writes the report.
 
 Exit status: 0 if all applicable checks passed, 1 if a check failed, 2 for bad usage, 3 if nothing
-was tested, since the back end cannot be used on this machine.
+was tested because the back end cannot be used on this machine.
 
 Without --backend it tests the back end that a context uses: the first usable one.
 """
@@ -36,9 +36,9 @@ FORMAT = 1
 """Version of the report's layout."""
 
 NOT_TESTED = 3
-"""Exit status if the back end cannot be used on this machine, which is not a failure."""
+"""Exit status if the back end cannot be used on this machine: that is not a failure."""
 
-_PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")  # the patched module has additional ones
+_PARAMETERS = Path("/sys/module/nvidia_uvm/parameters")  # the patched module adds some
 
 
 def add_parser(sub: Any) -> None:
@@ -50,16 +50,16 @@ def add_parser(sub: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add_backend(parser, "what is tested, auto is what a context gets")
+    add_backend(parser, "back end to test; auto: the one that a context uses")
     add_device(parser)
     add("--json", action="store_true", help="print the report as JSON and nothing else")
-    add("--out", type=written, metavar="FILE", help="write that JSON there")
+    add("--out", type=written, metavar="FILE", help="write the JSON to this file")
     add("--report", type=replaced, metavar="FILE", help="write one HTML file with everything")
     add(
         "--samples",
         type=_samples,
         default=200,
-        help="for each time, 2 or more (default: 200); 0: no times",
+        help="samples per timed operation, 2 or more (default: 200); 0: time nothing",
     )
     parser.set_defaults(run=run)
 
@@ -73,7 +73,7 @@ def _samples(text: str) -> int:
 
 
 def _tested(backend: str, results: list[ProbeResult]) -> ProbeResult:
-    """Returns the result of the requested back end; for "auto", the usable or last one tried."""
+    """Returns the result of the requested back end; for "auto", of the first usable or the last."""
     if backend == "auto":
         return next((one for one in results if one.used), results[-1])
     return next(one for one in results if one.backend == backend)

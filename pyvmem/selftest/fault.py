@@ -54,7 +54,7 @@ def _touch(cuda: Cuda, addr: int, write: bool) -> None:
 
 
 def _end(status: int, text: str) -> NoReturn:
-    """Exits at once: a broken CUDA context cannot be torn down cleanly."""
+    """Exits without cleanup: a broken CUDA context cannot be torn down."""
     print(text, flush=True)
     os._exit(status)
 
@@ -77,14 +77,14 @@ def main(words: list[str]) -> int:
         _touch(cuda, range_.addr, True)
         _touch(cuda, range_.addr + page, kind != "readonly")
     except CudaCallError as error:
-        _end(1, f"a kernel was stopped at an access that is allowed: {error}")
+        _end(1, f"a kernel was stopped at a valid access: {error}")
     if kind == "unmapped":
         context.unmap(range_.addr + page, page)
     try:
         _touch(cuda, range_.addr + page, kind == "readonly")
     except CudaCallError as error:
         _end(0, f"stopped: {error}")
-    _end(1, f"a kernel was not stopped at an access that is not allowed: {kind}")
+    _end(1, f"a kernel was not stopped at an invalid access: {kind}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def _put(context: Context, addr: int, seed: int) -> None:
 
 
 def map_and_read(context: Context) -> str:
-    """Pages scattered over 1 GB each hold their own contents."""
+    """Each of the pages scattered over 1 GB keeps its own contents."""
     page, stride = context.info.granule, max(16 << 20, context.info.granule)
     with reserve(context, stride * _PAGES) as range_:
         ops = OpBatch(1)
@@ -43,7 +43,7 @@ def map_and_read(context: Context) -> str:
 
 
 def remap_elsewhere(context: Context) -> str:
-    """TLB invalidation: an address that was read shows a newly mapped page at once.
+    """TLB invalidation: an address that was read before shows the newly mapped page right away.
 
     Two sets of pages swap addresses in every round, and are read before and after.
     """
@@ -67,7 +67,7 @@ def remap_elsewhere(context: Context) -> str:
             for place in (0, 1):
                 pages = (one, other)[(place + turn + 1) % 2]
                 context.map(places[place], _PAGES * page, pages)
-    return f"{2 * rounds * _PAGES} reads of pages that changed places"
+    return f"{2 * rounds * _PAGES} reads of pages that swapped addresses"
 
 
 def zeroing(context: Context) -> str:
@@ -86,7 +86,7 @@ def zeroing(context: Context) -> str:
             context.fill(range_.addr, count * page, 0xA5)
             context.unmap(range_.addr, count * page)
             if turn % 2:
-                context.trim(0)  # back to the driver: the next pages are its own zeroing
+                context.trim(0)  # returns the pages to the driver, so that it zeroes the next ones
     return f"6 x {count} pages, every byte"
 
 
@@ -99,13 +99,13 @@ def alias(context: Context) -> str:
         _put(context, range_.addr, 7)
         _holds(context, range_.addr + 2 * page, 7, "the other address")
         context.unmap(range_.addr, page)
-        _holds(context, range_.addr + 2 * page, 7, "the address that is left")
+        _holds(context, range_.addr + 2 * page, 7, "the remaining address")
         context.unmap(range_.addr + 2 * page, page)
-    return "seen through the other address"
+    return "a write is seen through the other address"
 
 
 def read_only(context: Context) -> str:
-    """A read-only mapping can be read, and the library refuses writes through it."""
+    """A read-only mapping can be read, and the library rejects writes through it."""
     if Caps.READONLY not in context.info.caps:
         raise NotRun("this back end has no read-only mappings")
     page = context.info.granule
@@ -121,7 +121,7 @@ def read_only(context: Context) -> str:
 
 
 def sparse(context: Context) -> str:
-    """A page in a sparse reservation holds what is written, and zeros after it is remapped."""
+    """A page in a sparse reservation keeps what is written; once remapped, it is zero."""
     if Caps.SPARSE not in context.info.caps:
         raise NotRun("this back end has no sparse reservations")
     page = context.info.granule

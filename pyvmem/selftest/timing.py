@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Times a growth and CUDA's own calls; no time makes the self-test fail.
+"""Times a growth and CUDA's own calls. No result, however slow, fails the self-test.
 
 A sample maps a page in each of 64 tensors, then unmaps them. CUDA's own calls map
 pages of 2 MB, 32 times as much memory, because CUDA has no smaller pages.
@@ -48,7 +48,7 @@ def _ours(context: Context, samples: int) -> dict[str, Any]:
             middle = time.perf_counter()
             context.batch(shrink)
             end = time.perf_counter()
-            if turn >= 3:  # the first ones make page tables
+            if turn >= 3:  # the first ones allocate page tables
                 times[0].append(middle - start)
                 times[1].append(end - middle)
     return {"page_bytes": page, "map": _summary(times[0]), "unmap": _summary(times[1])}

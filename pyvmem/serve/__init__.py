@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Serving an unmodified transformers model from a virtually contiguous KV cache.
 
-The pieces: `job` (a prompt and its answer), `scheduler` (who runs in a step, and with how
-much memory), `attention` (the function that transformers calls), `engine` (the loop over all of
-it), and around these the demonstration of ``vmem serve-demo``: `model`, `report`, `verify`,
-`trace`, `picture`. Needs the packages of the extra ``serve``.
+The pieces: `job` (a prompt and its answer), `scheduler` (the requests that run in a step, and their
+memory), `attention` (the function that transformers calls), `engine` (the loop that drives them),
+and the modules of the demonstration ``vmem serve-demo``: `model`, `report`, `verify`, `trace`,
+`picture`. Needs the packages of the extra ``serve``.
 """
 
 from __future__ import annotations

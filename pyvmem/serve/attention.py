@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The attention function that an unmodified transformers model calls.
 
-Registered under the name "vmem" with transformers' public `AttentionInterface`; a name without a
-mask function of its own gets no mask. The step comes with the call, as the keyword `vmem_step` that
-transformers hands through to the attention function: this module keeps no state. The kernels are
-those of `pyvmem.attention`.
+It is registered under the name "vmem" with transformers' public `AttentionInterface`; transformers
+makes no mask for a name without a mask function. The step is passed with each call, as the keyword
+`vmem_step` that transformers forwards to the attention function, so this module keeps no state. The
+kernels are those of `pyvmem.attention`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def attention_forward(
         computed.
 
     Raises:
-        ValueError: called without a step, or with a mask or dropout. NotSupported: modified scores
-            (capped, with sinks), or a layer that attends twice.
+        ValueError: called without a step, or with a mask or dropout.
+        NotSupported: modified scores (capped, with sinks), or a layer that attends twice.
     """
     if vmem_step is None:
         raise ValueError(
@@ -71,7 +71,7 @@ def attention_forward(
     if attention_mask is not None or dropout:
         raise ValueError('attention "vmem" takes neither a mask nor dropout')
     plain_scores(NAME, others)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int that nn.Module's __getattr__ hides
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # typed as nn.Module's __getattr__
     attend, batch = vmem_step.attention, vmem_step.batch
     if layer in vmem_step.seen:
         raise twice(layer)
@@ -82,7 +82,7 @@ def attention_forward(
 
 
 def _flat(rows: torch.Tensor) -> torch.Tensor:
-    """``[rows, heads, T, dim]`` as ``[tokens, heads, dim]``."""
+    """Reshapes ``[rows, heads, T, dim]`` to ``[tokens, heads, dim]``."""
     return rows.transpose(1, 2).flatten(0, 1)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_GRANULE = 64 << 10  # a context's default granule; smaller pages need a smaller one
+_GRANULE = 64 << 10  # a context's default granule; smaller pages need a smaller granule
 
 
 def _group(text: str) -> int:
@@ -45,8 +45,8 @@ def add_parser(sub: Any) -> None:
         "serve-demo",
         help="serve prompts with a real model through the KV cache",
         description="Serves prompts with a small real model, continuous batching and greedy "
-        "decoding, through a KV cache of small pages; prints the answers as they come, then what "
-        "the cache took.",
+        "decoding, through a KV cache of small pages; prints the answers as they arrive, then "
+        "the memory that the cache took.",
     )
     add = parser.add_argument
     add_backend(parser, "of the cache")
@@ -61,26 +61,26 @@ def add_parser(sub: Any) -> None:
         "--page-size",
         type=page_size,
         default=0,
-        help="64K, 2M, ... (default: what `vmem layouts` advises, as for --group-size)",
+        help="64K, 2M, ... (default: as `vmem layouts` advises; also --group-size)",
     )
     add("--group-size", type=_group, help="layers that share a tensor, or all")
     add("--max-batch", type=count, default=16, help="requests at a time (16)")
     add("--max-seq-len", type=count, help="tokens that a slot can hold (the model's context)")
     add("--max-new-tokens", type=count, default=48, help="length of an answer (48)")
-    add("--num-prompts", type=count, help="how many (all of the file; with more it starts again)")
+    add("--num-prompts", type=count, help="number of prompts, repeated if the file has fewer (all)")
     add("--prompts", type=existing_file, help="file of prompts, separated by lines of three dashes")
-    add("--memory-limit", type=size, default=0, help="most KV memory, 64M, ... (what is free)")
+    add("--memory-limit", type=size, default=0, help="maximum KV memory, 64M, ... (all free)")
     add("--prefill-chunk", type=count, default=0, help="prompt tokens per request and step (all)")
-    add("--no-background", action="store_true", help="map everything in step, nothing ahead")
+    add("--no-background", action="store_true", help="map all pages in step, none ahead")
     add("--verify", action="store_true", help="compare the answers with transformers' generate")
-    add("--details", action="store_true", help="end with all tables")
+    add("--details", action="store_true", help="print all tables at the end")
     add(
         "--picture",
         type=picture_file,
         help="draw each step's pages into this file (.svg, .png, .pdf)",
     )
     add(
-        "--trace-out", type=written, help="write each step's pages to this JSON file, for a picture"
+        "--trace-out", type=written, help="write each step's pages to this JSON file, to draw later"
     )
     add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=run)
@@ -88,8 +88,8 @@ def add_parser(sub: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demonstration; returns 1 if anything failed, --verify included."""
-    # torch threads that spin at a barrier stall a busy machine: eight times slower, measured with
-    # two other processes on two cores. No effect if torch is loaded already.
+    # torch threads that spin at a barrier stall a busy machine: the run was eight times slower with
+    # two other processes on two cores. This has no effect if torch is already loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import torch  # noqa: F401
@@ -146,7 +146,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, context: Context) -> None:
-    """Refuses what this back end cannot do, before the model is loaded.
+    """Rejects options that this back end does not support, before the model is loaded.
 
     Raises:
         BadUsage: names the argument, its value and the limit.
@@ -160,8 +160,8 @@ def _check(args: argparse.Namespace, context: Context) -> None:
     there = context.memory().total_bytes
     if info.backend == "host" and args.memory_limit > there:
         raise BadUsage(
-            f"argument --memory-limit: {format_bytes(args.memory_limit)}: this process may have "
-            f"{format_bytes(there)}"
+            f"argument --memory-limit: {format_bytes(args.memory_limit)} exceeds the "
+            f"{format_bytes(there)} available to this process"
         )
 
 
@@ -169,10 +169,10 @@ def _shapes(args: argparse.Namespace) -> tuple[Any, list[Shape], int]:
     """Loads the model's configuration and layer shapes, without its weights.
 
     Returns:
-        Both, and the number of layers that a group size must divide.
+        The configuration, the shapes, and the number of layers that a group size must divide.
 
     Raises:
-        BadUsage: `--group-size` does not.
+        BadUsage: `--group-size` does not divide it.
     """
     from transformers import AutoConfig
 
@@ -223,7 +223,7 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
         group_size=group,
         memory_limit=args.memory_limit,
         ahead_tokens=AHEAD_TOKENS,
-        window_tile=256,  # the furthest that any kernel reads
+        window_tile=256,  # no kernel reads more rows before the window
     ) as cache:
         if not args.json:
             print(
@@ -238,13 +238,13 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
 
 
 def _prompts(asked: int, found: int) -> str:
-    """Says how many prompts there are, and whether the file's prompts repeat."""
+    """Describes the number of prompts, and whether the file's prompts are repeated."""
     text = counted(asked, "prompt")
-    return f"{text} (the file has {found}, which repeat)" if asked > found else text
+    return f"{text} (the file has {found}; they are repeated)" if asked > found else text
 
 
 def _passed_over(why: str) -> str:
-    """Names the back ends passed over, without their long reasons."""
+    """Names the back ends passed over, without the reasons, which are long."""
     names = re.findall(r"(?:^|; )(uvm|stock|cuda): ", why)
     return f" ({', '.join(names)} cannot be used here: `vmem probe` says why)" if names else ""
 
@@ -278,7 +278,7 @@ def _take_layout(
     )
     lengths = [max(1, len(encode(loaded.tokenizer, one))) for one in texts]
     work = [Work(length, args.max_new_tokens) for length in lengths]
-    # The batch's memory only: counting all free memory would favour larger pages.
+    # Counts only the memory that a full batch needs: all free memory would favour larger pages.
     longest = max(one.longest for one in work)
     memory = args.memory_limit or args.max_batch * (longest * shape.token_bytes + shape.state_bytes)
     sizes = [size for size in PAGE_SIZES if size in info.page_sizes and size >= info.granule]
@@ -333,7 +333,7 @@ def _answer(
         drawn = [f"picture: {args.picture}"] if args.picture else []
         print("\n" + "\n".join([*lines, *drawn]), flush=True)
     unserved = any(c.reason is FinishReason.NO_MEMORY for c in completions)
-    # The rule holds for float32; coarser types tie more often, as the table notes.
+    # Answers must match in float32; coarser types have more ties, as the table notes.
     wrong = verdict is not None and not verdict.passed and setting["dtype"] == "float32"
     return 1 if unserved or wrong else 0
 
@@ -376,7 +376,7 @@ def _output(
     texts: list[str],
     stack: ExitStack,
 ) -> tuple[Callable[[str], None], Callable[[TokenEvent], None]]:
-    """Chooses the output: side by side on a terminal, line by line elsewhere."""
+    """Chooses the output: answers side by side on a terminal, otherwise line by line."""
     if args.json:
         return (lambda line: None), (lambda event: None)
     prompts = dict(enumerate(texts))

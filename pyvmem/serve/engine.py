@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Continuous batching of an unmodified transformers model over a `pyvmem.engine.RequestCache`.
 
-Every step runs all running requests at once: their new tokens (a prompt, a chunk of one, or one
-token) are consecutive in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention`
+Every step computes all running requests together: their new tokens (a prompt, a chunk of one, or
+one token) are consecutive in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention`
 separates the requests. Requests join and leave between steps; decoding is greedy.
 """
 
@@ -39,7 +39,7 @@ class TokenEvent:
     """A new token of an answer; the last one carries the whole answer.
 
     Attributes:
-        token: None where a request ends without one (`FinishReason.NO_MEMORY`).
+        token: None if a request ends without one (`FinishReason.NO_MEMORY`).
     """
 
     request_id: int
@@ -49,7 +49,7 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step as observers see it: after its memory is mapped and before the model runs.
+    """A step as observers see it: after its memory is mapped, before the model runs.
 
     Attributes:
         step: its number, from 0.
@@ -68,15 +68,16 @@ class EngineStats:
 
     Attributes:
         steps: model calls.
-        prompt_tokens, new_tokens: prompt tokens computed (again after a preemption), tokens
-            generated. preemptions, recomputed_tokens: requests that lost their memory, and the rows
-            lost.
-        peak_running: most requests in a step.
-        step_s: in `Scheduler.begin`, that is, `RequestCache.admit` and `extend`: the critical path.
-            ahead_s: in `Scheduler.look_ahead`: `admit` and `prepare`, the calls alone.
-        model_s: in the model, until the tokens reach the CPU. model_steps_s: the same per step; the
-            first step of a shape also loads its kernels and, with FlexAttention, compiles them.
-        total_s: in `Engine.step`.
+        prompt_tokens: prompt tokens computed, including recomputation after a preemption.
+        new_tokens: tokens generated.
+        preemptions, recomputed_tokens: requests that lost their memory, and the tokens lost.
+        peak_running: largest number of requests in a step.
+        step_s: seconds in `Scheduler.begin` (`RequestCache.admit` and `extend`): the critical path.
+        ahead_s: seconds in `Scheduler.look_ahead` (`admit` and `prepare`), for the calls alone.
+        model_s: seconds in the model, until the tokens reach the CPU.
+        model_steps_s: the same per step; the first step of a shape also loads its kernels and, with
+            FlexAttention, compiles them.
+        total_s: seconds in `Engine.step`.
     """
 
     steps: int = 0
@@ -93,29 +94,31 @@ class EngineStats:
 
 
 class Engine(Closable):
-    """Serves requests. A context manager.
+    """Serves requests; a context manager.
 
     Args:
         model: a transformers causal language model on the cache's device, in the cache's dtype. Its
-            attention implementation is "vmem" until `close`, then what it was.
-        cache: the KV cache, of as many layers; it keeps all rows, or what the model's windows see,
-            and the states of layers that have one: their requests of one new token run together, a
-            row of the batch each, and every longer one alone. Of a model with MLA it keeps the
-            latent, and the up-projections are absorbed until `close`. The engine uses all of its
-            slots; the caller closes it after the engine.
-        prefill_chunk: most prompt tokens of a request in one step; 0: the whole prompt, as it must
-            be where layers have a state.
-        background: map the next step's pages while the present one is computed.
+            attention implementation is "vmem" until `close`, which restores the previous one.
+        cache: the KV cache, with the model's number of layers. It keeps all rows, or those in the
+            model's windows, and the states of layers that have one: in such a model, requests with
+            one new token run together, each in a row of the batch, and every other request runs
+            alone. For a model with MLA it keeps the latent, and the up-projections are absorbed
+            until `close`. The engine uses all slots of the cache; the caller closes it after the
+            engine.
+        prefill_chunk: maximum prompt tokens of a request in one step; 0: the whole prompt. Must be
+            0 if layers have a state.
+        background: map the next step's pages while the current one is computed.
         observer: called with every `StepRecord`.
-        kernel: attention kernel, as `pyvmem.attention.Attention` takes it.
+        kernel: attention kernel; see `pyvmem.attention.Attention`.
 
     Attributes:
         attention: its `choice` names the kernel.
 
     Raises:
-        ValueError: the model's layers or heads are not the cache's. NotSupported: attention that is
-            more than causal with windows (`pyvmem.models.hf_config.plain_rows`), MLA in another
-            form than DeepSeek-V3's, or beside states.
+        ValueError: the cache was made for other layers or heads than the model's.
+        NotSupported: attention that is more than causal with windows
+            (`pyvmem.models.hf_config.plain_rows`), MLA in another form than DeepSeek-V3's, or MLA
+            in a model that also has states.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class Engine(Closable):
         shapes = layer_shapes(text)
         self._states = _states_of(cache, shapes)
         if self._states is not None and latent_rank(text):
-            raise NotSupported("the engine: the model has a latent beside states", op="Engine")
+            raise NotSupported("the engine: the model mixes MLA and state layers", op="Engine")
         if self._states is not None and prefill_chunk:
             raise NotSupported(
                 f"the engine: prefill_chunk is {prefill_chunk}, and the model has layers with a "
@@ -185,22 +188,22 @@ class Engine(Closable):
         return len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def add(self, job: Job) -> None:
-        """Queues a job; it joins at a following step. Raises ValueError as `Scheduler.add`."""
+        """Queues a job; it joins in a later step. Raises ValueError as `Scheduler.add`."""
         self._scheduler.add(job)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[TokenEvent]:
-        """Adds the jobs and yields their tokens as they come, until nothing is unfinished."""
+        """Adds the jobs; yields tokens as they are generated, until all requests are finished."""
         for job in jobs:
             self.add(job)
         while self.unfinished:
             yield from self.step()
 
     def step(self) -> list[TokenEvent]:
-        """One iteration: memory, model, one token for every request whose prompt is complete.
+        """Maps memory and runs the model once; returns a token for each complete prompt.
 
         Raises:
             VMemError: the cache failed for a reason other than a shortage of memory.
-            RuntimeError: requests wait, but the cache has no slot for any.
+            RuntimeError: requests are waiting, but the cache has no slot for any of them.
         """
         started = time.perf_counter()
         events: list[TokenEvent] = []
@@ -249,7 +252,7 @@ class Engine(Closable):
             sequence.cached += sequence.chunk
             sequence.chunk = 0
             if sequence.pending:
-                continue  # mid-prompt: the next token is known
+                continue  # mid-prompt: the next token comes from the prompt
             self.stats.new_tokens += 1
             reason = sequence.accept(choice, step, self._cache.max_seq_len)
             completion = None
@@ -282,7 +285,7 @@ class Engine(Closable):
         return choices
 
     def _forward_rows(self, cache: LayeredCache, batch: list[Sequence]) -> list[int]:
-        """As `_forward`, for models with state layers, which need a row per request."""
+        """Runs `_forward` for models with state layers, which need a batch row per request."""
         from pyvmem.hf.keyword import CACHE
         from pyvmem.serve.states import StepPast
 
@@ -316,13 +319,13 @@ class Engine(Closable):
     def _all_attended(self, step: attention.AttentionStep) -> None:
         """Raises NotSupported for a model that bypasses transformers' attention registry.
 
-        Such a model mixes all requests and caches nothing.
+        In such a model, requests would attend to each other's tokens, and nothing would be cached.
         """
         missing = self._attending - step.seen
         if missing:
             raise NotSupported(
-                f"the engine: layer {min(missing)} of {type(self._model).__name__} attends by "
-                "itself, and not by transformers' AttentionInterface",
+                f"the engine: layer {min(missing)} of {type(self._model).__name__} does not "
+                "use transformers' AttentionInterface",
                 op="Engine",
             )
 

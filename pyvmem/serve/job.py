@@ -12,7 +12,7 @@ __all__ = ["Completion", "FinishReason", "Job", "Sequence"]
 class FinishReason(enum.Enum):
     """The reason a request ended."""
 
-    EOS = "eos"  # the model said so
+    EOS = "eos"  # the model generated an end-of-text token
     LENGTH = "length"  # max_new_tokens reached
     SLOT_FULL = "slot_full"  # the cache's max_seq_len reached
     NO_MEMORY = "no_memory"  # does not fit in the KV memory even when alone
@@ -23,7 +23,7 @@ class Job:
     """A prompt to be continued greedily.
 
     Attributes:
-        request_id: the caller's name for it, unique among unfinished requests of an engine.
+        request_id: the caller's id, unique among the engine's unfinished requests.
         prompt: token ids, at least one.
         max_new_tokens: tokens to generate, at least one.
         eos_token_ids: tokens that end the answer; the token is included in it.
@@ -54,8 +54,8 @@ class Completion:
     Attributes:
         tokens: the answer's token ids, including any end-of-text token.
         predictions: the model's choice at each position; differs from `tokens` only under `forced`.
-        preemptions: how often it lost its memory and was recomputed.
-        first_step, last_step: engine steps in which it got its first and its last token; -1: none.
+        preemptions: how often the request lost its memory and was recomputed.
+        first_step, last_step: engine steps that generated its first and last token; -1: none.
     """
 
     job: Job
@@ -88,7 +88,7 @@ class Sequence:
 
     @classmethod
     def of(cls, job: Job) -> Sequence:
-        """Makes a job's initial sequence."""
+        """Creates the initial sequence of a job."""
         return cls(job, list(job.prompt))
 
     @property
@@ -125,7 +125,7 @@ class Sequence:
         return None
 
     def completion(self, reason: FinishReason) -> Completion:
-        """The answer for the caller."""
+        """Returns the answer for the caller."""
         return Completion(
             self.job,
             tuple(self.answer),

@@ -67,14 +67,15 @@ class LoadedModel:
 def cache_dir() -> Path:
     """Returns the directory of converted models and references: $VMEM_CACHE_DIR or ~/.cache/vmem.
 
-    If the user has no writable home: vmem-UID in the directory of temporary files.
+    If the user's home is not writable: vmem-UID in the directory of temporary files.
 
     Raises:
-        AccessDenied: another user owns that directory. InvalidArgument: as `folder_in`.
+        AccessDenied: another user owns that directory.
+        InvalidArgument: as for `folder_in`.
     """
     if (named := folder_in("VMEM_CACHE_DIR")) is not None:
         return named
-    cache = Path(os.path.expanduser("~/.cache/vmem"))  # unchanged without a home
+    cache = Path(os.path.expanduser("~/.cache/vmem"))  # "~" is left as it is if there is no home
     there = next((one for one in (cache, *cache.parents) if one.exists()), cache)
     if cache.is_absolute() and os.access(there, os.W_OK | os.X_OK):
         return cache
@@ -153,7 +154,7 @@ def _convert(source: Path, target: Path) -> None:
         read: Any = AutoModelForCausalLM.from_pretrained(
             str(source.parent), dtype=torch.float32, **arguments
         )
-        # A model loaded from GGUF refuses to be saved; a fresh model with its weights does not.
+        # A model loaded from GGUF cannot be saved; a new model with the same weights can.
         settings = read.config.to_dict()
         for name in ("quantization_config", "_name_or_path"):
             settings.pop(name, None)
@@ -184,8 +185,8 @@ def load(
 
     Args:
         path: as in `find`.
-        dtype: type of weights and computation, and so of the KV cache.
-        device: where the model goes.
+        dtype: type of the weights, the computation and therefore the KV cache.
+        device: device to load the model on.
         notify: called with a message before a slow step.
 
     Raises:

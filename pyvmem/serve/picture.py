@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Draws a run: the pages of each request over time. ``python -m pyvmem.serve.picture TRACE OUT``.
 
-TRACE is what ``vmem serve-demo --trace-out`` wrote; the format of OUT follows from its name (.svg,
-.png, .pdf). Needs matplotlib.
+TRACE is a file that ``vmem serve-demo --trace-out`` wrote; the format of OUT follows from its name
+(.svg, .png, .pdf). Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _runs(values: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _blocks(trace: dict[str, Any], lane: float) -> tuple[dict[int, list[_Box]], list[_Box]]:
-    """A box for each page over the steps in which a request owns it or a free slot keeps it."""
+    """Returns a box per page, over the steps in which a request owns it or a free slot keeps it."""
     steps = trace["steps"]
     owned: dict[int, list[_Box]] = {}
     kept: list[_Box] = []
@@ -115,13 +115,13 @@ def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
         f"{counted(len(owned), 'request')} in {counted(slots, 'slot')}. "
         f"A block is a page of {trace['page_size'] >> 10} KiB in each of "
         f"{trace['num_tensors']} tensors;\n"
-        "a colour and number is a request, grey is kept for the next one.",
+        "a colour and number is a request, grey pages are kept for the next one.",
         fontsize=10,
     )
 
 
 def _draw_total(axes: Any, trace: dict[str, Any]) -> None:
-    """Draws the sum over all slots, and the memory other layouts would take."""
+    """Draws the sum over all slots, and the memory that other layouts would take."""
     steps = trace["steps"]
     x = [step["step"] for step in steps] + [steps[-1]["step"] + 1]
 
@@ -144,11 +144,11 @@ def _draw_total(axes: Any, trace: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m pyvmem.serve.picture", description="Draws a run."
     )
-    parser.add_argument("trace", type=existing_file, help="what vmem serve-demo --trace-out wrote")
+    parser.add_argument("trace", type=existing_file, help="file from vmem serve-demo --trace-out")
     parser.add_argument("out", type=picture_file, help="the picture, .svg, .png or .pdf")
     args = parser.parse_args(argv)
     try:

@@ -20,13 +20,13 @@ _REASONS = {
     FinishReason.EOS: "end of the answer",
     FinishReason.LENGTH: "cut at --max-new-tokens",
     FinishReason.SLOT_FULL: "cut at the longest sequence that a slot holds",
-    FinishReason.NO_MEMORY: "not served: does not fit in the KV memory even alone",
+    FinishReason.NO_MEMORY: "not served: does not fit in the KV memory, even alone",
 }
 
 
 def ended(completion: Completion) -> str:
     """Describes how an answer ended."""
-    again = f", computed again {completion.preemptions} x" if completion.preemptions else ""
+    again = f", recomputed {completion.preemptions} x" if completion.preemptions else ""
     return f"{counted(len(completion.tokens), 'token')}, {_REASONS[completion.reason]}{again}"
 
 
@@ -35,7 +35,7 @@ class AnswerPrinter:
 
     Args:
         tokenizer: the model's.
-        prompts: by request id, shown when its first token arrives.
+        prompts: by request id; a prompt is printed when its first token arrives.
         write: called with each line, without its newline.
         width: characters after which a line is broken at a space.
     """
@@ -55,7 +55,7 @@ class AnswerPrinter:
         self._ended: set[int] = set()
 
     def feed(self, event: TokenEvent) -> None:
-        """Takes an event of the engine."""
+        """Processes an event of the engine."""
         name = event.request_id
         if name not in self._tokens:
             self._tokens[name] = []

@@ -25,7 +25,7 @@ _MIB = 1 << 20
 
 
 def page_name(size: int) -> str:
-    """ "64 KiB", "2 MiB"; "-" for 0."""
+    """Formats a page size, such as "64 KiB"; "-" for 0."""
     if not size:
         return "-"
     return f"{size >> 20} MiB" if size >= _MIB else f"{size >> 10} KiB"
@@ -64,7 +64,7 @@ def build(
     Args:
         setting: the run's settings and machine.
         prompts, answers, completions: one per request, in the same order.
-        cache: taken when the last request had left.
+        cache: the cache's state once the last request has left.
     """
     return {
         "setting": setting,
@@ -91,7 +91,7 @@ def build(
                 "wasted_bytes": cache.peak_wasted_bytes,
             },
             "formula": FORMULA,
-            "steps": recorder.curve,  # mapped and used bytes, by the formula
+            "steps": recorder.curve,  # mapped and used bytes, by the formula above
             "replay": [layout.footprint().as_dict() for layout in (recorder.own, *recorder.others)],
         },
         "mapping": _mapping(engine, cache),
@@ -164,7 +164,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
         ("in the driver, on the critical path", f"{mapping['critical_driver_s'] * 1e3:,.2f}"),
         ("in the driver, in the background", f"{mapping['background_driver_s'] * 1e3:,.2f}"),
         ("caller, before the model: admit, extend", f"{mapping['step_s'] * 1e3:,.2f}"),
-        ("caller, beside it: admit, prepare", f"{mapping['step_async_s'] * 1e3:,.2f}"),
+        ("caller, during the model: admit, prepare", f"{mapping['step_async_s'] * 1e3:,.2f}"),
         ("model", f"{engine['model_s'] * 1e3:,.2f}"),
         *_steps(engine["model_steps_s"]),
         ("all steps", f"{engine['total_s'] * 1e3:,.2f}"),
@@ -179,7 +179,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
 
 
 def _steps(seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """The median model step, and the share of time in the slowest tenth, which compile kernels."""
+    """The median model step, and the share of time in the slowest tenth: these compile kernels."""
     if not seconds:
         return []
     slowest = sorted(seconds)[9 * len(seconds) // 10 :]
@@ -195,7 +195,7 @@ def _verify_lines(result: dict[str, Any]) -> list[str]:
         return []
     judged = "passed" if verdict["passed"] else "FAILED"
     if result["setting"]["dtype"] != "float32":
-        judged = "not judged, the rule is for float32"
+        judged = "not judged, since only float32 must match"
     lines = [
         f"against transformers' generate: {verdict['identical']} of {verdict['requests']} answers "
         f"identical; {judged}"
@@ -210,7 +210,7 @@ def _verify_lines(result: dict[str, Any]) -> list[str]:
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """The closing lines of a run."""
+    """Returns the closing lines of a run."""
     memory, engine = result["memory"], result["engine"]
     own, *others = memory["replay"]
     big, static = others[0], others[-1]
@@ -231,7 +231,7 @@ def summary(result: dict[str, Any]) -> list[str]:
         *_align(rows),
         f"  waited for the driver during {share:.2%} of {total:.1f} s",
         "",
-        "  KV memory over the steps, MiB: # rows of tokens, . mapped beyond them",
+        "  KV memory over the steps, MiB: # rows of tokens, . mapped, but unused",
         *(f"  {line}" for line in chart(memory["steps"])),
         *_verify_lines(result),
     ]
@@ -255,7 +255,7 @@ def _head(result: dict[str, Any]) -> list[str]:
     ]
     if engine["preemptions"]:
         lines.append(
-            f"{counted(engine['preemptions'], 'preemption')} for want of memory, "
-            f"{engine['recomputed_tokens']} tokens computed again"
+            f"{counted(engine['preemptions'], 'preemption')} for lack of memory, "
+            f"{engine['recomputed_tokens']} tokens recomputed"
         )
     return lines

@@ -4,13 +4,13 @@
 The scheduler owns the queue and the requests of a `pyvmem.engine.RequestCache`; it handles no
 tensors. One iteration:
 
-    begin()      sequences join while slots and memory last; the cache holds every row of this step
+    begin()      sequences join while slots and memory last; the cache holds the step's rows
     look_ahead() the next step's pages are mapped in the background while the model runs
-    finish()     a sequence leaves; its slot is free once the GPU work that reads it is over
+    finish()     a sequence leaves; its slot is free once the GPU work that reads it is done
 
 When memory is short in begin(), the sequences that joined last are preempted first: a sequence that
 has computed nothing loses nothing; others are recomputed from their prompt and answer so far. After
-that no sequence joins until another has left, so that two cannot preempt each other in turn.
+that, no sequence joins until another has left, so that two cannot preempt each other forever.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Scheduler:
 
     Args:
         cache: used by this scheduler alone; the caller closes it.
-        prefill_chunk: most prompt tokens of a sequence in one step; 0: the whole prompt.
+        prefill_chunk: maximum prompt tokens of a sequence in one step; 0: the whole prompt.
         background: map the next step's pages while this one is computed.
 
     Attributes:
-        waiting: sequences without a slot, next to join first.
-        running: the other sequences and their requests, in joining order.
-        preemptions: sequences that lost computed rows, over all time.
-        recomputed: their rows, over all time.
+        waiting: sequences without a slot, in the order in which they will join.
+        running: sequences with a slot, and their requests, in the order in which they joined.
+        preemptions: how often a sequence lost computed rows.
+        recomputed: total of the rows lost.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Scheduler:
         """Selects the sequences of a step and maps their memory.
 
         Returns:
-            The sequences of the step with their `chunk` set, all of whose rows the cache now holds;
-            or none and a sequence, now removed, that does not fit in memory even alone.
+            The sequences of the step, with `chunk` set and memory for all their rows; or an empty
+            list and a sequence that does not fit in memory even alone and was removed.
 
         Raises:
-            RuntimeError: sequences wait, but the cache has no slot for any.
+            RuntimeError: sequences are waiting, but the cache has no slot for any of them.
         """
         short = self._join()
         if short is not None and (short.never or not self.running):
             if short.slots and not short.never:
-                raise RuntimeError("the KV cache has no free slot although no request runs")
+                raise RuntimeError("the KV cache has no free slot although no request is running")
             return [], self.waiting.popleft()
         for sequence in self.running:
             sequence.chunk = min(self._chunk, sequence.pending)
@@ -104,7 +104,7 @@ class Scheduler:
             self._cache.prepare(self._lengths(ahead=True))
 
     def finish(self, sequence: Sequence) -> None:
-        """Removes a sequence; its slot is free once its pending GPU work is done."""
+        """Removes a sequence; its slot becomes free once its pending GPU work is done."""
         self._cache.release(self.running.pop(sequence))
         self._short = False
 
@@ -124,7 +124,7 @@ class Scheduler:
         for sequence, request in self.running.items():
             length = sequence.needed
             if ahead:
-                # A sequence with a complete prompt adds the token being computed.
+                # A sequence whose prompt is complete also needs a row for the token being computed.
                 left = sequence.pending - sequence.chunk
                 length += max(1, min(self._chunk, left))
             lengths[request] = min(length, self._cache.max_seq_len)

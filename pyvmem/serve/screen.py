@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Shows prompts and growing answers side by side on a terminal, above a memory line.
 
-Finished answers scroll up; running ones and the memory line are redrawn in place below. Needs
-rich; without a terminal, `printer` writes lines.
+Finished answers scroll up; unfinished ones and the memory line are redrawn in place below. Needs
+rich; if standard output is not a terminal, `printer` is used instead.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Screen:
         self._console.print(text, markup=False, highlight=False)
 
     def feed(self, event: TokenEvent) -> None:
-        """Takes an event of the engine."""
+        """Processes an event of the engine."""
         name = event.request_id
         with self._lock:
             tokens = self._tokens.setdefault(name, [])
@@ -109,7 +109,7 @@ class Screen:
         table.add_row(*(Text(cell, overflow="fold") for cell in cells), style=style)
 
     def _memory(self, running: int) -> str:
-        """The memory line: as much about memory and requests as fits."""
+        """Returns the memory line: as much about memory and requests as fits."""
         stats = self._cache.stats()
         filled = round(_BAR * stats.used_bytes / stats.mapped_bytes) if stats.mapped_bytes else 0
         bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] "
@@ -127,7 +127,7 @@ class Screen:
         with self._lock:
             running = {name: list(tokens) for name, tokens in self._tokens.items()}
         table = self._table()
-        room = max(2, self._console.width - 8)  # rows of a prompt and its answer
+        room = max(2, self._console.width - 8)  # columns for a prompt and its answer
         rows = max(1, self._console.height - 4)
         for name in sorted(running)[:rows]:
             answer = " ".join(self._answer(running[name]).rstrip("\ufffd").split())

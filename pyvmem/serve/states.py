@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The transformers cache for an engine call of a model with state layers.
 
-Such a layer takes each row of a batch for one request. So the engine calls the model once for all
+Such a layer treats each row of a batch as one request. So the engine calls the model once for all
 requests with one new token, a row each, and once for every longer request; this object loads each
 row's state from its slot and saves the new state. Attention reads slots as usual: its layers get
 the new tokens from this object.
@@ -20,7 +20,7 @@ from pyvmem.kvcache import EmptyShape, LayeredCache, StateShape
 
 __all__ = ["StepPast"]
 
-# Any: the same to a type checker with and without transformers.
+# Any, so that type checks give the same result with and without transformers.
 _Cache: Any = cache_utils.Cache
 _Layer: Any = cache_utils.CacheLayerMixin
 _State: Any = cache_utils.LinearAttentionLayer
@@ -45,25 +45,25 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """The longest request's tokens before this call."""
+        """Returns the number of tokens of the longest request before this call."""
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The size of a mask, which is never created."""
+        """Returns the size of a mask, which is never created."""
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Returns -1: there is no maximum."""
         return -1
 
 
 class StepPast(_Cache):  # type: ignore[misc]  # a base that is Any
-    """The states of some slots as transformers' own layers, copied in and, by `save`, out.
+    """The states of some slots in transformers' own layers; `save` copies them back.
 
     Args:
-        cache: whose slots.
+        cache: the cache of the slots.
         slots: slot of each row of the batch, in order.
-        lengths: tokens that each has computed; 0: its states are new. All are 0, or none.
+        lengths: tokens computed in each slot; 0: its states are new. Either all are 0 or none is.
     """
 
     def __init__(self, cache: LayeredCache, slots: Sequence[int], lengths: Sequence[int]) -> None:

@@ -7,11 +7,11 @@ of R bytes, a step whose requests hold n_1, n_2, ... tokens has mapped
     sum over requests i of  ceil(n_i * R / P) * P * T
 
 and used ``sum of n_i * R * T``, which is the same for all layouts. A static reservation gives each
-of these requests ``max_seq_len * R * T``, regardless of its length. A layout's peak is its own
-largest step. The replay counts running requests; pages that the cache keeps mapped beyond that for
-the next request are only in the measured numbers, so the replay of the run's own layout is printed
-with them. Different layers are summed; rows that leave a window are counted as kept, in every
-layout.
+of these requests ``max_seq_len * R * T``, regardless of its length. A layout's peak is the largest
+step under that layout. The replay counts running requests only; pages that the cache keeps mapped
+for the next request appear in the measured numbers alone, so the replay of the run's own layout is
+printed next to these. Groups of different layers are summed; rows that leave a window are counted
+as if kept, in every layout.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Footprint:
         name: description of the layout.
         page_size: 0 for a static reservation.
         num_tensors: virtual tensors of the cache.
-        mapped_bytes: at the layout's largest step.
-        used_bytes: rows that held tokens in that step.
+        mapped_bytes: mapped at the layout's largest step.
+        used_bytes: bytes of the rows that held tokens in that step.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Replay:
         self.name = name
         self.page_size = page_size
         self._layouts = [Layout(config, page_size or _BIG_PAGE) for config in configs]
-        self._peak = (0, 0)  # mapped and used
+        self._peak = (0, 0)  # mapped and used bytes
 
     def bytes_for(self, tokens: int) -> int:
-        """Physical bytes behind a request of this many tokens."""
+        """Returns the physical bytes that back a request of this many tokens."""
         layouts = self._layouts
         if not self.page_size:
             return self._used(layouts[0].config.max_seq_len)
@@ -78,12 +78,12 @@ class Replay:
     def add(self, lengths: list[int]) -> tuple[int, int]:
         """Accounts for a step; returns its mapped and used bytes."""
         step = (sum(map(self.bytes_for, lengths)), sum(map(self._used, lengths)))
-        # Of equally large steps, keep the fullest, so that no layout looks emptier than it was.
+        # Of equally large steps, keep the one with the most used bytes, in every layout's favour.
         self._peak = max(self._peak, step)
         return step
 
     def _used(self, tokens: int) -> int:
-        """Bytes of the rows of this many tokens; a state counts as a single row."""
+        """Returns the bytes of the rows of this many tokens; a state counts as a single row."""
         return sum(
             (min(tokens, 1) if one.state else tokens) * one.row_bytes * one.num_tensors
             for one in self._layouts
@@ -118,12 +118,12 @@ class Recorder:
             self.others.append(Replay(f"2 MiB pages, {together}", whole, _BIG_PAGE))
             self.others.append(Replay(f"this run's pages, {together}", whole, page_size))
         self.others.append(Replay("static, the longest sequence for each", configs, 0))
-        self.curve: list[tuple[int, int]] = []  # of each step in the run's own layout
+        self.curve: list[tuple[int, int]] = []  # per step, in the run's own layout
         self._steps: list[dict[str, Any]] | None = [] if keep_steps else None
         self._start = time.perf_counter()
 
     def __call__(self, record: StepRecord) -> None:
-        """Called by the engine in every step."""
+        """Records a step; the engine calls this in every step."""
         lengths = [tokens for _, _, tokens in record.requests]
         self.curve.append(self.own.add(lengths))
         for layout in self.others:
@@ -142,7 +142,7 @@ class Recorder:
                 "other_bytes": [sum(map(layout.bytes_for, lengths)) for layout in self.others],
                 # per slot: mapped pages per tensor
                 "slots": [info.mapped_pages for info in slots.values()],
-                # id, slot, tokens, pages per tensor that the request owns
+                # id, slot, tokens, pages per tensor owned by the request
                 "requests": [
                     [request, slot, tokens, slots[slot].granted_pages]
                     for request, slot, tokens in record.requests
@@ -151,10 +151,10 @@ class Recorder:
         )
 
     def trace(self) -> dict[str, Any]:
-        """The data that `picture` draws; see `Recorder`.
+        """Returns the data that `picture` draws.
 
         Raises:
-            ValueError: made without `keep_steps`.
+            ValueError: the recorder was made without `keep_steps`.
         """
         if self._steps is None:
             raise ValueError("the recorder was made without keep_steps")

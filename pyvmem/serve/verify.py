@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks answers against transformers' ``generate`` with its `DynamicCache`, one at a time.
+"""Checks answers against transformers' ``generate`` with its `DynamicCache`, one request at a time.
 
 The rule: an answer is compared up to its first difference. A difference is accepted only at a near
 tie of the reference (its two best logits differ by less than `TIE` of the larger), and in at most
@@ -28,7 +28,7 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class Reference:
-    """The answer of ``generate``.
+    """The reference answer, from ``generate``.
 
     Attributes:
         tokens: the answer.
@@ -99,7 +99,7 @@ def _generate(loaded: LoadedModel, job: Job) -> Reference:
 
 
 def _key(loaded: LoadedModel, job: Job) -> str | None:
-    """Returns a key of all that a reference depends on; None if the model cannot be identified."""
+    """Hashes everything that a reference depends on; None if the model cannot be identified."""
     import torch
     import transformers
 
@@ -123,7 +123,7 @@ def _key(loaded: LoadedModel, job: Job) -> str | None:
 def references(
     loaded: LoadedModel, jobs: Sequence[Job], progress: Callable[[int], None] | None = None
 ) -> list[Reference]:
-    """The references of jobs, cached in a folder under a key of all they depend on.
+    """Returns the references of jobs; cached in a folder, by a hash of everything they depend on.
 
     Args:
         loaded: the model, with transformers' own attention, not an engine's.
@@ -133,7 +133,7 @@ def references(
         ValueError: an engine is open on the model.
     """
     if loaded.model.config._attn_implementation == "vmem":
-        raise ValueError("the model still belongs to an engine; close that first")
+        raise ValueError("the model is in use by an engine; close the engine first")
     folder = cache_dir() / "references"
     found = []
     for done, job in enumerate(jobs, 1):
@@ -169,7 +169,7 @@ def first_difference(
     *,
     forced: bool = False,
 ) -> Difference | None:
-    """The first position, other than `skip`, at which an answer differs from the reference."""
+    """Returns the first position, other than `skip`, where an answer differs from the reference."""
     for position in range(max(len(got), len(reference.tokens))):
         expected = reference.tokens[position] if position < len(reference.tokens) else None
         token = got[position] if position < len(got) else None

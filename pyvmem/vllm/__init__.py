@@ -30,8 +30,8 @@ KV offloading:
     offload_tiers   the spec for further tiers below host memory
     offload_holds   blocks that stay mapped until they are stored; part of the scheduler
 
-`pyvmem.elastic` has the parts that depend on no engine. vLLM imports a module of this package only
-if the pool is enabled.
+`pyvmem.elastic` has the parts that do not depend on an engine. vLLM imports a module of this
+package only if the pool is enabled.
 """
 
 __all__: list[str] = []

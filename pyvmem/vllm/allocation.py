@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Places vLLM's KV tensors on the pool's memory, without replacing a function of vLLM.
 
-vLLM's worker allocates each KV tensor by one `torch.zeros` of bytes, in the context returned by its
-method `_maybe_get_memory_pool_context`. Our worker returns a `KVTensorMode`, a torch mode that
-returns the pool's tensors from these calls. Their number depends on the version:
+vLLM's worker allocates each KV tensor by one call of `torch.zeros`, of int8, in the context
+returned by its method `_maybe_get_memory_pool_context`. Our worker returns a `KVTensorMode`, a
+torch mode that returns the pool's tensors from these calls. The number of tensors depends on the
+version:
 
     0.26 to 0.28   a tensor for each layer, or for layers that share it (`KVCacheTensor.shared_by`)
     from 0.29 on   a single tensor, in which layers have strides (`KVCacheTensor.layer_stride`)
@@ -32,9 +33,9 @@ _PLAIN = frozenset({"FLASH_ATTN", "FLASH_ATTN_MLA", "FLASHINFER"})
 
 
 def backends_refusing_plain(vllm_config: Any, kv_cache_config: Any) -> list[str]:
-    """Lists the attention back ends of the KV tensors whose kernels may refuse plain addresses.
+    """Lists the attention back ends of the KV tensors whose kernels may reject plain addresses.
 
-    Triton's launcher refuses them, since it queries CUDA about each pointer. The kernels of layers
+    Triton's launcher rejects them, since it queries CUDA about each pointer. The kernels of layers
     with a state use Triton.
     """
     layers = vllm_config.compilation_config.static_forward_context
@@ -67,7 +68,7 @@ class KVTensorMode(TorchFunctionMode):
         """Checks that each tensor was returned.
 
         Raises:
-            RuntimeError: vLLM allocated some KV tensors in another way, in its own memory.
+            RuntimeError: vLLM allocated some KV tensors in another way, from its own memory.
         """
         if self._left:
             raise RuntimeError(
@@ -80,7 +81,7 @@ def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, K
     """Creates the KV tensors of a `KVCacheConfig`; called in each worker.
 
     Returns:
-        The configuration, with layers at new offsets if they have to begin at a page, and the mode
+        The configuration, with layers at new offsets if they have to start on a page, and the mode
         in which vLLM must allocate.
 
     Raises:
@@ -101,7 +102,7 @@ def place_tensors(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, K
         return kv_cache_config, KVTensorMode([memory.tensor(size) for size in sizes])
     if any(getattr(one, "host_resident", False) for one in tensors):
         raise NotImplementedError("VMEM_VLLM=1 does not work with KV tensors in host memory")
-    if all(one.block_stride * blocks == one.size for one in tensors):  # a block of all layers
+    if all(one.block_stride * blocks == one.size for one in tensors):  # a block spans all layers
         memory = open_memory(blocks, [tensors[0].size])
     else:
         memory, tensors = _regions(tensors, blocks, open_memory)

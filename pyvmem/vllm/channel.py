@@ -2,9 +2,9 @@
 """Calls from the scheduler to the `KVMemory` of a rank in another process.
 
 A growth needs an answer before vLLM may use a block, an idle engine runs no step that could carry a
-message, and vLLM's own calls to its workers queue behind the steps in flight. So these calls have a
-connection of their own: a Unix socket that only the engine's user can open, or TCP to a rank on
-another machine (`rank_discovery`). Releases of a busy engine travel with vLLM's `SchedulerOutput`.
+message, and vLLM's own calls to its workers queue behind the steps in flight. So these calls use a
+separate connection: a Unix socket that only the engine's user can open, or TCP to a rank on another
+machine (`rank_discovery`). Releases of a busy engine are sent with vLLM's `SchedulerOutput`.
 
 A message is four bytes of length and JSON: ``[operation, argument]`` to the rank,
 ``[failure, result]`` back.
@@ -41,13 +41,13 @@ __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "ne
 
 _LENGTH = struct.Struct("!I")
 _SWITCH = 0.0005  # seconds: the interpreter's switch interval in a worker
-_TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
-_GREETING = 10.0  # seconds to present the secret
-_CLOSING = 10.0  # seconds for calls in progress when a rank shuts down
+_TIMEOUT = 120.0  # seconds without an answer after which a rank counts as lost
+_GREETING = 10.0  # seconds in which a client must send the secret
+_CLOSING = 10.0  # seconds that a rank waits for calls in progress when it shuts down
 
 
 class RankLost(RuntimeError):
-    """A rank did not answer, or reported an unexpected error; its process has mostly ended."""
+    """A rank did not answer, or reported an unexpected error; usually its process has exited."""
 
 
 def new_address(settings: Settings) -> str:
@@ -93,9 +93,10 @@ def _remove_dead(folder: Path) -> None:
                 one.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
-            except OSError:  # busy, or already gone
+            except OSError:  # busy, or already removed
                 continue
-    for path in folder.glob(f"*.sock{UNHEARD}"):  # left by a rank that was killed during start-up
+    # left behind by a rank that was killed during start-up
+    for path in folder.glob(f"*.sock{UNHEARD}"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - _TIMEOUT:
                 path.unlink()
@@ -124,14 +125,14 @@ def _join(threads: Iterable[threading.Thread]) -> None:
 class Server:
     """Serves a rank's memory to the scheduler, in threads of the worker's process.
 
-    Ends when the memory is collected, or by `close`.
+    Stops when the memory is garbage-collected, or in `close`.
     """
 
     def __init__(self, address: str, memory: KVMemory) -> None:
         self.address = address
         self._memory = weakref.ref(memory)
-        # A call needs the GIL, which the thread that launches steps keeps for the switch interval:
-        # 5 ms by default.
+        # A call needs the GIL, which the thread that launches steps holds for up to the switch
+        # interval: 5 ms by default.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
         _remove_dead(Path(address).parent)
         self._socket = listen(address)
@@ -142,7 +143,7 @@ class Server:
         self._start(self._socket, is_this_user)
 
     def listen(self, host: str) -> tuple[str, int, str]:
-        """Starts to serve a TCP port of address `host`, for clients that send a secret first.
+        """Starts serving a TCP port of address `host`, for clients that send a secret first.
 
         Returns:
             Host, port and secret.
@@ -200,7 +201,7 @@ class Server:
         _join(self._accepting)
         peers = dict(self._peers)
         for peer in peers.values():
-            with contextlib.suppress(OSError):  # it hung up
+            with contextlib.suppress(OSError):  # the client hung up
                 peer.shutdown(socket.SHUT_RDWR)
         _join(peers)
         with contextlib.suppress(FileNotFoundError):
@@ -211,8 +212,8 @@ class Rank(Protocol):
     """A rank's memory, as the scheduler sees it.
 
     Attributes:
-        machine: identity of the machine that has the ledger of the rank's device; ``""`` for the
-            scheduler's.
+        machine: identity of the machine with the ledger of the rank's device; ``""``: the
+            scheduler's machine.
     """
 
     machine: str
@@ -243,7 +244,7 @@ class Rank(Protocol):
 
 
 class LocalRank:
-    """A rank in this process: the scheduler's own, or that of a `Server` for another process."""
+    """A rank in this process: called by its scheduler, or by a `Server` for another process."""
 
     machine = ""
 
@@ -265,7 +266,7 @@ class LocalRank:
         """Runs the operation and returns a function that returns its result."""
         try:
             result = _OPERATIONS[name](self, argument)
-        except BadHandle as error:  # vLLM ends its workers before the scheduler
+        except BadHandle as error:  # vLLM stops its workers before the scheduler
             raise RankLost(f"{name}: {error}") from error
         return lambda: result
 
@@ -290,7 +291,7 @@ class LocalRank:
         """Returns the rank's state for the scheduler's periodic poll.
 
         Returns:
-            Releases that ended since the last poll (`KVMemory.finished`), free bytes, the number
+            Releases that finished since the last poll (`KVMemory.finished`), free bytes, the number
             of driver mappings, and whether the rank waits for `end_drain`.
         """
         memory = self.memory
@@ -398,7 +399,7 @@ class SocketRank:
         try:
             failure, result = _receive(self._socket)
         except (OSError, EOFError) as error:
-            self.close()  # a late answer would be taken for the next call's
+            self.close()  # a late answer would be mistaken for that of the next call
             raise RankLost(f"no answer from a rank: {error!r}") from error
         finally:
             self._lock.release()
@@ -440,7 +441,7 @@ class Ranks:
     milliseconds to answer.
 
     Attributes:
-        mappings: number of driver mappings of the rank with the most, at the last poll.
+        mappings: maximum of the ranks' numbers of driver mappings, at the last poll.
         draining: at the last poll, a sleeping rank waited for `end_drain`.
     """
 
@@ -476,12 +477,12 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """Returns a geometry with the most tensors that a rank has in each class.
+        """Returns a geometry with, for each class, the number of tensors of the rank that has most.
 
         Pipeline stages may differ in their number of layers.
 
         Raises:
-            RuntimeError: the ranks differ in more than that.
+            RuntimeError: the ranks differ in something other than that.
         """
         found = [rank.geometry() for rank in self.ranks]
         alike = {
@@ -516,7 +517,7 @@ class Ranks:
         return str(failures[0])
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """Calls `KVMemory.release` on every rank, at once instead of with a step."""
+        """Calls `KVMemory.release` on every rank, now instead of with a step."""
         self._all("release", [number, runs, after_step])
 
     def move(self, copies: list[tuple[int, int]], step: int) -> bool:
@@ -531,19 +532,19 @@ class Ranks:
             for finished, *_ in answers:
                 for number, failure in finished:
                     self._answers.setdefault(number, []).append(failure)
-            if growths == self._growths:  # otherwise a growth has a more recent answer
+            if growths == self._growths:  # otherwise a growth returned a more recent value
                 self._free = _least(free for _, free, *_ in answers)
             self.mappings = max(mappings for *_, mappings, _ in answers)
             self.draining = any(draining for *_, draining in answers)
             self._heard = True
 
     def end_drain(self) -> None:
-        """Tells sleeping ranks that all memory that no request holds was unmapped."""
+        """Tells sleeping ranks that all memory that no request holds has been unmapped."""
         self._all("end_drain")
         self.draining = False
 
     def finished(self) -> dict[int, str | None]:
-        """Returns each release that all ranks have ended, once, with an error message or None."""
+        """Returns releases that all ranks have finished, each once, with its error or None."""
         done: dict[int, str | None] = {}
         with self._lock:
             for number, answers in list(self._answers.items()):
@@ -553,7 +554,7 @@ class Ranks:
         return done
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Calls `KVMemory.compact` on every rank; returns the most bytes that a rank gave back."""
+        """Calls `KVMemory.compact` on every rank; returns the most bytes that a rank freed."""
         return max(map(int, self._all("compact", [nbytes, step])))
 
     def free(self) -> int | None:
@@ -566,7 +567,7 @@ class Ranks:
         return self._free
 
     def total(self) -> int:
-        """Returns the least bytes of a rank's device, divided by the engine's ranks on it."""
+        """Returns the minimum over devices of their bytes per rank of this engine."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)

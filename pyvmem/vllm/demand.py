@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Backs the blocks that vLLM is about to take, before vLLM compares them with the free blocks.
 
-In most steps most requests take no block, and a call for each would dominate the pool's overhead. A
-request that computes its next token takes at most `most` blocks: while that many are free, vLLM's
+In most steps, most requests take no block, and a call for each would dominate the pool's overhead.
+A request that computes its next token takes at most `most` blocks: while that many are free, vLLM's
 comparison cannot fail, and blocks are backed when taken. So a step starts in one of three modes:
 
     unwatched    if `most` blocks are free for every running request
@@ -10,8 +10,9 @@ comparison cannot fail, and blocks are backed when taken. So a step starts in on
     watched      if fewer than `most` are free, a running request has more to compute than its next
                  token, or the last step did not reach a waiting request
 
-It becomes watched when the check finds fewer than `most`, and when vLLM looks up a request's prefix
-to admit it. In a watched step, each request's demand is computed before vLLM compares.
+A step becomes watched when the check finds fewer than `most` free blocks, and when vLLM looks up a
+request's prefix to admit it. In a watched step, each request's demand is computed before vLLM
+compares.
 
 vLLM admits a request if its whole prompt fits, and then computes it in chunks. The pool also
 requires memory for the whole prompt, but backs only the first chunk, since backing a long prompt
@@ -36,7 +37,7 @@ __all__ = ["Demand"]
 
 
 def _redirect(call: partial[Any], to: Callable[..., Any]) -> None:
-    """Makes the partial `call` call `to`."""
+    """Changes the function that the partial `call` calls to `to`."""
     call.__setstate__((to, (), {}, None))  # type: ignore[attr-defined]
 
 
@@ -85,7 +86,7 @@ class Demand:
         self._get_num_free_blocks = self.pool.get_num_free_blocks
         self._look_up = manager.get_computed_blocks
         self._get_new_blocks = self.pool.get_new_blocks
-        self._margin = 0  # blocks that vLLM wants to stay free when it admits a request
+        self._margin = 0  # blocks that vLLM wants to keep free when it admits a request
         self._checking = self._watching = self._looked_up = self._queue_unreached = False
         self._computing: dict[str, Any] = {}  # running requests in prefill
         manager.get_computed_blocks = self._watched_lookup
@@ -133,7 +134,7 @@ class Demand:
             _redirect(self._frees, self._check)
 
     def end(self) -> None:
-        """Ends a step's mode; called after vLLM scheduled it, or failed to."""
+        """Ends a step's mode; called after vLLM has scheduled the step, or failed to."""
         self._checking = False
         _redirect(self._frees, self._get_num_free_blocks)
         if self._watching:
@@ -180,7 +181,7 @@ class Demand:
 
     def _check(self) -> int:
         free: int = self.pool.free_block_queue.num_free_blocks
-        if free < self.most:  # they may not be enough for this request
+        if free < self.most:  # the free blocks may not be enough for this request
             self._watch()
             self.elastic.prepare(self.most)
             free = self.pool.free_block_queue.num_free_blocks
@@ -193,11 +194,12 @@ class Demand:
 
     def _count(self, *args: Any, **kwargs: Any) -> int:
         count: int = self._count_blocks(*args, **kwargs)
-        # vLLM so makes a request wait for a state that this step computes.
+        # With such a count, vLLM makes a request wait for a state that this step computes.
         if count > self.pool.num_gpu_blocks:
             return count
-        if count or self._margin:  # otherwise it takes no block
-            # Unused blocks of a prefix hit leave the free queue too; they are backed already.
+        if count or self._margin:  # otherwise the request takes no block
+            # Blocks of a prefix hit that no request uses leave the free queue too; they are already
+            # backed.
             hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
             held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)
             whole = kwargs.get("apply_admission_cap", False)
@@ -208,7 +210,7 @@ class Demand:
     def _fits(self, count: int) -> bool:
         """Returns true if `count` blocks are free or could be backed.
 
-        If some are to be backed, vLLM's next query for free blocks gets `count`.
+        If blocks have to be backed for that, vLLM's next query for free blocks returns `count`.
         """
         free: int = self.pool.free_block_queue.num_free_blocks
         if free >= count:
@@ -238,7 +240,7 @@ class Demand:
             result = self._allocate_slots(request, *args, **kwargs)
         finally:
             self._margin = 0
-        if result is not None and not again:  # after a preemption it hits its own blocks
+        if result is not None and not again:  # after a preemption, a request hits its own blocks
             self.elastic.hits += kwargs.get("num_new_computed_tokens", 0)
             self.elastic.queries += request.num_tokens
         return result

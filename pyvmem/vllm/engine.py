@@ -10,8 +10,8 @@ A block is in one of four states:
 
 vLLM gets idle blocks first; then unbacked blocks are backed; then vLLM evicts cached blocks. The
 keeper, a thread, backs blocks ahead of need, so that a step seldom waits for the driver. It retires
-idle blocks that were not needed for a while, or at once when the engine's limit falls or another
-engine on the GPU is short of memory. Prefixes are evicted last.
+idle blocks that have not been needed for a while; if the engine's limit falls or another engine on
+the GPU is short of memory, it does so immediately. Prefixes are evicted last.
 
 If blocks share pages, a page is freed once all its blocks are idle. So idle blocks of the fullest
 pages are handed out first, and if another engine wants memory, prefixes move off nearly empty pages
@@ -47,17 +47,18 @@ from pyvmem.vllm.remote import join_ledgers
 __all__ = ["ElasticEngine"]
 
 _TICK = 0.05  # s between scans for idle blocks
-_LOOK = 0.01  # s between looks for other engines' signals without steps, and for ended unmaps
-_PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
-_REPORT = 0.1  # s between reports to the ledger, and checks of what a busy engine could give back
+_LOOK = 0.01  # s between checks for finished unmaps and, if no step runs, other engines' signals
+_PIECE = 64 << 20  # bytes of slabs compacted at a time, while steps wait
+_REPORT = 0.1  # s between reports to the ledger, and checks of how much a busy engine could free
 _BACKOFF = 0.02  # s between attempts to grow while a request waits for memory
 _PATIENCE = 0.25  # s between attempts otherwise
-_START_PATIENCE = 30.0  # s for other engines to leave room for the null block
+_START_PATIENCE = 30.0  # s in which other engines must make room for the null block
 _RESERVE = 256 << 20
 _RECENT = 5.0  # s: window over which the largest step sets how much is backed ahead
 _MOST_RESERVE = 1024  # blocks
-_SPREAD, _SPREAD_FOR = 1.25, 1.0  # mapped/live bytes, and seconds above, to move prefixes
-_ROUNDS = 4  # of eviction, for each check of other engines' needs
+# prefixes move if mapped/live bytes exceed the ratio for this many seconds
+_SPREAD, _SPREAD_FOR = 1.25, 1.0
+_ROUNDS = 4  # rounds of eviction per check of other engines' needs
 
 log = logging.getLogger("vllm.vmem")
 
@@ -110,7 +111,7 @@ class ElasticEngine:
             )
         self.least = least
         self.quota = self._join(config, min(limit, virtual), virtual)
-        self._limit = self.quota.limit  # at the keeper's last round
+        self._limit = self.quota.limit  # as of the keeper's last round
         self.backing = Backing(geometry, self.quota)
         self.waits = self.hits = self.queries = 0
         reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE
@@ -120,7 +121,8 @@ class ElasticEngine:
         self._ahead = self.reserve_blocks  # idle blocks that the keeper maintains
         self._batch = self.reserve_blocks // 2  # refill when this many of them are missing
         self._largest, self._largest_at = 0, 0.0  # blocks taken by a step, and its time
-        self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
+        # these three are of the step being scheduled
+        self._taken, self._waited, self._lacked = 0, False, False
         self._denied = False  # a request for memory failed in this step
         self.may_gather, self.asleep = True, False
         self.idle = IdleBlocks(geometry.group_unit)
@@ -132,7 +134,7 @@ class ElasticEngine:
         self.publish_events: Callable[[], None] = lambda: None
         self._refused = -math.inf  # time of the last partial growth
         self._step = self._ended = 0
-        self._peak = Peak(self.settings.idle)  # of blocks with contents
+        self._peak = Peak(self.settings.idle)  # peak number of blocks with contents
         self._busy_until = 0.0
         self._background: Growth | None = None
         self._grown = threading.Event()
@@ -141,7 +143,7 @@ class ElasticEngine:
         self._tidy = self._short = self._paused = self._has_more = self._pressed = False
         self._next = self._reported = self._dense_at = 0.0
         self._signals = Signals(self.quota.signals)
-        self._seen: tuple[int, ...] | None = None  # at the last idle check
+        self._seen: tuple[int, ...] | None = None  # state as of the last idle check
         self._thread = threading.Thread(
             target=_run_keeper,
             args=(weakref.ref(self), self._wake),
@@ -173,7 +175,8 @@ class ElasticEngine:
             settings.folder,
             name,
             unique=bool(settings.name),
-            floor=min(settings.floor, limit),  # it cannot use more, other engines can
+            # a larger floor would only keep memory from other engines
+            floor=min(settings.floor, limit),
             limit=limit,
             least=self.least,
             virtual=virtual,
@@ -192,7 +195,7 @@ class ElasticEngine:
         self.backing.back_null(_START_PATIENCE)
 
     def _watch_pool(self) -> None:
-        """Wraps methods of vLLM's block pool, of the object alone, to record idle blocks."""
+        """Wraps methods of vLLM's block pool (this instance only) to record idle blocks."""
         pool = self.pool
         free, reset, evict = pool.free_blocks, pool.reset_prefix_cache, pool.evict_blocks
 
@@ -225,7 +228,7 @@ class ElasticEngine:
         pool.evict_blocks = evict_blocks
 
     def _find_idle(self) -> None:
-        """Adds free blocks without a prefix to the idle blocks, after prefixes were reset."""
+        """Adds free blocks without a prefix to the idle blocks, after a reset of prefixes."""
         self.idle.add(
             block.block_id
             for block in self._free()
@@ -260,7 +263,7 @@ class ElasticEngine:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> tuple[int, list[Release]]:
-        """Called after a step was scheduled; returns its number and the releases to send."""
+        """Numbers the step that was just scheduled; returns it and the releases to send."""
         self._step += 1
         now = time.monotonic()
         self._busy_until = now + self.settings.idle
@@ -281,7 +284,7 @@ class ElasticEngine:
         return self._step, self.backing.send()
 
     def end_step(self, step: int) -> None:
-        """Called when the scheduler has processed the output of a step."""
+        """Records that the scheduler has processed the output of a step."""
         self._ended = step
 
     def order_transfers(self, metadata: Any) -> list[int]:
@@ -301,7 +304,7 @@ class ElasticEngine:
             self._let_idle(self.holds.report(done))
 
     def _let_idle(self, blocks: Iterable[int]) -> None:
-        """Makes blocks that are no longer held idle, unless they are used, cached or unbacked."""
+        """Marks blocks no longer held as idle, unless they are used, cached or unbacked."""
         every = (self.pool.blocks[one] for one in blocks if self.backing.is_backed(one))
         self.idle.add(
             block.block_id
@@ -310,12 +313,12 @@ class ElasticEngine:
         )
 
     def set_paused(self, paused: bool) -> None:
-        """Called when vLLM pauses or resumes; while paused, idle memory is freed at once."""
+        """Called when vLLM pauses or resumes; while paused, idle memory is freed immediately."""
         self._paused = paused
         self._wake.set()
 
     def give_back_when_paused(self) -> None:
-        """Waits until a paused engine has freed all memory but that of prefixes.
+        """Waits until a paused engine has freed all memory except that of prefixes.
 
         Does nothing if the engine is not paused or requests hold blocks. Called without `lock`.
         """
@@ -332,7 +335,7 @@ class ElasticEngine:
         """Frees all but the null block, prefixes included, if no request holds a block.
 
         The keeper calls this, without `lock`, if the engine was ordered to sleep, or a rank sleeps
-        without the scheduler's knowledge. Stock vLLM loses its KV cache then, too.
+        without the scheduler's knowledge. Stock vLLM loses its KV cache in these cases, too.
         """
         try:
             with self.lock:
@@ -381,7 +384,7 @@ class ElasticEngine:
             if len(self.idle) < count:
                 self._denied, self._refused = True, time.monotonic()
                 lacks = max(count, self.count_waiting())
-                if not evicting:  # ask once, instead of for each request and each step
+                if not evicting:  # ask once per shortage, not for each request and step
                     cached = int(self.pool.free_block_queue.num_free_blocks) - len(self.idle)
                     lacks = max(lacks, wanted, self.count_queued() - cached)
                 self._ask_others(lacks - len(self.idle))
@@ -396,7 +399,7 @@ class ElasticEngine:
         return self.backing.unbacked >= count and self.quota.room() >= needed
 
     def _back(self, count: int) -> bool:
-        """Backs up to `count` blocks while the step waits; returns false if the driver refused."""
+        """Backs up to `count` blocks while the step waits; returns false if memory ran out."""
         growth = self.backing.begin(count)
         if growth is None:
             return True
@@ -406,7 +409,7 @@ class ElasticEngine:
         return growth.failure is None
 
     def _count_next(self, count: int) -> int:
-        """Returns the blocks to back at once for a step that waits, so that later ones need not."""
+        """Returns the blocks to back for a waiting step, with extra ones for the steps after."""
         if not self._ahead or self._pressed:
             return 0
         return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
@@ -414,9 +417,9 @@ class ElasticEngine:
     def gather(self, count: int) -> None:
         """Retires all free blocks, if a refused request then fits.
 
-        Scattered blocks use only a part of their pages. So the engine may have enough memory for
-        the next request, but not in usable blocks, while no running request would end and free
-        some.
+        Scattered blocks use only part of their pages. So the engine may have enough memory for the
+        next request, but not in usable blocks, and no request may be running that would free some
+        when it finishes.
 
         Args:
             count: blocks that the next request needs.
@@ -432,7 +435,7 @@ class ElasticEngine:
         """Posts to the ledger the bytes that `blocks` more blocks need, up to the limit."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
         need = min(need, max(0, self.quota.limit - self.quota.used))
-        need -= need % max(1, self.backing.geometry.block_bytes)  # a part of a block would not help
+        need -= need % max(1, self.backing.geometry.block_bytes)  # only whole blocks help
         if need or self._short:
             self.quota.want(need)
             self._short = need > 0
@@ -469,8 +472,8 @@ class ElasticEngine:
     def has_more(self) -> bool:
         """True if, at the last check, another engine waited while this one exceeded its share.
 
-        While requests run, no further one is admitted then. Otherwise an engine with a queue would
-        never give memory back, since each finished request makes room for the next.
+        The engine then admits no further request while others run. Otherwise an engine with a queue
+        would never give memory back, since each finished request makes room for the next.
         """
         return self._has_more
 
@@ -497,7 +500,7 @@ class ElasticEngine:
         """Runs a round of the keeper if it was woken, is due or another engine calls for it.
 
         Returns:
-            False if the keeper must end.
+            False if the keeper must stop.
         """
         if self._stopped:
             return False
@@ -508,8 +511,8 @@ class ElasticEngine:
             self.tick(called=called)
             if self.ranks.draining or self.asleep:
                 self._let_go()
-        except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
-            log.debug("vmem: the keeper ends: %s", str(error))
+        except RankLost as error:  # vLLM notices a lost rank by itself, unless it stopped the rank
+            log.debug("vmem: the keeper stops: %s", str(error))
             return False
         except Exception:
             log.exception("vmem: the keeper failed; memory is no longer returned")
@@ -518,7 +521,7 @@ class ElasticEngine:
         return True
 
     def _pause(self) -> float:
-        """Returns the seconds until the keeper looks again; steps wake it while they run."""
+        """Returns the seconds until the keeper's next round; running steps wake it earlier."""
         now = time.monotonic()
         stepping = now < self._busy_until - self.settings.idle + _TICK
         return max(_LOOK, self._next - now) if stepping else _LOOK
@@ -534,7 +537,7 @@ class ElasticEngine:
         """
         due = called or time.monotonic() > self._reported + _REPORT
         if force or self.backing.unconfirmed or due:
-            self.ranks.poll()  # without the lock: steps continue
+            self.ranks.poll()  # without the lock, so that steps continue
         with self.lock:
             self._collect()
             now = time.monotonic()
@@ -554,10 +557,10 @@ class ElasticEngine:
             if called:
                 self._refused = -math.inf
             if self.mover.victims and quiet and (at_rest or now > self._busy_until):
-                self._move_by_call()  # otherwise the next step does
+                self._move_by_call()  # otherwise the next step moves them
             if quiet:
                 self._send_by_call()
-                self.publish_events()  # the next step may be far off
+                self.publish_events()  # the next step may come much later
             growth = None if at_rest else self._begin_ahead(now)
             leaving = self.backing.unconfirmed or self.backing.outbox
             self._next = now + (_LOOK if leaving else _TICK)
@@ -592,7 +595,7 @@ class ElasticEngine:
         return self.backed_blocks() - len(self.idle)
 
     def _give_back(self, long_idle: bool) -> None:
-        # Evicted blocks stay backed as long as freed ones: the next request takes them.
+        # Evicted blocks stay backed as long as freed ones, since the next request takes them.
         most = self.settings.prefix
         if most is None and long_idle and self.holds.on:
             most = 0  # stored prefixes can be loaded from host memory again
@@ -651,7 +654,7 @@ class ElasticEngine:
         return int(cached) * self.backing.geometry.block_bytes
 
     def _evict(self, count: int) -> int:
-        """Evicts up to `count` cached blocks, least recently used first; returns how many.
+        """Evicts up to `count` cached blocks, least recently used first; returns their number.
 
         They become idle.
         """
@@ -689,16 +692,16 @@ class ElasticEngine:
         return found
 
     def _move_by_call(self) -> None:
-        """Moves prefixes by a call to the ranks, since no step may come soon."""
+        """Moves prefixes by a call to the ranks, since the next step may come much later."""
         found = self.mover.pick()
         if self.ranks.move(found, self._step):
             self.mover.done(found)
-            self._wake.set()  # for what is left, and for the pages
+            self._wake.set()  # for the remaining copies, and to free the pages
         else:
             self.mover.undo(found)
 
     def _send_by_call(self) -> None:
-        """Sends releases by a call to the ranks, since no step may come soon.
+        """Sends releases by a call to the ranks, since the next step may come much later.
 
         The ranks unmap the pages after the last step.
         """
@@ -712,10 +715,10 @@ class ElasticEngine:
                 if failure is None:
                     self._refused = -math.inf
                 else:
-                    log.warning("vmem: pages cannot be unmapped, tried again: %s", str(failure))
+                    log.warning("vmem: pages cannot be unmapped, will retry: %s", str(failure))
 
     def _may_back_ahead(self, now: float) -> bool:
-        """Returns true if too few blocks are idle, and none was refused lately."""
+        """Returns true if too few blocks are idle, and no growth has failed recently."""
         if self._background is not None or now < self._refused + _PATIENCE:
             return False
         return len(self.idle) < self._ahead - self._batch
@@ -732,7 +735,7 @@ class ElasticEngine:
         return growth
 
     def _compact(self) -> None:
-        """Gives nearly empty slabs back, a piece at a time, while the engine is idle."""
+        """Compacts and frees nearly empty slabs, a piece at a time, while the engine is idle."""
         while True:
             with self.lock:
                 under_way = self._ended != self._step and time.monotonic() < self._busy_until

@@ -43,7 +43,7 @@ INTERNALS = (
     Symbol("config.vllm", "VllmConfig.instance_id", "read", "identifies the executor"),
     Symbol(
         *("config.parallel", "ParallelConfig.data_parallel_index", "read"),
-        "each rank of data parallelism is an engine of its own",
+        "each data-parallel rank is a separate engine",
     ),
     Symbol(
         *("v1.executor.abstract", "Executor.collective_rpc", "called"),

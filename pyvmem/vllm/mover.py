@@ -2,14 +2,14 @@
 """Moves prefixes between blocks, so that whole pages become free; part of the scheduler.
 
 Pages with few prefixes and no block of a request are *victims*. Their contents move to idle blocks
-of fuller pages: the ranks copy them before a step, or at once when no step is due. The prefix then
+of fuller pages: the ranks copy them before a step, or right away if no step is due. The prefix then
 has another block, at the same position in the eviction order; requests can hit it as before.
 
-    choose          selects victims whose contents fit elsewhere, those with least to copy first
+    choose          selects victims whose contents fit elsewhere, those with the least to copy first
     pick            returns the next copies, for the ranks to make
     done, undo      records them in vLLM's pool, or reverts `pick`
 
-A victim's pages then hold only idle blocks, and are freed like others.
+A victim's pages then hold only idle blocks, and are freed like any other such page.
 """
 
 from __future__ import annotations
@@ -129,6 +129,6 @@ class Mover:
         self.moved += len(copies)
 
     def undo(self, copies: list[tuple[int, int]]) -> None:
-        """Reverts `pick`, since the ranks did not make the copies."""
+        """Reverts `pick`, if the ranks did not make the copies."""
         self.idle.add(place for _, place in copies)
         self.forget()

@@ -2,7 +2,7 @@
 """KV offloading: checks the connector, and substitutes our offloading spec for vLLM's.
 
 vLLM's OffloadingConnector loads an offloading spec by name and module. We configure
-`VMemOffloadingSpec`, since cudaMemcpy, by which vLLM's spec for host memory copies, refuses the
+`VMemOffloadingSpec`, since vLLM's spec for host memory copies with cudaMemcpy, which rejects the
 pool's addresses.
 """
 
@@ -61,11 +61,11 @@ _OTHERWISE = (
 BLOCK_BYTES = "vmem_block_bytes"  # in a spec's extra configuration: bytes of a block on a rank
 _IN_STEP = "vmem_copies_in_step"  # the user asserts that a connector copies within steps
 _COPY_IN_STEP = ("LMCacheConnectorV1",)
-_LMCACHE = "0.5.6"  # its source was checked
+_LMCACHE = "0.5.6"  # the version whose source was checked
 
 
 def reasons_against(config: Any) -> Iterator[str]:
-    """Yields each KV-transfer option of a `VllmConfig` that excludes the pool, with the reason."""
+    """Yields each KV-transfer option of a `VllmConfig` that rules out the pool, with the reason."""
     transfer = config.kv_transfer_config
     name = getattr(transfer, "kv_connector", None)
     if name is None:
@@ -102,7 +102,7 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
         yield f"kv_connector={name} ({_OTHERWISE})"
     elif not Settings.asks_visible():
         yield (
-            f"kv_connector={name} (it copies by cudaMemcpy, which refuses plain addresses; "
+            f"kv_connector={name} (it copies by cudaMemcpy, which rejects plain addresses; "
             "set VMEM_VISIBLE=1 or VMEM_BACKEND=cuda)"
         )
     elif known:
@@ -174,7 +174,7 @@ def select(config: Any) -> None:
     extra = transfer.kv_connector_extra_config
     name, module = _SPECS[extra.get("spec_name")]
     extra.update(spec_name=name, spec_module_path=module)
-    # An idle engine drops prefixes on the card; generated tokens, too, are loaded from the host.
+    # An idle engine drops prefixes on the card, so generated tokens must be loadable, too.
     extra.setdefault("offload_prompt_only", False)
 
 
@@ -188,7 +188,7 @@ def _transferrer() -> Any:
 
 
 def clear() -> None:
-    """Shuts down a connector left in this process by an engine that failed to start.
+    """Shuts down a connector that an engine that failed to start left in this process.
 
     vLLM would reuse it for the next engine, whose KV tensors have other addresses.
     """
@@ -201,7 +201,7 @@ def count_by(config: Any, kv_cache_config: Any) -> None:
     """Gives this rank's spec the bytes of a block that the scheduler's spec computes.
 
     vLLM divides the size of the KV cache by its blocks. The pool's KV cache is larger, since each
-    layer begins at a page: the worker would count fewer chunks than the scheduler allocates.
+    layer starts on a page, so the worker would count fewer chunks than the scheduler allocates.
     """
     tensors = kv_cache_config.kv_cache_tensors
     if host_bytes(config) and tensors and hasattr(tensors[0], "layer_stride"):

@@ -4,15 +4,15 @@
 vLLM frees a request's blocks when the request ends, stores them a step or two later, and relies on
 their contents until then. The pool could unmap them in between. So a block is *held*
 
-    from its release by an ended request to the next step, which orders the request's stores
-    from the step that orders a store to the report that the store ended
+    from its release by a finished request to the next step, which orders the request's stores
+    from the step that orders a store to the report that the store is done
 
-A held block is not unmapped, evicted to be unmapped, or moved. Blocks being loaded belong to their
-request until the load has ended, even if it is aborted: vLLM ensures that.
+A held block is not unmapped, evicted to be unmapped, or moved. vLLM ensures that blocks being
+loaded belong to their request until the load is done, even if the request is aborted.
 
-If no step comes for `WORTH` seconds, the stores that have not begun are dropped: the workers skip
+If no step comes for `WORTH` seconds, the stores that have not started are dropped: the workers skip
 them, and when they report that, vLLM's manager is told that the store failed. A store is also
-dropped if vLLM's contents of a source block were overwritten.
+dropped if a source block was overwritten.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 __all__ = ["WORTH", "Holds"]
 
-WORTH = 1.0  # s after the last step for which blocks are held for stores
+WORTH = 1.0  # blocks are held for stores until this many seconds after the last step
 
 
 @dataclass
@@ -32,8 +32,8 @@ class _Store:
     """A store to host memory that a step has ordered.
 
     Attributes:
-        step: number of that step; the workers begin the store by the next step at the latest.
-        blocks: blocks that it reads.
+        step: number of that step; the workers start the store by the next step at the latest.
+        blocks: blocks that the store reads.
         keys: the keys by which vLLM's manager identifies it.
         pending: number of ranks that have not reported it yet.
     """
@@ -61,8 +61,8 @@ class Holds:
     """The held blocks of one engine. The caller holds the engine's lock.
 
     Args:
-        connector: the scheduler's KV connector, or None. Blocks are held for OffloadingConnector
-            only: other connectors tell vLLM when a request's blocks may be freed.
+        connector: the scheduler's KV connector, or None. Blocks are only held for
+            OffloadingConnector: other connectors tell vLLM when a request's blocks may be freed.
         ranks: number of ranks, each of which reports every transfer.
 
     Attributes:
@@ -79,14 +79,15 @@ class Holds:
         self.dropped: list[int] = []
         self._ranks = ranks
         self._held: Counter[int] = Counter()
-        self._fresh: set[int] = set()  # freed by ended requests since the last step
-        self._intact: set[int] = set()  # handed out to vLLM, and not overwritten since
+        self._fresh: set[int] = set()  # freed by finished requests since the last step
+        self._intact: set[int] = set()  # handed out to vLLM, and not overwritten since then
         self._stores: dict[int, _Store] = {}
         self._loads: dict[int, tuple[int, int]] = {}  # number of blocks, and ranks yet to report
-        self._keys: dict[int, tuple[Any, frozenset[Any]]] = {}  # by the id of its spec
-        self._failed: dict[frozenset[Any], bool] = {}  # of stores that were dropped
-        self._told = 0  # dropped blocks already in vLLM's statistics
-        self._chunks = 0  # in host memory
+        # of each store, by the id of its spec
+        self._keys: dict[int, tuple[Any, frozenset[Any]]] = {}
+        self._failed: dict[frozenset[Any], bool] = {}  # dropped stores, by their keys
+        self._told = 0  # dropped blocks already reported in vLLM's statistics
+        self._chunks = 0  # number of chunks in host memory
         self.scheduling = False
         if self.on:
             self._manager = offloading.manager
@@ -126,7 +127,7 @@ class Holds:
         return output
 
     def _note_failure(self, keys: Any, req_context: Any, success: bool = True) -> None:
-        # The keys were pending until now, so no other store has the same.
+        # These keys were pending until now, so no other store has the same keys.
         failed = self._failed.pop(frozenset(keys), False) if self._failed else False
         success = success and not failed
         if success:
@@ -159,7 +160,7 @@ class Holds:
     # ---- blocks ----------------------------------------------------------------------------------
 
     def hand_out(self, blocks: Iterable[int]) -> None:
-        """Records that vLLM takes blocks and determines their contents from now on."""
+        """Records that vLLM takes blocks; their contents are vLLM's from now on."""
         self._intact.update(blocks)
 
     def overwrite(self, blocks: Iterable[int]) -> None:
@@ -167,7 +168,7 @@ class Holds:
         self._intact.difference_update(blocks)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Holds blocks that no request uses any more, until the next step."""
+        """Holds blocks that are no longer used by a request, until the next step."""
         if self.on and not self.scheduling:
             self._fresh.update(blocks)
 
@@ -199,7 +200,7 @@ class Holds:
         return [one for one in before if one not in self._held]
 
     def report(self, completed: dict[int, int]) -> list[int]:
-        """Records transfers that ranks have ended.
+        """Records transfers that ranks have finished.
 
         Args:
             completed: number of ranks that report it, by transfer id.
@@ -227,8 +228,8 @@ class Holds:
     def expire(self, ended: int) -> list[int]:
         """Releases all held blocks, since no step has come for a while; returns them.
 
-        Drops the stores that the workers may not have begun. They began those that were ordered
-        before step `ended`, and unmap no block before its store ends.
+        Drops the stores that the workers may not have started. They started those that were ordered
+        before step `ended`, and unmap no block before its store is done.
 
         Args:
             ended: the last step whose output was processed.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Our offloading spec for host memory: vLLM's manager and policies with our copies.
 
-vLLM's OffloadingConnector imports this module in the processes of scheduler and workers, since
+vLLM's OffloadingConnector imports this module in the scheduler's process and the workers', since
 `offload.select` sets it as `spec_module_path`.
 """
 
@@ -51,7 +51,7 @@ class Shared:
 
 
 class OffloadingSpecMixin:
-    """A mixin for an offloading spec of vLLM's, whose worker copies from and to plain addresses."""
+    """A mixin for vLLM's offloading specs whose worker copies from and to plain addresses."""
 
     _worker: Any
 
@@ -63,7 +63,7 @@ class OffloadingSpecMixin:
         """
         found: dict[str, Any] = super().build_metric_definitions(extra_config)  # type: ignore[misc]
         found[DROPPED] = OffloadingCounterMetadata(
-            documentation="Blocks whose store was dropped, since their memory was freed first."
+            documentation="Blocks whose store was dropped because their memory was freed first."
         )
         found[HELD] = OffloadingGaugeMetadata(
             documentation="Blocks kept in memory until they are stored."
@@ -76,7 +76,7 @@ class OffloadingSpecMixin:
             config = dataclasses.replace(config, worker_kv_bytes_per_block=own)
         super().__init__(config)  # type: ignore[call-arg]
         spec: Any = self
-        # vLLM renamed it in 0.28.
+        # vLLM renamed the attribute in 0.28.
         self.chunks = int(spec.num_chunks if hasattr(self, "num_chunks") else spec.num_blocks)
         if spec.kv_bytes_per_chunk and not self.chunks:
             asked = int(spec.extra_config["cpu_bytes_to_use"])
@@ -99,7 +99,7 @@ class OffloadingSpecMixin:
         return None
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Returns this rank's `Transferrer`, created with the first call, in the worker.
+        """Returns this rank's `Transferrer`, which the first call creates, in the worker.
 
         Overrides `OffloadingSpec.get_worker`.
         """
@@ -160,8 +160,8 @@ class _Transfer(NamedTuple):
 class _Direction:
     """The transfers of one direction, in order.
 
-    The transfers of a step are collected and started as a single copy: starting a copy of any size
-    takes the host a good part of a millisecond, and a step of 16 requests may store a block of
+    The transfers of a step are collected and started as a single copy: starting a copy takes the
+    host most of a millisecond, whatever its size, and a step of 16 requests may store a block for
     each.
 
     Args:
@@ -171,9 +171,9 @@ class _Direction:
     def __init__(self, pieces: Callable[[Sequence[_Transfer]], Pieces]) -> None:
         self.copies: Copies | None = None
         self._pieces = pieces
-        self._lock = threading.Lock()  # memory is unmapped in other threads
+        self._lock = threading.Lock()  # other threads unmap memory
         self._held: list[tuple[int, _Transfer]] = []
-        self._after: Any = None  # work that they have to wait for
+        self._after: Any = None  # work that the queued transfers have to wait for
         self._under_way: deque[tuple[list[tuple[int, int]], Copy]] = deque()
 
     def hold(self, number: int, transfer: _Transfer) -> None:
@@ -320,7 +320,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
             if not count:
                 found.append(None)
                 continue
-            # A group may begin in the middle of its first chunk.
+            # A group may start in the middle of its first chunk.
             nth = index % per + np.arange(count)
             chunks = host.block_ids[at_chunk + nth // per].astype(np.int64)
             found.append((device.block_ids[at : at + count].astype(np.int64), chunks, nth % per))
@@ -358,7 +358,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Queues a copy to host memory, which starts with the other stores of its step.
 
-        Skips it if it was dropped. Overrides `OffloadingWorker.submit_store`.
+        Skips the copy if its store was dropped. Overrides `OffloadingWorker.submit_store`.
         """
         if job_id in self.dropped:
             self.dropped.discard(job_id)
@@ -376,7 +376,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Starts queued stores, and returns the transfers that ended since the last call.
+        """Starts queued stores, and returns the transfers that finished since the last call.
 
         Overrides `OffloadingWorker.get_finished`.
         """
@@ -385,7 +385,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         return skipped + self._out.ended() + self._in.ended()
 
     def wait(self, job_ids: set[int]) -> None:
-        """Waits until these transfers have ended. Overrides `OffloadingWorker.wait`."""
+        """Waits until these transfers are done. Overrides `OffloadingWorker.wait`."""
         self._out.wait(job_ids)
         self._in.wait(job_ids)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""An offloading spec: our copies to host memory, vLLM's tiers (disk, peers) below it.
+"""An offloading spec with our copies to host memory and vLLM's tiers (disk, peers) below it.
 
 The tiers run in the scheduler's process, and access host memory only, never the KV cache. Host
-memory is a file in /dev/shm that this process and the workers map. It is unlinked once all have
-mapped it, so that it does not outlive a killed engine.
+memory is a file in /dev/shm that this process and the workers map. The file is unlinked once all
+processes have mapped it, so that it does not outlive a killed engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class VMemTieringSpec(OffloadingSpecMixin, TieringOffloadingSpec):  # type: igno
         Overrides `TieringOffloadingSpec.get_manager`.
 
         Raises:
-            RuntimeError: the workers have not opened the file before.
+            RuntimeError: the workers have not opened the file yet.
         """
         made = self._manager is not None
         manager = super().get_manager()

@@ -49,7 +49,7 @@ def register() -> None:
     read the variable again with each configuration.
 
     Raises:
-        UnknownVersion: this version of vLLM lacks a symbol that the pool uses.
+        UnknownVersion: this version of vLLM does not have a symbol that the pool uses.
         ValueError: a variable VMEM_* is malformed.
     """
     if not Settings.asked("VMEM_VLLM"):
@@ -106,7 +106,7 @@ def configure(config: Any) -> None:
     """Sets our worker, scheduler, offloading spec and sleep back end in a `VllmConfig`. Idempotent.
 
     Raises:
-        CannotWork: the configuration excludes the pool; the message names all such options.
+        CannotWork: the configuration rules out the pool; the message names all such options.
     """
     against = list(reasons_against(config))
     if against:
@@ -126,7 +126,7 @@ def configure(config: Any) -> None:
 
 
 def _instance_of(config: Any) -> str:
-    """Returns a unique instance id: vLLM's own has five digits, so two engines' may collide.
+    """Returns a unique instance id: vLLM's have five digits, so those of two engines may collide.
 
     Each API server creates the configuration again. It gets the id from the process that started
     it, through an environment variable.
@@ -142,15 +142,15 @@ def _instance_of(config: Any) -> str:
 
 
 def reasons_against(config: Any) -> Iterator[str]:
-    """Yields each option of a `VllmConfig` that excludes the pool, with the reason."""
+    """Yields each option of a `VllmConfig` that rules out the pool, with the reason."""
     parallel, model = config.parallel_config, config.model_config
     if parallel.worker_cls not in (*_WORKERS, *_WORKERS.values()):
-        yield f"worker_cls={parallel.worker_cls} (the pool brings its own worker)"
+        yield f"worker_cls={parallel.worker_cls} (the pool has its own worker)"
     if config.scheduler_config.scheduler_cls not in (None, *_SCHEDULERS.values()):
-        yield "scheduler_cls (the pool brings its own scheduler)"
+        yield "scheduler_cls (the pool has its own scheduler)"
     yield from offload.reasons_against(config)
     if getattr(parallel, "enable_dbo", False):
-        yield "enable_dbo (several streams launch at once)"
+        yield "enable_dbo (several streams launch concurrently)"
     parts = getattr(parallel, "prefill_context_parallel_size", 1)
     if parts > 1:
         yield (
@@ -163,4 +163,4 @@ def reasons_against(config: Any) -> Iterator[str]:
     if getattr(model, "enable_sleep_mode", False):
         backend = getattr(model, "sleep_mode_backend", "none")
         if backend not in _SLEEP:
-            yield f"sleep_mode_backend={backend} (the pool brings its own, vmem)"
+            yield f"sleep_mode_backend={backend} (the pool has its own, vmem)"

@@ -32,7 +32,7 @@ ALONE = (
     "each has its own scheduler, and all must make the same decisions; with the pool, a decision "
     "depends on the free memory of the scheduler's device"
 )
-"""The reason to refuse an engine of several ranks whose executor calls only its own."""
+"""Why an engine of several ranks whose executor calls only its own rank is rejected."""
 
 LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary()
 """The memory of the ranks in this process, by the path of the rank's socket."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Opens the ledger accounts of an engine's devices; a rank on another machine holds its own."""
+"""Opens the ledger accounts of an engine's devices; a rank on another machine keeps its own."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class RemoteAccount:
         self._ask("want", nbytes)
 
     def signals(self) -> tuple[int, int]:
-        """Returns zeros: to look often would be a call each time. The regular checks suffice."""
+        """Returns zeros: each look would be a call to the rank, and the regular checks suffice."""
         return 0, 0
 
     def excess(self, free: int | None = None) -> int:
@@ -99,7 +99,7 @@ class RemoteAccount:
         self._ask("report", **values)
 
     def close(self) -> None:
-        """Calls `Account.close`; does nothing if the rank has ended, which closes the account."""
+        """Calls `Account.close`; does nothing if the rank has exited, which closes the account."""
         with contextlib.suppress(RuntimeError):
             self._ask("close")
 
@@ -126,7 +126,7 @@ def join_ledgers(
 
     Raises:
         VMemError: from `join_device`, on this machine.
-        RankLost: `join_device` failed on another machine, or its rank has ended.
+        RankLost: `join_device` failed on another machine, or the rank there has exited.
     """
     on_device: dict[tuple[str, str], list[Rank]] = {}
     for rank in ranks:

@@ -43,7 +43,7 @@ class StepOrders:
 
 
 def _exclude_unbacked_blocks(pool: Any, elastic: ElasticEngine) -> None:
-    """Makes vLLM's block pool not count unbacked blocks, absent from its free queue, as used.
+    """Stops vLLM's block pool from counting unbacked blocks, absent from its free queue, as used.
 
     Replaces methods of the object, not its class: attribute lookup is slower in an object whose
     class was changed, and vLLM looks attributes up for every request of every step.
@@ -67,7 +67,7 @@ class _Elastic:
     elastic: ElasticEngine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Returns vLLM's own scheduler if the model has no KV cache, as an encoder."""
+        """Returns vLLM's own scheduler if the model has no KV cache, such as an encoder."""
         kv_cache_config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[1]
         if kv_cache_config.kv_cache_groups:
             return super().__new__(cls)
@@ -106,7 +106,7 @@ class _Elastic:
             return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Processes a step's output, and records that the step and its transfers ended.
+        """Processes a step's output, and records that the step and its transfers are done.
 
         Overrides `Scheduler.update_from_output`.
         """
@@ -114,7 +114,7 @@ class _Elastic:
             result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
             self.elastic.end_transfers(model_runner_output.kv_connector_output)
             orders = getattr(scheduler_output, "vmem", None)
-            if orders is not None:  # else an empty step of vLLM's own
+            if orders is not None:  # otherwise vLLM made the step itself: it is empty
                 self.elastic.end_step(orders.step)
             return result
 
@@ -126,7 +126,7 @@ class _Elastic:
             self.kv_event_publisher.publish(batch)  # type: ignore[attr-defined]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends requests. Overrides `Scheduler.finish_requests`."""
+        """Finishes requests. Overrides `Scheduler.finish_requests`."""
         with self.elastic.lock:
             return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
 
@@ -156,7 +156,7 @@ class _Elastic:
             self.elastic.set_paused(pause_state.name != "UNPAUSED")
 
     def shutdown(self) -> None:
-        """Stops the keeper, leaves the ledgers and ends the scheduler.
+        """Stops the keeper, leaves the ledgers and shuts the scheduler down.
 
         Overrides `Scheduler.shutdown`.
         """

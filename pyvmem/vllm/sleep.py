@@ -21,7 +21,7 @@ from pyvmem.torch_pool.pool import VMemPool
 __all__ = ["VMemSleepBackend", "loading_weights", "use_pool"]
 
 _TAG = "weights"
-_pools: list[VMemPool] = []  # a single pool: torch has an allocator for each device
+_pools: list[VMemPool] = []  # at most one: torch has one allocator per device
 
 
 def use_pool(pool: VMemPool) -> None:
@@ -42,7 +42,7 @@ def loading_weights(settings: Settings, device: int) -> AbstractContextManager[A
             context.close()
             raise RuntimeError(
                 f"enable_sleep_mode: VMEM_BACKEND={backend} has no memory that cudaMemcpy accepts, "
-                "which vLLM loads weights by; use another back end or leave the option out"
+                "with which vLLM loads weights; use another back end or leave the option out"
             )
         use_pool(VMemPool(context))
     return _pools[0].use(_TAG)
@@ -52,12 +52,12 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
     """The sleep back end ``vmem``: level 1 keeps the weights in host memory, level 2 drops them."""
 
     def suspend(self, level: int = 1) -> None:
-        """Frees the weights' device memory; a further call frees what was allocated since.
+        """Frees the weights' device memory; a second call frees memory allocated since the first.
 
         Overrides `SleepModeBackend.suspend`.
 
         Raises:
-            VMemError: out of host memory, or the driver refused; nothing changed.
+            VMemError: out of host memory, or a driver call failed; nothing changed.
         """
         for pool in _pools:
             pool.pause(_TAG, keep=level == 1)
@@ -69,7 +69,7 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
         Overrides `SleepModeBackend.resume`.
 
         Raises:
-            OutOfMemory: the device has not enough memory now; the weights still sleep.
+            OutOfMemory: the device does not have enough free memory; the weights stay asleep.
         """
         self._state = "RESUMING"
         if tags is None or _TAG in tags:
@@ -89,10 +89,10 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """Returns true: communicators have their buffers in other memory."""
+        """Returns true: the buffers of communicators are in other memory."""
         return True
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """Returns true: only memory is freed, addresses stay."""
+        """Returns true: memory is freed, but its addresses do not change."""
         return True

@@ -29,8 +29,8 @@ from pyvmem.vllm.rank_discovery import LOCAL, RankAddress, machine
 
 __all__ = ["ElasticWorker"]
 
-_MARGIN = 512 << 20  # bytes of the device for activations beyond their peak so far
-_PATIENCE = 30.0  # seconds for the scheduler to free the KV memory of a sleeping rank
+_MARGIN = 512 << 20  # device bytes kept free for activations beyond their peak so far
+_PATIENCE = 30.0  # seconds in which the scheduler must free the KV memory of a sleeping rank
 
 log = logging.getLogger("vllm.vmem")
 
@@ -76,7 +76,7 @@ class ElasticWorker:
             self.requested_memory = int(total * asked)
 
     def _count_others(self) -> int:
-        """Returns the bytes that other engines have on this GPU, by its ledger; 0 on a CPU."""
+        """Returns the bytes that other engines have on this GPU, says its ledger; 0 on a CPU."""
         if self.device.type != "cuda" or self._settings.ledger is None:
             return 0
         import torch
@@ -84,15 +84,15 @@ class ElasticWorker:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         try:
             ledgers = engines_in(self._settings.folder)
-        except VMemError:  # which the scheduler reports when it joins
+        except VMemError:  # the scheduler reports the error when it joins the ledger
             return 0
         return sum(one.used for name in ledgers if uuid in name for one in ledgers[name])
 
     def determine_available_memory(self) -> Any:
         """Returns the bytes for the KV cache, as vLLM measures them from free memory.
 
-        vLLM compares free memory now and at the start. We correct that by the bytes that other
-        engines took or gave back in between. Overrides `Worker.determine_available_memory`.
+        vLLM compares free memory now and at the start. We correct the difference by the bytes that
+        other engines allocated or freed in between. Overrides `Worker.determine_available_memory`.
         """
         if back := self._others - self._count_others():
             snapshot = self.init_snapshot  # type: ignore[attr-defined]
@@ -164,11 +164,11 @@ class ElasticWorker:
         context = open_context(
             settings.backend or ("auto" if gpu else "host"),
             device or 0,
-            page if page != SMALL or settings.page_size else 0,  # the back end's smallest
+            page if page != SMALL or settings.page_size else 0,  # 0: the back end's smallest page
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
         memory = self._memory = KVMemory(context, num_blocks, sizes, visible=settings.visible)
-        # For a worker that is collected without a shutdown, as after ``del llm``.
+        # For a worker that is garbage-collected without a shutdown, as after ``del llm``.
         weakref.finalize(self, memory.close).atexit = False
         memory.grow(
             runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
@@ -176,7 +176,7 @@ class ElasticWorker:
         return memory
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms the model up, with its blocks backed meanwhile, and starts to serve the scheduler.
+        """Warms the model up, with the blocks it uses backed, and starts serving the scheduler.
 
         Overrides `Worker.compile_or_warm_up_model`.
         """
@@ -231,7 +231,7 @@ class ElasticWorker:
     # ---- steps -----------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Launches a step, after its releases, moves and dropped stores were applied.
+        """Launches a step, after applying its releases, moves and dropped stores.
 
         Overrides `Worker.execute_model`.
 
@@ -289,7 +289,7 @@ class ElasticWorker:
     def sleep(self, level: int = 1) -> None:
         """Puts the weights to sleep, and waits until the KV cache's memory is freed.
 
-        It is free already unless the caller bypassed the scheduler, as verl does. Overrides
+        The memory is already free unless the caller bypassed the scheduler, as verl does. Overrides
         `Worker.sleep`.
         """
         super().sleep(level)  # type: ignore[misc]
@@ -351,7 +351,7 @@ def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _blocks_named(scheduler_output: Any) -> list[int]:
-    """Returns the blocks of new requests, and the new blocks of others, in a step."""
+    """Returns the blocks of a step's new requests, and those newly added to other requests."""
     named: list[int] = []
     for request in scheduler_output.scheduled_new_reqs:
         for group in request.block_ids:

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the layout chosen for each driver version, those on both sides of every change and those of unknown
- * branches; and which branches are known. Needs no GPU. */
+/* Description: the layout chosen for each driver version, including those on both sides of every change, and the
+ * known branches. Needs no GPU. */
 #include <stdio.h>
 
 #include "backend/nvidia/abi.h"

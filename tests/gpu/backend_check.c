@@ -90,7 +90,7 @@ static bool copy_sync(struct env *e, const struct vm_be_copy *copies, size_t n) 
   return ok;
 }
 
-/* More than one launch of the copy's kernel takes, with every alignment of the two ends. */
+/* Makes more copies than one launch of the copy kernel takes, with every alignment of source and destination. */
 static bool copy_many(struct env *e, uint64_t addr, uint8_t *model, uint64_t half) {
   enum { COPIES = 400, PITCH = 4096 };
   static struct vm_be_copy copies[COPIES];
@@ -149,7 +149,7 @@ static void check_contents(struct env *e) {
   free(got);
 }
 
-/* Whether CUDA says of registered host memory, at both ends, what reads and writes go by. */
+/* Checks that CUDA reports of registered host memory, at both ends, the attributes that reads and writes rely on. */
 static bool tells_of(struct env *e, uint8_t *host, uint64_t bytes) {
   int which[] = {GPU_POINTER_MEMORY_TYPE, GPU_POINTER_RANGE_START, GPU_POINTER_RANGE_SIZE, GPU_POINTER_BUFFER_ID};
   unsigned type[2] = {0};
@@ -166,7 +166,7 @@ static bool tells_of(struct env *e, uint8_t *host, uint64_t bytes) {
          ((start <= (uintptr_t)host && (uintptr_t)host + bytes <= start + size) || (id[0] && id[0] == id[1]));
 }
 
-/* Reads and writes of host memory that is locked, in part locked, and not. */
+/* Checks reads and writes of host memory that is pinned, partly pinned and not pinned. */
 static void check_locked(struct env *e) {
   enum { BYTES = 48 << 20, LOCKED = 40 << 20 };
   gpu_result (*register_host)(void *, size_t, unsigned), (*unregister)(void *);
@@ -178,19 +178,19 @@ static void check_locked(struct env *e) {
   bool ok;
   memcpy(&register_host, &symbols[0], sizeof(register_host));
   memcpy(&unregister, &symbols[1], sizeof(unregister));
-  if (!check(e, "slabs for locked memory", slabs <= sizeof(slab) / sizeof(*slab))) return;
+  if (!check(e, "slabs for pinned memory", slabs <= sizeof(slab) / sizeof(*slab))) return;
   ok = !e->b->reserve(e->be, BYTES, 2 << 20, 0, &addr, &kind, &priv);
   for (unsigned i = 0; i < slabs && ok; i++)
     ok = !e->b->slab_create(e->be, per, e->page, VMEM_DEVICE, 0, &slab[i]) &&
          !e->b->map(e->be, addr + i * per, per, slab[i], 0, 0, false);
   for (int i = 0; i < BYTES; i++) host[i] = model[i] = (uint8_t)random_u64(&seed);
   check(e, "register host memory", ok && register_host(host, LOCKED, 3) == GPU_SUCCESS);
-  check(e, "CUDA tells what is registered", tells_of(e, host, LOCKED));
+  check(e, "CUDA reports what is registered", tells_of(e, host, LOCKED));
   ok = ok && !e->b->write(e->be, addr, host, LOCKED) &&
        !e->b->write(e->be, addr + LOCKED, host + LOCKED, BYTES - LOCKED);
   memset(host, 0, BYTES);
-  check(e, "locked, at once", ok && !e->b->read(e->be, host, addr, LOCKED) && !memcmp(host, model, LOCKED));
-  check(e, "beyond it", ok && !e->b->read(e->be, host, addr, BYTES) && !memcmp(host, model, BYTES));
+  check(e, "pinned, in one read", ok && !e->b->read(e->be, host, addr, LOCKED) && !memcmp(host, model, LOCKED));
+  check(e, "pinned and beyond", ok && !e->b->read(e->be, host, addr, BYTES) && !memcmp(host, model, BYTES));
   for (int i = 0; i < 300 && ok; i++) {
     uint64_t n = random_u64(&seed) % (i % 10 ? 70000 : 20 << 20), at = random_u64(&seed) % (BYTES - n);
     uint64_t from = i % 3 ? random_u64(&seed) % (BYTES - n) : at;
@@ -202,12 +202,13 @@ static void check_locked(struct env *e) {
       ok = !e->b->read(e->be, host + from, addr + at, n) && !memcmp(host + from, model + at, n);
     }
   }
-  check(e, "300 reads and writes of odd places and lengths agree", ok);
+  check(e, "300 reads and writes at odd offsets and lengths agree", ok);
   check(e, "unregister", unregister(host) == GPU_SUCCESS);
-  check(e, "and the same memory after it", ok && !e->b->read(e->be, host, addr, BYTES) && !memcmp(host, model, BYTES));
+  check(e, "the same memory after unregistering",
+        ok && !e->b->read(e->be, host, addr, BYTES) && !memcmp(host, model, BYTES));
   ok = !e->b->unmap(e->be, addr, BYTES, false) && !put_range(e, addr, BYTES, priv);
   for (unsigned i = 0; i < slabs; i++) ok = !e->b->slab_destroy(e->be, slab[i], per) && ok;
-  check(e, "locked memory: given back", ok);
+  check(e, "pinned memory: freed", ok);
   free(host);
   free(model);
 }
@@ -255,12 +256,12 @@ static void check_sparse(struct env *e) {
   at = a.addr + (1ull << 30) + 3 * e->page;
   check(e, "sparse reads as zeros", reads_as(e, at, 4 * e->page, 0));
   fill_sync(e, at, e->page, 5);
-  check(e, "a write into it vanishes", reads_as(e, at, e->page, 0));
+  check(e, "a write to it is discarded", reads_as(e, at, e->page, 0));
   check(e, "map over it", !e->b->map(e->be, at, e->page, a.slab, e->page, 0, true));
   fill_sync(e, at, 2 * e->page, 6);
-  check(e, "mapped keeps, the neighbour does not",
+  check(e, "a mapped page keeps writes, its neighbour does not",
         reads_as(e, at, e->page, 6) && reads_as(e, at + e->page, e->page, 0));
-  check(e, "unmap makes it zeros again",
+  check(e, "reads as zeros again after unmap",
         !e->b->unmap(e->be, at, e->page, true) && reads_as(e, at - e->page, 3 * e->page, 0));
   start = now_us();
   check(e, "unreserve sparse", area_put(e, &a));
@@ -294,15 +295,16 @@ static void check_kinds(struct env *e) {
         e->b->reserve(e->be, total, 0, VMEM_RESERVE_VISIBLE, &a.addr, &a.kind, &a.priv) == -ENOSPC);
   vm_error_begin("check");
   ok = !e->b->reserve(e->be, 12ull << 40, 0, 0, &a.addr, &a.kind, &a.priv);
-  check(e, "12 TiB by default is plain, no error kept", ok && !*vmem_last_error() && !(a.kind & VMEM_RANGE_VISIBLE));
+  check(e, "12 TiB by default is plain, and leaves no error",
+        ok && !*vmem_last_error() && !(a.kind & VMEM_RANGE_VISIBLE));
   check(e, "and goes back", ok && !put_range(e, a.addr, 12ull << 40, a.priv));
   ok = true;
   for (int i = 0; i < 50 && ok; i++)
     ok = !e->b->reserve(e->be, 8ull << 30, 0, VMEM_RESERVE_VISIBLE, &a.addr, &a.kind, &a.priv) &&
          !put_range(e, a.addr, 8ull << 30, a.priv);
-  check(e, "visible 8 GiB, made and given back 50 times", ok);
+  check(e, "visible 8 GiB, reserved and freed 50 times", ok);
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &free1, &total);
-  check(e, "no memory lost by it", free1 + (64 << 20) >= free0);
+  check(e, "which loses no memory", free1 + (64 << 20) >= free0);
 }
 
 static void check_placement(struct env *e) {
@@ -340,10 +342,10 @@ static void check_memory(struct env *e) {
   note(e, "  us a slab", "%.1f", median(us, n));
   while (n--) ok = !e->b->slab_destroy(e->be, slabs[n], 64 << 20) && ok;
   e->b->mem_info(e->be, VMEM_DEVICE, 0, &after, &total);
-  check(e, "and give it back", ok && after + (64 << 20) >= before);
+  check(e, "and free it", ok && after + (64 << 20) >= before);
 }
 
-/* A kernel of every device stores a byte of its own in every part, and is read. */
+/* Runs a kernel on every device that stores a different byte in every part; checks each by reading it. */
 static bool every_device_writes(struct env *e, unsigned devices, uint64_t addr, uint64_t part_bytes) {
   bool ok = true;
   for (unsigned device = 0; device < devices && ok; device++) {
@@ -359,7 +361,7 @@ static bool every_device_writes(struct env *e, unsigned devices, uint64_t addr, 
   return ok;
 }
 
-/* Several devices, the last one named first; what the kernels of all see. */
+/* Checks several devices, with the last one named first: kernels on all of them see the same memory. */
 static void check_devices(const struct vm_backend *b, unsigned devices) {
   struct vmem_open_opts opts = {.size = sizeof(opts), .num_devices = devices};
   struct env e = {.b = b};
@@ -390,7 +392,7 @@ static void check_devices(const struct vm_backend *b, unsigned devices) {
   check(&e, "given back", area_put(&e, &a) && ok);
   if ((e.info.pub.caps & VMEM_CAP_SPARSE) &&
       check(&e, "sparse on all", area_get(&e, &a, 64 << 20, bytes, VMEM_RESERVE_SPARSE))) {
-    /* Device 0's context is current: the store runs there. */
+    /* Device 0's context is current, so the store runs there. */
     ok = kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS && reads_as(&e, a.addr, e.page, 0) &&
          !b->map(e.be, a.addr, e.page, a.slab, 0, 0, true) && kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS &&
          reads_as(&e, a.addr + 7, 1, 1) && !b->unmap(e.be, a.addr, e.page, true) && reads_as(&e, a.addr, e.page, 0);
@@ -417,7 +419,7 @@ static int run_child(const char *what, const char *name, bool as_nobody) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-/* Exit 0: the read through a read-only mapping worked and the write was a fault. */
+/* Exit status 0: the read through a read-only mapping worked and the write faulted. */
 static int child_readonly(struct env *e) {
   struct area a;
   gpu_ctx ignored;
@@ -428,7 +430,7 @@ static int child_readonly(struct env *e) {
   if (!reads_as(e, a.addr + e->page, e->page, 0x77)) return 5;
   if (e->cu->primary_retain(&ignored, 0) || e->cu->ctx_push(ignored)) return 6;
   if (kernel_store(e, a.addr + e->page, 1) == GPU_SUCCESS) return 7;
-  e->b->close(e->be); /* in a context that the fault has broken: must not hang or crash */
+  e->b->close(e->be); /* the fault has broken the context; close must not hang or crash */
   return 0;
 }
 
@@ -488,7 +490,7 @@ static void check_backend(const struct vm_backend *b) {
   }
   env_open(&e, b, 0);
   b->mem_info(e.be, VMEM_DEVICE, 0, &after, &total);
-  check(&e, "all memory is back after close", after + (64 << 20) >= before);
+  check(&e, "all memory is free after close", after + (64 << 20) >= before);
   note(&e, "  free MiB before, after", "%llu, %llu", (unsigned long long)before >> 20, (unsigned long long)after >> 20);
   if (e.info.pub.caps & VMEM_CAP_READONLY)
     check(&e, "a write through a read-only mapping faults", run_child("readonly", b->name, false) == 0);
@@ -503,7 +505,7 @@ int main(int argc, char **argv) {
   const char *name = argc > 1 ? argv[argc - 1] : NULL;
   struct env e;
   self = argv[0];
-  /* A descriptor of UVM that is not CUDA's, found before CUDA's. */
+  /* Opens a UVM descriptor that is not CUDA's and is found before CUDA's. */
   if (open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC) < 0) printf("no /dev/nvidia-uvm here\n");
   for (int i = 0; i < 2; i++) {
     if (name && strcmp(name, all[i]->name) != 0) continue;

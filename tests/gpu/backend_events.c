@@ -14,7 +14,7 @@ static const char kernels[] =
     "%r<2>;\n"
     "ld.param.u64 %a1, [at];\n ld.param.u32 %r1, [value];\n st.global.u8 [%a1], %r1;\n ret;\n}\n";
 
-/* Of the context that is current; a module belongs to one. */
+/* Loads the function into the current context, since a module belongs to one context. */
 static gpu_function function_of(const struct env *e, const char *name) {
   static struct {
     gpu_ctx ctx;
@@ -85,7 +85,7 @@ void check_events(struct env *e) {
   check(e, "event_from a busy stream", !b->event_from(e->be, VMEM_AFTER_STREAM, (uint64_t)(uintptr_t)stream, &after));
   check(e, "event_query says not yet", b->event_query(e->be, after) == -EAGAIN);
   check(e, "a fill that waits for it starts", !b->fill(e->be, &range, 1, 0x11, &after, 1, &done) && done);
-  check(e, "and is not over", b->event_query(e->be, done) == -EAGAIN);
+  check(e, "and has not finished", b->event_query(e->be, done) == -EAGAIN);
   ok = !b->fill(e->be, &range, 1, 0x22, NULL, 0, &other) && !b->event_wait(e->be, other);
   check(e, "a fill that waits for nothing passes it", ok && b->event_query(e->be, done) == -EAGAIN);
   b->event_put(e->be, other);
@@ -95,7 +95,7 @@ void check_events(struct env *e) {
   b->event_put(e->be, other);
   b->event_put(e->be, soon);
   b->read(e->be, got, p.addr, sizeof(got));
-  check(e, "the later fill is there first", all_bytes(got, sizeof(got), 0x22));
+  check(e, "the later fill finishes first", all_bytes(got, sizeof(got), 0x22));
   check(e, "event_wait", !b->event_wait(e->be, done) && b->event_query(e->be, after) == 0);
   b->read(e->be, got, p.addr, sizeof(got));
   check(e, "the waiting fill came after the kernel", all_bytes(got, sizeof(got), 0x11));
@@ -108,7 +108,7 @@ void check_events(struct env *e) {
   check(e, "the caller's event: not yet", ok && b->event_query(e->be, after) == -EAGAIN);
   check(e, "the caller's event: waited for", !b->event_wait(e->be, after));
   b->event_put(e->be, after);
-  check(e, "put leaves the caller's event alone", e->cu->event_query(theirs) == GPU_SUCCESS);
+  check(e, "event_put leaves the caller's event alone", e->cu->event_query(theirs) == GPU_SUCCESS);
 
   /* Order: a stream of the caller waits for our fill, which waits for a kernel. */
   kernel_spin(e, stream, 50000000);
@@ -135,7 +135,7 @@ struct thread_job {
   bool ok;
 };
 
-/* Each thread works in its own part of one reservation, all on one slab where slabs can be shared.
+/* Each thread works in its own part of one reservation, on one common slab if slabs can be shared.
  */
 static void *work_in_thread(void *arg) {
   struct thread_job *job = arg;
@@ -183,7 +183,7 @@ void check_threads(struct env *e) {
   for (int i = 0; i < THREADS; i++)
     if (e->info.one_page_slabs || i == 0)
       ok = !e->b->slab_destroy(e->be, slab[i], e->info.one_page_slabs ? e->page : bytes) && ok;
-  check(e, "and give all back", ok);
+  check(e, "and free everything", ok);
 }
 
 struct capture_job {
@@ -191,7 +191,7 @@ struct capture_job {
   bool ok;
 };
 
-/* Everything that reaches the driver, while a stream is being captured in global mode. */
+/* Makes all calls that reach the driver, while a stream is being captured in global mode. */
 static void *work_during_capture(void *arg) {
   struct capture_job *job = arg;
   struct env *e = job->e, second;

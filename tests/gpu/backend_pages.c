@@ -59,7 +59,7 @@ static void check_page_size(struct env *e, struct area *a, uint64_t size) {
          median(fill_us, ROUNDS));
 }
 
-/* Driver calls back to back, nothing else in between. */
+/* Times driver calls back to back. */
 static void time_calls(struct env *e, struct area *a, uint64_t size) {
   enum { ROUNDS = 1000 };
   static double map_us[ROUNDS], unmap_us[ROUNDS];
@@ -83,7 +83,7 @@ static void time_calls(struct env *e, struct area *a, uint64_t size) {
   note(e, "  alone in 2 MiB, us", "map %.1f (p99 %.1f), unmap %.1f (p99 %.1f)", map_mid, map_us[ROUNDS * 99 / 100],
        unmap_mid, unmap_us[ROUNDS * 99 / 100]);
   if (whole || size >= 2 << 20) return;
-  /* With a neighbour in place the page table exists already. */
+  /* While a neighbour is mapped, the page table already exists. */
   for (int i = 0; i < ROUNDS && ok; i++) {
     double start = now_us();
     ok = !e->b->map(e->be, a->addr + (uint64_t)i * size, size, a->slab,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* check.h - the little that the back-end checks share. */
+/* check.h - helpers shared by the back-end checks. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -29,12 +29,12 @@ void note(const struct env *e, const char *name, const char *fmt, ...) __attribu
 double now_us(void);
 double median(double *values, size_t n);
 
-/* open with the given granule (0 = default); exits the process when it fails. */
+/* Opens with the given granule (0: default); exits the process on failure. */
 void env_open(struct env *e, const struct vm_backend *b, uint64_t granule);
-/* Gives a reservation back; 0 or the error. */
+/* Frees a reservation; returns 0 or the error. */
 int put_range(const struct env *e, uint64_t addr, uint64_t bytes, uint64_t priv);
 
-/* Our own kernels, in the primary context that must be current: spin for `ns`, and store a byte. */
+/* Kernels for checks: spin for `ns`, and store a byte. The primary context must be current. */
 void kernel_spin(const struct env *e, gpu_stream stream, uint64_t ns);
 gpu_result kernel_store(const struct env *e, uint64_t addr, uint32_t value);
 

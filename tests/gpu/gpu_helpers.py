@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Helpers of tests beside real kernels: when they run, the context, a small cache."""
+"""Helpers for tests with real kernels: conditions to run, contexts, a small cache."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ torch = pytest.importorskip("torch")
 __all__ = ["BACKENDS", "LAYERS", "ROWS", "TENSORS", "contexts", "make", "needs_gpu"]
 
 BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
-ROWS = 16  # in a page of `make`
+ROWS = 16  # rows per page of a cache from `make`
 LAYERS = 2
 TENSORS = 2 * LAYERS
 
 
 def needs_gpu(count: int = 1) -> list[pytest.MarkDecorator]:
-    """Marks of a module whose tests make tensors on so many CUDA devices."""
+    """Returns the marks of a module whose tests make tensors on `count` CUDA devices."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
         pytest.mark.needs_tensors,
-        pytest.mark.skipif(found < count, reason=f"torch sees {found} CUDA devices of {count}"),
-        pytest.mark.skipif(not BACKENDS, reason="no back end of a GPU is usable here"),
+        pytest.mark.skipif(found < count, reason=f"needs {count} CUDA devices, torch sees {found}"),
+        pytest.mark.skipif(not BACKENDS, reason="no GPU back end is usable here"),
     ]
 
 
 def contexts(**options: Any) -> Any:
-    """A fixture: a context on each back end, checked when the test and its kernels are over."""
+    """A fixture: a context on each back end, checked once the test and its kernels are done."""
 
     @pytest.fixture(params=BACKENDS)
     def context(request: pytest.FixtureRequest) -> Iterator[Context]:
@@ -45,7 +45,10 @@ def contexts(**options: Any) -> Any:
 
 
 def make(context: Context, pages: int = 0, **changes: Any) -> KVCache:
-    """float64 rows, so that long sums are exact; memory for `pages` pages per tensor, 0: any."""
+    """Makes a cache with memory for `pages` pages per tensor (0: no limit).
+
+    Rows are float64, so that long sums are exact.
+    """
     page = context.info.granule
     values: dict[str, Any] = {
         "num_layers": LAYERS,

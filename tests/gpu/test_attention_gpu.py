@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: every kernel that this GPU has, over slots, against a softmax written out.
+"""Description: every attention kernel of this GPU, over slots, against an explicit softmax.
 
-Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
-FlashAttention-3 takes part where vLLM, flash_attn_interface or $VMEM_FA3 brings it.
+Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
+FlashAttention-3 is tested if vLLM, flash_attn_interface or $VMEM_FA3 provides it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyvmem.attention import Attention, overread_rows, probe  # noqa: E402
 TILES: dict[str, Any] = {"overread_rows": 191, "overread_decode": True}
 pytestmark = [
     *needs_gpu(),
-    # torch's own compiler uses it.
+    # torch's own compiler triggers it.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
 context = contexts()
@@ -34,7 +34,7 @@ context = contexts()
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa"])
 def test_a_kernel_is_softmax_attention(context: Context, kernel: str, width: int) -> None:
-    """Those that read exactly meet NaN behind the lengths; those that read tiles meet zeros."""
+    """Rows past the lengths are NaN, or zero for kernels that read whole tiles."""
     overread = overread_rows(kernel, torch.device("cuda"))
     for case in CASES:
         more = {"overread_rows": overread, "overread_decode": True, "poison": not overread}
@@ -63,16 +63,16 @@ def test_a_tile_reader_is_not_chosen_without_rows_to_read(context: Context) -> N
 
 
 SHAPES = {
-    "rows that do not divide a page": (3, 64, {}),
+    "rows whose size does not divide a page": (3, 64, {}),
     "two layers in a tensor": (2, 64, {"group_size": 2}),
     "heads of 256": (2, 256, {}),
-    "slots that end in a block": (2, 128, {"max_seq_len": 333}),
+    "slots that end inside a block": (2, 128, {"max_seq_len": 333}),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -> None:
-    """Blocks of the view may overlap; NaN lies behind every length, and then nothing at all."""
+    """Blocks of the view may overlap. Past every length there is NaN, then unmapped memory."""
     heads, width, changes = shape
     for case in CASES:
         with filled(context, case, "bfloat16", heads, width, **changes) as cache:
@@ -90,7 +90,7 @@ def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -
 
 @pytest.mark.parametrize("kernel", ["fa3", "fa3-paged"])
 def test_a_captured_graph_follows_the_batch(context: Context, kernel: str) -> None:
-    """FlashAttention-3 in a CUDA graph: replayed with other slots and lengths, nothing else."""
+    """Replays FlashAttention-3 in a CUDA graph with only the slots and lengths changed."""
     first = Case("captured", (0, 1, 2), (1, 1, 1), (5, 60, 200))
     last = Case("replayed", (3, 0, 2), (1, 1, 1), (300, 40, 220))
     case = Case("both", (0, 1, 2, 3), (1, 1, 1, 1), (300, 300, 300, 300))
@@ -116,7 +116,7 @@ def test_a_captured_graph_follows_the_batch(context: Context, kernel: str) -> No
 
 
 def test_many_steps_of_different_lengths(context: Context) -> None:
-    """Decoding and chunks in turn, as one engine mixes them; a kernel is compiled for all."""
+    """Decoding and chunks alternate, as in an engine; one compiled kernel serves all."""
     for kernel in ("auto", "flex"):
         for step in range(6):
             lens = tuple(40 * step + 17 * i + 2 for i in range(4))

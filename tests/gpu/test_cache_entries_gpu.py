@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache in an ordinary serving pattern, on entries of 2 MiB over pages of 64 KB.
+"""Description: a cache under ordinary serving load, on entries of 2 MiB over pages of 64 KB.
 
-Prefills, decoding, truncation, forks, prefixes and frees, with memory short from the middle on, and
-a kernel on each request's rows at every step: no fault, and every row is the one that was written.
-Prints the share of the mapped memory that entries of 2 MiB map.
+Prefills, decoding, truncation, forks, prefixes and frees; memory is short in the second half, and
+in every step a kernel reads each request's rows. Expects no fault, and in every row what was
+written. Prints the fraction of mapped memory that entries of 2 MiB map.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -31,7 +31,7 @@ LONGEST = 8192
 SLOTS = 24
 STEPS = 1500
 LAYERS = 4
-MEMORY = 1536 << 20  # half of what the requests want at their longest
+MEMORY = 1536 << 20  # half of what the requests need at their longest
 
 
 class Engine:
@@ -56,7 +56,7 @@ class Engine:
                 view[reqid, low:high] = self.values(reqid, low, high)
 
     def read(self, reqid: int) -> None:
-        """As attention does: all rows of a request, while the host goes on."""
+        """Starts kernels that compare all rows of a request, as attention reads them."""
         want = self.values(reqid, 0, self.rows[reqid])
         for layer in range(LAYERS):
             for view in (self.cache.k(layer), self.cache.v(layer)):
@@ -80,7 +80,7 @@ class Engine:
         self.count("free")
 
     def step(self, more: dict[int, int]) -> bool:
-        """Rows of each; False where memory is short, and the longest request has gone."""
+        """Adds rows to requests; False if memory was short: the longest request is then freed."""
         lens = [0] * SLOTS
         for reqid, rows in self.rows.items():
             lens[reqid] = min(LONGEST, rows + more.get(reqid, 0))
@@ -156,7 +156,8 @@ def test_an_ordinary_serving_pattern(together: int, monkeypatch: pytest.MonkeyPa
             f"{now.splits} splits, {now.joins} joins, {engine.counts}"
         )
         assert {"prefill", "free", "truncate", "fork", "short"} <= set(engine.counts)
-        if together == LAYERS:  # with four times the tensors memory is in pieces too small to join
+        # with four times as many tensors, memory is in pieces too small to join
+        if together == LAYERS:
             assert now.joins > 0
         assert now.splits > 0
         for reqid in list(engine.rows):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: compiled models over caches on a GPU, with inductor and with its CUDA graphs.
 
-The cases are those of tests/python/compiled_cases.py, which take a GPU where there is one. Needs a
-CUDA device, torch with Triton, transformers, and a back end (cuda, stock) that its probe proves.
+The cases are those of tests/python/compiled_cases.py, which use a GPU if there is one. Needs a
+CUDA device, torch with Triton, transformers, and a back end (cuda, stock) that passes its probe.
 """
 
 from __future__ import annotations

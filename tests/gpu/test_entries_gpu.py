@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: entries of 2 MiB come, are split, joined and given back beside a kernel that reads.
+"""Description: entries of 2 MiB are made, split, joined and freed while a kernel reads.
 
-The kernel reads every page that no operation names, all the time: it sees no fault and no foreign
-byte. Whether the GPU's entries are those of the records, tests/c/test_entries.c asks the driver.
+The kernel keeps reading all pages that the operations do not touch: it must see no fault and no
+wrong byte. tests/c/test_entries.c checks with the driver that the GPU's entries match the records.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -28,13 +28,13 @@ pytestmark = [
 
 PAGE, BLOCK = 64 << 10, 2 << 20
 PAGES = BLOCK // PAGE
-PAIRS = 16  # of a block that is read and one that changes
+PAIRS = 16  # pairs of blocks: one is read, the other changes
 ROUNDS = 2000
 ONES = 0x0101_0101_0101_0101
 
 
 class Reader:
-    """A thread that keeps the GPU reading the even blocks of a reservation."""
+    """Keeps the GPU reading the even blocks of a reservation, from a thread."""
 
     def __init__(self, blocks: Any, want: Any) -> None:
         self._blocks, self._want = blocks, want
@@ -70,7 +70,7 @@ def run(context: Context, name: str, *args: Any, **options: Any) -> None:
 
 
 def quiet(context: Context, space: Reservation) -> Any:
-    """Memory in the even blocks, every fourth of them split; what their words hold."""
+    """Populates the even blocks and splits every fourth of them; returns the words' values."""
     values = torch.zeros((PAIRS, PAGES, 1), dtype=torch.int64)
     for pair in range(PAIRS):
         at = space.addr + 2 * pair * BLOCK

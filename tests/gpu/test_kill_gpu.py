@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: a process killed while its kernels use a cache; its memory is seen from outside.
+"""Description: a process is killed while its kernels use a cache; others see its memory freed.
 
-Needs a CUDA device that nobody else uses, torch, and a back end of a GPU; skipped otherwise.
+Needs a CUDA device that is not in use, torch, and a GPU back end; skipped otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytestmark = needs_gpu()
 
 HELD = 2 << 30  # bytes that the child maps and uses
-SLACK = 64 << 20  # other processes' and the driver's own coming and going
+SLACK = 64 << 20  # tolerance for memory of the driver and other processes
 PATIENCE_S = 60.0
 
 CHILD = """
@@ -38,14 +38,14 @@ with Context(backend) as context:
         k.fill_(1)
         torch.cuda.synchronize()
         print("mapped", cache.stats().mapped_bytes, flush=True)
-        while True:  # the kill comes while kernels write there
+        while True:  # killed while kernels write here
             k.add_(1)
             torch.cuda.synchronize()
 """
 
 
 def free_bytes() -> int:
-    """Of the device, as another process sees it."""
+    """Returns the free memory of the device, as another process sees it."""
     free: int = torch.cuda.mem_get_info()[0]
     return free
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: a KVCache beside kernels that really run: order, zeros, mapping under load.
+"""Description: a KVCache with running kernels: order, zeros, mapping under load.
 
-Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
+Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONG_MS = 120.0
 
 @functools.cache
 def _reader() -> Any:
-    """A kernel whose every thread reads one element again and again (volatile: from memory)."""
+    """Compiles a kernel whose threads each read one element many times (volatile: from memory)."""
     source = """
     extern "C" __global__ void read_often(const volatile double *in, double *out, int n,
                                           int times) {
@@ -39,7 +39,7 @@ def _reader() -> Any:
 
 
 def read_often(rows: Any, times: int) -> Any:
-    """One kernel that reads the same rows for its whole life and adds them up."""
+    """Launches a kernel that reads and sums the same rows until it ends."""
     assert rows.is_contiguous()
     out = torch.empty_like(rows)
     blocks = -(-rows.numel() // 256)
@@ -48,7 +48,7 @@ def read_often(rows: Any, times: int) -> Any:
 
 
 def times_for(rows: Any, stream: Any) -> int:
-    """How often the rows must be read for the kernel to take LONG_MS."""
+    """Returns how often the kernel must read the rows to run for LONG_MS."""
     times = 1 << 10
     while True:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -63,7 +63,7 @@ def times_for(rows: Any, stream: Any) -> int:
 
 
 def start_long_read(cache: KVCache, reqid: int, length: int, stream: Any) -> tuple[Any, Any]:
-    """Fills a slot with known rows and starts a long kernel that reads them: (result, expected)."""
+    """Fills a slot with known rows and starts a long kernel on them; returns (result, expected)."""
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         values = torch.arange(length, device="cuda", dtype=torch.float64)[:, None, None] + 1
@@ -80,7 +80,7 @@ def start_long_read(cache: KVCache, reqid: int, length: int, stream: Any) -> tup
 
 
 def spoil(cache: KVCache, reqid: int, length: int) -> None:
-    """Writes NaN on the current stream."""
+    """Fills rows with NaN on the current stream."""
     for layer in range(LAYERS):
         cache.k(layer)[reqid, :length] = float("nan")
         cache.v(layer)[reqid, :length] = float("nan")
@@ -90,7 +90,7 @@ def spoil(cache: KVCache, reqid: int, length: int) -> None:
 def test_pages_are_reclaimed_and_reused_under_a_running_kernel(
     context: Context, deferred: bool
 ) -> None:
-    """Memory for one request alone: the next one gets the pages that the kernel still reads."""
+    """Memory suffices for one request: the next one gets the pages that a kernel still reads."""
     reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
     length = 6 * ROWS
     with make(context, 6, deferred_reclaim=deferred) as cache:
@@ -146,13 +146,13 @@ def test_later_work_on_the_stream_does_not_hold_up_reclaim(context: Context) -> 
             cache.free_reqid(0, stream)
             result, expected = start_long_read(other, 0, 8 * ROWS, stream)
             assert cache.step([0, 6 * ROWS]) == 0
-            assert not stream.query(), "the long kernel had not begun when the slot was freed"
+            assert not stream.query(), "the long kernel had not started when the slot was freed"
             torch.cuda.synchronize()
             assert torch.equal(result, expected)
 
 
 def test_nan_is_not_handed_on_to_an_over_reading_kernel(context: Context) -> None:
-    """Weights are 0 past the length, and 0 times NaN is NaN: the tile's tail must be finite."""
+    """Weights are 0 past the length, but 0 * NaN is NaN: the tile's tail must be finite."""
     tile = 2 * ROWS
     with make(context, 8, overread_rows=tile, overread_decode=True) as cache:
         cache.alloc_reqid()
@@ -176,7 +176,7 @@ def test_nan_is_not_handed_on_to_an_over_reading_kernel(context: Context) -> Non
 
 
 def test_step_async_while_the_gpu_is_busy(context: Context) -> None:
-    """Growth by single rows under a queue of long kernels; nothing that is written is lost."""
+    """Requests grow row by row while long kernels are queued; nothing written is lost."""
     busy, work = torch.cuda.Stream(), torch.cuda.Stream()
     matrix = torch.randn(2048, 2048, device="cuda")
     with make(context, 16) as cache:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: our kernel copies scattered pages between plain addresses and host memory.
 
-Needs a CUDA device, torch and Triton; skipped otherwise. CUDA's own copies of these addresses are
-faults, so contents are made and compared by kernels.
+Needs a CUDA device, torch and Triton; skipped otherwise. CUDA's own copies fault on these
+addresses, so kernels write and compare the contents.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ pytestmark = needs_gpu()
 context = contexts()
 
 BLOCKS = 256
-SLEEP = 100_000_000  # clocks: some 60 ms
+SLEEP = 100_000_000  # GPU clock cycles: about 60 ms
 
 
 @pytest.fixture
 def memory(context: Context) -> Iterator[KVMemory]:
-    """One tensor of blocks of a page each, all mapped."""
+    """Returns memory with one tensor, whose blocks of one page are all mapped."""
     page = context.info.granule
     made = KVMemory(context, BLOCKS, [BLOCKS * page])
     made.grow([Run(0, 0, BLOCKS)])
@@ -44,7 +44,7 @@ def memory(context: Context) -> Iterator[KVMemory]:
 
 
 def both(memory: KVMemory) -> tuple[Any, StreamCopies, StreamCopies]:
-    """The tensor as words, with copies out of it and into it, which its memory waits for."""
+    """Returns the tensor as words, and copies out of and into it, for which its memory waits."""
     page = memory.geometry.page_size
     kv = memory.tensor(BLOCKS * page).view(torch.int64).view(BLOCKS, page // 8)
     out, into = (StreamCopies(memory.context, way, kv.device) for way in (True, False))
@@ -55,7 +55,7 @@ def both(memory: KVMemory) -> tuple[Any, StreamCopies, StreamCopies]:
 
 
 def fill(kv: Any) -> Any:
-    """Random contents; returns an ordinary tensor with the same."""
+    """Fills the tensor at random; returns an ordinary tensor with the same contents."""
     kv.random_()
     return kv + 0
 
@@ -71,7 +71,7 @@ def pieces(kv: Any, host: HostMemory, blocks: list[int], size: int, shift: int =
 
 @pytest.mark.parametrize(("cut", "shift"), [(0, 0), (16, 0), (16, 16), (1, 0), (4099, 1)])
 def test_scattered_blocks_come_back(memory: KVMemory, cut: int, shift: int) -> None:
-    """Whole pages, pieces aligned to 16 bytes, and pieces of odd bytes."""
+    """Copies whole pages, pieces aligned to 16 bytes, and pieces of odd sizes."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)
@@ -82,7 +82,7 @@ def test_scattered_blocks_come_back(memory: KVMemory, cut: int, shift: int) -> N
     copy.wait()
     assert copy.ready()
     assert copy.seconds() > 0
-    kv.bitwise_and_(0)  # zero_ is a memset, which plain addresses refuse
+    kv.bitwise_and_(0)  # zero_ is a memset, which fails on plain addresses
     into.start(there).wait()
     found = (kv + 0).view(torch.int8).view(BLOCKS, page)
     wanted = before.view(torch.int8).view(BLOCKS, page)
@@ -109,7 +109,7 @@ def test_a_copy_follows_the_steps_before_it(memory: KVMemory) -> None:
 
 
 def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
-    """A release while the copy waits for its turn: unmapped sooner, it would be fatal."""
+    """Releases pages while their copy is queued: unmapping them before it runs would be fatal."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)
@@ -120,12 +120,12 @@ def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
     there = pieces(kv, host, list(range(1, BLOCKS)), page)
     copy = out.start(there)
     memory.release(1, [Run(0, 1, BLOCKS - 1)], after_step=0)
-    assert memory.finished() == {}, "unmapped before the copy has begun"
+    assert memory.finished() == {}, "unmapped before the copy has started"
     copy.wait()
     while not memory.finished():
         time.sleep(0.001)
     memory.grow([Run(0, 1, BLOCKS - 1)])
-    assert not bool((kv[1:] != 0).any()), "new pages are zeros"
+    assert not bool((kv[1:] != 0).any()), "new pages must be zero"
     into.start(there).wait()
     assert torch.equal(kv[1:] + 0, before[1:])
     host.close()
@@ -134,7 +134,7 @@ def test_pages_stay_until_their_copy_has_ended(memory: KVMemory) -> None:
 def test_a_kernel_that_cannot_be_launched(
     memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library copies instead, after the steps launched before."""
+    """The library then makes the copies, after the steps that were launched before."""
     page = memory.geometry.page_size
     kv, out, into = both(memory)
     host = HostMemory(BLOCKS * page, locked=True)

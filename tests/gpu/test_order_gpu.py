@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Description: the stream or event that is given is the one that is ordered, beside real kernels.
+"""Description: calls are ordered after the stream or event they are given, with real kernels.
 
-A kernel of about 100 ms stands before the work that matters, on the stream in question; torch's
-current stream is another one, with nothing to do. In the wrong order a byte differs. No test can
-fault where the order is wrong: it compares.
+A kernel of about 100 ms precedes the work under test on the stream in question; torch's current
+stream is a different, idle one. If the order is wrong, bytes differ. A wrong order causes no fault:
+the tests compare contents.
 
-Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
-Streams and events of cuda.core take part where it is installed.
+Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
+Streams and events of cuda.core are tested if it is installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EVENTS = ["torch event", "cuda.core event", "FdEvent"]
 
 
 class Protocol:
-    """Another library's stream."""
+    """A stream of another library, by its `__cuda_stream__` method."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -67,12 +67,12 @@ class Lane:
         return self.kind in STREAMS
 
     def current(self) -> AbstractContextManager[Any]:
-        """Context of the call: the lane is torch's current stream only where that is meant."""
+        """Context for the call: makes the lane torch's current stream only if that is tested."""
         here = self.kind in ("none", "CurrentStream")
         return torch.cuda.stream(self.stream) if here else nullcontext()
 
     def name(self) -> Any:
-        """Returns what names the work so far."""
+        """Returns the object that names the work launched so far."""
         if self.kind == "none":
             return None
         if self.kind == "CurrentStream":
@@ -109,7 +109,7 @@ def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
 
 @pytest.fixture(params=["torch", "cuda.core", "FdEvent"])
 def earlier(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    """The work of a slot's owner before; kept as an event of each library."""
+    """The work of a slot's previous owner, recorded as an event of each library."""
     one = Lane(request.param)
     yield one
     one.close()
@@ -120,14 +120,14 @@ def one_slot(context: Context, **changes: Any) -> KVCache:
 
 
 def put(cache: KVCache, reqid: int, length: int, value: float) -> None:
-    """On the current stream."""
+    """Fills rows with `value` on the current stream."""
     for layer in range(LAYERS):
         cache.k(layer)[reqid, :length].fill_(value)
         cache.v(layer)[reqid, :length].fill_(value)
 
 
 def room(cache: KVCache, length: int) -> Any:
-    """Memory that `late_read` writes; the kernels that tests launch have run once by then."""
+    """Returns memory for `late_read` to write; first runs each of the tests' kernels once."""
     rows = cache.v(1)[0, :length]
     out = torch.full_like(rows, -1.0)
     torch.mul(rows, 1, out=out)
@@ -151,7 +151,7 @@ def late_write(lane: Lane, cache: KVCache, reqid: int, length: int, value: float
 
 
 def started(cache: KVCache, length: int, value: float) -> None:
-    """Request 0 with rows of a value; nothing is under way."""
+    """Starts request 0 with rows of `value`; returns once no work is in flight."""
     assert cache.alloc_reqid() == 0
     lens = [0] * cache.config.max_batch
     lens[0] = length
@@ -161,7 +161,7 @@ def started(cache: KVCache, length: int, value: float) -> None:
 
 
 def needs_sharing(context: Context) -> None:
-    """Skips where pages cannot be mapped twice, or read-only."""
+    """Skips the test if pages cannot be mapped twice, or read-only."""
     for cap in (pyvmem.Caps.ALIAS, pyvmem.Caps.READONLY):
         if cap not in context.info.caps:
             pytest.skip(f"back end {context.info.backend} has no {cap.name}")
@@ -176,7 +176,7 @@ def all_are(rows: Any, value: float) -> bool:
 def test_freed_pages_are_not_touched_before_the_named_work(
     context: Context, lane: Lane, zero_fill: bool, ahead: bool
 ) -> None:
-    """free_reqid with each kind; the next owner, on torch's current stream, zeroes and writes."""
+    """Calls free_reqid with each kind of lane; the next owner writes on torch's current stream."""
     length = 4 * ROWS
     with one_slot(context, zero_fill=zero_fill) as cache:
         started(cache, length, 3.0)
@@ -184,7 +184,7 @@ def test_freed_pages_are_not_touched_before_the_named_work(
         late_read(lane, cache, 0, out)
         with lane.current():
             cache.free_reqid(0, lane.name())
-        assert not lane.stream.query(), "free_reqid has waited"
+        assert not lane.stream.query(), "free_reqid waited"
         assert cache.alloc_reqid() == 0
         if ahead:
             assert cache.step_async([length]) == 0
@@ -196,10 +196,10 @@ def test_freed_pages_are_not_touched_before_the_named_work(
 
 
 @pytest.mark.parametrize("zero_fill", [True, False])
-def test_after_a_handover_the_named_stream_waits(
+def test_the_named_stream_waits_for_the_slots_previous_owner(
     context: Context, earlier: Lane, lane: Lane, zero_fill: bool
 ) -> None:
-    """step with each kind, after each kind of event; given an event the CPU has waited."""
+    """Calls step with each kind of lane after each kind of event; given an event, the CPU waits."""
     length = 4 * ROWS
     with one_slot(context, zero_fill=zero_fill) as cache:
         started(cache, length, 3.0)
@@ -212,7 +212,7 @@ def test_after_a_handover_the_named_stream_waits(
         if not lane.is_stream or earlier.kind == "FdEvent":
             assert earlier.stream.query(), "only a stream can wait, and only for CUDA's events"
         elif not zero_fill:
-            assert not earlier.stream.query(), "the CPU has waited where the stream could"
+            assert not earlier.stream.query(), "the CPU waited although the stream could"
         with torch.cuda.stream(lane.stream):
             torch.mul(cache.v(1)[0, :length], 1, out=seen)
             put(cache, 0, length, 5.0)
@@ -222,7 +222,7 @@ def test_after_a_handover_the_named_stream_waits(
 
 
 def test_a_fork_copies_what_the_named_work_writes(context: Context, lane: Lane) -> None:
-    """Less than a page, so that all of it is copied."""
+    """The rows fill less than a page, so that all of them are copied."""
     length = ROWS // 2
     needs_sharing(context)
     with make(context) as cache:
@@ -269,10 +269,8 @@ def test_a_swap_in_overwrites_nothing_that_is_still_read(
         assert all_are(cache.v(1)[0, :length], 7.0)
 
 
-def test_who_begins_with_a_prefix_waits_for_those_who_wrote_it(
-    context: Context, earlier: Lane, lane: Lane
-) -> None:
-    """alloc_prefix with each kind, after each kind of event."""
+def test_alloc_prefix_waits_for_the_writers(context: Context, earlier: Lane, lane: Lane) -> None:
+    """Calls alloc_prefix with each kind of lane after each kind of event."""
     length = 4 * ROWS
     needs_sharing(context)
     with make(context) as cache:
@@ -292,7 +290,7 @@ def test_who_begins_with_a_prefix_waits_for_those_who_wrote_it(
 
 
 def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None:
-    """Context.submit and Context.batch; `after` takes no None."""
+    """Tests Context.submit and Context.batch, whose `after` cannot be None."""
     if lane.kind == "none":
         pytest.skip("after: None is refused")
     page = context.info.granule
@@ -323,8 +321,8 @@ def test_a_batch_runs_after_the_named_work(context: Context, lane: Lane) -> None
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_a_capture_is_neither_broken_nor_joined(context: Context, kind: str) -> None:
-    """Work that is asked for beside it; a captured stream where work must be named is refused."""
+def test_calls_during_a_capture_neither_break_nor_join_it(context: Context, kind: str) -> None:
+    """Makes calls during a capture; a call given the stream being captured is refused."""
     lane, busy = Lane(kind), Lane("torch")
     with one_slot(context) as cache:
         started(cache, ROWS, 3.0)

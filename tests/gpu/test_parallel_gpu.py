@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: ranks of a ParallelKVCache on a GPU each, agreeing through NCCL.
+"""Description: ranks of a ParallelKVCache, one per GPU, agree through NCCL.
 
-Needs two CUDA devices or more, torch with NCCL, and a back end (cuda, stock) that its probe
-proves.
+Needs at least two CUDA devices, torch with NCCL, and a back end (cuda, stock) that passes its
+probe.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ needs_ranks = pytest.mark.parametrize(
 @needs_ranks
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_on_each_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
-    """The expectations of tests/python/test_parallel.py for ranks on the CPU."""
+    """Expects the same as tests/python/test_parallel.py does of ranks on the CPU."""
     results = run_ranks(backend, tmp_path, ranks)
     for answers in results["same_answers"]:
         assert ["step", -1] in answers
@@ -55,8 +55,9 @@ def test_a_rank_on_each_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_random_calls(backend: str, ranks: int, tmp_path: Path) -> None:
-    """Contents and answers of every rank.
+    """Compares contents and results of every rank.
 
-    One group at a time: collectives of several on the same GPUs wait for each other's time slices.
+    One process group at a time: collectives of several groups on the same GPUs wait for each
+    other's time slices.
     """
     assert run_ranks(backend, tmp_path, ranks, 100_000, seconds=3600)["soak"] > 100_000

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: pages come back zero, in the background too, and memory that is free goes back.
+"""Description: reused pages are zero, also those zeroed in the background; free memory goes
+back to the driver.
 
-Needs a CUDA device, torch, and a back end (cuda, stock, uvm) that its probe proves.
+Needs a CUDA device, torch, and a back end (cuda, stock, uvm) that passes its probe.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch")
 BACKENDS = [one.backend for one in pyvmem.probe() if one.usable and one.backend != "host"]
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not BACKENDS, reason="no back end of a GPU is usable here"),
+    pytest.mark.skipif(not BACKENDS, reason="no GPU back end is usable here"),
 ]
 
 
@@ -107,7 +108,8 @@ def test_free_memory_goes_back(context: Context) -> None:
     slab = max(context.info.slab_size, page)
     assert stats.slab_bytes <= 1.1 * stats.used_bytes + slab
     missing = start - torch.cuda.mem_get_info()[0]
-    assert missing <= 1.1 * stats.used_bytes + slab + (64 << 20)  # the driver's page tables
+    # allows for the driver's page tables
+    assert missing <= 1.1 * stats.used_bytes + slab + (64 << 20)
     for value, (rsv, block) in enumerate(kept):
         assert rsv.read(block * page, page) == bytes([value % 251]) * page
     context.check()

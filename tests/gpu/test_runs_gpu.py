@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: requests grow to the limit on mappings and are joined, on memory that kernels use.
+"""Description: requests reach the limit on mappings and their runs are joined, while kernels run.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -23,7 +23,7 @@ pytestmark = [
 
 ROWS = 8  # of a page
 PAGE = 64 << 10
-SLEEP = 100_000_000  # clocks: some 60 ms
+SLEEP = 100_000_000  # GPU clock cycles: about 60 ms
 
 
 def make(context: Context, slots: int, pages: int, **policy: Any) -> KVCache:
@@ -42,7 +42,7 @@ def make(context: Context, slots: int, pages: int, **policy: Any) -> KVCache:
 
 
 def test_joining_waits_for_kernels_of_every_stream_and_keeps_the_rows() -> None:
-    """A kernel on another stream reads the rows when the step that joins them is made."""
+    """A kernel on another stream is reading the rows when a step joins their runs."""
     beside = torch.cuda.Stream()
     with Context("stock", granule=PAGE, max_mappings=4 * 64) as context:
         context.warm(4 * 256 * PAGE)
@@ -73,7 +73,7 @@ def test_joining_waits_for_kernels_of_every_stream_and_keeps_the_rows() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step", "step_async"])
 def test_a_small_share_of_mappings_fills_the_memory(ahead: bool) -> None:
-    """The proportions of a card of 80 GB and 64 tensors, with 2 GB and 4 tensors."""
+    """Scales the proportions of a card of 80 GB and 64 tensors down to 2 GB and 4 tensors."""
     slots, pages = 32, 8000
     with (
         Context("stock", granule=PAGE, max_mappings=4 * 1600) as context,

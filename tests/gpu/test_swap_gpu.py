@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: swapped requests and prefixes are copied by a kernel, or by libvmem without it.
+"""Description: swapped requests and prefixes are copied by a kernel, or by libvmem if it fails.
 
 Needs a CUDA device, torch and Triton; skipped otherwise.
 """
@@ -23,13 +23,13 @@ context = contexts()
 
 
 def rows(cache: KVCache, reqid: int, length: int) -> list[Any]:
-    """Copies of all tensors by a kernel: CUDA's own copies refuse these addresses."""
+    """Copies the rows of all tensors with a kernel: CUDA's own copies reject these addresses."""
     every = [one(layer) for layer in range(LAYERS) for one in (cache.k, cache.v)]
     return [one[reqid, :length] + 0 for one in every]
 
 
 def scattered(cache: KVCache, length: int) -> None:
-    """Two requests that grew in turns: the pages of neither are contiguous."""
+    """Grows two requests in turns, so that neither's pages are contiguous."""
     assert (cache.alloc_reqid(), cache.alloc_reqid()) == (0, 1)
     for have in range(1, length + 1):
         assert cache.step([have, have]) == 0
@@ -43,7 +43,7 @@ WAYS = ["kernel", "no memory for the pieces", "library"]
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, way: str) -> list[int]:
-    """Copies go this way; gets the bytes of each launch."""
+    """Makes copies go by `way`; returns a list that collects the bytes of each launch."""
     launched = []
     launch = StreamCopies._launch
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request's pages move to another GPU, to the host and back, and are read there.
+"""Description: a request's pages move to another GPU, the host and back; kernels read them there.
 
-Needs two CUDA devices that reach each other, torch, and a back end (cuda, stock) that its probe
-proves.
+Needs two CUDA devices that reach each other, torch, and a back end (cuda, stock) that passes
+its probe.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cache(request: pytest.FixtureRequest) -> Iterator[KVCache]:
 
 
 def checksum(rows: torch.Tensor) -> int:
-    """By a kernel of torch's, over the bits."""
+    """Sums the bits of the rows with a torch kernel."""
     return int(rows.view(torch.int16).sum())
 
 

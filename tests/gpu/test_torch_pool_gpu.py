@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: torch's tensors in a VMemPool: kernels, pause and resume, CUDA graphs, exhaustion.
 
-Needs a CUDA device, torch, and a back end (cuda, stock) that its probe proves; skipped otherwise.
+Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def free_bytes() -> int:
 
 
 def matrix(size: int = 1024) -> Any:
-    """Whole numbers, so that products are exact."""
+    """Returns a matrix of whole numbers, so that products are exact."""
     return torch.randint(-4, 5, (size, size), device="cuda").float()
 
 
@@ -134,7 +134,7 @@ def test_a_graph_replays_after_resume(pool: VMemPool) -> None:
 
 
 def test_freed_segments_come_back(context: pyvmem.Context, pool: VMemPool) -> None:
-    """Work is in flight when the segment goes: vmem_free waits for it, as cudaFree does."""
+    """Work is in flight when the segment is freed: vmem_free waits for it, as cudaFree does."""
     with pool.use("t"):
         a = matrix(4096)
         for _ in range(100):
@@ -142,7 +142,7 @@ def test_freed_segments_come_back(context: pyvmem.Context, pool: VMemPool) -> No
     used = context.stats().used_bytes
     assert used >= 64 * MIB
     del a
-    pool._tags["t"].pool = None  # the MemPool keeps its segments while it lives
+    pool._tags["t"].pool = None  # the MemPool keeps its segments as long as it exists
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
@@ -162,7 +162,7 @@ def test_exhaustion_is_torchs_own_error(backend: str) -> None:
         del small
 
 
-def test_close_with_living_tensors_is_refused(context: pyvmem.Context) -> None:
+def test_close_with_live_tensors_is_refused(context: pyvmem.Context) -> None:
     pool = VMemPool(context)
     with pool.use("t"):
         a = torch.ones(10, device="cuda")
@@ -195,7 +195,7 @@ with pyvmem.Context(%r) as context, VMemPool(context) as pool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_beside_expandable_segments(backend: str) -> None:
+def test_with_expandable_segments(backend: str) -> None:
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     settings["PYTORCH_ALLOC_CONF"] = settings["PYTORCH_CUDA_ALLOC_CONF"]
     done = subprocess.run(
@@ -208,7 +208,7 @@ def test_beside_expandable_segments(backend: str) -> None:
 
 
 def test_the_second_pause_takes_no_host_memory(pool: VMemPool) -> None:
-    """The first takes locked memory; contents are intact whatever was in it before."""
+    """The first pause allocates pinned memory; contents survive whatever was in it before."""
     with pool.use("weights"):
         weights = [matrix(4096) for _ in range(8)]
     torch.cuda.synchronize()
@@ -239,7 +239,7 @@ def test_the_second_pause_takes_no_host_memory(pool: VMemPool) -> None:
 
 
 def test_contents_without_locked_memory(pool: VMemPool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch_host, "_HOST_REGISTER", 1 << 30)  # a flag that CUDA refuses
+    monkeypatch.setattr(torch_host, "_HOST_REGISTER", 1 << 30)  # a flag that CUDA rejects
     with pool.use("weights"):
         weights = matrix(4096)
     wanted = weights.cpu()
@@ -247,14 +247,14 @@ def test_contents_without_locked_memory(pool: VMemPool, monkeypatch: Any) -> Non
     assert pool.stats().locked_bytes == 0
     pool.resume("weights")
     assert torch.equal(weights.cpu(), wanted)
-    product = weights @ weights  # CUDA's error has left no trace
+    product = weights @ weights  # CUDA's error was cleared
     torch.cuda.synchronize()
     assert torch.equal(product, wanted.cuda() @ wanted.cuda())
 
 
 @pytest.mark.parametrize("memory", ["registered", "torch's", "pageable"])
 def test_reads_and_writes_of_host_memory(context: pyvmem.Context, memory: str) -> None:
-    """At odd alignments and lengths, larger than one copy and than the staging buffer."""
+    """Uses odd alignments and lengths, longer than one copy and than the staging buffer."""
     size = 40 * MIB
     chance = random.Random(3)
     if memory == "registered":

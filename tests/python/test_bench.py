@@ -299,7 +299,9 @@ def test_tables_show_rows_reasons_and_verdicts() -> None:
     text = report.part_table(whole.parts["step"])
     assert "25.0" in text
     assert "step/async/stock: no time left" in text
-    line = next(x for x in report.aims_table(whole).splitlines() if "none needs a page" in x)
+    line = next(
+        x for x in report.aims_table(whole).splitlines() if "none of which needs a page" in x
+    )
     assert "<= 20" in line
     assert "MISS" in line
     assert "NVIDIA H100" in report.head(whole)

@@ -470,7 +470,7 @@ def test_a_run_that_is_stopped_has_written_the_cases_before(
     assert data["interrupted"] is True
     assert json.loads((tmp_path / "raw/kernels.json").read_text())["interrupted"] is True
     part = data["parts"]["sdpa"]
-    assert (part["status"], part["why"]) == ("partial", "it was stopped before its end")
+    assert (part["status"], part["why"]) == ("partial", "it was interrupted")
     assert all(aims(data)[f"sdpa_{name}_16"]["value"] for name in cases[:2])
     assert not any(cases[2] in name for name in rows(data))
 

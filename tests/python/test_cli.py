@@ -243,7 +243,7 @@ def test_a_report_where_the_json_would_go(
     file = tmp_path / "run.json"
     words = ["bench", "api", "--backend", "host", "--quick", "--report", str(file)]
     assert cli.main(words) == 2
-    expected = f"vmem bench: {file}: the JSON goes there; name another file\n"
+    expected = f"vmem bench: {file}: the JSON is written there; name another file\n"
     assert capsys.readouterr() == ("", expected)
     assert not file.exists()
 
@@ -319,11 +319,11 @@ def test_a_result_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["selftest", "--samples", "1"], "1 is neither 0 nor between 2 and 16777216"),
         (["layouts", "--overread", "-1"], "-1 is not between 0 and 16777216"),
         (["layouts", "--seed", "x"], "'x' is not a whole number"),
-        (["layouts", "--pages", "3K"], "'3K': a page has a power of two of bytes, from 4K to 1G"),
+        (["layouts", "--pages", "3K"], "'3K': a page size is a power of two from 4K to 1G"),
         (["layouts", "--pages", "64K,65536"], "'64K,65536' names a page size twice"),
         (
             ["serve-demo", "--page-size", "2G"],
-            "'2G': a page has a power of two of bytes, from 4K to 1G",
+            "'2G': a page size is a power of two from 4K to 1G",
         ),
         (["layouts", "--requests", "0"], "0 is not between 1 and 16777216"),
         (["layouts", "--requests", "1000000000000"], "1000000000000 is not between 1 and 16777216"),
@@ -394,7 +394,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"vmem {words[0]}: a package is not installed: ")
     assert package in last
-    assert last.endswith(f"; the extra pyvmem[{extra}] has it")
+    assert last.endswith(f"; the extra pyvmem[{extra}] installs it")
     assert not list(tmp_path.iterdir())
 
 
@@ -464,8 +464,8 @@ def test_memory_that_holds_no_page_of_each_tensor(
     had = 100 << 10 if option == "--kv-memory" else int((100 << 10) * 0.9)
     assert capsys.readouterr() == (
         "",
-        f"vmem layouts: error: argument {option}: {had} bytes for keys and values: the smallest "
-        f"layout needs {128 << 10}, a page in every tensor\n",
+        f"vmem layouts: error: argument {option}: {had} bytes for keys and values, but the "
+        f"smallest layout needs {128 << 10}, a page in every tensor\n",
     )
 
 

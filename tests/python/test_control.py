@@ -268,7 +268,7 @@ def test_the_command(folder: Path, engine: Account) -> None:
     [
         (["--listen", "127.0.0.1:0"], "--listen needs --token-file"),
         (["--token-file", "{token}"], "a Unix socket has no token"),
-        (["--listen", "127.0.0.1:0", "--socket", "x"], "expected one of them"),
+        (["--listen", "127.0.0.1:0", "--socket", "x"], "exclude each other"),
         (["--listen", "here", "--token-file", "{token}"], "'here': expected HOST:PORT"),
         (["--listen", "::1:70000", "--token-file", "{token}"], "expected HOST:PORT"),
         (["--listen", "127.0.0.1:0", "--token-file", "{open}"], "mode 644; expected"),

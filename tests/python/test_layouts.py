@@ -251,9 +251,9 @@ def test_states_are_what_a_request_holds_from_its_first_token(tmp_path: Path) ->
     conv, recurrent = 64 * 4 * 2, 4 * 8 * 8 * 4  # of float16, and of float32
     assert found.state_bytes == 3 * (conv + recurrent)
     assert found.token_bytes == 2 * found.num_kv_heads * found.head_dim * 2
-    with pytest.raises(InvalidArgument, match="have a state, which is not computed here"):
+    with pytest.raises(InvalidArgument, match="have a state, which is not supported"):
         found.config()
-    with pytest.raises(InvalidArgument, match="how ranks share a state"):
+    with pytest.raises(InvalidArgument, match="sharing a state between ranks"):
         found.on_ranks(2)
     alone = replace(found, layers=(found.layers[3],), num_layers=1)
     for requests in (ONE, [Request(1000, 400), Request(30, 7)]):
@@ -286,7 +286,7 @@ def test_the_command_takes_8_bit_keys_and_values(capsys: pytest.CaptureFixture[s
     assert cli.main([*words, "float8_e4m3fn"]) == 0
     text = capsys.readouterr().out
     assert "Llama-3-8B in float8_e4m3fn: " in text
-    assert "65,536 bytes a token" in text
+    assert "65,536 bytes per token" in text
     with pytest.raises(SystemExit):
         cli.main([*words, "float4"])
     assert "--kv-dtype: invalid choice: 'float4'" in capsys.readouterr().err
@@ -300,7 +300,7 @@ def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "4 layers, 2 KV heads of 64 with a window of 24; 2 layers, 2 KV heads of 64, " in text
     model(tmp_path, **LATENT)
     assert cli.main(words) == 0
-    assert "4 layers, rows of 576, float16; 4,608 bytes a token" in capsys.readouterr().out
+    assert "4 layers, rows of 576, float16; 4,608 bytes per token" in capsys.readouterr().out
 
 
 # ---- the choice ----------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_small_pages_where_requests_are_short() -> None:
     assert best.choice == Choice(1, 64 * KB)
     assert best.batch >= 0.97 * max(one.batch for one in found.costs)
     assert found.why.startswith(name(best.choice) + f": {int(best.batch)} requests")
-    assert f"{best.calls_per_token:.3g} map calls a token" in found.why
+    assert f"{best.calls_per_token:.3g} map calls per token" in found.why
 
 
 def test_layers_share_a_tensor_on_a_full_card() -> None:
@@ -405,10 +405,10 @@ def test_no_more_calls_than_an_iteration_hides() -> None:
     considered = choices(LLAMA, max_group=1)
     slow = advise(LLAMA, MANY, 40 * GB, considered, Limits(call_us=100.0))
     assert slow.best.calls_per_token < 2
-    assert "but maps for" in slow.why
+    assert "but its map calls take" in slow.why
     hopeless = advise(LLAMA, MANY, 40 * GB, limits=Limits(call_us=1e6))
     assert hopeless.best.choice.page_size == 2 * MB
-    assert "every layout maps for more than half" in hopeless.why
+    assert "map calls take more than half" in hopeless.why
     free = advise(LLAMA, MANY, 40 * GB, limits=Limits(call_us=0))
     assert "in the background" not in free.why
 
@@ -462,7 +462,7 @@ def test_bad_shapes(tmp_path: Path) -> None:
     path.write_text('{"time_step_limit": {"__float__": [1]}}')
     with pytest.raises(InvalidArgument, match=r"nor a readable config.json: float\(\) argument"):
         shape_of(str(path))
-    with pytest.raises(InvalidArgument, match=r"leave nothing of 1073741824; use more ranks"):
+    with pytest.raises(InvalidArgument, match=r"use up all of 1073741824; use more ranks"):
         budget(LLAMA, GB)
 
 
@@ -567,8 +567,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["layouts", "--model", "Yi-6B", "--memory", "80G", "--requests", "200"]
     assert cli.main(words) == 0
     text = capsys.readouterr().out
-    assert "65,536 bytes a token" in text
-    assert "made up from seed 1" in text
+    assert "65,536 bytes per token" in text
+    assert "generated from seed 1" in text
     assert text.count("<-") == 1
     assert "\nTake " in text
     assert cli.main([*words, "--runs", "1,8", "--all", "--json"]) == 0

@@ -703,7 +703,7 @@ def test_limit_by_name_and_by_process(folder: Path, capsys: pytest.CaptureFixtur
     assert a.take(6 * GIB)
     assert vmem(folder, "limit", "a", "4G") == 0
     assert capsys.readouterr().out == (
-        "host: a: 100.0G -> 4.0G; 2.0G above it go as requests end\n"
+        "host: a: 100.0G -> 4.0G; 2.0G above it will be freed as requests finish\n"
     )
     assert (a.limit, a.room(), a.excess()) == (4 * GIB, 0, 2 * GIB)
     assert vmem(folder, "limit", str(os.getpid()), "8G") == 0
@@ -808,7 +808,7 @@ def test_no_engine_has_run_yet(
     for off in ("off", "OFF", "Off"):
         monkeypatch.setenv("VMEM_LEDGER", off)
         assert cli.main(["top", "--once"]) == 0
-        why = "VMEM_LEDGER=off: an engine with that setting is in none"
+        why = "VMEM_LEDGER=off: an engine with that setting joins no ledger"
         assert capsys.readouterr().out == f"{said}; {why}\n"
         assert ledger.default_folder() == folder / f"of-{os.getuid()}"
 

@@ -176,7 +176,7 @@ def test_memory_that_is_too_small_is_an_error_told_with_the_answer(
 def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dtype", "bfloat16", "--max-new-tokens", "4"]
     assert run(folder, *options, "--verify") == 0
-    assert "not judged, the rule is for float32" in capsys.readouterr().out
+    assert "not judged, since only float32 must match" in capsys.readouterr().out
     result = run_json(folder, capsys, *options)
     assert result["setting"]["dtype"] == "bfloat16"
     static = result["memory"]["replay"][-1]
@@ -189,7 +189,7 @@ def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "/nowhere"], "/nowhere: no model folder and no .gguf file; expected a folder"),
         (["--page-size", "4M"], "must be one of this context's (host), 65536, 131072"),
         (["--group-size", "2"], "2 does not divide the model's 3 layers"),
-        (["--memory-limit", "900T"], "900.0T: this process may have "),
+        (["--memory-limit", "900T"], "900.0T exceeds the "),
     ],
 )
 def test_bad_values_are_told_and_nothing_is_printed(
@@ -226,7 +226,9 @@ def test_prompts_that_are_no_text(
 
 def test_prompts_that_repeat_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "--num-prompts", "7", "--max-new-tokens", "1") == 0
-    assert "; 7 prompts (the file has 6, which repeat), 16 at a time\n" in capsys.readouterr().out
+    assert (
+        "; 7 prompts (the file has 6; they are repeated), 16 at a time\n" in capsys.readouterr().out
+    )
     assert run(folder, "--num-prompts", "1", "--max-new-tokens", "1") == 0
     said = capsys.readouterr().out
     assert "; 1 prompt, 16 at a time\n" in said

@@ -243,7 +243,7 @@ def test_the_model_gets_its_attention_back_and_the_cache_can_be_closed(
     with make_cache(loaded) as cache:
         engine = Engine(loaded.model, cache)
         assert loaded.model.config._attn_implementation == "vmem"
-        with pytest.raises(ValueError, match="close that first"):
+        with pytest.raises(ValueError, match="close the engine first"):
             references(loaded, requests)
         engine.add(requests[0])
         engine.step()

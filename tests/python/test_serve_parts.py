@@ -110,7 +110,7 @@ def test_answers_are_printed_line_by_line_with_their_number() -> None:
         "[12]   aaaaaaaaaaaaaaaaaaaa",
         "[12]   aaaaaaaaaaaaaaaaaaaa",
         "[12]   aaaaa",
-        "[12] = 45 tokens, cut at --max-new-tokens, computed again 2 x",
+        "[12] = 45 tokens, cut at --max-new-tokens, recomputed 2 x",
     ]
 
 

@@ -133,7 +133,7 @@ def test_a_cache_whose_slots_are_all_taken_by_others_is_an_error(host: Context) 
         cache.admit([1, 2, 3])
         scheduler = Scheduler(cache)
         scheduler.add(job(0, 5))
-        with pytest.raises(RuntimeError, match="no free slot although no request runs"):
+        with pytest.raises(RuntimeError, match="no free slot although no request is running"):
             scheduler.begin()
 
 

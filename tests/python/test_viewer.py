@@ -120,7 +120,7 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as gone:
         port = gone.server_address[1]
     assert cli.main(["watch", str(port), "--once"]) == 1
-    expected = f"vmem watch: no answer from {port}: Connection refused\n"
+    expected = f"vmem watch: no response from {port}: Connection refused\n"
     assert capsys.readouterr().err == expected
 
 
@@ -143,7 +143,7 @@ def test_an_answer_of_something_else(body: bytes) -> None:
     with HTTPServer(("127.0.0.1", 0), Handler) as other:
         thread = threading.Thread(target=other.handle_request)
         thread.start()
-        with pytest.raises(InvalidArgument, match=r"not what|more than"):
+        with pytest.raises(InvalidArgument, match=r"not a response|more than"):
             viewer.fetch(f"http://127.0.0.1:{other.server_address[1]}")
         thread.join()
 
@@ -169,7 +169,7 @@ def test_what_does_not_speak_http(answer: bytes, capsys: pytest.CaptureFixture[s
         thread = threading.Thread(target=serve)
         thread.start()
         assert cli.main(["watch", str(other.getsockname()[1]), "--once"]) == 1
-        assert "is not what Telemetry.serve answers" in capsys.readouterr().err
+        assert "is not a response of Telemetry.serve" in capsys.readouterr().err
         thread.join()
 
 

@@ -16,7 +16,7 @@ Start = Callable[..., served.Engine]
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
-    """Starts a process that imports SGLang for its CPU engine; the tests fork theirs from it."""
+    """Starts a process that imports SGLang for its CPU engine; tests fork their engines from it."""
     os.environ.update(served.environment())
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.scheduler  # noqa: F401

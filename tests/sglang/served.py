@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """SGLang CPU engines in processes forked from one that has imported SGLang.
 
-SGLang spawns its processes, each of which imports for ten seconds. Here they are forked, except in
+SGLang spawns its processes, and imports take ten seconds in each. Here they are forked, except in
 one test. The process that forks has no engine, and has not loaded SGLang's plug-ins.
 """
 
@@ -100,13 +100,14 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, kind: str = "llama") -> Path:
-    """A model of random weights, of 4 layers.
+    """Creates a model of 4 layers with random weights; returns its folder.
 
     Args:
-        folder: where its own is made.
+        folder: where the model's folder is created.
         kind: llama, with 2 heads of 32 for keys and values; minicpm3, whose latent attention keeps
-            80 numbers of a token; gemma3_text and mellum with a window of 32 tokens in 3 of 4
-            layers, which SGLang gives one pool and two; qwen3_next with states in 3 of 4 layers.
+            80 numbers per token; gemma3_text and mellum with a window of 32 tokens in 3 of 4
+            layers, for which SGLang uses one pool and two pools, respectively; qwen3_next with
+            states in 3 of 4 layers.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -128,7 +129,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in made.named_parameters():
         if kind == "gemma3_text" and "post_" in name:
-            weight.data.fill_(8.0)  # else each answer repeats one token
+            weight.data.fill_(8.0)  # otherwise each answer repeats one token
     made.save_pretrained(folder / kind)
     if kind == "qwen3_next":
         file = folder / kind / "config.json"
@@ -199,10 +200,10 @@ class Engine:
     Args:
         log: file of its output.
         env: environment of its process.
-        given: its options.
+        given: the engine's options.
 
     Raises:
-        Exception: it did not start.
+        Exception: the engine did not start.
     """
 
     def __init__(self, log: Path, env: dict[str, str], given: dict[str, Any]) -> None:
@@ -220,7 +221,7 @@ class Engine:
         try:
             found = self._pipe.recv()
         except EOFError:
-            raise RuntimeError(f"it ended: {self.log.read_text('utf-8')[-3000:]}") from None
+            raise RuntimeError(f"it exited: {self.log.read_text('utf-8')[-3000:]}") from None
         if isinstance(found, Exception):
             raise found
         return found
@@ -230,7 +231,7 @@ class Engine:
         self._pipe.send((name, args, named))
 
     def ready(self, timeout: float = 0.01) -> bool:
-        """Returns true if `end` would return at once; waits for that up to `timeout` s."""
+        """Returns true if `end` would return immediately; waits up to `timeout` s for that."""
         return bool(self._pipe.poll(timeout))
 
     def end(self, timeout: float = 60) -> Any:
@@ -256,13 +257,13 @@ class Engine:
         self.call("release_memory_occupation", tags=["kv_cache"])
 
     def kill(self) -> None:
-        """Kills all its processes."""
+        """Kills all processes of the engine."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.join(10)
 
     def close(self) -> None:
-        """Ends the engine and its processes."""
+        """Stops the engine and its processes."""
         with contextlib.suppress(OSError):
             self._pipe.send(("end", (), {}))
         self.process.join(20)

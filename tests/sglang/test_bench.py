@@ -20,7 +20,7 @@ def bench(out: Path, *more: str) -> tuple[int, dict[str, Any]]:
     return main([*words, *more]), json.loads(out.read_text("utf-8"))
 
 
-def test_elastic_beside_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elastic_and_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, data = bench(tmp_path / "sglang.json", "--turns", "1")
     part = data["parts"]["sglang"]
     assert (status, part["status"]) == (0, "done"), part["why"]
@@ -29,7 +29,7 @@ def test_elastic_beside_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     answers = ["again/stock", *(f"{name}/elastic" for name in ("alone", "again", "batch", "slept"))]
     for name in answers:
         assert rows[f"same/{name}"]["value"] == rows[f"same/{name}"]["of"] == 8
-    assert "same/alone/stock" not in rows  # its first turn is what others are compared with
+    assert "same/alone/stock" not in rows  # the other turns are compared with its first
     for arm in ARMS:
         assert rows[f"distinct/{arm}"]["value"] > 8
         assert rows[f"hits/{arm}"]["value"] > 600
@@ -53,7 +53,7 @@ def test_elastic_beside_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Four engines at once: each gets the same requests in both arms, and all memory is freed."""
+    """Runs four engines: each gets the same requests in both arms, and all memory is freed."""
     status, data = bench(tmp_path / "share.json", "--part", "share", "--rounds", "1")
     part = data["parts"]["share"]
     assert (status, part["status"]) == (0, "done"), part["why"]
@@ -62,7 +62,7 @@ def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = {row["id"].partition("/")[2]: row for row in part["rows"]}
     for engine in ("vllm", "sglang"):
         counts = [rows[f"requests/{engine}/{arm}"]["value"] for arm in ("static", "elastic")]
-        assert counts[0] == counts[1] > 2 * 10  # of two bursts
+        assert counts[0] == counts[1] > 2 * 10  # requests in two bursts
         assert len(rows[f"p99/{engine}/elastic"]["rounds"]) == 1
         assert len(rows[f"over/p99/{engine}"]["rounds"]) == 1
         assert rows[f"most/{engine}/elastic"]["value"] > rows[f"flushed/{engine}/elastic"]["value"]
@@ -73,7 +73,7 @@ def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_deadline_names_what_it_skipped(tmp_path: Path) -> None:
-    """It expires before an engine has started, and leaves no time for any part."""
+    """The deadline expires before an engine has started, and leaves no time for any part."""
     status, data = bench(tmp_path / "one.json", "--deadline", "36")
     part = data["parts"]["sglang"]
     named = [one["id"].removeprefix("sglang/turn/") for one in part["missing"]]

@@ -38,7 +38,7 @@ def test_tokens_prefixes_flush_and_sleep(
     assert all(hits[:4])
     assert not any(one % page for one in hits)
     found = sum(one["meta_info"]["cached_tokens"] for one in first + again)
-    assert becomes(lambda: info(tmp_path).hits == found)  # the report after the last answer
+    assert becomes(lambda: info(tmp_path).hits == found)  # reported after the last answer
     assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
     assert info(tmp_path).name == "one"
     assert info(tmp_path).queries == 2 * sum(map(len, prompts()))
@@ -66,7 +66,7 @@ def metrics(tmp_path: Path) -> dict[str, float]:
 def highest(
     tmp_path: Path, engine: Engine, ids: list[list[int]], new: list[int], **more: Any
 ) -> tuple[list[list[int]], int]:
-    """Runs requests; returns the answers and the most memory that the engine had."""
+    """Runs requests; returns the answers and the engine's peak memory."""
     most = 0
     engine.begin("generate", input_ids=ids, sampling_params=[greedy(n, **more) for n in new])
     while not engine.ready():
@@ -89,9 +89,9 @@ def test_a_limit_of_few_pages(start: Start, stock: list[list[int]], tmp_path: Pa
 def test_requests_are_retracted_when_memory_is_short(
     start: Start, tmp_path: Path, overlap: bool
 ) -> None:
-    """Two are admitted that do not fit together, since SGLang expects one to end earlier.
+    """SGLang admits two that do not fit together, since it expects one to finish early.
 
-    After a refusal it retries the second when a short request has ended.
+    After a refusal, it retries the second once a short request has finished.
     """
     limit = 20 * PAGE_BYTES
     engine = start(
@@ -109,13 +109,13 @@ def test_requests_are_retracted_when_memory_is_short(
     assert [together[0], together[2]] == alone
     assert 16 * PAGE_BYTES < most <= limit
     assert "Retract requests" in engine.log.read_text("utf-8")
-    # Each prompt is counted once, however often it was refused or began again.
+    # Each prompt is counted once, however often it was refused or restarted.
     assert becomes(lambda: info(tmp_path).queries == sum(map(len, [*ids, *three])))
     assert info(tmp_path).hits == 0
 
 
 def test_a_long_request_among_short_ones(start: Start) -> None:
-    """It needs nearly the whole limit, and is served before short requests that came later."""
+    """The long request needs nearly the whole limit, and is served before later short requests."""
     engine = start({"VMEM_LIMIT": str(18 * PAGE_BYTES)})
     short = [[5 + k, 6, 7, 8] for k in range(24)]
     long = [3 + (i * 7) % 500 for i in range(200)]
@@ -127,11 +127,11 @@ def test_a_long_request_among_short_ones(start: Start) -> None:
 
 
 def test_latent_attention(start: Start, tmp_path: Path) -> None:
-    """A tensor for each layer; its KV pages of 5 KB begin anywhere in a physical page."""
+    """There is a tensor per layer; its KV pages of 5 KB start anywhere in a physical page."""
     model = make_model(tmp_path, "minicpm3")
     with served(tmp_path / "log", {}, options(model)) as engine:
         stock = engine.answer(prompts())
-    page_bytes = 16 * (64 + 16) * 4 * 4  # of 4 layers, in float32
+    page_bytes = 16 * (64 + 16) * 4 * 4  # 4 layers, in float32
     limit = 20 * page_bytes
     engine = start({"VMEM_LIMIT": str(limit)}, model_path=str(model))
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_latent_attention(start: Start, tmp_path: Path) -> None:
 def test_sliding_windows_in_one_pool(
     start: Start, tmp_path: Path, kind: str, given: dict[str, Any]
 ) -> None:
-    """SGLang keeps tokens before the window; a limit makes it evict prefixes."""
+    """SGLang keeps tokens that precede the window; a limit makes it evict prefixes."""
     model = make_model(tmp_path, kind)
     with served(tmp_path / "log", {}, options(model, **given)) as engine:
         stock = engine.answer(prompts())
@@ -172,7 +172,7 @@ def test_sliding_windows_in_one_pool(
 def test_tensor_parallelism(
     start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool
 ) -> None:
-    """Two ranks with half of each page; one has less memory, and then none to spare."""
+    """Two ranks hold half of each page; one has less memory, and later none to spare."""
 
     def ranks() -> list[EngineInfo]:
         return engines_in(tmp_path / "ledger")["host"]
@@ -194,7 +194,7 @@ def test_tensor_parallelism(
     for _ in range(2):
         assert engine.answer(prompts()) == stock
         assert becomes(lambda: all(8 * half < one.used <= 17 * half for one in ranks()))
-    rest = [PAGE_BYTES] * 2  # page 0, and the half of its memory that no page is on
+    rest = [PAGE_BYTES] * 2  # page 0, and the other half of its physical page, which is unused
     assert becomes(lambda: not any(one.in_use for one in ranks()))
     engine.release()
     assert [one.used for one in ranks()] == rest
@@ -220,7 +220,7 @@ def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int
 def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Two engines on a ledger, with less memory than both would take."""
+    """Two engines share a ledger, with less memory than both would take."""
 
     def used() -> dict[str, int]:
         return {one.name: one.used for one in engines_in(tmp_path / "ledger")["host"]}
@@ -241,7 +241,7 @@ def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
 
 
 def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """Both have requests all the time, and less memory than these would take."""
+    """Both always have requests, but less memory than these would take."""
     env = {"VMEM_CAPACITY": str(26 * PAGE_BYTES)}
     engines = [start(env), start(env)]
     for _ in range(3):
@@ -253,10 +253,10 @@ def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Pat
     assert names == ["llama", "llama-2"]
 
 
-def test_nothing_is_left_of_an_engine_that_is_killed(
+def test_a_killed_engine_leaves_nothing(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Also, no request waits for more memory than all engines may have together."""
+    """Its memory is freed, and no request waits for more than all engines may have together."""
     env = {"VMEM_NAME": "one", "VMEM_CAPACITY": str(20 * PAGE_BYTES)}
     engine = start(env)
     engine.begin("generate", input_ids=prompts(), sampling_params=greedy(500))
@@ -268,7 +268,7 @@ def test_nothing_is_left_of_an_engine_that_is_killed(
 
 
 def test_an_order_to_sleep(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """All memory but page 0 is freed; requests wait until the engine wakes."""
+    """All memory except page 0 is freed; requests wait until the engine wakes up."""
     engine = start({"VMEM_NAME": "one", "VMEM_IDLE": "600"})
     for _ in range(2):
         assert engine.answer(prompts()) == stock
@@ -289,7 +289,7 @@ def test_an_order_to_sleep(start: Start, stock: list[list[int]], tmp_path: Path)
 def test_memory_is_kept_under_load_and_given_back_at_rest(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """No prefix is kept, so the load takes and frees all its pages each time."""
+    """No prefix is kept, so the load allocates and frees all its pages each time."""
     engine = start({"VMEM_IDLE": "5", "VMEM_PREFIX": "0"})
     for _ in range(3):
         assert engine.answer(prompts()) == stock
@@ -313,8 +313,10 @@ def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
     assert 20 * PAGE_BYTES < most <= 30 * PAGE_BYTES
 
 
-def test_what_is_free_is_not_enough(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """A request that decodes alone waits for memory; then one needs more than exists."""
+def test_more_memory_is_needed_than_is_free(
+    start: Start, stock: list[list[int]], tmp_path: Path
+) -> None:
+    """A request that decodes alone waits for memory; the next one needs more than exists."""
     env = {"VMEM_CAPACITY": str(24 * PAGE_BYTES), "VMEM_IDLE": "600"}
     first, second = start(env), start(env)
     first.begin("generate", input_ids=[[9] * 40], sampling_params=greedy(250))

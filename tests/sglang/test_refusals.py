@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an unsupported configuration ends the engine, with a line that says why."""
+"""Description: an unsupported configuration stops the engine, with a message that says why."""
 
 from __future__ import annotations
 
@@ -188,7 +188,9 @@ def _malformed() -> None:
         (_malformed, "VMEM_LIMIT='many'"),
     ],
 )
-def test_what_ends_the_process(tmp_path: Path, function: Callable[[], None], text: str) -> None:
+def test_errors_that_stop_the_process(
+    tmp_path: Path, function: Callable[[], None], text: str
+) -> None:
     status, found = outcome(tmp_path / "log", {}, function)
     assert status == 1
     last = found.strip().splitlines()[-1]
@@ -197,7 +199,7 @@ def test_what_ends_the_process(tmp_path: Path, function: Callable[[], None], tex
 
 
 def test_plug_ins_that_leave_it_out() -> None:
-    """The process ends when it imports SGLang, which would log nothing."""
+    """The process exits when it imports SGLang, which would not log anything."""
     env = {**os.environ, "VMEM_SGLANG": "1", "SGLANG_PLUGINS": "other"}
     done = subprocess.run(
         [sys.executable, "-c", "import sglang.srt.utils"],
@@ -213,9 +215,9 @@ def test_plug_ins_that_leave_it_out() -> None:
 OLD = Path(__file__).resolve().parents[2] / "build" / "sglang-old" / "bin" / "python"
 
 
-@pytest.mark.skipif(not OLD.exists(), reason="scripts/sglang_setup.py old has not made it")
+@pytest.mark.skipif(not OLD.exists(), reason="run scripts/sglang_setup.py old first")
 def test_a_version_of_half_a_year_ago() -> None:
-    """Its plug-ins are loaded first; its source explains the refusal."""
+    """Loading plug-ins stops it; its source lacks many symbols that the pool uses."""
     program = """
 import importlib.util
 print(*importlib.util.find_spec("sglang").submodule_search_locations, flush=True)

@@ -108,7 +108,7 @@ def test_served_over_http(
     assert found["vmem:asleep"] == 0
     (one,) = engines_in(tmp_path / "ledger")["host"]
     assert found["vmem:used_bytes"] == one.used
-    assert "sglang:" in server.ask("/metrics")  # its own are still there
+    assert "sglang:" in server.ask("/metrics")  # SGLang's own metrics are still there
 
     assert served.becomes(lambda: "flushed" in server.ask("/flush_cache", {}).lower())
     server.ask("/release_memory_occupation", {"tags": ["kv_cache"]})

@@ -15,7 +15,8 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",  # nothing is large enough for two, and they would wait for each other
+    # no work is large enough for two threads, and they would wait for each other
+    OMP_NUM_THREADS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VMEM_BACKEND="host",
 )
@@ -25,11 +26,11 @@ import torch
 from model_shapes import MADE, SHAPES, predict_a_token_more, save_draft
 
 MODELS: dict[str, dict[str, Any]] = {
-    # 8 KiB for a block of 32 tokens in a layer: eight blocks share a page.
+    # A block of 32 tokens has 8 KiB per layer: eight blocks share a page.
     "llama": {"model_type": "llama", "head_dim": 32, "num_hidden_layers": 2},
     # 24 KiB: blocks straddle pages.
     "straddling": {"model_type": "llama", "head_dim": 96, "num_hidden_layers": 1},
-    # Two groups of layers with blocks of their own, one of which lets its oldest blocks go.
+    # Two groups of layers with separate blocks; one group frees its oldest blocks.
     "gemma": {
         "model_type": "gemma3_text",
         "head_dim": 32,
@@ -45,7 +46,7 @@ MODELS["draft"] = MODELS["llama"] | {"num_hidden_layers": 1}
 MODELS |= SHAPES
 _CHANGED = {"draft": save_draft, "deepseek": predict_a_token_more}
 
-# An engine is given these unless a test says otherwise.
+# Default options of an engine.
 SIZES: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -59,7 +60,7 @@ SIZES: dict[str, Any] = {
     "disable_log_stats": True,
 }
 
-# Encoders: no request has a KV cache.
+# Encoders, which have no KV cache.
 ENCODERS = {"encoder": "BertModel", "classifier": "BertForSequenceClassification"}
 
 
@@ -135,7 +136,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder only of this user, with a name short enough for a socket in a worker's folder."""
+    """Creates a folder only for this user, with a path short enough for sockets in it."""
     return tmp_path_factory.mktemp("l")
 
 
@@ -160,10 +161,11 @@ def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.Monkey
             patch.setenv("VMEM_LEDGER", str(ledger))
             for key, value in env.items():
                 patch.setenv(key, value)
-            # vLLM loads its plug-ins once in a process, and engines of both kinds live in this one.
+            # vLLM loads plug-ins once per process, and this one runs engines with and without the
+            # pool.
             plugin.register()
-            # vLLM 0.32 reads every attribute of every module as it starts, which llvmlite's (it
-            # comes with n-gram speculation) does not stand; nobody imports it by name again.
+            # At its start, vLLM 0.32 reads every attribute of every module. That fails for this
+            # module of llvmlite (loaded by n-gram speculation), which is not needed again.
             sys.modules.pop("llvmlite.binding.ffi", None)
             try:
                 llm = LLM(

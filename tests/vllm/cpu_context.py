@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decode context parallelism on a CPU, which vLLM's CPU kernels lack.
+"""Decode context parallelism on a CPU, which vLLM's CPU kernels do not support.
 
 A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it creates
 its process groups. Each rank computes plain attention over the tokens whose keys and values it has.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A process that torchrun starts: an engine that is a rank of data parallelism.
+"""A process started by torchrun: an engine that is a data-parallel rank.
 
 Arguments: the folder for its results, and options of `LLM` as JSON.
 """

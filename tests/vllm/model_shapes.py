@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
-    # A state of Mamba2 and attention, two layers each: a region holds blocks of both.
+    # Two layers with a Mamba2 state and two with attention: a region holds blocks of both.
     "granite": {
         "model_type": "granitemoehybrid",
         "num_hidden_layers": 4,
@@ -47,8 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "chunk_size": 32,
         "expand": 2,
     },
-    # Gated delta nets; the kernels for CPUs take heads of 128 in bfloat16. A block of attention is
-    # as large as a state: heads of 256 make it 96 tokens.
+    # Gated delta nets; the CPU kernels need heads of 128 in bfloat16. An attention block is as
+    # large as a state, which is 96 tokens with heads of 256.
     "qwen3_next": {
         "model_type": "qwen3_next",
         "head_dim": 256,
@@ -78,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
     },
-    # No attention at all.
+    # States only, no attention.
     "mamba2": {
         "model_type": "mamba2",
         "num_hidden_layers": 2,
@@ -116,12 +116,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": [128] * 4,
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    # Latent attention; the last layer becomes the one that predicts a token more.
+    # Latent attention; the last layer becomes the multi-token prediction module.
     "deepseek": {
         "model_type": "deepseek_v3",
         "num_hidden_layers": 3,
         "q_lora_rank": 32,
-        "kv_lora_rank": 512,  # these two are all that its kernels know
+        "kv_lora_rank": 512,  # its kernels support only these two sizes
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
@@ -236,4 +236,4 @@ def _save_whisper(folder: Path) -> None:
 
 
 MADE: dict[str, Callable[[Path], None]] = {"whisper": _save_whisper}
-"""Functions that save models which are not one configuration of a language model."""
+"""Functions that save models for which a language model's configuration is not enough."""

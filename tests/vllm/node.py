@@ -14,7 +14,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 def main() -> None:
-    """Runs until the engine ends."""
+    """Runs until the engine stops."""
     args = AsyncEngineArgs(**json.loads(sys.argv[1]))
     config = args.create_engine_config(headless=True)
     MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)

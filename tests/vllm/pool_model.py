@@ -3,7 +3,7 @@
 
 The rank maps nothing. It records which pages are mapped, and for each block a digest of the tokens
 whose keys and values it would hold. A step fails if it reads a block without memory, or one with
-other contents than its request's tokens. Time advances by steps, so every count is repeatable.
+other contents than its request's tokens. Time advances per step, so every count is repeatable.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RankModel:
         self.parked: list[tuple[int, list[Run], int]] = []
         self.finished: list[tuple[int, str]] = []
         self.launched = 0
-        self.asked: list[tuple[str, bool]] = []  # operations, and whether steps wait meanwhile
+        self.asked: list[tuple[str, bool]] = []  # each operation, and whether steps wait for it
         self.steps_wait: Callable[[], bool] = lambda: False
         self.maps = self.unmaps = self.copies = self.calls = 0
         self.grow([Run(k, geometry.pages(k, 0)[0], len(geometry.pages(k, 0)))
@@ -101,7 +101,7 @@ class RankModel:
             number, runs, _ = one
             self.parked.remove(one)
             gone = self._pages(runs)
-            assert gone <= self.mapped, "unmapped, and was not mapped"
+            assert gone <= self.mapped, "unmapped, but was not mapped"
             self.mapped -= gone
             self.unmaps += len(runs)
             self.finished.append((number, ""))
@@ -118,8 +118,8 @@ class RankModel:
     def copy(self, copies: list[tuple[int, int]]) -> None:
         held = [self.contents.get(source) for source, _ in copies]
         for (source, place), what in zip(copies, held, strict=True):
-            assert self.has(source), f"block {source} is read and has no memory"
-            assert self.has(place), f"block {place} is written and has no memory"
+            assert self.has(source), f"block {source} is read but has no memory"
+            assert self.has(place), f"block {place} is written but has no memory"
             self.contents[place] = what  # type: ignore[assignment]
         self.copies += len(copies)
 
@@ -157,7 +157,7 @@ class Pool:
         return name
 
     def _step_of(self, name: str, count: int) -> None:
-        """Does the model's work for a request: reads the computed tokens, writes the new ones."""
+        """Does a model's work for a request: reads the computed tokens, writes the new ones."""
         request = self.scheduler.requests[name]
         (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = request.num_computed_tokens
@@ -178,7 +178,7 @@ class Pool:
             found = rank.contents.get(ids[index])
             assert found == digests[index], f"block {ids[index]} does not hold {name}'s tokens"
         for index in range(known, last):
-            assert rank.has(ids[index]), f"block {ids[index]} is written and has no memory"
+            assert rank.has(ids[index]), f"block {ids[index]} is written but has no memory"
             rank.contents[ids[index]] = digests[index]
 
     def step(self) -> None:

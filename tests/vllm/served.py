@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs ``vllm serve``; the command itself requires a distribution named vllm."""
+"""Runs ``vllm serve``, whose own command requires a distribution named vllm."""
 
 from __future__ import annotations
 

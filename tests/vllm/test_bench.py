@@ -34,7 +34,7 @@ def bench(tmp_path: Path) -> Any:
     return run
 
 
-def test_elastic_beside_stock(bench: Any) -> None:
+def test_elastic_and_stock(bench: Any) -> None:
     rows, part = bench("load", "--rounds", "2", "--requests", "6", "--beside", "128K")
     for arm in ("stock", "elastic", "stock again", "elastic 128K"):
         for rate in ("0", "6"):
@@ -73,7 +73,7 @@ def test_prompts_from_host_memory(bench: Any) -> None:
     for how in ("stored", "loaded"):
         row = rows[f"rate/{how}/elastic"]
         assert row["value"] > 0
-        assert row["bytes"] >= 2 * 0.9 * (128 + 256) * 1024  # of a token, in two rounds
+        assert row["bytes"] >= 2 * 0.9 * (128 + 256) * 1024  # bytes per token, in two rounds
     assert {f"gap/{how}/elastic" for how in ("none", "loaded", "computed")} <= rows.keys()
     assert rows["alike"]["value"] == rows["alike"]["of"] == 5  # in float32
     assert [one["id"] for one in part["missing"]] == ["offload/*/stock"]
@@ -84,7 +84,8 @@ def test_prefixes_that_do_not_fit(bench: Any) -> None:
     """Each engine's prompts need all memory; every turn loads them from host memory."""
     rows, part = bench("prefixes", "--rounds", "1")
     hits = {arm: rows[f"hits/{arm}"] for arm in ("elastic+host", "elastic", "static")}
-    assert hits["elastic+host"]["value"] > 50 > hits["static"]["value"]  # all but tails and ends
+    # all but the prompts' tails
+    assert hits["elastic+host"]["value"] > 50 > hits["static"]["value"]
     assert hits["elastic"]["value"] > hits["static"]["value"]
     for arm, row in hits.items():
         same = rows[f"same/{arm}"]
@@ -97,11 +98,11 @@ def test_prefixes_that_do_not_fit(bench: Any) -> None:
 
 
 def test_time_in_the_pool_excludes_vllms_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls among vLLM's own functions are not subtracted."""
+    """Calls from one vLLM function to another are not subtracted."""
     now = 0.0
 
     class Code:
-        """Pool code, which calls vLLM's, which calls the pool's again."""
+        """Pool code that calls vLLM code, which calls pool code again."""
 
         def step(self) -> None:
             spend(1)
@@ -142,7 +143,7 @@ def test_a_step_costs_the_pools_code_and_not_vllms(bench: Any) -> None:
         assert row["min"] > 0
 
 
-def test_vllm_beside_the_serving_loop(tmp_path: Path) -> None:
+def test_vllm_and_the_serving_loop(tmp_path: Path) -> None:
     """`vmem bench serve` sends vLLM the requests of its other engines."""
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
@@ -275,7 +276,7 @@ def test_bursts_come_in_turns() -> None:
     assert sum(one.at >= 5 for one in second) == 50
     one, two = climb(2, 4.0, 7, 9)
     assert [b.at - a.at for a, b in zip(one, two, strict=True)] == pytest.approx([9.0] * len(one))
-    assert 14 <= len(one) <= 16  # the area of the ramp is the peak's square
+    assert 14 <= len(one) <= 16  # the area under the ramp is the square of the peak
     assert one[0].request == Request(9, 7)
 
 

@@ -71,7 +71,7 @@ def check(llm: Any) -> None:
 
 
 def at_rest(llm: Any) -> None:
-    """Checks that exactly the live memory is mapped, and little more is allocated."""
+    """Checks that exactly the live memory is mapped, and not much more is allocated."""
     elastic = elastic_of(llm)
     elastic.settle()
     check(llm)
@@ -80,7 +80,7 @@ def at_rest(llm: Any) -> None:
     assert elastic.backing.mapped_bytes == live
     end = time.monotonic() + 20
     context = memory_of(llm).context
-    while time.monotonic() < end:  # the keeper empties slabs when it comes round to it
+    while time.monotonic() < end:  # the keeper empties slabs in one of its next rounds
         stats = context.stats()
         if stats.slab_bytes <= 1.05 * live + context.info.slab_size:
             break
@@ -109,7 +109,7 @@ def expected(start: Open, stock: dict[Any, Tokens]) -> Callable[..., Tokens]:
 @pytest.mark.parametrize("model", ["llama", "straddling", "gemma"])
 def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: str) -> None:
     wanted = expected(model)
-    # Prompts of more than the 64 tokens of a step: chunked prefill.
+    # Prompts longer than a step's 64 tokens test chunked prefill.
     assert max(len(one["prompt_token_ids"]) for one in prompts()) > 3 * 64
     with start(model, VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
         assert answer(llm, prompts()) == wanted
@@ -127,7 +127,7 @@ def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: 
 
 
 def test_a_real_model(start: Open) -> None:
-    """SmolLM2-135M with 30 layers: K and V of a block of 32 tokens are 48 KiB in float32."""
+    """Runs SmolLM2-135M, with 30 layers: K and V of a block of 32 tokens are 48 KiB in float32."""
     from pyvmem.serve import model
 
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -221,7 +221,7 @@ def test_a_limit_forces_preemption(start: Open, expected: Callable[..., Tokens])
         ("1000T", f"VMEM_LIMIT={1000 << 40}: the device has [0-9]+ bytes"),
     ],
 )
-def test_a_limit_that_makes_no_sense_is_refused(start: Open, limit: str, text: str) -> None:
+def test_a_senseless_limit_is_refused(start: Open, limit: str, text: str) -> None:
     with (
         pytest.raises(ValueError, match=text),
         start("straddling", VMEM_VLLM="1", VMEM_LIMIT=limit),
@@ -303,7 +303,7 @@ def check_books(elastic: Any) -> None:
 
 
 def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) -> None:
-    """Any map or unmap may fail: requests wait, and are answered correctly."""
+    """Maps and unmaps fail at random: requests wait, and are answered correctly."""
     wanted = expected("straddling")
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -313,17 +313,17 @@ def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) ->
                 context.inject(kind, skip=skip, count=3, error=12)
                 assert answer(llm, prompts()) == wanted
                 assert llm.reset_prefix_cache()
-                elastic.settle()  # if nothing was unmapped before, it is now
+                elastic.settle()  # unmaps something, if nothing was unmapped before
                 context.inject(kind, count=0)
                 check(llm)
-            if kind is not Inject.SLAB:  # slabs may be at hand already
+            if kind is not Inject.SLAB:  # the pool may already have enough slabs
                 assert elastic.backing.counters.failures > before
         at_rest(llm)
 
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.UNMAP])
 def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
-    """Fails one call after the other, until a run makes no further call."""
+    """Fails the first call, then the second, and so on, until a run makes fewer calls."""
     asked = prompts()[:3]
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -348,7 +348,7 @@ def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
     [("encoder", "embed"), pytest.param("classifier", "classify", marks=pytest.mark.long)],
 )
 def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
-    """Runs as in stock vLLM, since it has no memory to share."""
+    """Runs in stock vLLM's scheduler, since it has no memory to share."""
     found = []
     options = {
         "runner": "pooling",
@@ -366,7 +366,7 @@ def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
 def test_outputs_of_another_scheduler_and_events_between_steps(
     start: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own outputs have no orders; the keeper's evictions are published as events."""
+    """vLLM's own outputs carry no orders; the keeper's evictions are published as events."""
     from vllm.config import KVEventsConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -475,7 +475,7 @@ def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
 
 
 def test_a_limit_below_what_requests_hold(start: Open, ledger: Any) -> None:
-    """Requests keep their blocks, and the engine shrinks as they end."""
+    """Requests keep their blocks, and the engine shrinks as they finish."""
     from pyvmem.ledger.accounts import Ledger
 
     with start("straddling", VMEM_VLLM="1", VMEM_NAME="one", VMEM_RESERVE="0") as llm:
@@ -534,8 +534,8 @@ def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any
             waits = elastic.waits
             for _ in range(2):
                 engine.step()
-                # Before the next step, or that may come before a busy machine's keeper.
-                assert idle_becomes(elastic, 8), "as much as a prompt takes"
+                # Wait, since on a busy machine the next step may come before the keeper's round.
+                assert idle_becomes(elastic, 8), "as many blocks as a prompt takes"
             assert elastic.waits == waits + (number == 0)
         assert elastic.used_blocks() >= 8 * 8
         monkeypatch.setattr("pyvmem.vllm.engine._RECENT", 0)
@@ -567,8 +567,8 @@ def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
         assert calls.count(threading.current_thread().name) == 1
 
 
-def test_what_is_mapped_besides_may_fail(start: Open) -> None:
-    """If a growth with extra blocks fails, the same step maps the blocks of the request alone."""
+def test_mapping_of_extra_blocks_may_fail(start: Open) -> None:
+    """If a growth with extra blocks fails, the same step maps only the request's blocks."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         memory_of(llm).context.inject(Inject.MAP, count=1, error=12)
@@ -581,8 +581,8 @@ def test_what_is_mapped_besides_may_fail(start: Open) -> None:
         at_rest(llm)
 
 
-def test_what_a_queue_may_take_in_a_step(start: Open) -> None:
-    """A full step: the most tokens, of the most requests."""
+def test_blocks_that_a_queue_may_take_in_a_step(start: Open) -> None:
+    """Expects at most a full step: the maximum number of tokens and of requests."""
     with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
         engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
@@ -590,7 +590,7 @@ def test_what_a_queue_may_take_in_a_step(start: Open) -> None:
         assert demand._count_waiting() == 0
         for number in range(4):
             engine.add_request(str(number), {"prompt_token_ids": [5] * 40}, greedy(4))
-        assert demand._count_waiting() == 2 + 1, "40 tokens, and the 24 that are left of 64"
+        assert demand._count_waiting() == 2 + 1, "40 tokens, and the remaining 24 of 64"
         engine.step()
         engine.step()
         assert (len(scheduler.running), len(scheduler.waiting)) == (2, 2)
@@ -620,8 +620,8 @@ def idle_becomes(elastic: Any, blocks: int) -> bool:
     return False
 
 
-def test_nobody_is_preempted_while_there_is_memory(start: Open) -> None:
-    """All requests need a block in the same step, and none is mapped."""
+def test_no_preemption_while_memory_is_free(start: Open) -> None:
+    """All requests need a block in the same step, and no block is mapped."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
@@ -638,7 +638,7 @@ def test_nobody_is_preempted_while_there_is_memory(start: Open) -> None:
 
 
 def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
-    """Its blocks are counted in the following step, as for the next input of a session."""
+    """Its blocks are counted in the step after, as for the next input of a session."""
     from vllm.v1.request import RequestStatus
 
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
@@ -669,7 +669,7 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
         (wanted,) = answer(llm, [asked], 40)
         assert elastic._cached_bytes() > 0
         other = another(ledger)
-        need = (3 << 20) - (64 << 10)  # all but the null block's page
+        need = (3 << 20) - (64 << 10)  # all memory but the null block's page
         assert not other.take(need)
         end = time.monotonic() + 20
         while not other.take(need) and time.monotonic() < end:
@@ -682,7 +682,7 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
         for _ in range(5):
             assert engine.step() == []
         other.end_pending(need)
-        other.give(need)  # from here on there is memory
+        other.give(need)  # from here on, memory is free
         found = []
         while engine.has_unfinished_requests():
             found = [list(one.outputs[0].token_ids) for one in engine.step()] or found
@@ -704,7 +704,8 @@ def test_scattered_blocks_are_gathered_for_a_single_request(
             assert llm.reset_prefix_cache()
         elastic.settle()
         page, geometry = 64 << 10, elastic.backing.geometry
-        monkeypatch.setattr(elastic, "_give_back", lambda _: None)  # the keeper lets them be
+        # so that the keeper does not free them
+        monkeypatch.setattr(elastic, "_give_back", lambda _: None)
         with elastic.lock:
             assert elastic._back(27)
             scattered = [
@@ -721,7 +722,7 @@ def test_scattered_blocks_are_gathered_for_a_single_request(
             assert time.monotonic() < end
             elastic.tick()
         assert other.take((768 << 10) - elastic.backing.mapped_bytes)
-        # Block 2 can be had, too: it shares the pages of blocks 1 and 3.
+        # Block 2 is usable, too: it shares the pages of blocks 1 and 3.
         assert len(scattered) + 1 < 14 < elastic.backing.mapped_bytes // (24 << 10)
         engine.add_request("0", asked, greedy(70))
         found: list[int] = []
@@ -736,7 +737,7 @@ def test_scattered_blocks_are_gathered_for_a_single_request(
 def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
     start: Open, ledger: Any
 ) -> None:
-    """All memory of this engine would not be enough, even if contiguous."""
+    """Even all of this engine's memory would not be enough, however placed."""
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -749,7 +750,7 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
         engine.add_request("0", asked, greedy(4))
         for _ in range(10):
             assert engine.step() == []
-            time.sleep(0.03)  # a refusal is believed for less
+            time.sleep(0.03)  # longer than a refusal is remembered
         assert elastic._cached_bytes() == cached
         other.end_pending(other.used)
         other.give(other.used)
@@ -758,8 +759,8 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
         other.close()
 
 
-def test_an_engine_with_a_queue_gives_memory_above_its_share_back(start: Open, ledger: Any) -> None:
-    """It admits no request while another engine is short of memory, and answers all."""
+def test_an_engine_with_a_queue_frees_memory_above_its_share(start: Open, ledger: Any) -> None:
+    """It admits no request while another engine is short of memory, and answers all in the end."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         wanted = answer(llm, prompts(), 40)
@@ -784,7 +785,7 @@ def test_an_engine_with_a_queue_gives_memory_above_its_share_back(start: Open, l
         end = time.monotonic() + 60
 
         def take() -> None:
-            """Polls like another process, independently of this engine's steps."""
+            """Polls for memory as another process would, independently of this engine's steps."""
             while not other.take(part) and time.monotonic() < end:
                 other.want(part)
                 time.sleep(0.001)
@@ -793,7 +794,7 @@ def test_an_engine_with_a_queue_gives_memory_above_its_share_back(start: Open, l
         taking = threading.Thread(target=take)
         taking.start()
         while taking.is_alive():
-            step(queue=8)  # always more work, so that only the fair share ends the wait
+            step(queue=8)  # always more work, so that the wait ends only because of the fair share
         assert other.used == part
         while engine.has_unfinished_requests():
             step(queue=0)

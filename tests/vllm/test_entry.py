@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Calls vLLM's plug-ins as if this process had not done so."""
+    """Returns a function that loads vLLM's plug-ins as if this process had not done so yet."""
     from vllm import plugins
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.abstract import Executor
@@ -49,7 +49,7 @@ def test_the_variable_is_set_after_plug_ins_were_loaded(
         scheduler_of(model)
 
 
-def test_what_cannot_be_imported_is_an_error(
+def test_a_failed_import_is_an_error(
     loading: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyvmem.vllm.plugin", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the tutorial's example, run as by a user, in a fresh environment."""
+"""Description: the tutorial's example, run as a user runs it, in a fresh environment."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_the_example(models: Callable[[str], str], ledger: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "t7 t8 t9 -> " in done.stdout
-    assert "host: example: " in done.stdout, "without the pool it ends with an error"
+    assert "host: example: " in done.stdout, "without the pool it exits with an error"
 
 
 @pytest.mark.long
 def test_engines_that_share(models: Callable[[str], str]) -> None:
-    """Runs `make run-vllm`, which fails unless an engine had over half the memory at some time."""
+    """Runs `make run-vllm`, which fails unless an engine once had over half the memory."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [models("llama"), "--capacity", "2M", "--requests", "8", "--turns", "2"]
     done = subprocess.run(

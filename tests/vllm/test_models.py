@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: models other than a Llama generate stock vLLM's tokens on the elastic pool.
 
-Layers with a state, latent attention, caches of eight bits, adapters, an encoder with cross-
-attention, drafts. Each runs in stock vLLM first.
+Covers layers with a state, latent attention, 8-bit caches, adapters, an encoder with
+cross-attention, and drafts. Each runs in stock vLLM first.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from model_shapes import save_adapter
 from test_engine import Open, Tokens, answer, at_rest, check, elastic_of, greedy, prompts
 from test_moves import moving
 
-BF16 = {"dtype": "bfloat16"}  # what these kernels for CPUs take
+BF16 = {"dtype": "bfloat16"}  # the type that these CPU kernels need
 EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def compare(start: Open, model: str, ask: Callable[[Any], Tokens] = answer, **options: Any) -> None:
-    """Compares tokens with stock vLLM's: with new, reused and hit blocks, and new ones again.
+    """Compares tokens with stock vLLM's, for new, reused and hit blocks, then new ones again.
 
     A model in bfloat16 may answer differently if a prefix is hit, in stock vLLM as well.
     """
     with start(model, **options) as llm:
         wanted = ask(llm)
         hit = ask(llm)
-    assert len({tuple(one) for one in wanted}) > len(wanted) // 2, "tokens depend on what is asked"
+    assert len({tuple(one) for one in wanted}) > len(wanted) // 2, "tokens depend on the prompts"
     with start(model, VMEM_VLLM="1", VMEM_RESERVE="0", **options) as llm:
         elastic = elastic_of(llm)
         assert ask(llm) == wanted
@@ -63,13 +63,13 @@ def few(llm: Any) -> Tokens:
     ],
 )
 def test_layers_with_a_state(start: Open, model: str, options: dict[str, Any]) -> None:
-    """Includes prefixes: vLLM keeps the state at the end of some blocks."""
+    """Includes prefix hits: vLLM keeps the state at the end of some blocks."""
     compare(start, model, few, **options)
 
 
 @pytest.mark.long
 def test_a_state_that_moves(start: Open) -> None:
-    """Combined with attention, whose blocks are larger than a state."""
+    """The model also has attention, whose blocks are larger than a state."""
     with start("granite") as llm:
         wanted = answer(llm, prompts())
     with start("granite", VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
@@ -82,7 +82,7 @@ def test_a_state_that_moves(start: Open) -> None:
         assert elastic.hits > 0
 
 
-def test_latent_attention_and_a_draft_of_the_model_s_own(start: Open) -> None:
+def test_latent_attention_and_multi_token_prediction(start: Open) -> None:
     """DeepSeek V3's shape; its multi-token prediction module has keys and values too.
 
     On a CPU without AMX, vLLM schedules a prompt of such a model whole, or never if it exceeds the
@@ -103,7 +103,7 @@ def test_a_cache_of_eight_bits(start: Open) -> None:
 
 
 @pytest.mark.long
-def test_a_draft_beside_the_model(start: Open, models: Callable[[str], str]) -> None:
+def test_a_draft_model_with_the_model(start: Open, models: Callable[[str], str]) -> None:
     method = {**EAGLE, "model": models("draft")}
     compare(start, "llama", few, speculative_config=method)
 
@@ -127,7 +127,7 @@ def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> Non
 
 
 def test_an_encoder_and_cross_attention(start: Open) -> None:
-    """Whisper's shape: the encoder's results have blocks of their own."""
+    """Whisper's shape: the encoder's results have separate blocks."""
     import numpy as np
 
     draw = np.random.RandomState(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: prefixes move while requests hit them, with stock vLLM's tokens."""
+"""Description: prefixes move while requests hit them; the tokens are stock vLLM's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_moves_in_every_step(
         assert elastic.mover.moved > 20
         assert elastic.hits > 0
         monkeypatch.undo()
-        # At rest the ranks copy. What moved then is hit as well.
+        # An idle engine moves by calls to the ranks. Those prefixes are hit as well.
         at_rest(llm)
         assert answer(llm, prompts()) == wanted
         at_rest(llm)

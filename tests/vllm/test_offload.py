@@ -76,7 +76,7 @@ def test_prefixes_come_back_from_host_memory(
     ledger: Path,
     model: str,
 ) -> None:
-    """After rest, after copies that cannot be started, and with failures to map during loads."""
+    """Loads prefixes after rest, after copies failed to start, and while maps fail."""
     wanted = expected(model)
     with start(model, **POOL, VMEM_HOST_LIMIT="64M") as llm:
         with Ledger("host", folder=ledger, create=False) as book:
@@ -100,7 +100,7 @@ def test_prefixes_come_back_from_host_memory(
 
         with monkeypatch.context() as patch:
             patch.setattr(ThreadCopies, "_move", refuse)
-            asked = prompts() + prompts(seed=1, count=2)  # two that are stored meanwhile
+            asked = prompts() + prompts(seed=1, count=2)  # two prompts that are stored meanwhile
             stored = counters(llm).stored
             first = answer(llm, asked)
             assert first[: len(wanted)] == wanted
@@ -167,7 +167,7 @@ def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
     asked = prompts(seed=7, count=4)
     with start("llama", **POOL) as llm:
         first = answer(llm, asked, 1)
-        assert elastic_of(llm).holds, "the last step's stores have not begun"
+        assert elastic_of(llm).holds, "the last step's stores have not started"
         idle(llm)
         dropped = counters(llm).dropped
         assert dropped > 0
@@ -260,7 +260,7 @@ def spec(blocks: list[int], sizes: list[int], first: list[int]) -> Any:
 def test_blocks_are_stored_and_loaded(
     monkeypatch: pytest.MonkeyPatch, library: bool, second: bool
 ) -> None:
-    """Two groups of layers, two blocks in a chunk; a group begins in the middle of a chunk.
+    """Uses two groups of layers and two blocks per chunk; a group starts in the middle of a chunk.
 
     `second`: this is the second of two ranks that share host memory.
     """
@@ -296,7 +296,7 @@ def test_blocks_are_stored_and_loaded(
         for one in kv:
             one.zero_()
         worker.dropped.add(2)
-        assert worker.submit_store(2, device, host)  # would store zeros
+        assert worker.submit_store(2, device, host)  # if it ran, it would store zeros
         back = spec([11, 12, 13, 14, 15], [3, 2], [3, 0])
         assert worker.submit_load(3, host, back)
         worker.wait({2, 3})
@@ -341,7 +341,7 @@ def test_host_memory_that_cannot_be_allocated() -> None:
 
 @pytest.mark.parametrize("begin", ["finished", "wait", "events", "fence"])
 def test_stores_of_a_step_are_one_copy(monkeypatch: pytest.MonkeyPatch, begin: str) -> None:
-    """They start when the step polls for finished ones, or before a wait."""
+    """The stores start when the step polls for finished ones, or before a wait."""
     started = []
     start = ThreadCopies.start
 

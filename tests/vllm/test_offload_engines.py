@@ -26,13 +26,13 @@ from vmem_bench.vllm.engines import Engine
 __all__ = ["expected", "stock"]
 
 MIB = 1 << 20
-HOST = 64 * MIB  # of each engine
-NULL = 2 * (64 << 10)  # the page of the null block, of two layers
+HOST = 64 * MIB  # host memory of each engine
+NULL = 2 * (64 << 10)  # the null block's pages, in two layers
 POOL = {
     "VMEM_VLLM": "1",
     "VMEM_IDLE": "0.1",
     "VMEM_RESERVE": "0",
-    "VMEM_CAPACITY": "1M",  # less than what the prefixes of one engine take
+    "VMEM_CAPACITY": "1M",  # less than one engine's prefixes need
     "VMEM_HOST_LIMIT": str(2 * HOST),
 }
 
@@ -96,7 +96,7 @@ def test_two_engines_take_turns_until_one_is_killed(
         "most": 8,
     }
     with engine_process(models("llama"), ledger, tmp_path) as there:
-        wanted = expected("llama")  # while it starts
+        wanted = expected("llama")  # computed while the engine starts
         with start("llama") as llm:
             wanted_there = answer(llm, theirs)
         assert told_ready(there)
@@ -124,12 +124,12 @@ def test_two_engines_take_turns_until_one_is_killed(
                 loaded = holds.counters.loaded
                 assert answer(llm, prompts()) == wanted
                 if turn == 1:
-                    rests("here")  # else the other takes it
+                    rests("here")  # otherwise the other engine takes the memory
                 said = told(there, **load)
                 assert said["answers"] == wanted_there
                 if turn:
                     assert holds.counters.loaded > loaded
-                    assert said["cached"] > 1000, "only host memory had them"
+                    assert said["cached"] > 1000, "only host memory had these prefixes"
                 rests("there")
             check(llm)
             assert of("here").host == of("there").host == HOST

@@ -21,7 +21,7 @@ POOL = {"VMEM_VLLM": "1", "VMEM_IDLE": "0.1"}
 
 
 def tiers(root: Path, chunks: int) -> dict[str, Any]:
-    """Returns options of an engine with this much host memory and a disk tier."""
+    """Returns options of an engine with `chunks` chunks of host memory and a disk tier."""
     disk = {"type": "fs", "root_dir": str(root), "n_read_threads": 1, "n_write_threads": 1}
     extra = {
         "cpu_bytes_to_use": chunks * CHUNK,
@@ -50,7 +50,7 @@ def has_no_name() -> bool:
 def test_prefixes_outlive_the_engine(
     start: Open, expected: Callable[..., Tokens], tmp_path: Path
 ) -> None:
-    """Host memory has room for two thirds of them; the next engine's is empty at first."""
+    """Host memory has room for two thirds of the prefixes; the next engine's is empty at first."""
     wanted = expected("llama")
     for life in range(2):
         with start("llama", **tiers(tmp_path / "kv", 20)) as llm:
@@ -58,7 +58,7 @@ def test_prefixes_outlive_the_engine(
             tokens, cached = ask(llm)
             assert tokens == wanted
             if life:
-                assert cached > 500, "they come from the disk"
+                assert cached > 500, "they are loaded from the disk"
             idle(llm)
             assert 0 < elastic_of(llm).holds.host_cached <= 20 * CHUNK
             tokens, cached = ask(llm)
@@ -72,7 +72,7 @@ def test_prefixes_outlive_the_engine(
 
 @pytest.mark.long
 def test_two_ranks(start: Open, expected: Callable[..., Tokens], tmp_path: Path) -> None:
-    """They share host memory, which the scheduler's process reads for the disk."""
+    """The ranks share host memory, from which the scheduler's process writes to the disk."""
     wanted = expected("uneven")
     ways = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
     for life in range(2):
@@ -100,7 +100,7 @@ def test_a_disk_that_fails(
     tmp_path: Path,
     error: int,
 ) -> None:
-    """Full, read-only or broken while the engine runs: prefixes are computed again."""
+    """The disk is full, read-only or fails while the engine runs: prefixes are recomputed."""
     from vllm.v1.kv_offload.tiering.fs import manager
 
     wanted = expected("llama")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: a buffer for all layers, with all layers of a block contiguous (since 0.29).
 
-Attention on a CPU supports only layers one after the other, so the test checks the views.
+Attention on a CPU only supports a separate buffer for each layer, so the test checks the views.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pyvmem.vllm.allocation import place_tensors
 
 pytestmark = pytest.mark.skipif(
     Version(vllm.__version__) < Version("0.29"),
-    reason=f"vllm {vllm.__version__} has a buffer for each layer",
+    reason=f"vllm {vllm.__version__} has a buffer per layer",
 )
 
-BLOCKS, PAGE = 64, 8192  # of vLLM: bytes of a block in a layer
+BLOCKS, PAGE = 64, 8192  # PAGE: bytes of a block in a layer, which vLLM calls a page
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
-def test_a_block_is_where_the_books_say(layout: str) -> None:
-    """Block 5 is in the pages that the geometry names, and in no others."""
+def test_a_block_is_where_the_geometry_says(layout: str) -> None:
+    """Block 5 is in the pages that the geometry names, and nowhere else."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
@@ -62,7 +62,7 @@ def test_a_block_is_where_the_books_say(layout: str) -> None:
     assert memory.context.stats().mapped_bytes == 2 * PAGE
     for value, name in enumerate("ab", 1):
         assert views[name].shape[0] == BLOCKS
-        views[name][5].fill_(value)  # a page that is not mapped would end the process
+        views[name][5].fill_(value)  # an unmapped page would crash the process
     assert {float(views[name][5].max()) for name in "ab"} == {1.0, 2.0}
     assert {float(views[name][5].min()) for name in "ab"} == {1.0, 2.0}
     views.clear()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Description: engines of several ranks generate stock vLLM's tokens, with equal maps on all.
+"""Description: engines of several ranks generate stock vLLM's tokens, and all ranks map the same.
 
-Tensor and pipeline parallelism by the executors mp and Ray, also on two machines, which are
-loopback addresses with a folder of ledgers each. Data parallelism, in which each rank is an engine.
+Tests tensor and pipeline parallelism with the executors mp and Ray, also on two "machines":
+loopback addresses, each with its own folder of ledgers. Also tests data parallelism, where each
+rank is an engine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR = {"tensor_parallel_size": 2}
-# On a CPU, vLLM makes what a later stage receives in a run that it leaves out without a compiler.
+# On a CPU, vLLM allocates a later stage's inputs in a run that it skips without a compiler.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 PIPELINE = {"pipeline_parallel_size": 2, **TRACED}
 CONTEXT = {
@@ -118,9 +119,9 @@ def test_two_ranks(
 
 @contextmanager
 def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
-    """Starts Ray on this machine, as the first of one or two, with two fake GPUs in all.
+    """Starts Ray on this machine, as the first of one or two, with two fake GPUs in total.
 
-    vLLM's CPU platform names no Ray resource by which to place workers.
+    The GPUs are fake because vLLM's CPU platform names no Ray resource for placing workers.
     """
     ray = pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -134,8 +135,8 @@ def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
     patch.setattr(CpuPlatform, "ray_device_key", "GPU")
     patch.setenv("PYTHONPATH", str(ROOT))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    with tempfile.TemporaryDirectory() as folder:  # of a short name: it has sockets
-        patch.setenv("RAY_TMPDIR", folder)  # a node writes there where its cluster is
+    with tempfile.TemporaryDirectory() as folder:  # with a short path, as it contains sockets
+        patch.setenv("RAY_TMPDIR", folder)  # a node writes the address of its cluster there
         ray.init(
             "local",
             num_cpus=2,
@@ -185,7 +186,7 @@ def test_two_machines(
     monkeypatch: pytest.MonkeyPatch,
     ways: dict[str, Any],
 ) -> None:
-    """Ranks are called over TCP, each machine has its own ledger, and a node may end."""
+    """Ranks are called over TCP, each machine has its own ledger, and a node is killed."""
     other, log = tmp_path / "o", tmp_path / "node.log"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -196,7 +197,7 @@ def test_two_machines(
     theirs = {"model": models(MODEL), **SIZES, **ways, "node_rank": 1}
     with ExitStack() as stack:
         node = stack.enter_context(second_machine(other, log, theirs))
-        wanted = expected(MODEL)  # while that starts
+        wanted = expected(MODEL)  # computed while the second machine starts
         llm = stack.enter_context(start(MODEL, **ways, **POOL))
         elastic = elastic_of(llm)
         there = machine(Settings(ledger=str(other)))
@@ -239,7 +240,7 @@ def test_two_machines_of_ray(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with vLLM's own two-machine executor. A rank is killed."""
+    """Expects the same as with vLLM's own two-machine executor; then a rank is killed."""
     other = tmp_path / "o"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -270,7 +271,7 @@ EXPERTS = {
     "worker_extension_cls": "cpu_experts.Nothing",
     "kv_cache_memory_bytes": 64 << 20,
 }
-NULL = 2 * (64 << 10)  # of two layers
+NULL = 2 * (64 << 10)  # the null block's pages, in two layers
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_each_rank_of_data_parallelism_is_an_engine(
     model: str,
     options: dict[str, Any],
 ) -> None:
-    """A rank without requests runs with the others' experts, and takes no memory."""
+    """A rank without requests computes its experts for the others, and takes no memory."""
     from prometheus_client import generate_latest
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

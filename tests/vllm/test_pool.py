@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: pages mapped and moved, and blocks held, on vLLM's scheduler and block pool.
 
-Counts everything, without a model or a clock. A step that reads a block without the tokens that its
-request computed fails (pool_model).
+Counts operations, without a model or a clock. A step fails if it reads a block without the tokens
+that its request computed (see pool_model).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vmem_bench.vllm.loads import Load, idle_footprint
 __all__ = ["open_pool"]
 
 PAGE, LARGE = 64 << 10, 2 << 20
-BLOCK_BYTES = 36 * PAGE  # of Qwen3-4B: a block of 16 tokens in 36 layers
+BLOCK_BYTES = 36 * PAGE  # as in Qwen3-4B: a block of 16 tokens in 36 layers
 
 
 def spread(pool: Pool) -> float:
@@ -38,7 +38,7 @@ def steady(count: int, length: int, tokens: int, most: int) -> Load:
 def test_an_engine_that_becomes_idle(open_pool: Open, page: int, most: float, maps: int) -> None:
     """kvcached's workload with capped prefixes: evicted blocks serve the next request.
 
-    Pages are mapped for the peak, not for each request: 1,200 requests take 43,000 blocks in all.
+    Pages are mapped for the peak, not for each request: 1,200 requests take 43,000 blocks in total.
     """
     cap = 1000
     with opened_for_idle(open_pool, page, cap) as pool:
@@ -52,7 +52,7 @@ def test_an_engine_that_becomes_idle(open_pool: Open, page: int, most: float, ma
         assert pool.rank.unmaps < 20 * maps
         before = pool.rank.copies, pool.rank.unmaps
         pool.rest()
-        assert (pool.rank.copies, pool.rank.unmaps) == before, "nothing is left to do"
+        assert (pool.rank.copies, pool.rank.unmaps) == before, "no work is left"
         assert pool.scheduler.reset_prefix_cache()
         pool.rest()
         assert pool.mapped() == 36 * page, "the null block's page"
@@ -63,7 +63,7 @@ def opened_for_idle(open_pool: Open, page: int, cap: int) -> Any:
 
 
 def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
-    """After the first seconds, in which a large step is remembered."""
+    """Counts after the first seconds, during which the engine remembers a large step."""
     with open_pool(blocks=8_000, page=LARGE, VMEM_PREFIX=str(500 * BLOCK_BYTES)) as pool:
         load = steady(600, 300, 60, 32)
         todo = list(zip(load.prompts, load.tokens, strict=True))
@@ -84,14 +84,14 @@ def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 3], ids=["whole", "straddling"])
-def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> None:
+def test_moves_free_memory_for_another_engine(open_pool: Open, heads: int) -> None:
     """Prefixes are not evicted while other pages have room for them."""
     with open_pool(blocks=6_000, page=LARGE, heads=heads, VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
         pool.run(idle_footprint(150, 1000, 32))
         cached = elastic._cached_bytes()
         hashes = len(elastic.pool.cached_block_hash_to_block)
-        # Every second prefix goes: the pages are half empty.
+        # Every second prefix is evicted, which leaves the pages half empty.
         with elastic.lock:
             some = [b.block_id for b in elastic._free() if b.block_hash is not None][::2]
             elastic.pool.evict_blocks(set(some))
@@ -107,14 +107,14 @@ def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> 
         assert pool.rank.calls > 0
         assert len(elastic.pool.cached_block_hash_to_block) == hashes - len(some)
         assert elastic._cached_bytes() == cached - len(some) * elastic.backing.geometry.block_bytes
-        # Now more than moving can give: the least recently used go.
+        # Now more is needed than moves can free: the least recently used prefixes are evicted.
         elastic.quota.limit = elastic.least
         pool.rest(8)
         assert pool.mapped() <= elastic.least
         assert len(elastic.pool.cached_block_hash_to_block) < hashes - len(some)
 
 
-def test_while_requests_run_moves_ride_their_steps(open_pool: Open) -> None:
+def test_moves_are_sent_with_steps(open_pool: Open) -> None:
     """Emptied pages are unmapped with a later step, since the copy reads them first."""
     with open_pool(blocks=6_000, page=LARGE, VMEM_IDLE="3600", VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
@@ -199,7 +199,7 @@ def free_queue(pool: Pool) -> int:
 
 
 def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
-    """No block moves before the launch, and all move afterwards."""
+    """No block moves before the launch; all move afterwards."""
     with open_pool(blocks=4_000, page=LARGE, VMEM_PREFIX=str(300 * BLOCK_BYTES)) as pool:
         pool.run(idle_footprint(60, 1000, 24))
         launched, pool.rank.launched = pool.rank.launched, pool.rank.launched - 1
@@ -214,7 +214,7 @@ def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
 
 
 def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
-    """If the neighbours of a request have ended, the next request shares its page."""
+    """Once the requests that shared a request's page have finished, the next request shares it."""
     with open_pool(blocks=2_000, page=LARGE, prefixes=False, VMEM_IDLE="3600") as pool:
         pool.run(steady(16, 250, 40, 16))
         long = pool.add([5] * 40, 100)
@@ -227,8 +227,8 @@ def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
         assert {one // 32 for one in others} <= pages
 
 
-def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
-    """If its prefix is computed in the same step, vLLM reports more blocks than exist."""
+def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
+    """If its prefix is being computed in the same step, vLLM reports a demand above all blocks."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0") as pool:
         demand, scheduler = pool.scheduler._demand, pool.scheduler
         count = demand._count_blocks
@@ -243,8 +243,8 @@ def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
         assert (len(scheduler.running), len(scheduler.waiting)) == (1, 0)
 
 
-def test_an_ask_is_answered_within_two_looks(open_pool: Open, tmp_path: Path) -> None:
-    """One unmaps, the next records it. An engine that lacks memory tries again as fast."""
+def test_a_request_for_memory_is_met_within_two_rounds(open_pool: Open, tmp_path: Path) -> None:
+    """The first round unmaps, the second records it. A waiting engine retries as often."""
     capacity = 1_000 * BLOCK_BYTES
     env = {"VMEM_LEDGER": str(tmp_path), "VMEM_CAPACITY": str(capacity), "VMEM_RESERVE": "0"}
     with open_pool(blocks=2_000, page=PAGE, **env) as pool:
@@ -262,7 +262,7 @@ def test_an_ask_is_answered_within_two_looks(open_pool: Open, tmp_path: Path) ->
             elastic.tick()  # the next check is due in 100 ms
             polls = len(pool.rank.asked)
             looks(3)
-            assert len(pool.rank.asked) == polls, "nothing is asked for"
+            assert len(pool.rank.asked) == polls, "no engine asks for memory"
             wanted = 900 * BLOCK_BYTES
             other.want(wanted)
             looks(2)
@@ -272,10 +272,12 @@ def test_an_ask_is_answered_within_two_looks(open_pool: Open, tmp_path: Path) ->
             for number in range(10):
                 pool.add([7 + number] * 1000, 200)
             excess = []
-            for _ in range(6):  # prefixes make room for the first
+            for _ in range(6):  # evicting prefixes makes room for the first
                 pool.step()
                 excess.append(other.excess())
-            assert max(excess) > 300 * BLOCK_BYTES, "for the whole queue; a step takes 128"
+            assert max(excess) > 300 * BLOCK_BYTES, (
+                "asked for the whole queue, though a step takes 128"
+            )
             elastic._wake.clear()
             elastic._refused = pool.clock.now
             other.give(wanted)
@@ -301,7 +303,7 @@ def test_an_ask_is_answered_within_two_looks(open_pool: Open, tmp_path: Path) ->
 def test_an_engine_that_is_ordered_to_sleep(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running requests end, prefixes are dropped, and none is admitted until it wakes."""
+    """Running requests finish, prefixes are dropped, and no request is admitted until it wakes."""
     with open_pool(blocks=2_000, page=PAGE) as pool:
         elastic, scheduler = pool.elastic, pool.scheduler
         pool.run(steady(8, 100, 10, 4))

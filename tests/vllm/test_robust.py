@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an engine whose memory is taken by other engines, or by other processes."""
+"""Description: an engine whose memory other engines or other processes take."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gives_back(account: Account, ended: threading.Event) -> None:
 def test_an_engine_starts_while_another_has_all_the_memory(
     start: Callable[..., Any], ledger: Path, monkeypatch: pytest.MonkeyPatch, gives: bool
 ) -> None:
-    """It asks for the null block's memory, and raises if it gets none."""
+    """The engine asks for the null block's memory, and raises if it does not get it."""
     from pyvmem.vllm import engine
 
     monkeypatch.setattr(engine, "_START_PATIENCE", 60.0 if gives else 0.5)
@@ -87,7 +87,7 @@ def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
 
         steps(3)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "free", lambda: 0)  # what the device says
+            patch.setattr(memory, "free", lambda: 0)  # the device's free memory
             wait_for(lambda: elastic.ranks.free() == 0)
             before = memory.context.stats().mapped_bytes
             steps(60)
@@ -111,7 +111,7 @@ def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
 def test_options_that_change_the_blocks(
     start: Callable[..., Any], model: str, options: dict[str, Any]
 ) -> None:
-    """With fewer blocks than the load could use, so that requests wait."""
+    """There are fewer blocks than the load could use, so requests wait."""
     asked = prompts(count=24)
     asked = [one for one in asked if len(one["prompt_token_ids"]) < 200]
     with start(model, **options) as llm:
@@ -139,7 +139,7 @@ class Client:
         self._base = f"http://127.0.0.1:{port}"
 
     def get(self, path: str) -> str:
-        """Sends GET; returns an empty text if the server does not answer yet."""
+        """Sends GET; returns "" if the server does not answer yet."""
         try:
             with urllib.request.urlopen(self._base + path, timeout=60) as said:
                 return str(said.read().decode())
@@ -150,8 +150,8 @@ class Client:
         """Sends a prompt; returns the tokens.
 
         Raises:
-            OSError: the server refuses, or closes the connection.
-            HTTPException: it closes the connection.
+            OSError: the server refuses or closes the connection.
+            HTTPException: it closes the connection during the response.
         """
         words = {"model": "m", "prompt": prompt["prompt_token_ids"], "max_tokens": count}
         words |= {"temperature": 0, "ignore_eos": True}
@@ -187,7 +187,7 @@ def alive(pids: list[int]) -> list[int]:
     ]
 
 
-def tells_alike(client: Client, log: Path, book: Ledger) -> None:
+def check_api_servers(client: Client, log: Path, book: Ledger) -> None:
     """Checks that both API servers answer, and export the ledger's numbers once."""
 
     def both() -> bool:
@@ -213,9 +213,9 @@ def test_a_process_of_a_server_is_killed(
     tmp_path: Path,
     ends: str,
 ) -> None:
-    """Under load. The server's other processes end, as in stock vLLM; its memory is free at once.
+    """Under load, the server's other processes exit, as in stock vLLM; its memory is freed at once.
 
-    Another engine on the same memory continues. A server is started again.
+    Another engine on the same memory continues, and a new server can be started.
     """
     log, asked = tmp_path / "server.log", prompts()
     two = ends == "worker"  # API servers
@@ -237,7 +237,7 @@ def test_a_process_of_a_server_is_killed(
         assert [client.ask(one) for one in asked] == wanted
         assert engines() == ["here", "served"]
         if two:
-            tells_alike(client, log, book)
+            check_api_servers(client, log, book)
         ended = load(client, asked)
         assert wait_for(lambda: served(book).in_use > 0, 60)
         every = [process.pid, *children(process.pid)]
@@ -247,7 +247,7 @@ def test_a_process_of_a_server_is_killed(
         os.kill(pids[ends], signal.SIGKILL)
         assert answer(llm, asked) == wanted
         ended()
-        process.wait(120)  # the exit status is vLLM's: 0 where its core was killed
+        process.wait(120)  # any status: vLLM exits with 0 if its engine core was killed
         assert wait_for(lambda: not alive(every), 120), log.read_text()[-4000:]
         assert engines() == ["here"]
         assert host_files() <= files
@@ -260,7 +260,8 @@ def test_a_process_of_a_server_is_killed(
             assert wait_for(lambda: "m" in client.get("/v1/models"), 400), log.read_text()[-4000:]
             assert [client.ask(one) for one in asked] == wanted
             assert engines() == ["here", "served"]
-            assert len(list(ledger.glob("*.sock"))) == 2  # those of the killed ranks are gone
+            # the sockets of the killed ranks were removed
+            assert len(list(ledger.glob("*.sock"))) == 2
         assert answer(llm, asked) == wanted
         check(llm)
 
@@ -271,7 +272,7 @@ def served(book: Ledger) -> EngineInfo:
 
 
 def load(client: Client, asked: list[dict[str, Any]]) -> Callable[[], None]:
-    """Sends requests until the server ends; returns a function that waits for that."""
+    """Sends requests until the server exits; returns a function that waits for that."""
     refused: list[Exception] = []
 
     def go_on() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: `vllm serve` on the elastic pool, with processes for engine, worker and client.
 
-An engine in this process shares the ledger and is short of memory; it outlives the server's.
+An engine in this process shares the ledger and is short of memory; it outlives the server's engine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def serving(
     }
     words = [sys.executable, str(Path(__file__).with_name("served.py")), "--model", models("llama")]
     words += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--distributed-executor-backend", "mp"]  # a worker in a process of its own
+    words += ["--distributed-executor-backend", "mp"]  # a worker in a separate process
     words += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
     words += ["--kv-cache-memory-bytes", str(256 * MIB), "--max-model-len", "512"]
     words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0", *more]
@@ -130,12 +130,12 @@ def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) 
     assert float(line.split()[-1]) > 0
     assert 'vmem:maps_total{device="host",engine="served"}' in said
 
-    # An idle engine gives its prefixes back to one that is short, without a step.
+    # An idle engine evicts prefixes for an engine that is short of memory, without a step.
     account = Ledger("host", folder=ledger).join(
         "here", floor=0, limit=16 * MIB, least=1, virtual=16 * MIB
     )
     assert account.ledger.capacity == 16 * MIB
-    need = 16 * MIB - 128 * 1024  # all but the page of the null block in two layers
+    need = 16 * MIB - 128 * 1024  # all memory but the null block's page in two layers
     assert not account.take(need), engines()
 
     def get() -> bool:
@@ -148,7 +148,7 @@ def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) 
     account.want(0)
     assert ask(asked[4]["prompt_token_ids"]) == wanted[4]
 
-    # What a killed engine had is free at once.
+    # The memory of a killed engine is free immediately.
     assert account.room() < 15 * MIB
     (served,) = [one for one in engines() if one.name == "served"]
     os.kill(served.pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a sleeping engine has no KV memory; weights sleep by vLLM's interface.
+"""Description: a sleeping engine has no KV memory; weights sleep through vLLM's interface.
 
 vLLM has no sleep mode on a CPU, and does not move the weights there: the tests call the back end
 through torch's C symbols, as test_torch_pool.py does.
@@ -24,7 +24,7 @@ SIZE = 2 << 20
 
 
 def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
-    """Slabs are freed at once: a trainer takes the memory as soon as `sleep` returns."""
+    """Slabs are freed before `sleep` returns, since a trainer then takes the memory."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600") as llm:
         wanted = answer(llm, prompts())
         elastic, memory = elastic_of(llm), memory_of(llm)
@@ -37,7 +37,7 @@ def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
                 assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
                 assert stats.slab_bytes <= null + memory.context.info.slab_size
                 check(llm)
-            engine = llm.llm_engine  # a request comes meanwhile
+            engine = llm.llm_engine  # a request arrives while it sleeps
             engine.add_request("0", prompts()[0], greedy())
             for _ in range(5):
                 assert engine.step() == []
@@ -63,16 +63,17 @@ def reset(llm: Any) -> None:
 
 
 def release(llm: Any) -> None:
-    llm.llm_engine.step()  # the workers hear that requests have ended, as in a server's loop
-    llm.sleep(level=0)  # the pause that it asks for
+    llm.llm_engine.step()  # tells the workers that requests have finished, as a server's loop does
+    llm.sleep(level=0)  # pauses the engine, as this call requires
     llm.release_kv_cache_memory()
 
 
-# Trainers make these calls between two rollouts, up to the training step and after it (read in
-# their sources of 2026). New weights come by calls of the workers; here these load them again.
+# Calls of trainers between two rollouts, before and after the training step (from their sources of
+# 2026). Trainers send new weights through calls of the workers; here the workers reload the
+# weights.
 LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
-    # verl, trainer and rollout on the same GPUs: the scheduler is not told that its workers sleep,
-    # and prefixes are reset after the weights were changed.
+    # verl with trainer and rollout on the same GPUs: the scheduler does not know that its workers
+    # sleep, and prefixes are reset after the weights have changed.
     "verl-hybrid": (
         [on_workers("sleep", level=2)],
         [
@@ -82,13 +83,13 @@ LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
             on_workers("wake_up", tags=["kv_cache"]),
         ],
     ),
-    # verl, a model that is not trained (a reward model) on the trainer's GPUs.
+    # verl with a model that is not trained (a reward model) on the trainer's GPUs.
     "verl-colocated": (
         [lambda llm: llm.sleep(level=1)],
         [lambda llm: llm.wake_up(tags=["kv_cache", "weights"]), reset],
     ),
-    # OpenRLHF: weights alone first; before the rollout it wakes each tag, one of them the second
-    # time.
+    # OpenRLHF first wakes only the weights; before the rollout it wakes every tag, so the weights
+    # twice.
     "openrlhf": (
         [lambda llm: llm.sleep(level=1)],
         [
@@ -99,7 +100,7 @@ LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
             lambda llm: llm.wake_up(tags=["kv_cache"]),
         ],
     ),
-    # vLLM's own call for who needs the memory of the KV cache alone, from 0.31 on.
+    # vLLM's own call for trainers that need only the KV cache's memory, since 0.31.
     "kv-cache-alone": ([release], [lambda llm: llm.wake_up()]),
 }
 
@@ -112,7 +113,7 @@ def check_loop(llm: Any, name: str) -> None:
     before, after = LOOPS[name]
     for call in before:
         call(llm)
-    stats = memory.context.stats()  # at once: the trainer allocates now
+    stats = memory.context.stats()  # without waiting, since a trainer allocates now
     assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
     assert stats.slab_bytes <= null + memory.context.info.slab_size
     check(llm)
@@ -130,7 +131,7 @@ def test_trainers_loops(start: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 def test_a_hundred_rounds_under_load(start: Callable[..., Any], ledger: Any) -> None:
-    """Each loop in turn; requests run and wait until the engine sleeps."""
+    """Runs the loops in turn; requests run and wait until the engine sleeps."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_LIMIT="2M") as llm:
         engine, wanted, made = llm.llm_engine, answer(llm, prompts()), 10**6
         for number in range(100):
@@ -229,7 +230,7 @@ def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
     assert context.read(weights, 7) == bytes(7)
 
 
-def test_weights_that_cannot_wake_sleep_on(pool: VMemPool, weights: int) -> None:
+def test_weights_stay_asleep_if_they_cannot_wake(pool: VMemPool, weights: int) -> None:
     one = backend()
     one.suspend(1)
     pool._context.inject(Inject.MAP, count=99, error=12)

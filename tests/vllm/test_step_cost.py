@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: a step's cost depends on what changes in it, not on the number of requests.
 
-Counts the lines of pyvmem that the scheduler's thread runs, and calls; measures no time.
+Counts calls and the lines of pyvmem that the scheduler's thread runs; does not measure time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def lines_of(call: Callable[[], Any]) -> int:
 
 
 def decode(llm: Any, count: int, length: int, steps: int) -> list[tuple[int, int]]:
-    """Returns lines and new blocks of each of some steps in which `count` requests decode."""
+    """Lets `count` requests decode; returns the lines and new blocks of each of `steps` steps."""
     elastic, engine = elastic_of(llm), llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     for number in range(count):
@@ -75,19 +75,20 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_a_step_that_takes_nothing(start: Open) -> None:
-    """The same lines for 4 and 64 requests, and for short and long ones."""
+    """Expects as many lines for 64 requests as for 4, and for long requests as for short ones."""
     with start("llama", VMEM_RESERVE="8M", **OPTIONS) as llm:
         assert elastic_of(llm).reserve_blocks > 4 * 64
         least = [
             min(lines for lines, blocks in decode(llm, count, length, 8) if not blocks)
             for count, length in ((4, BLOCK + 1), (64, BLOCK + 1), (4, 8 * BLOCK + 1))
         ]
-        assert max(least) - min(least) < 8  # the keeper may have been woken, or not
+        # a step may or may not wake the keeper, which takes a few lines
+        assert max(least) - min(least) < 8
         assert 0 < least[0] < 150
 
 
 def test_a_step_with_few_free_blocks(start: Open) -> None:
-    """vLLM queries the free blocks for each request, and gets an answer in a few lines."""
+    """vLLM queries the free blocks for each request; each query takes a few lines."""
     with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
         assert 8 < elastic_of(llm).reserve_blocks < 64
         elastic_of(llm)._most_ahead = 0
@@ -99,14 +100,14 @@ def test_a_step_with_few_free_blocks(start: Open) -> None:
 
 
 def test_a_step_that_takes_blocks(start: Open) -> None:
-    """A few lines for each block, for any number of blocks."""
+    """Expects a few lines per block, for any number of blocks."""
     with start("llama", VMEM_RESERVE="8M", **OPTIONS) as llm:
         for count in (4, 64):
             found = decode(llm, count, BLOCK - 6, 12)
             base = min(lines for lines, _ in found)
             (taking,) = [one for one in found if one[1]]
             assert taking[1] == count
-            # And as many again, where growth in the background ends in this step.
+            # Twice as many if a growth in the background finishes in this step.
             assert taking[0] <= base + 40 * (count + 1)
 
 
@@ -121,14 +122,15 @@ def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
         elastic = elastic_of(llm)
         for seed in range(3):
             answer(llm, prompts(seed))
-        elastic._give_back = lambda long_idle: None  # what comes back may be asked for again
+        # otherwise a growth may be retried once memory is freed
+        elastic._give_back = lambda long_idle: None
         counts, here = {"begin": 0, "take": 0}, threading.get_ident()
 
         def counted(owner: Any, name: str) -> None:
             call = getattr(owner, name)
 
             def instead(*args: Any) -> Any:
-                counts[name] += threading.get_ident() == here  # not the keeper's
+                counts[name] += threading.get_ident() == here  # not calls of the keeper
                 return call(*args)
 
             setattr(owner, name, instead)
@@ -160,8 +162,8 @@ def test_statistics_do_not_lock_the_ledger(start: Open, monkeypatch: pytest.Monk
         assert count == 0
 
 
-def test_what_another_tool_puts_on_vllms_objects_stays(start: Open) -> None:
-    """In steps of every kind; the tool sees the calls that it would see without the pool."""
+def test_patches_of_other_tools_stay(start: Open) -> None:
+    """In every kind of step, the tool sees the calls that it would see without the pool."""
     with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
         engine = llm.llm_engine
         manager = engine.engine_core.engine_core.scheduler.kv_cache_manager

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""A plug-in of pytest for vLLM's own tests: what they make gets the elastic pool.
+"""A pytest plug-in that runs vLLM's own tests on the elastic pool.
 
     VLLM_TESTS_POOL=backed pytest -p vllm_tests tests/v1/core/test_prefix_caching.py
 
-Schedulers, KV-cache managers and block pools are vLLM's, over our books and a rank that maps
-nothing; blocks are taken in vLLM's order, not the fullest pages first, since the tests know their
-numbers. ``backed``: all blocks have memory from the beginning, so nothing else may differ.
-``bare``: none has but the null block, and each gets it when it is taken, so vLLM's queue of free
-blocks is shorter than the tests expect. Without the variable nothing is changed.
+Schedulers, KV-cache managers and block pools are vLLM's, with our records and a rank that maps
+nothing. Blocks are taken in vLLM's order, not from the fullest pages first, since the tests expect
+certain block numbers. With ``backed``, all blocks have memory from the start, so all results must
+be the same. With ``bare``, only the null block does, and others are backed when taken, so vLLM's
+queue of free blocks is shorter than the tests expect. Without the variable, nothing is changed.
 `scripts/vllm_tests.py` fetches the tests and compares.
 """
 
@@ -24,7 +24,7 @@ from pool_model import RankModel
 
 from pyvmem.elastic.geometry import Geometry
 
-PAGE = 64 << 10  # a block's, in one tensor
+PAGE = 64 << 10  # bytes of a block in one tensor
 
 
 def pytest_configure() -> None:
@@ -42,7 +42,7 @@ def _take_in_vllms_order(elastic: Any, count: int) -> None:
 
 
 class _Pools:
-    """Gives the outermost of a scheduler, a manager and a block pool its elastic object."""
+    """Gives an elastic object to the outermost of a scheduler, a manager and a block pool."""
 
     def __init__(self, backed: bool) -> None:
         self._backed = backed
@@ -64,7 +64,7 @@ class _Pools:
         async_scheduler.AsyncScheduler = ours.ElasticAsyncScheduler
 
     def _prepare(self, engine: Any) -> None:
-        """Makes engines need no rank processes, no thread and no model."""
+        """Replaces an engine's rank processes, thread and model."""
         made = engine.ElasticEngine.__init__
 
         @functools.wraps(made)
@@ -73,7 +73,7 @@ class _Pools:
             rank = RankModel(Geometry.of(blocks, PAGE, [blocks * PAGE]))
             rank.launched = 1 << 62  # no worker runs the steps
             engine.connect = lambda *_: [rank]
-            ours = hasattr(connector, "connector_scheduler")  # the pool refuses all others
+            ours = hasattr(connector, "connector_scheduler")  # the pool rejects all others
             made(self, config, kv, pool, connector if ours else None)
 
         engine.ElasticEngine.__init__ = __init__
@@ -82,7 +82,7 @@ class _Pools:
         engine.ElasticEngine._least = staticmethod(lambda *_: 0)
 
     def _after(self, owner: type, then: Callable[[Any], None]) -> None:
-        """Calls `then` with each new object that is not created within another of ours."""
+        """Calls `then` with each new object, unless it is created inside another of the classes."""
         made = owner.__init__  # type: ignore[misc]
 
         @functools.wraps(made)
@@ -121,7 +121,7 @@ class _Pools:
         pool.get_new_blocks = get_new_blocks
 
     def _manager(self, manager: Any) -> None:
-        """Adds the pool to a manager without a scheduler; each of its steps is watched."""
+        """Adds the pool to a manager without a scheduler, all of whose steps are watched."""
         from pyvmem.vllm.demand import Demand
 
         config = manager.kv_cache_config

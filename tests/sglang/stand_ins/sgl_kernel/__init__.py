@@ -16,7 +16,7 @@ __version__ = "0.0.0"
 
 
 class _Names:
-    """Types whose members a kernel takes by name."""
+    """A type whose members a kernel takes by name."""
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("__"):
@@ -31,7 +31,7 @@ def _stand_in(module: str, name: str) -> Any:
         return _Names()
 
     def kernel(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{module}.{name} was called, and is a stand-in")
+        raise NotImplementedError(f"{module}.{name} was called, but is a stand-in")
 
     return kernel
 
