@@ -236,7 +236,7 @@ static void opening(void) {
 #undef OPEN
   o = (struct vmem_open_opts){.size = sizeof(o), .backend = "floppy"};
   EQ(vmem_open(&o, &out), -EINVAL);
-  CHECK(strstr(vmem_last_error(), "no back end is called \"floppy\"; there are auto, uvm, stock, cuda, host"));
+  CHECK(strstr(vmem_last_error(), "unknown back end \"floppy\"; known are auto, uvm, stock, cuda, host"));
   o = (struct vmem_open_opts){.size = 1};
   EQ(vmem_open(&o, &out), -EINVAL);
   EQ(vmem_open(&o, NULL), -EINVAL);

@@ -69,7 +69,7 @@ static void the_environment_says_whether_to_try(void) {
 }
 
 #define UNKNOWN_CALL "does not know this call"
-#define UNTOUCHED "left the status as it was"
+#define UNTOUCHED "did not write the status field"
 #define IDLE "the driver does not do what its answers say"
 
 /* The message for each kind of difference. */
@@ -77,7 +77,7 @@ static const struct {
   const char *how, *text;
 } ways[] = {
     {"longer", UNTOUCHED},  {"moved", UNTOUCHED},     {"number", UNKNOWN_CALL},
-    {"gone", UNKNOWN_CALL}, {"untouched", UNTOUCHED}, {"die", "it died of signal 9"},
+    {"gone", UNKNOWN_CALL}, {"untouched", UNTOUCHED}, {"die", "it was killed by signal 9"},
 };
 
 static void fails_with(const char *how, const char *call, const char *text) {
@@ -112,7 +112,7 @@ static void what_a_call_does_is_seen(void) {
     fails_with("idle", calls_seen[i], calls_seen[i]);
   }
   /* Another call's structure is longer, and its status lies behind ours. */
-  fails_with("other", "UVM_FREE", "wrote behind the structure");
+  fails_with("other", "UVM_FREE", "wrote past the end of the structure");
   fails_with("other", "UVM_UNMAP_EXTERNAL", UNTOUCHED);
   fails_with("longer", "NV_MEMORY_ALLOCATION_PARAMS", "NV_ERR_INVALID_PARAM_STRUCT");
 }
