@@ -157,7 +157,7 @@ struct vmem_open_opts {
                          end's default (host: 0; GPU: 1 GiB, and only what half a second did not need),
                          VMEM_KEEP_ALL = only vmem_trim returns memory */
   uint64_t max_mappings; /* limit on vmem_stats.mappings; 0 = the back end's default (stock: 237,568, half of what
-                            the driver has for all processes, and fewer on several devices; others: no limit) */
+                            a context could take from the driver, divided by the devices; others: no limit) */
   vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that
                             need no driver memory log nothing */
   void *log_arg;         /* its first argument */

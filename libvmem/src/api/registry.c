@@ -36,7 +36,7 @@ static void in_child(void) {
   }
 }
 
-/* Runs when the library is loaded, before the constructors of a program it is linked into: a fork already under way
+/* Runs when the library is loaded, before the constructors of a program it is linked into: a fork already in progress
  * would miss a handler registered later, and the program's handlers may use contexts. */
 __attribute__((constructor(101))) static void set_up(void) { no_handler = pthread_atfork(NULL, NULL, in_child); }
 
@@ -90,7 +90,7 @@ void vm_put(struct vm_ctx *c) {
   vm_cancel_now();
 }
 
-/* The next of the 4,095 tags that no open context uses: a tag is reused as late as possible. */
+/* Returns the next of the 4,095 tags that no open context uses: each is reused as late as possible. */
 static uint32_t next_tag(void) {
   bool taken;
   do {

@@ -4,9 +4,9 @@
  *
  * The core owns every decision: what is mapped where, reference counts, validation, rollback, threads,
  * limits. A back end makes driver calls and keeps no state about mappings. It may rely on:
- *   - addresses, sizes and offsets are multiples of the granule and lie inside what it handed out;
+ *   - addresses, sizes and offsets are multiples of the granule and inside what it handed out;
  *   - it is never asked to map over a live mapping, except by remap and REMAP;
- *   - calls for disjoint ranges come from several threads at once, calls for one range do not.
+ *   - calls for disjoint ranges may come from several threads at the same time, calls for one range do not.
  * Every function returns 0 or a negative errno and has then called vm_fail* (error.h). A function that
  * fails has changed nothing, unless its comment says otherwise.
  * The exception is -ENOTRECOVERABLE from map or unmap: the range is in an unknown state (mapped on some
@@ -30,11 +30,11 @@ struct vm_be_info {
   uint64_t most_mappings;         /* upper limit of vmem_open_opts.max_mappings; 0 = none */
   bool fresh_is_zero;             /* a new slab, and discarded memory, reads as zeros */
   bool one_page_slabs;            /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
-                                     each slab one page of the size asked for */
+                                     each slab one page of the requested size */
   bool unreserve_unmaps;          /* unreserve may be called with live mappings */
   uint64_t bind_bytes;            /* the longest range of one `remap` or one operation of `bind`; 0 = any */
   bool no_contents;               /* nothing in this process can read or write what is mapped */
-  uint64_t all_page_sizes;        /* the page sizes that some granule allows; 0 = pub.page_sizes */
+  uint64_t all_page_sizes;        /* page sizes possible with any granule; 0 = pub.page_sizes */
   const char *how;                /* for logs, how pages are mapped: " through UVM"; NULL = "" */
   char about[192];                /* notes on the driver, "" = none */
   bool unknown_branch;            /* of the driver: stricter opening test, and `about` is a warning */
@@ -52,7 +52,7 @@ struct vm_be_copy {
 
 /* The cost of scattered mappings: now, planned (upper bound), and requested (upper bound). */
 struct vm_be_load {
-  uint64_t segments, planned_segments, more_segments; /* runs and the holes between them, as a process has VMAs */
+  uint64_t segments, planned_segments, more_segments; /* runs and the holes between them: VMAs on host */
 };
 
 enum vm_bind_kind {
@@ -150,7 +150,7 @@ struct vm_backend {
    * the stream; VMEM_AFTER_EVENT wraps the caller's, which event_put then leaves alone. */
   int (*event_from)(void *be, uint32_t kind, uint64_t handle, vm_event *event);
   int (*event_query)(void *be, vm_event event); /* 0 = complete, -EAGAIN = not yet */
-  int (*event_wait)(void *be, vm_event event);  /* blocks, without burning a core */
+  int (*event_wait)(void *be, vm_event event);  /* blocks, without spinning */
   int (*stream_wait)(void *be, uint64_t stream, vm_event event);
   void (*event_put)(void *be, vm_event event);
 

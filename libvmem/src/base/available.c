@@ -15,8 +15,9 @@
 
 #define TEXT 16384 /* longer than memory.stat, and than /proc/self/cgroup with one long path */
 
-/* Allowances for other memory that the kernel charges to a group: page tables, at worst 4 KiB for each scattered page
- * of 64 KiB and for each of the 65,530 mappings that a process may have by default; and this process's heap. */
+/* Allowances for other memory that the kernel charges to a group: page tables, which need at worst 4 KiB for each
+ * scattered page of 64 KiB, for at most the 65,530 mappings that a process may have by default; and this process's
+ * heap. */
 #define TABLES_PART 16
 #define TABLES_MOST (256ull << 20)
 #define HEAP_PART 16 /* of the limit */
@@ -314,7 +315,8 @@ static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 static uint64_t tables_of(uint64_t pages) { return least_of(pages / TABLES_PART, TABLES_MOST); }
 
-/* Bytes of page cache and the like that the kernel reclaims immediately when the group reaches its limit. */
+/* Returns the bytes of page cache and the like that the kernel reclaims immediately when the group reaches its
+ * limit. */
 static int64_t reclaimable(const struct level *level, bool two, uint64_t held) {
   char text[TEXT];
   uint64_t n;
@@ -328,7 +330,7 @@ static int64_t reclaimable(const struct level *level, bool two, uint64_t held) {
   return all > 0 ? all : 0;
 }
 
-/* The part of a group's remaining memory that may hold pages. */
+/* Returns the part of a group's remaining memory that may hold pages. */
 static uint64_t for_pages(int64_t left, uint64_t limit) {
   int64_t heap = (int64_t)least_of(limit / HEAP_PART, HEAP_MOST);
   if (left <= heap) return 0;

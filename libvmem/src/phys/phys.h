@@ -239,7 +239,7 @@ struct vm_fill {
   vm_event event;       /* immutable once it runs */
   uint32_t refs;        /* one of the list; one of each user that drops the lock */
   bool over;
-  int result; /* when it is over */
+  int result; /* set when it is over */
   /* Called once, with the lock held and the error of `result` recorded in this thread. May be NULL. */
   void (*ended)(struct vm_ctx *c, void *owner, int result);
   void *owner;
@@ -320,7 +320,7 @@ struct vm_phys {
   uint32_t first_free_hdl, last_free_hdl, free_hdls; /* in the order in which they became free */
 
   uint64_t used_units, peak_used_units, quarantined_units, slab_bytes;
-  uint64_t limbo_units;   /* not referenced, but not free yet: a driver call is freeing them */
+  uint64_t limbo_units;   /* in limbo: not referenced, but not free yet either */
   uint64_t growing_bytes; /* of slabs being made */
   uint64_t leaving_bytes; /* of slabs removed from the tables, but not yet returned to the driver */
   uint64_t leaving[2];    /* number of those slabs, by the parity of the epoch in which that began */

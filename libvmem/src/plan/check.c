@@ -110,7 +110,8 @@ static struct vm_pool *populated(struct vm_ctx *c, const struct vmem_op *op, uin
   uint64_t page_size = op->page_size ? op->page_size : c->granule;
   int err;
   if (op->op != VMEM_OP_POPULATE) return NULL;
-  *units = vm_units(c, op->bytes) * (op->count ? op->count : 1); /* cannot overflow: the pieces fit in a reservation */
+  *units =
+      vm_units(c, op->bytes) * (op->count ? op->count : 1); /* cannot overflow: the pieces fit in the address space */
   return vm_pool_of(c, op->location, op->device, page_size, &err);
 }
 

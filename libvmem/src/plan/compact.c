@@ -182,7 +182,7 @@ static int count_references(struct vm_ctx *c, const struct vm_slab *s, const str
   }
   for (uint32_t u = 0; u < s->units && *known; u++) {
     if (s->refs[u] != count[u] || vm_bit(s->claim_map, u) || vm_bit(s->fill_map, u)) *known = false;
-    /* Units in transit have no references and are not free. */
+    /* Units in limbo have no references and are not free. */
     if (!s->refs[u] && !vm_bit(s->free_map, u) && !vm_bit(s->soil_map, u)) *known = false;
   }
   free(count);

@@ -34,7 +34,7 @@ static int unmap_range(struct cuda *c, uint64_t addr, uint64_t bytes) {
   return gpu_fail_at(c->base.gpu->api, c->base.gpu->api->vmm_unmap(addr, bytes), addr, bytes, "cuMemUnmap");
 }
 
-/* cuMemMap and cuMemSetAccess, the first undone when the second fails. */
+/* Calls cuMemMap and cuMemSetAccess, and undoes the first if the second fails. */
 static int map_range(struct cuda *c, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, int prot) {
   const struct gpu_api *api = c->base.gpu->api;
   struct gpu_access access[VMEM_MAX_DEVICES];

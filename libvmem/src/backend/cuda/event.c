@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Events: a pool of ours, and wrappers around the caller's. */
+/* Events: a pool of the library's own, and wrappers around the caller's. */
 #include <errno.h>
 #include <stdlib.h>
 #include <time.h>
@@ -20,7 +20,7 @@ static struct gpu_event *event_of(vm_event e) { return (struct gpu_event *)(uint
 
 gpu_cuevent gpu_event_handle(vm_event event) { return event_of(event)->handle; }
 
-/* The right context must be current. */
+/* The device's context must be current. */
 static int event_get(struct gpu *g, uint32_t device, struct gpu_event **event) {
   struct gpu_event *e = NULL;
   gpu_result r;

@@ -54,10 +54,10 @@ struct gpu_scope {
 int gpu_open(const int32_t *devices, uint32_t num_devices, struct gpu **gpu);
 void gpu_close(struct gpu *g);
 
-/* Index in g->devices of a CUDA ordinal; -EINVAL when it is not one of the context's devices. */
+/* Finds the index in g->devices of a CUDA ordinal; -EINVAL if it is not one of the context's devices. */
 int gpu_find(const struct gpu *g, int32_t ordinal, uint32_t *index);
 
-/* Brackets around every CUDA call. */
+/* Enclose every CUDA call in these. */
 int gpu_enter(const struct gpu *g, uint32_t index, struct gpu_scope *scope);
 void gpu_leave(const struct gpu *g, const struct gpu_scope *scope);
 
@@ -70,7 +70,7 @@ int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_
 /* Fills the device fields of *info. */
 void gpu_describe(const struct gpu *g, struct vmem_info *info);
 
-/* "580.159.04" from /proc/driver/nvidia/version, else "CUDA 13.0". */
+/* Writes the version, such as "580.159.04", from /proc/driver/nvidia/version, else "CUDA 13.0". */
 void gpu_driver_text(const struct gpu *g, char *text, size_t size);
 
 /* Functions of struct vm_backend (backend.h) whose first argument is a struct gpu. */

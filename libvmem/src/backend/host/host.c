@@ -49,9 +49,9 @@ struct host {
   uint64_t granule;
   struct host *next; /* in `process` */
 
-  /* under process.memory */
+  /* protected by process.memory */
   uint64_t slab_bytes, file_bytes;
-  struct gap *gaps; /* of destroyed slabs, by offset; never adjacent */
+  struct gap *gaps; /* space of destroyed slabs, by offset; never adjacent */
   size_t ngaps, cap_gaps;
 
   pthread_mutex_t lock;                                /* protects the fields below */

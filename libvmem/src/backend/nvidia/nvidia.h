@@ -64,7 +64,7 @@ int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params,
 /* The same for a structure with a field `status`. */
 #define NVIDIA_UVM_CALL(n, request, p, addr, bytes)                                                                    \
   nvidia_uvm_call(n, request, p, sizeof(*(p)), &(p)->status, addr, bytes, #request)
-/* Index in n->devices; -EINVAL when the ordinal is not one of the context's. */
+/* Finds the index in n->devices; -EINVAL if the ordinal is not one of the context's. */
 int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index);
 
 /* ---- descriptor.c: CUDA's descriptor ---- */

@@ -170,8 +170,9 @@ int rm_fail_errno(int err, uint64_t addr, uint64_t bytes, const char *what) {
   bool as_it_is = err == -ENOMEM || err == -EACCES || err == -EAGAIN;
   int code = as_it_is ? err : err == -EPERM ? -EACCES : -EIO;
   if (err == -EAGAIN)
-    return vm_fail_at(err, addr, bytes, 0, "%s: the driver has been suspended for %d s, with the machine (EAGAIN)",
-                      what, VM_SUSPEND_RETRY_S);
+    return vm_fail_at(err, addr, bytes, 0,
+                      "%s: the driver has been suspended for %d s: the machine is going to sleep (EAGAIN)", what,
+                      VM_SUSPEND_RETRY_S);
   if (err == -RM_UNTOUCHED)
     return vm_fail_at(code, addr, bytes, 0,
                       "%s: the driver did not write the status field: its structure is not the one that this library "

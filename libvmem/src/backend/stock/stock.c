@@ -91,7 +91,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   info->pub.max_mappings = info->most_mappings / 2; /* other processes use the same handles */
   info->pool_high = 1ull << 30;
   info->pool_delay = VM_POOL_DELAY;
-  info->fresh_is_zero = false; /* RM scrubs freed memory, but does not guarantee it */
+  info->fresh_is_zero = false; /* RM scrubs freed memory, but does not promise to */
   info->one_page_slabs = false;
   info->unreserve_unmaps = true;
   vm_error_restore(&before);

@@ -3,9 +3,10 @@
  * Tries a driver of an unknown branch in a child process, so that a misread structure cannot harm the caller's
  * context.
  *
- * A forked child cannot use CUDA, nor, since other threads may have held any lock, the heap or stdio. So it uses only
- * RM and UVM, as in without_cuda.c. It is created without running fork handlers, which belong to CUDA and other
- * libraries, and without an exit signal, so that the program's own wait() does not see it.
+ * A forked child cannot use CUDA. It cannot use the heap or stdio either, because other threads may have held their
+ * locks at the fork. So it uses only RM and UVM, as in without_cuda.c. It is created without running fork handlers,
+ * which belong to CUDA and other libraries, and without an exit signal, so that the program's own wait() does not see
+ * it.
  */
 #include <errno.h>
 #include <fcntl.h>

@@ -27,7 +27,7 @@ static const struct {
     MEANING(EOPNOTSUPP, EOPNOTSUPP, "the driver or the GPU does not support this"),
     MEANING(EBUSY, EBUSY, "the reservation still has mappings"),
     MEANING(EEXIST, EIO, "the addresses are taken"),
-    MEANING(EAGAIN, EAGAIN, "the driver has been suspended for a minute, with the machine"),
+    MEANING(EAGAIN, EAGAIN, "the driver has been suspended for a minute: the machine is going to sleep"),
     MEANING(EIO, EIO, "the GPU failed"),
     /* The errors below mean a bug in the library. */
     MEANING(EINVAL, EIO, "the driver rejects a malformed value"),

@@ -44,7 +44,7 @@ static int make_reservation(struct uvm *u, const struct nvidia_range *r, uint64_
     struct vmem_error why;
     vm_error_save(&why);
     VM_UNDO(uvm_give_back(u, r->addr, bytes, UVM_VMEM_FREE_UNMAP));
-    if (err == -ENOTRECOVERABLE) /* no reference is left */
+    if (err == -ENOTRECOVERABLE) /* the range is freed: nothing to quarantine */
       err = vm_fail_at(-EIO, r->addr, bytes, 0, "%.400s", why.text);
   }
   return err;

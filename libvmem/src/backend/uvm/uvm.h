@@ -65,7 +65,7 @@ int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *
 
 int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
 int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
-/* The object that holds a slab's byte `offset`. */
+/* Returns the object that holds a slab's byte `offset`. */
 uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset);
 /* The size of its objects, except the last. */
 uint64_t uvm_slab_object_bytes(uint64_t slab);
