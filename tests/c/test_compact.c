@@ -50,7 +50,7 @@ static void wait_until_clean(void) {
 
 /* Maps n pages and keeps every k-th, which leaves nearly empty slabs of 16 pages. */
 static bool scatter(unsigned n, unsigned k) {
-  for (unsigned i = 0; i < n; i += 16) /* a larger piece would have a slab of its own */
+  for (unsigned i = 0; i < n; i += 16) /* a larger piece would get its own slab */
     if (change(VMEM_OP_POPULATE, va + i * PAGE, 16 * PAGE, 0)) return false;
   for (unsigned i = 0; i < n; i++)
     if (i % k ? change(VMEM_OP_UNMAP, va + i * PAGE, PAGE, 0) : sign(va + i * PAGE, i)) return false;
@@ -524,7 +524,7 @@ static void model_step(void) {
         OK(sign(va + j * PAGE, model.word[model.page[j]]));
       }
     break;
-  case 7: /* a handle to what is mapped, or the end of one */
+  case 7: /* retain what is mapped, or drop such a handle */
     if (model.hdl[k].h) {
       OK(vmem_drop(vm, model.hdl[k].h));
       model.hdl[k].h = 0;
@@ -536,7 +536,7 @@ static void model_step(void) {
     model.hdl[k].n = n;
     for (j = 0; j < n; j++) model.hdl[k].page[j] = model.page[i + j];
     break;
-  case 8: /* new pages, not mapped yet */
+  case 8: /* create pages without mapping them */
     if (model.hdl[k].h || vMemCreate(vm, n * PAGE, NULL, &model.hdl[k].h)) break;
     model.hdl[k].n = n;
     for (j = 0; j < n; j++) {

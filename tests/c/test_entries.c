@@ -172,7 +172,7 @@ static void keep_contents(bool background) {
   vm_put(c);
 }
 
-/* Two blocks with large entries, marked. */
+/* Maps two blocks with large entries, and marks them. */
 static void two_blocks(void) {
   open_entries(0, 0);
   OK(populate_at(0, 2 * BLOCK, 0));
@@ -304,7 +304,7 @@ static void never_cut_without_it(void) {
   ops[0].addr = va + PAGE;
   ops[0].flags |= VMEM_OP_READONLY;
   EQ(vmem_batch(vm, ops, 1, NULL, 0, 0), -EINVAL);
-  /* One operation that may and one that may not, in one block. */
+  /* One operation with the flag and one without it, in one block. */
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .addr = va, .bytes = PAGE};
   ops[1].addr = va + 3 * PAGE;
   ops[1].bytes = PAGE;
@@ -462,7 +462,7 @@ static void grown_and_joined(void) {
   CHECK(mark(0, BLOCK + 2 * PAGE) && mark(4 * BLOCK, BLOCK + 2 * PAGE));
   EQ(stats_of(vm).large_entries, 0);
   OK(vmem_join(vm, va, 2 * BLOCK, &calls));
-  EQ(calls, one_call ? 1 : 2); /* the block, and the two pages after it if calls count */
+  EQ(calls, one_call ? 1 : 2); /* the block, and the two pages after it if the driver counts calls */
   EQ(stats_of(vm).large_entries, 1);
   EQ(stats_of(vm).joins, 1);
   EQ(entry_at(0), BLOCK);
@@ -689,7 +689,7 @@ static void odd_slabs(void) {
   end();
 }
 
-/* Large pages stay whole, with the flag too. */
+/* Large pages stay whole even with VMEM_OP_SPLIT. */
 static void large_pages(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = BLOCK, .page_size = BLOCK};
   struct vmem_range_info r = {.size = sizeof(r)};

@@ -12,7 +12,7 @@ struct scene {
   uint64_t va;
 };
 
-/* Two large pages, then three small ones; a byte in each granule. */
+/* Maps two large pages, then three small ones, and writes a byte to each granule. */
 static bool scene_open(struct scene *s) {
   struct vmem_reserve_opts o = {.size = sizeof(o), .flags = VMEM_RESERVE_LARGE};
   struct vmem_op ops[] = {

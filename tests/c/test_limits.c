@@ -186,7 +186,7 @@ static void more_memory_than_there_is(void) {
   CHECK(strstr(e.text, "available"));
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
-  OK(vMemReserve(vm, GIB(1024), NULL, &va)); /* addresses are free */
+  OK(vMemReserve(vm, GIB(1024), NULL, &va)); /* addresses cost nothing */
   op.addr = va;
   before = stats_of(vm);
   EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOMEM);

@@ -335,7 +335,7 @@ static void a_held_handle_is_not_consumed(void) {
   end(&s);
 }
 
-/* One handle in several operations of a batch, the last of which consumes it; whatever comes first, the caller's
+/* One handle is used by several operations of a batch, one of which consumes it; whatever their order, the caller's
  * reference is dropped once, at the end. */
 static void one_handle_twice(void) {
   struct scene s;

@@ -403,7 +403,7 @@ static void many_dependencies(void) {
   vmem_ticket t;
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   op = populate(va + MIB(1) + PAGE, PAGE);
-  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* memory from the driver may come with a descriptor */
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* allocating from the driver may open a descriptor */
   before = open_descriptors();
   for (int i = 0; i < MANY; i++) after[i] = after_fd(fds[i != 77]);
   op = populate(va, PAGE);

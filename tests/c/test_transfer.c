@@ -21,7 +21,7 @@ static struct {
   enum telling telling;
   unsigned direct, staged;                 /* launches */
   unsigned misplaced, misaligned;          /* launches that the GPU could not run, or not fast */
-  int fail_launch, fail_record, fail_sync; /* the n-th from now, 0: none */
+  int fail_launch, fail_record, fail_sync; /* fail the n-th from now; 0: none */
   uint64_t chance;
 } fake;
 
@@ -248,7 +248,7 @@ static void memory_that_is_locked_in_part_is_not_trusted(void) {
 
 /* A driver error is returned, and no copy runs on after it. */
 static void failures_leave_nothing_running(void) {
-  static const int nth[] = {1, 1, 1, 1, 2, 3, 4, 5}; /* the first often: nobody waits for another behind it */
+  static const int nth[] = {1, 1, 1, 1, 2, 3, 4, 5}; /* the first more often: no wait for a later copy covers it */
   struct gpu *g = open_fake();
   uint64_t at = (uint64_t)(uintptr_t)fake.device + EDGE;
   unsigned failed = 0;

@@ -411,7 +411,7 @@ static void short_at_submit(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
   struct vmem_stats before, after;
   vmem_ticket t;
-  for (uint64_t nth = 0; nth < 2; nth++) { /* the addresses, the mapping */
+  for (uint64_t nth = 0; nth < 2; nth++) { /* fail the addresses, then the mapping */
     CHECK(open_gpu(false, MIB(1)));
     OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
     taint(va, MIB(1));
