@@ -64,7 +64,7 @@ VERSIONS = [
 NEWER = ["600.1", UNKNOWN, "999.99.99"]
 # What differs, and what is said of it. That each call is looked at: tests/c/test_unknown_driver.c.
 LIES = {
-    "longer:UVM_MAP_EXTERNAL_ALLOCATION": "UVM_MAP_EXTERNAL_ALLOCATION: the driver left the status",
+    "longer:UVM_MAP_EXTERNAL_ALLOCATION": "UVM_MAP_EXTERNAL_ALLOCATION: the driver did not write",
     "moved:UVM_FREE": "UVM_FREE: the driver did not write the status field",
     "number:UVM_UNMAP_EXTERNAL": "UVM_UNMAP_EXTERNAL: the driver does not know this call",
     "gone:UVM_CREATE_EXTERNAL_RANGE": "UVM_CREATE_EXTERNAL_RANGE: the driver does not know this",
