@@ -24,7 +24,7 @@ int main(int argc, char **argv) {
   if (vmem_open(&opts, &vm) || vmem_query(vm, &info)) return failed("open");
   printf("back end %s, pages of %llu KiB\n", info.backend, (unsigned long long)info.granule >> 10);
 
-  /* 1 GiB of addresses costs nothing; one page of memory goes to the start of it. */
+  /* 1 GiB of addresses costs nothing; one page of memory is mapped at its start. */
   if (vMemReserve(vm, 1ull << 30, NULL, &addr)) return failed("reserve");
   if (vMemCreate(vm, info.granule, NULL, &page)) return failed("create");
   if (vMemMap(vm, addr, info.granule, page, 0, 0)) return failed("map");

@@ -2,7 +2,7 @@
 /*
  * A cache of keys and values that grows: contiguous addresses for each request, memory as needed.
  *
- * Four requests of different length decode at the same time. Their rows of 384 bytes do not divide
+ * Four requests of different lengths decode at the same time. Their rows of 384 bytes do not divide
  * the page; a row simply crosses from one page to the next.
  *
  * usage: growing_cache [BACKEND]
@@ -44,7 +44,7 @@ int main(int argc, char **argv) {
     for (unsigned r = 0; r < REQUESTS; r++) {
       uint64_t need = round_up((prompt[r] + step) * ROW, page);
       if (need <= have[r]) continue;
-      /* The same growth in every tensor: one operation. SPREAD leaves room for the next page. */
+      /* One operation grows the request in every tensor. SPREAD leaves room for the next page. */
       ops[n++] = (struct vmem_op){.op = VMEM_OP_POPULATE,
                                   .flags = VMEM_OP_SPREAD,
                                   .addr = base + r * slot + have[r],

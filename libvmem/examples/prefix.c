@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Aliasing: two requests share the pages of a common prefix, read-only where the back end can.
+ * Aliasing: two requests share the pages of a common prefix, read-only if the back end supports it.
  *
  * usage: prefix [BACKEND]
  */
@@ -36,7 +36,7 @@ int main(int argc, char **argv) {
   struct vmem_op fill = {.op = VMEM_OP_POPULATE, .addr = first, .bytes = prefix};
   if (vmem_batch(vm, &fill, 1, NULL, 0, 0) || vmem_fill(vm, first, prefix, 0x11)) return failed("first request");
 
-  /* The second request sees the same pages, and goes on in pages of its own. */
+  /* The second request maps the same pages, and continues in its own. */
   uint32_t flags = info.caps & VMEM_CAP_READONLY ? VMEM_OP_READONLY : 0;
   if (vmem_retain(vm, first, prefix, &shared)) return failed("retain");
   struct vmem_op share[2] = {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Asynchronous batches: map in the background, free after other work is over.
+ * Asynchronous batches: map in the background, free once other work is done.
  *
  * An eventfd stands for that other work here; on a GPU it would be a stream or an event.
  *

@@ -4,23 +4,23 @@
  *
  * Vocabulary
  *   granule      the smallest page of a context, a power of two (64 KiB unless asked otherwise).
- *   page         a unit of physical memory: granule x 2^k. The sizes of a back end: vmem_info.page_sizes.
+ *   page         a unit of physical memory: granule x 2^k. vmem_info.page_sizes has the sizes of a back end.
  *   slab         one large physical allocation made with the driver; pages are cut from slabs.
- *   run          pages that are neighbours physically and virtually; one driver call maps a run.
+ *   run          pages that are adjacent both physically and virtually; one driver call maps a run.
  *   reservation  a range of virtual addresses with no memory behind it.
  *   large page   a page of 2 MiB in a context with a smaller granule. Large pages are cut from their own
- *                slabs. If one is mapped whole at a 2 MiB boundary, a single entry of the GPU's page tables
+ *                slabs. If a large page is mapped whole at a 2 MiB boundary, a single entry of the GPU's page tables
  *                maps it (on "uvm" see VMEM_RESERVE_LARGE), and it can only be unmapped or replaced as a
  *                whole.
- *   entry        of the GPU's page tables: 4 KiB, 64 KiB or 2 MiB. With VMEM_OPEN_LARGE_ENTRIES a block (2 MiB of
- *                addresses on their boundary) of small pages gets a large entry where its pages are neighbours and
- *                begin at a multiple of 2 MiB in their slab; a call that populates 2 MiB or more gets such pages.
+ *   entry        an entry of the GPU's page tables: 4 KiB, 64 KiB or 2 MiB. With VMEM_OPEN_LARGE_ENTRIES a block (2 MiB
+ *                of addresses, 2 MiB aligned) of small pages gets a large entry if its pages are physically adjacent
+ *                and begin at a multiple of 2 MiB in their slab; a call that populates 2 MiB or more gets such pages.
  *                Part of a large entry cannot be unmapped or replaced; a batch with VMEM_OP_SPLIT splits the entry
- *                first, and vmem_join joins what can be joined.
+ *                first, and vmem_join merges small entries where it can.
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
  *   mapping      the range that one vMemMap mapped (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
- *   ticket       names a batch given to the worker thread, and holds its result until vmem_ticket_drop.
+ *   ticket       identifies a batch given to the worker thread, and holds its result until vmem_ticket_drop.
  *
  * Ten lines
  *      vmem_t vm; uint64_t va; vmem_handle h;
@@ -36,15 +36,15 @@
  *
  * Rules that hold for every function
  *   - Sizes and offsets are in bytes, addresses are device virtual addresses (on "host": pointers).
- *   - The return value is 0 or a negative errno, with one meaning each (list below); a failed call
+ *   - The return value is 0 or a negative errno, each with one meaning (list below); a failed call
  *     changes nothing, except where -ENOTRECOVERABLE says what was lost. For the calling thread,
  *     vmem_last_error() says what failed, where and for how many bytes.
  *   - Thread-safe. No lock is held across a driver call. A range that another call is changing gives
- *     -EBUSY at once.
+ *     -EBUSY immediately.
  *   - A structure's first field is its size as the caller knows it; fields beyond it count as 0.
  *     NULL options mean all defaults.
- *   - Nothing is printed, no signal is handled, the process is never ended. A thread that is cancelled
- *     (pthread_cancel) in a call makes it to its end first.
+ *   - The library prints nothing, handles no signals and never terminates the process. A thread that is
+ *     cancelled (pthread_cancel) during a call completes the call first.
  *   - Ordering against GPU work is the caller's job: unmap only what no unfinished GPU work may touch, or name that
  *     work in `after` (vmem_batch, vmem_submit). A page that vanishes under a kernel is a fatal fault.
  *
@@ -55,8 +55,8 @@
  *   -EOPNOTSUPP       this back end cannot do it (page size, sparse, read-only, location)
  *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket that was dropped
  *                     or never issued
- *   -ECHILD           the context belongs to the parent of this forked process (with more contexts than one
- *                     process may have, theirs and its own, -EBADF)
+ *   -ECHILD           the context belongs to the parent of this forked process (may be -EBADF instead if the
+ *                     parent's contexts and those of this process are more than a process may have)
  *   -ENXIO            the address is not inside a reservation of this context
  *   -EEXIST           map over a live mapping
  *   -EFAULT           unmap of, or access to, an address with nothing mapped
@@ -97,14 +97,14 @@ extern "C" {
 #endif
 
 typedef uint64_t vmem_t;      /* a context; never 0 */
-typedef uint64_t vmem_handle; /* physical pages; never 0. A released handle is recognised until its context has made
+typedef uint64_t vmem_handle; /* physical pages; never 0. A released handle gives -EBADF until its context has made
                                  2^30 more, or the process has opened 3,839 more contexts */
 typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_MAX_DEVICES 16
 #define VMEM_MAX_PENDING 4096  /* unfinished batches of a context */
-#define VMEM_MAX_TICKETS 65536 /* tickets of a context that were not dropped: about 100 bytes each, 740 when the
-                                  batch is unfinished or failed; so 7 MB, 48 MB where all failed */
+#define VMEM_MAX_TICKETS 65536 /* undropped tickets of a context: about 100 bytes each, 740 if the batch is
+                                  unfinished or failed; so at most 7 MB, or 48 MB if all failed */
 #define VMEM_KEEP_ALL UINT64_MAX
 
 /* Capabilities of a back end (vmem_info.caps, vmem_probe_info.caps). */
@@ -121,15 +121,15 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
                                           the driver's limit on operations; a call is all or nothing */
 #define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* in a sparse reservation a page replaces zeros, and zeros replace a page, in
                                              one step: a concurrent reader does not fault */
-#define VMEM_CAP_LARGE_ENTRIES (1u << 11) /* of a context: opened with VMEM_OPEN_LARGE_ENTRIES, and its back end has
-                                             them */
+#define VMEM_CAP_LARGE_ENTRIES (1u << 11) /* contexts only: opened with VMEM_OPEN_LARGE_ENTRIES, which the back end
+                                             supports */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
-#define VMEM_OPEN_LARGE_ENTRIES (1u << 0) /* entries of 2 MiB for small pages, wherever a block of them is whole: see
-                                             `entry` above. Pages in host memory keep small ones, and so do sparse
-                                             reservations of "uvm", whose module must have them (-EOPNOTSUPP). It
-                                             changes nothing where the granule is 2 MiB (cuda) */
+#define VMEM_OPEN_LARGE_ENTRIES (1u << 0) /* entries of 2 MiB for small pages, wherever they fill a block: see `entry`
+                                             above. Pages in host memory and sparse reservations of "uvm" keep small
+                                             entries. The module of "uvm" must support it (-EOPNOTSUPP). No effect
+                                             if the granule is 2 MiB (cuda) */
 
 /* Log levels (vmem_open_opts.log); each includes those above it. */
 #define VMEM_LOG_WARNING 1 /* for operators: a driver of an unknown branch is in use, a range is quarantined, a slab
@@ -137,7 +137,7 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_LOG_INFO 2    /* what was opened and why; submitted batches that failed */
 #define VMEM_LOG_DEBUG 3   /* slabs taken from the driver and given back */
 
-/* Gets a line without a newline, valid during the call. Called concurrently from any thread in the library, the
+/* Receives a line without a newline, valid during the call. Called concurrently from any thread in the library, the
  * worker included. It must not call the library, and should return quickly: callers wait for it. */
 typedef void (*vmem_log_fn)(void *arg, uint32_t level, const char *text);
 
@@ -147,19 +147,19 @@ struct vmem_open_opts {
                            uvm, stock, cuda, host */
   uint32_t flags;       /* VMEM_OPEN_* */
   uint32_t num_devices; /* entries used in devices; 0 = device 0 alone */
-  int32_t devices[VMEM_MAX_DEVICES]; /* CUDA ordinals as this process sees them; pages lie in devices[0]
-                                        unless asked otherwise, mappings are made on all of them */
-  uint64_t granule;   /* 0 = 64 KiB, or the back end's smallest where that is larger */
+  int32_t devices[VMEM_MAX_DEVICES]; /* CUDA ordinals as this process sees them; pages are in devices[0]
+                                        unless requested otherwise, mappings are made on all */
+  uint64_t granule;   /* 0 = 64 KiB, or the back end's smallest if that is larger */
   uint64_t slab_size; /* 0 = the back end's choice; else a power of two, at least granule */
-  uint64_t mem_limit; /* most bytes taken from the driver, all locations together; 0 = no limit */
+  uint64_t mem_limit; /* limit on bytes taken from the driver, all locations together; 0 = none */
   uint64_t pool_low;  /* the worker keeps at least this many free bytes in the pool; 0 = none */
-  uint64_t pool_high; /* free bytes above this go back to the driver at once, in whole slabs; 0 = the back end's
-                         default (host: 0; GPU: above 1 GiB, what was not needed in half a second),
+  uint64_t pool_high; /* free bytes above this are returned to the driver immediately, in whole slabs; 0 = the back
+                         end's default (host: 0; GPU: 1 GiB, and only what half a second did not need),
                          VMEM_KEEP_ALL = only vmem_trim returns memory */
-  uint64_t max_mappings; /* most vmem_stats.mappings at a time; 0 = the back end's default (stock: 237,568, fewer on
-                            several devices; half of what the driver has for all processes), elsewhere no limit */
-  vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that find their
-                            memory there log nothing */
+  uint64_t max_mappings; /* limit on vmem_stats.mappings; 0 = the back end's default (stock: 237,568, half of what
+                            a context could take from the driver, divided by the devices; others: no limit) */
+  vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that
+                            need no driver memory log nothing */
   void *log_arg;         /* its first argument */
   uint32_t log_level;    /* the most verbose level logged: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
   uint32_t log_reserved; /* 0 */
@@ -179,8 +179,8 @@ struct vmem_info {
   char device_name[64]; /* of devices[0] */
   uint8_t uuid[VMEM_MAX_DEVICES][16];
   char why[512];        /* "auto": why the back ends before this one were passed over */
-  char warning[192];    /* what an operator should know, "" = nothing: a driver of an unknown branch, tested
-                           more strictly (stock, uvm) */
+  char warning[192];    /* for operators, "" = none: the driver is of an unknown branch and was tested more
+                           strictly (stock, uvm) */
 };
 
 struct vmem_probe_info {
@@ -196,7 +196,7 @@ struct vmem_probe_info {
   char reason[512];     /* why not usable, or what was tested */
 };
 
-/* Counters since vmem_open ("calls", "ns") and present state (the rest). */
+/* Counters since vmem_open ("calls", "ns") and present state (all other fields). */
 struct vmem_stats {
   size_t size;
   uint64_t reserved_bytes;    /* in reservations */
@@ -204,22 +204,22 @@ struct vmem_stats {
   uint64_t used_bytes;        /* physical bytes referenced by handles or mappings */
   uint64_t free_bytes;        /* physical bytes in the pool, ready for use */
   uint64_t slab_bytes;        /* physical bytes taken from the driver: used + free + quarantined,
-                                 and, while vmem_compact empties a slab, that one's free ones */
+                                 plus, while vmem_compact empties a slab, that slab's free bytes */
   uint64_t quarantined_bytes;
   uint64_t peak_mapped_bytes;
   uint64_t peak_used_bytes;
   uint64_t reservations, handles, slabs, segments; /* segments: pieces as the back end sees them */
   uint64_t pending;           /* batches submitted and not finished */
   uint64_t batches;           /* batches run */
-  uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls; one that does both is a map call */
+  uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls; one that maps and unmaps counts as map */
   uint64_t driver_ns;         /* time in driver calls, all threads */
-  uint64_t worker_driver_ns;  /* the worker's part of it */
-  uint64_t mappings;          /* map calls whose mapping lives: a run mapped page by page counts each page, and
-                                 a slab's own mapping, through which it is zeroed, counts too */
-  uint64_t tickets;           /* not dropped, their batches finished or not */
+  uint64_t worker_driver_ns;  /* the worker's share of driver_ns */
+  uint64_t mappings;          /* map calls whose mapping still exists: each page of a run mapped page by page
+                                 counts, and so does the mapping through which a slab is zeroed */
+  uint64_t tickets;           /* undropped tickets, whether their batches are finished or not */
   uint64_t dirty_bytes;       /* the part of free_bytes not zeroed yet; handed out last */
-  uint64_t large_entries;     /* live entries of 2 MiB in reservations, those of large pages included; 0 with a
-                                 granule of 2 MiB, where there are no others */
+  uint64_t large_entries;     /* live entries of 2 MiB in reservations, those of large pages included; 0 if the
+                                 granule is 2 MiB, since every entry is that large then */
   uint64_t splits, joins;     /* large entries split so far, and made by joining */
 };
 
@@ -231,19 +231,20 @@ struct vmem_error {
   char status_name[48]; /* its name, "" = none */
   char op[24];          /* the function that failed */
   uint64_t addr, bytes; /* the range or size in question, 0 = none */
-  uint64_t limit;       /* the limit that was met, 0 = none */
+  uint64_t limit;       /* the limit that was reached, 0 = none */
   char text[512];
 };
 
 /* Opens a back end and tests it as vmem_probe does. "auto" skips a back end that fails; one requested by name
  * fails with the error of that test (-EIO if a byte differs: vmem_error.addr and text name it). The caller owns
- * *vm and ends it with vmem_close. A driver of a branch that the library does not know is tried in a child process
- * first (stock), tested further, and warned of; VMEM_UNKNOWN_DRIVER=refuse in the environment has it refused. */
+ * *vm and closes it with vmem_close. A driver of a branch that the library does not know is tried in a child process
+ * first (stock), tested more strictly, and reported by a warning; with VMEM_UNKNOWN_DRIVER=refuse in the environment
+ * it is refused. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
 /* Closes a context and releases every mapping, page and reservation. Unfinished batches that wait for a descriptor
- * that is not readable are cancelled; for the others vmem_close waits until their GPU work and fills are finished, as
- * it does while the driver is suspended. Later use of `vm` gives -EBADF, and so does a vmem_wait under way. */
+ * that is not readable are cancelled; for all others vmem_close waits until their GPU work and fills are finished. It
+ * also waits while the driver is suspended. Later use of `vm` gives -EBADF, and a vmem_wait in progress returns it. */
 VMEM_API int vmem_close(vmem_t vm);
 
 /* Describes the context. The size field of *info must be set. */
@@ -266,10 +267,10 @@ VMEM_API const char *vmem_version(void);
 
 /* ---- reservations ---------------------------------------------------------------------------- */
 
-#define VMEM_RESERVE_VISIBLE (1u << 0) /* CUDA's copies must accept the addresses, else fail */
-#define VMEM_RESERVE_PLAIN (1u << 1)   /* only kernels need accept them */
-#define VMEM_RESERVE_SPARSE (1u << 2)  /* unmapped parts read as zeros (on host a write to them faults,
-                                          on a GPU it vanishes) */
+#define VMEM_RESERVE_VISIBLE (1u << 0) /* fail unless CUDA's copies will accept the addresses */
+#define VMEM_RESERVE_PLAIN (1u << 1)   /* only kernels need to accept them */
+#define VMEM_RESERVE_SPARSE (1u << 2)  /* unmapped parts read as zeros (a write to them faults on host
+                                          and is discarded on a GPU) */
 #define VMEM_RESERVE_FORCE (1u << 3)   /* visible even beyond the card's free memory; see stock below */
 #define VMEM_RESERVE_LARGE (1u << 4)   /* large pages will be mapped here: "uvm" then maps each by one entry, except
                                           in SPARSE reservations; other back ends always do */
@@ -298,29 +299,29 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
 #define VMEM_RANGE_SPARSE (1u << 3)
 #define VMEM_RANGE_BUSY (1u << 4)
 #define VMEM_RANGE_QUARANTINED (1u << 5)
-#define VMEM_RANGE_LARGE (1u << 6) /* a large page: whole by definition, while a large entry of small pages
-                                      (entry_bytes) can be split */
+#define VMEM_RANGE_LARGE (1u << 6) /* a large page, which cannot be split; a large entry of small pages
+                                      (entry_bytes) can */
 
 struct vmem_range_info {
   size_t size;
   uint64_t base, bytes;    /* the reservation */
   uint64_t mapped_bytes;   /* in the reservation */
   uint64_t segments;       /* in the reservation */
-  uint64_t run_bytes;      /* from the granule of the address: bytes in the same state, one run */
+  uint64_t run_bytes;      /* bytes from the address's granule on that are in the same state, in one run */
   uint32_t flags;          /* VMEM_RANGE_* of the address */
   uint32_t reserved;
   uint64_t entry_bytes;    /* size of the page-table entry that maps the address: 4 KiB, 64 KiB or 2 MiB; 0 = not
-                              mapped. On "host" that of a GPU with the same calls */
+                              mapped. On "host", the size that a GPU would use after the same calls */
 };
 
 VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *info);
 
 /* Makes the hole around `addr`, where nothing is mapped, read as zeros until something is mapped there or vmem_conceal
- * is called; its start and length. "host" only. A handler of SIGSEGV may call it for the address of the fault.
+ * is called, and returns its start and length. "host" only. A SIGSEGV handler may call it for the address of the fault.
  * -EEXIST: mapped. -EACCES: it can be read, but not written. -EBUSY: another call is changing it. */
 VMEM_API int vmem_reveal(vmem_t vm, uint64_t addr, uint64_t *start, uint64_t *bytes);
 
-/* Makes the holes of [addr, addr + bytes) fault again. Revealed or not, they stay holes for every other call. */
+/* Makes the holes of [addr, addr + bytes) fault again. Every other call treats revealed holes as holes. */
 VMEM_API int vmem_conceal(vmem_t vm, uint64_t addr, uint64_t bytes);
 
 /* ---- physical pages -------------------------------------------------------------------------- */
@@ -340,37 +341,38 @@ struct vmem_create_opts {
 
 struct vmem_memory_info {
   size_t size;
-  uint64_t free_bytes;   /* what this context could still take from the driver, or on host from the system */
-  uint64_t total_bytes;  /* what there is, whoever has it */
+  uint64_t free_bytes;   /* bytes that this context could still take from the driver, or on host from the system */
+  uint64_t total_bytes;  /* all memory of the location, in use or not */
 };
 
-/* Memory of a location as of now; `device` as in vmem_create_opts. Of host memory both are also limited by the control
- * groups of this process. Others may take it first. The pool's own free pages are not counted. */
+/* Reports the memory of a location as of now; `device` as in vmem_create_opts. For host memory, the control groups of
+ * this process also limit both values. Another process may take the memory first. Free pages of the pool do not
+ * count. */
 VMEM_API int vmem_memory_query(vmem_t vm, uint32_t location, int32_t device, struct vmem_memory_info *info);
 
-/* Takes `size` bytes (a multiple of the page size) of physical pages, in as few runs as the pool allows.
- * They are zero before they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
+/* Allocates `size` bytes (a multiple of the page size) of physical pages, in as few runs as the pool allows. They are
+ * zeroed before they are first mapped, unless VMEM_CREATE_DIRTY. Usually needs no driver call. */
 VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle);
 
 /* Unmaps the one mapping of the handle, if there is one, and drops the caller's reference. The pages
- * return to the pool with their last reference. -EBUSY, and nothing changed, with several mappings. Like vMemUnmap it
- * splits no large entry. */
+ * return to the pool with their last reference. If there are several mappings, fails with -EBUSY. Like vMemUnmap, it
+ * does not split large entries. */
 VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle);
 
-/* Drops the caller's reference alone: mappings stay and keep their pages. */
+/* Drops only the caller's reference: mappings stay and keep their pages. */
 VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle);
 
 /* Makes a new handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
 VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle);
 
-/* The same for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy: in the handle they
- * follow one another, so that one VMEM_OP_MAP of as many pieces maps them elsewhere. */
+/* The same for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy. They are contiguous in the
+ * handle, so that one VMEM_OP_MAP of the same number of pieces maps them elsewhere. */
 VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride,
                          vmem_handle *handle);
 
 /* Drops the caller's reference to a part of a handle's pages: `count` pieces (0 = 1) of `bytes` bytes, the
  * first at `offset`, `stride` apart; multiples of the page size. Pages that no mapping or other handle refers to
- * return to the pool. The other pages keep their offsets; mapping or dropping these again is -ERANGE. */
+ * return to the pool. The remaining pages keep their offsets; mapping or dropping the dropped ones gives -ERANGE. */
 VMEM_API int vmem_drop_range(vmem_t vm, vmem_handle handle, uint64_t offset, uint64_t bytes, uint64_t count,
                              uint64_t stride);
 
@@ -394,8 +396,8 @@ VMEM_API int vmem_handle_query(vmem_t vm, vmem_handle handle, struct vmem_handle
 VMEM_API int vMemMap(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle handle, uint64_t offset,
                      uint32_t flags);
 
-/* Unmaps [addr, addr + bytes), all of which must be mapped; may cut mappings. It splits no large entry (-EINVAL): that
- * takes vmem_batch, and VMEM_OP_SPLIT. */
+/* Unmaps [addr, addr + bytes), all of which must be mapped; may cut mappings. Does not split large entries
+ * (-EINVAL): use vmem_batch with VMEM_OP_SPLIT. */
 VMEM_API int vMemUnmap(vmem_t vm, uint64_t addr, uint64_t bytes);
 
 enum vmem_op_kind {
@@ -403,7 +405,7 @@ enum vmem_op_kind {
   VMEM_OP_POPULATE = 2, /* new pages of page_size for every piece, owned by the mapping alone */
   VMEM_OP_UNMAP = 3,
   VMEM_OP_FILL = 4,     /* write the byte `value` */
-  VMEM_OP_JOIN = 5      /* map again what several calls or small entries map: as vmem_join, with the rest of the batch */
+  VMEM_OP_JOIN = 5      /* remap what several calls or small entries map: vmem_join as part of the batch */
 };
 
 #define VMEM_OP_READONLY (1u << 0) /* MAP */
@@ -412,20 +414,22 @@ enum vmem_op_kind {
 #define VMEM_OP_HOLES (1u << 3)    /* UNMAP, FILL, JOIN: skip what is not mapped instead of -EFAULT */
 #define VMEM_OP_SPREAD (1u << 4)   /* POPULATE: let each stretch grow in a 2 MiB chunk of its own while
                                       the pool has empty chunks, so that later pages join its run */
-#define VMEM_OP_COPY (1u << 5)     /* POPULATE: the new pages hold what lies at `src` */
-#define VMEM_OP_REPLACE (1u << 6)  /* MAP: over what is mapped there, all of it, which loses its reference.
-                                      The handle's pages must have been mapped before (-EINVAL: their
-                                      contents are not known). On "uvm" a reader meanwhile sees the old pages
-                                      or the new, except where an entry of 2 MiB comes or goes: a large page
-                                      replaces small ones, or small ones or host memory replace it, in a
-                                      reservation with VMEM_RESERVE_LARGE (or a granule of 2 MiB) that is not
-                                      SPARSE. There, and on the other back ends always, what is replaced (and
-                                      nothing else) is unmapped for a moment: no GPU work may touch it */
-#define VMEM_OP_SPLIT (1u << 7)    /* UNMAP, MAP with REPLACE: split large entries of which the operation takes a part.
-                                      The whole block is unmapped for a moment, and what stays is mapped again with
-                                      small entries: from the end of the work in `after` until the batch is over no
-                                      GPU work may touch any of the block. Without it such a batch is refused
-                                      (-EINVAL), unless its operations together take the whole block */
+#define VMEM_OP_COPY (1u << 5)     /* POPULATE: the new pages start as a copy of `src` */
+#define VMEM_OP_REPLACE (1u << 6)  /* MAP: over a fully mapped range, whose old pages lose that reference.
+                                      The handle's pages must have been mapped before (-EINVAL otherwise:
+                                      their contents are not known). On "uvm" a concurrent reader sees the
+                                      old pages or the new, except where an entry of 2 MiB is made or removed:
+                                      a large page replaces small ones, or small pages or host memory replace
+                                      a large page, in a reservation with VMEM_RESERVE_LARGE (or a granule of
+                                      2 MiB) that is not SPARSE. There, and always on the other back ends,
+                                      the replaced range (and nothing else) is briefly unmapped: no GPU work
+                                      may touch it */
+#define VMEM_OP_SPLIT (1u << 7)    /* UNMAP, MAP with REPLACE: split large entries that the operation covers in part.
+                                      The whole block is briefly unmapped, and what stays is mapped again with
+                                      small entries: from the end of the work in `after` until the batch is
+                                      finished, no GPU work may touch any part of the block. Without this flag such
+                                      a batch is refused (-EINVAL), unless its operations together cover the whole
+                                      block */
 
 /* One operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
 struct vmem_op {
@@ -441,13 +445,13 @@ struct vmem_op {
   int32_t device;     /* POPULATE: VMEM_PEER's CUDA ordinal */
   uint64_t page_size; /* POPULATE: 0 = granule */
   uint64_t value;     /* FILL: 0 to 255 */
-  /* POPULATE with COPY. The source is mapped, and not changed by a call meanwhile; until the batch is over,
-   * unmapping it is -EBUSY. It need not be aligned. */
+  /* POPULATE with COPY. The source must be mapped and need not be aligned. No call may change it before the batch is
+   * finished; unmapping it gives -EBUSY until then. */
   uint64_t src;        /* address of the first piece's contents */
-  uint64_t src_stride; /* between those of the pieces; 0: all pieces hold the same */
-  uint64_t src_bytes;  /* of one piece; 0 = bytes. What is beyond is zero */
+  uint64_t src_stride; /* between the sources of the pieces; 0: all pieces copy the same source */
+  uint64_t src_bytes;  /* copied per piece; 0 = bytes. The remainder of the piece is zero */
   uint64_t offset_stride; /* MAP: between the pieces' pages in the handle, a multiple of the page size; 0 = bytes */
-  uint64_t reserved[2];   /* 0, else -EINVAL: an array of these has no size field, so later fields lie here */
+  uint64_t reserved[2];   /* 0, else -EINVAL. For later fields, as the elements of an array have no size field */
 };
 
 /* GPU work that must be over before a batch changes anything. */
@@ -466,16 +470,16 @@ struct vmem_after {
 };
 
 /* Runs `n` operations as one, after the work in `after` (the calling thread waits). New pages appear before old ones
- * vanish, or at the same time (VMEM_CAP_ONE_CALL). The order: maps (new pages are zeroed before, and copied to after),
- * fills, replaces and splits, joins, unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps or
- * what stays of a block that it splits, nor join what it maps or takes (-EBUSY; new pages are zero). What
- * VMEM_OP_HOLES leaves out are holes before the first operation, or behind those that stand before it: pages that a
- * later one maps are holes to it, and stay as that one makes them.
- * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
+ * vanish, or at the same time (VMEM_CAP_ONE_CALL). Maps come first (new pages are zeroed before they are mapped, and
+ * copied to afterwards), then fills, replaces and splits, joins, unmaps. So a batch cannot map where it unmaps
+ * (-EEXIST), nor fill what it maps or the remainder of a block that it splits, nor join what it maps or unmaps (-EBUSY;
+ * new pages are zero). VMEM_OP_HOLES skips what is a hole when its operation is checked, which happens in the order of
+ * `ops`: pages that a later operation maps are still holes to it, and it does not change them.
+ * To move pages while keeping their addresses: POPULATE with COPY elsewhere; then, when no GPU work is in progress,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
- * the pages of any, so a malformed operation is reported first, wherever it stands.
+ * the pages of any, so a malformed operation is reported first, whatever its position.
  * On failure maps and unmaps are undone; bytes written by FILL stay written.
- * `after` may have any number of entries; each FD takes a descriptor of the process until it is readable.
+ * `after` may have any number of entries; each FD uses up a descriptor of the process until it is readable.
  * The batch waits for an unfinished fill of another batch only if it unmaps, replaces, copies, fills, or maps at a
  * second address what that fill writes.
  * No flags are defined: 0, else -EINVAL. */
@@ -483,31 +487,31 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
                         size_t num_after, uint32_t flags);
 
 #define VMEM_SUBMIT_DETACHED (1u << 0) /* no result is wanted: it is dropped when the batch is finished */
-#define VMEM_SUBMIT_LATE (1u << 1)     /* the worker takes the pages, where the pool has them: see vmem_submit */
+#define VMEM_SUBMIT_LATE (1u << 1)     /* the worker takes the pages, if the pool has enough: see vmem_submit */
 
-/* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
- * the call returns: -ENOMEM comes now or never, and so do -EAGAIN (VMEM_MAX_PENDING unfinished batches) and
- * -ENOBUFS (VMEM_MAX_TICKETS undropped tickets). Until the batch is finished its ranges are -EBUSY for
- * other calls. Batches start in order, but one that waits (for GPU work, for a fill of an earlier batch, or, before
- * its unmaps, for its own fills) lets later ones pass: one that never ends holds up only those that need its ranges.
- * The result is kept until vmem_ticket_drop, after any number of later batches. flags: VMEM_SUBMIT_*. With
- * VMEM_SUBMIT_DETACHED there is no result, `ticket` may be NULL and is set to 0 otherwise. With VMEM_SUBMIT_LATE, where
- * the pool has enough pages, the call costs the same however many they are: it checks the arguments alone. The pages are
- * taken, and the ranges become -EBUSY for others, when the worker starts the batch, as if vmem_submit had been called
- * then: what is in the way, or short because others were faster, is the batch's result. */
+/* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before the call returns:
+ * only the call itself can fail with -ENOMEM, -EAGAIN (VMEM_MAX_PENDING unfinished batches) or -ENOBUFS
+ * (VMEM_MAX_TICKETS undropped tickets), not the batch later. Until the batch is finished, other calls on its ranges get
+ * -EBUSY. Batches start in order, but one that waits (for GPU work, for a fill of an earlier batch, or, before its
+ * unmaps, for its own fills) lets later ones pass: one that never finishes holds up only those that need its ranges.
+ * The result is kept until vmem_ticket_drop, however many batches follow. flags: VMEM_SUBMIT_*. With
+ * VMEM_SUBMIT_DETACHED there is no result; `ticket` may be NULL, and is set to 0 otherwise. With VMEM_SUBMIT_LATE, if
+ * the pool has enough pages, the call checks only the arguments, and its cost does not depend on the number of pages.
+ * The worker takes the pages, and the ranges become -EBUSY for other calls, when it starts the batch, as if vmem_submit
+ * had been called then: a conflict, or a shortage because other calls took the pages first, is the batch's result. */
 VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
                          size_t num_after, uint32_t flags, vmem_ticket *ticket);
 
 /* Waits until the batch is finished, its fills included, and returns its result. timeout_ns < 0: no
- * limit; 0: poll. The result can be asked for again, by any thread, until vmem_ticket_drop. */
+ * limit; 0: poll. Any thread may ask for the result again until vmem_ticket_drop. */
 VMEM_API int vmem_wait(vmem_t vm, vmem_ticket ticket, int64_t timeout_ns);
 
 /* Waits until the batch's mappings are made, then makes `stream` (a CUstream), not the calling thread, wait for its
- * fills. Returns the batch's result. On host the same as vmem_wait without a limit. */
+ * fills. Returns the batch's result. On host, equivalent to vmem_wait without a limit. */
 VMEM_API int vmem_order(vmem_t vm, vmem_ticket ticket, uint64_t stream);
 
 /* Drops the result, now or when the batch is finished; the batch runs on as if submitted with VMEM_SUBMIT_DETACHED.
- * A thread in vmem_wait or vmem_order meanwhile gets the result if there is one, else -EBADF; later calls with the
+ * A thread that is in vmem_wait or vmem_order gets the result if there is one, else -EBADF; later calls with the
  * ticket, including this one, get -EBADF. */
 VMEM_API int vmem_ticket_drop(vmem_t vm, vmem_ticket ticket);
 
@@ -525,25 +529,26 @@ VMEM_API int vmem_fill(vmem_t vm, uint64_t addr, uint64_t bytes, uint8_t value);
 /* Takes memory from the driver until `bytes` are free in the device pool. */
 VMEM_API int vmem_warm(vmem_t vm, uint64_t bytes);
 
-/* Gives empty slabs back to the driver while at least `keep` free bytes remain; *freed (may be NULL)
- * gets the bytes given back. */
+/* Returns empty slabs to the driver while at least `keep` free bytes remain; *freed (may be NULL)
+ * receives the bytes returned. */
 VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed);
 
-/* Gives at least `want` bytes back to the driver (UINT64_MAX: all it can), after the work in `after`: empty slabs
+/* Returns at least `want` bytes to the driver (UINT64_MAX: all it can), after the work in `after`: empty slabs
  * first, then slabs of which no more than half is in use, the least used first. Their pages are copied to free pages
  * of fuller slabs, which replace the old ones at every address and in every handle; that takes no memory from the
- * driver. Large pages move as a whole. A safe point only: from the end of that work until the call returns no GPU
- * work may touch a mapping of the pages that move, which may be any. A slab in use by a call or an unfinished batch
- * is skipped; the pages of a slab that moves are -EBUSY for others meanwhile. Each slab moves entirely or not at
- * all: after an error the slabs before it have been given back, and nothing else has changed. *freed (may be NULL)
- * gets the bytes given back, with an error too. Visits every mapped page once. flags: 0. */
+ * driver. Large pages move as a whole. Call it at a safe point only: from the end of that work until the call returns,
+ * no GPU work may touch a mapping of the pages that move, which may be any. A slab in use by a call or an unfinished
+ * batch is skipped; while a slab moves, other calls on its pages get -EBUSY. Each slab moves entirely or not at
+ * all: after an error the slabs before it have been returned, and nothing else has changed. *freed (may be NULL)
+ * receives the bytes returned, even after an error. Visits every mapped page once. flags: 0. */
 VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *after, size_t num_after,
                           uint32_t flags, uint64_t *freed);
 
-/* Maps again, with one driver call per run, what was mapped page by page in [addr, addr + bytes): frees driver
- * memory and makes later unmaps cheaper. With VMEM_OPEN_LARGE_ENTRIES it gives whole blocks large entries. What is
- * mapped by the fewest calls and entries already is left alone, and so are parts that are unmapped, or that a batch is
- * changing. A safe point only: no GPU work may touch the range. *calls (may be NULL) gets the number of driver calls. */
+/* Remaps, with one driver call per run, what was mapped page by page in [addr, addr + bytes): frees driver memory and
+ * makes later unmaps cheaper. With VMEM_OPEN_LARGE_ENTRIES it gives complete blocks large entries. Parts already
+ * mapped by the fewest possible calls and entries are left alone, and so are parts that are unmapped or that a batch is
+ * changing. Call it at a safe point only: no GPU work may touch the range. *calls (may be NULL) receives the number of
+ * driver calls. */
 VMEM_API int vmem_join(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls);
 
 /* ---- testing an engine's error paths ---------------------------------------------------------- */
@@ -555,10 +560,10 @@ VMEM_API int vmem_join(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls
 #define VMEM_INJECT_RESERVE (1u << 4)
 #define VMEM_INJECT_HEAP (1u << 5) /* libvmem's own heap allocations in this context */
 #define VMEM_INJECT_CLEAN (1u << 6) /* zeroing of free pages in the background */
-#define VMEM_INJECT_EVENT (1u << 7) /* recording an event of GPU work that a call depends on, asking it, waiting */
+#define VMEM_INJECT_EVENT (1u << 7) /* recording, querying or waiting for an event of GPU work that a call depends on */
 
-/* From now on, lets `skip` driver calls of these kinds pass and fails the next `count` with -error. count 0 ends
- * it. An undo retries what fails with EAGAIN, as it does for a real driver. */
+/* From now on, lets `skip` driver calls of these kinds pass and fails the next `count` with -error; count 0 turns
+ * this off. An undo retries what fails with EAGAIN, as it does with a real driver. */
 VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t count, int error);
 
 /* Checks every internal invariant (free + used + quarantined = slabs, reference counts against

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * check.h - a test program is a list of functions; each CHECK that fails ends its function.
- * The program prints "N passed, N failed" and exits 0, or 1 when one failed.
+ * check.h - a test program is a list of functions; a CHECK that fails ends its function.
+ * The program prints "N passed, N failed" and exits 0, or 1 if one failed.
  */
 #ifndef CHECK_H
 #define CHECK_H
@@ -45,23 +45,23 @@ static int failures_here;
 
 #define OK(call) EQ(call, 0)
 
-/* open.c: the back end under test, VMEM_TEST_BACKEND (host); opening it, where pool_high 0 means none kept on
- * every back end; and a byte of its memory, which the CPU can only touch on host. */
+/* open.c: names the back end under test, VMEM_TEST_BACKEND (default: host); opens it, with pool_high 0 meaning that no
+ * back end keeps free memory; and reads or writes a byte of its memory, which the CPU itself can only do on host. */
 const char *backend(void);
 bool on_host(void);
 int open_opts(struct vmem_open_opts *o, vmem_t *vm);
 vmem_t open_vm(uint64_t granule);
-vmem_t open_host(uint64_t granule); /* whatever the back end under test is */
+vmem_t open_host(uint64_t granule); /* host, whatever the back end under test is */
 int get_byte(vmem_t vm, uint64_t addr);
 bool put_byte(vmem_t vm, uint64_t addr, int value);
-/* True if CUDA accesses the memory: then streams exist, and an access to an unmapped page ends the program. */
+/* Whether CUDA accesses the memory: then streams exist, and an access to an unmapped page kills the program. */
 bool with_cuda(vmem_t vm);
-/* A byte read, or 1 written, past the library's checks: < 0 where the device faults. Not with CUDA. */
+/* Reads a byte, or writes a 1, bypassing the library's checks: < 0 if the device faults. Not with CUDA. */
 int touch(vmem_t vm, uint64_t addr, bool write);
 #define GET(addr) get_byte(vm, addr)
 #define PUT(addr, value) CHECK(put_byte(vm, addr, value))
 
-/* First in a test that is about the CPU's access, or about counts and limits that are those of host. */
+/* Comes first in a test of the CPU's access, or of counts and limits that only host has. */
 #define ONLY_HOST()                                                                                                    \
   do {                                                                                                                 \
     if (!on_host()) {                                                                                                  \
@@ -88,7 +88,7 @@ static inline struct vmem_op populate(uint64_t addr, uint64_t bytes) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes};
 }
 
-/* Work that is over when fire(fd) is called; fd: an eventfd. */
+/* A dependency on work that is over when fire(fd) is called; fd: an eventfd. */
 static inline struct vmem_after after_fd(int fd) {
   return (struct vmem_after){.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
 }

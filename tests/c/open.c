@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Opening the back end under test, and looking at its memory. */
+/* Opens the back end under test and accesses its memory. */
 #include "api/api.h"
 #include "check.h"
 

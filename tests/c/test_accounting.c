@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: what is counted, kept and given back in corners: dropped handles, undone unmaps, odd sizes. */
+/* Description: accounting and freeing in corner cases: dropped handles, undone unmaps, odd sizes. */
 #include <pthread.h>
 
 #include "api/api.h"
@@ -41,7 +41,7 @@ static bool one_call(void) {
   return !vmem_probe(backend(), 0, 0, &p) && p.caps & VMEM_CAP_ONE_CALL;
 }
 
-/* Without those of slabs' own mappings, which are made where pages are zeroed. */
+/* Map calls, without those of slabs' own mappings, which are made when pages must be zeroed. */
 static uint64_t calls_mapped(vmem_t vm) {
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
@@ -64,7 +64,7 @@ static void calls_after_an_undone_unmap(void) {
   OK(vmem_inject(vm, VMEM_INJECT_UNMAP, 1, 1, EIO));
   EQ(vmem_batch(vm, &take, 1, NULL, 0, 0), -EIO);
   OK(vmem_check(vm));
-  EQ(calls_mapped(vm), one_call() ? 2 : 4); /* where nothing was unmapped, nothing is undone */
+  EQ(calls_mapped(vm), one_call() ? 2 : 4); /* with one call nothing was unmapped, so nothing is undone */
   OK(vmem_close(vm));
 }
 
@@ -114,7 +114,7 @@ static void failed_calls_keep_the_pool(void) {
   OK(vmem_close(vm));
 }
 
-/* A malformed operation is named, whatever the operations before it lack; and no memory is taken for it. */
+/* A malformed operation is reported even if memory is short for the operations before it; no memory is taken. */
 static void malformed_behind_a_shortage(void) {
   vmem_t vm = open_with(0, MIB(64), 0, 0);
   uint64_t va;
@@ -177,9 +177,9 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
-/* If the driver maps only whole pages, a handle to a part of a page is not mapped in parts. */
+/* If the driver can only map whole pages, a handle to part of a page cannot be mapped. */
 static void parts_of_pages_that_are_mapped_whole(void) {
-  ONLY_HOST(); /* made to look like a driver that does so */
+  ONLY_HOST(); /* host is made to look like such a driver */
   vmem_t vm = open_vm(0);
   struct vmem_create_opts large = {.size = sizeof(large), .page_size = 2 * PAGE};
   vmem_handle h, part, both;
@@ -208,7 +208,7 @@ static void parts_of_pages_that_are_mapped_whole(void) {
   OK(vmem_close(vm));
 }
 
-/* A structure whose size field is rubbish is refused, not read or written to its "end". */
+/* A structure with a garbage size field is refused, not read or written up to its "end". */
 static void rubbish_sizes(void) {
   struct vmem_open_opts o = {.size = SIZE_MAX / 2, .backend = "host"};
   struct vmem_stats s = {.size = SIZE_MAX / 2};
@@ -219,7 +219,7 @@ static void rubbish_sizes(void) {
   OK(vmem_close(vm));
 }
 
-/* Memory left under the context's limit, by location. */
+/* Memory left under the context's limit, per location. */
 static void memory_that_is_left(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(256)};
   struct vmem_memory_info m = {.size = sizeof(m)}, rubbish = {.size = SIZE_MAX / 2};
@@ -241,7 +241,7 @@ static void memory_that_is_left(void) {
   EQ(vmem_memory_query(vm, VMEM_DEVICE, 0, &m), -EBADF);
 }
 
-/* Pieces of several runs, in handles and mappings, put back while another thread checks. */
+/* Pieces of several runs, in handles and mappings, are freed while another thread checks. */
 struct churn {
   vmem_t vm;
   uint64_t va;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: submitted batches: results, order after outside work, shortage at submit, or late, limits, close. */
+/* Description: submitted batches: results, order after outside work, shortages at submit or later, limits, close. */
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -27,7 +27,7 @@ static void many(void) {
   OK(vmem_close(vm));
 }
 
-/* Nothing is unmapped, filled or reused before the work is over; others pass meanwhile. */
+/* Nothing is unmapped, filled or reused before the work is over; other batches run meanwhile. */
 static void waits_for_work(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -46,7 +46,7 @@ static void waits_for_work(void) {
   ops[0] = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va + 2 * PAGE, .bytes = PAGE, .value = 8};
   a = after_fd(fd2);
   OK(vmem_submit(vm, ops, 1, &a, 1, 0, &fill));
-  close(fd2); /* the library has its own descriptor, but nobody can fire it: cancelled at close */
+  close(fd2); /* the library has its own descriptor, but nothing can signal it: cancelled at close */
   ops[0] = populate(va + MIB(1), PAGE);
   OK(vmem_submit(vm, ops, 1, NULL, 0, 0, &other));
   OK(vmem_wait(vm, other, -1));
@@ -106,7 +106,7 @@ static void shortage_at_submit(void) {
   after = stats_of(vm);
   before.segments = after.segments;
   CHECK(same_state(&before, &after));
-  /* Pages of a queued unmap are no one's before it has run. */
+  /* Pages of a queued unmap cannot be taken before it has run. */
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = 4 * PAGE};
   a = after_fd(fd);
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &first));
@@ -138,7 +138,7 @@ static void failures_reach_the_waiter(void) {
   OK(vmem_get_error(&e));
   EQ(strcmp(e.op, "vmem_wait"), 0);
   CHECK(strstr(e.text, "injected"));
-  EQ(vmem_wait(vm, t, 0), -EIO); /* as often as it is asked */
+  EQ(vmem_wait(vm, t, 0), -EIO); /* every time */
   EQ(vmem_order(vm, t, 0), -EIO);
   after = stats_of(vm);
   after.slab_bytes = before.slab_bytes; /* the cancelled batch may have trimmed the pool */
@@ -185,8 +185,8 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
-/* The arguments are checked now, the rest, where the pool has the pages, when the worker comes to it; the operations are
- * copied. */
+/* The arguments are checked at submit and the operations copied. If the pool has the pages, the worker does everything
+ * else when it starts the batch. */
 static void late(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(2)};
   vmem_t vm;
@@ -227,11 +227,11 @@ static void late(void) {
   EQ(e.addr, va + PAGE);
   OK(vmem_ticket_drop(vm, u));
   ops[1] = populate(va + MIB(32), MIB(2));
-  EQ(vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &u), -ENOMEM); /* known now: the pool has less */
+  EQ(vmem_submit(vm, ops, 2, NULL, 0, VMEM_SUBMIT_LATE, &u), -ENOMEM); /* reported at submit: the pool has less */
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
   OK(vmem_check(vm));
-  /* It is started after those before it, and its range is taken while it waits for work. */
+  /* It starts after earlier batches, and its range is busy while it waits for work. */
   a = after_fd(fd);
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_submit(vm, ops, 1, &a, 1, VMEM_SUBMIT_LATE, &t));
@@ -250,7 +250,7 @@ static void late(void) {
   close(fd);
 }
 
-/* Closed with late batches that were not started, one of which waits for what nobody will fire. */
+/* The context is closed with late batches not yet started, one of which waits for a descriptor never signalled. */
 static void late_and_closed(void) {
   for (int i = 0; i < 20; i++) {
     vmem_t vm = open_vm(0);
@@ -268,7 +268,7 @@ static void late_and_closed(void) {
   }
 }
 
-/* Whatever fails of a late batch, at submit or later, nothing is left of it. */
+/* Whatever part of a late batch fails, at submit or later, it leaves nothing behind. */
 static void late_nth(void) {
   static const uint32_t kinds[] = {VMEM_INJECT_HEAP, VMEM_INJECT_SLAB, VMEM_INJECT_MAP, VMEM_INJECT_HEAP,
                                    VMEM_INJECT_MAP};
@@ -304,8 +304,8 @@ static void late_nth(void) {
   }
 }
 
-/* Memory that is not to be had is asked for again when more pages are taken, not each time the worker looks at what
- * waits. */
+/* Memory that cannot be allocated is requested again when more pages are taken, not each time the worker polls the
+ * waiting batches. */
 static void low_watermark_out_of_reach(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .pool_low = MIB(100), .mem_limit = MIB(400)};
   const uint64_t many = 1u << 20;
@@ -326,7 +326,7 @@ static void low_watermark_out_of_reach(void) {
   CHECK((c = vm_get(vm, "test", &err)));
   left = __atomic_load_n(&c->inject.count, __ATOMIC_RELAXED);
   vm_put(c);
-  CHECK(left < many); /* it was asked for */
+  CHECK(left < many); /* it was requested */
   CHECK(many - left < 50);
   OK(vmem_inject(vm, 0, 0, 0, 0));
   EQ(write(fd, &one, 8), 8);

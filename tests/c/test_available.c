@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the memory that this process may still take: files that stand in for the kernel's, and real control
- * groups of version 1 or 2 where this process may make some. */
+/* Description: the memory that this process may still allocate: from files that stand in for the kernel's, and in real
+ * control groups of version 1 or 2 if this process may make some. */
 #include <dirent.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -34,7 +34,7 @@ static bool write_path(const char *path, const char *text) {
   return ok;
 }
 
-/* A file below root, its folders too. */
+/* Writes a file below root, and makes its directories. */
 static bool put(const char *path, const char *text) {
   char full[512];
   snprintf(full, sizeof(full), "%s%s", root, path);
@@ -53,7 +53,8 @@ static bool put_number(const char *folder, const char *file, uint64_t number) {
   return put(path, text);
 }
 
-/* A group of version 2: its limit (0: "max"), what is used, and of that clean, dirty and other pages of files. */
+/* Makes a group of version 2: its limit (0: "max"), its usage, and the inactive, active and dirty file pages in
+ * that. */
 static bool put_group(const char *folder, uint64_t max, uint64_t used, uint64_t inactive, uint64_t active,
                       uint64_t dirty) {
   char path[256], text[512];
@@ -109,7 +110,7 @@ static void machine_alone(void) {
   vm_available_close(a);
   EQ(unlink(strcat(strcpy((char[128]){0}, root), "/proc/meminfo")), 0);
   OK(vm_available_open(root, &a));
-  CHECK(now() > 0 && now() <= total); /* as sysinfo has it */
+  CHECK(now() > 0 && now() <= total); /* from sysinfo */
   vm_available_close(a);
 }
 
@@ -119,7 +120,7 @@ static void cache_is_free(void) {
   OK(vm_available_open(root, &a));
   EQ(now(), pages_of(MIB(24), GIB(1)));
   EQ(total, GIB(1));
-  /* A model that was just read, once or more often; what is still to be written does not count. */
+  /* A model file that was just read, once or more often; dirty pages do not count as reclaimable. */
   CHECK(put_group("/sys/fs/cg roup/a b", GIB(1), MIB(1000), MIB(500), MIB(300), MIB(100)));
   EQ(now(), pages_of(MIB(724), GIB(1)));
   CHECK(put_group("/sys/fs/cg roup/a b", GIB(1), GIB(1), MIB(5), 0, MIB(6)));
@@ -127,7 +128,7 @@ static void cache_is_free(void) {
   vm_available_close(a);
 }
 
-/* The kernel's sizes of the lists may be old: what this process has allocated since may have come out of the cache. */
+/* The kernel's list sizes may be stale: what this process has allocated since may have come out of the cache. */
 static void stale_cache(void) {
   CHECK(begin("0::/box\n", MOUNT2));
   CHECK(put_group("/sys/fs/cgroup/box", GIB(1), GIB(1), 0, 0, 0));
@@ -177,7 +178,7 @@ static void moved(void) {
   EQ(now(), pages_of(GIB(1), GIB(1)));
   CHECK(put("/proc/self/cgroup", "0::/two/three\n"));
   EQ(now(), pages_of(GIB(2), GIB(2)));
-  CHECK(put("/proc/self/cgroup", "0::/elsewhere\n")); /* not seen from here */
+  CHECK(put("/proc/self/cgroup", "0::/elsewhere\n")); /* not visible from here */
   EQ(now(), MACHINE);
   CHECK(put("/proc/self/cgroup", "0::/one\n"));
   EQ(now(), pages_of(GIB(1), GIB(1)));
@@ -200,7 +201,7 @@ static void version_1(void) {
   CHECK(put_number(above, "memory.limit_in_bytes", GIB(1) + MIB(512)));
   EQ(now(), pages_of(MIB(512), GIB(1) + MIB(512)));
   vm_available_close(a);
-  /* With memory and swap together at their limit nothing is left, whatever the other says. */
+  /* The limit on memory plus swap counts, even if the limit on memory alone leaves more. */
   CHECK(put_number(folder, "memory.memsw.limit_in_bytes", GIB(3)));
   CHECK(put_number(folder, "memory.memsw.usage_in_bytes", GIB(3) - MIB(64)));
   OK(vm_available_open(root, &a));
@@ -208,7 +209,7 @@ static void version_1(void) {
   vm_available_close(a);
 }
 
-/* A container without a namespace of its own: the mount shows its group alone, under the name that the host has. */
+/* A container without its own namespace: the mount shows only its group, under the name that the host uses. */
 static void mount_of_a_part(void) {
   CHECK(begin("4:memory:/docker/x/y\n", "35 31 0:32 /docker/x /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
                                         "36 31 0:32 /docker /host/memory ro - cgroup cgroup rw,memory\n"));
@@ -217,7 +218,7 @@ static void mount_of_a_part(void) {
   CHECK(put_number("/host/memory", "memory.limit_in_bytes", GIB(2)));
   CHECK(put_number("/host/memory", "memory.usage_in_bytes", GIB(1)));
   OK(vm_available_open(root, &a));
-  EQ(now(), pages_of(GIB(1), GIB(2))); /* the mount that shows more of the groups above */
+  EQ(now(), pages_of(GIB(1), GIB(2))); /* uses the mount that shows more of the parent groups */
   vm_available_close(a);
   CHECK(begin("4:memory:/docker/xy\n", "35 31 0:32 /docker/x /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"));
   CHECK(put_number("/sys/fs/cgroup/memory", "memory.limit_in_bytes", GIB(3)));
@@ -253,7 +254,7 @@ static unsigned open_descriptors(void) {
   return n;
 }
 
-/* Every shortage of descriptors is refused at the beginning, and survived later; nothing is left open. */
+/* A shortage of descriptors makes opening fail, but is survived later; nothing is left open. */
 static void short_of_descriptors(void) {
   struct rlimit all, few;
   unsigned before, refused = 0;
@@ -281,7 +282,7 @@ static void short_of_descriptors(void) {
   CHECK(!setrlimit(RLIMIT_NOFILE, &few));
   total = now();
   CHECK(!setrlimit(RLIMIT_NOFILE, &all));
-  EQ(total, pages_of(GIB(1), GIB(1))); /* of the group that it was in */
+  EQ(total, pages_of(GIB(1), GIB(1))); /* of the group that the process was in before */
   EQ(now(), pages_of(GIB(2), GIB(2)));
   vm_available_close(a);
   EQ(open_descriptors(), before);
@@ -301,7 +302,7 @@ static void enough_is_not_counted_out(void) {
 
 /* ---- real groups -------------------------------------------------------------------------------- */
 
-/* The folder of this process's group, in which groups can be made; false: none. */
+/* Finds the directory of this process's group, in which groups can be made; false: none. */
 static bool own_group(char *folder, size_t size, bool *two) {
   char line[700], found[512] = "";
   FILE *f = fopen("/proc/self/cgroup", "re");
@@ -332,7 +333,7 @@ static bool set(const char *folder, const char *file, uint64_t number) {
   return write_path(path, text);
 }
 
-/* Fills the group, whose page cache is the largest part of it, page by page until -ENOMEM; then its limit is raised. */
+/* Fills the group, most of which is page cache, page by page until -ENOMEM; then raises its limit and continues. */
 static int fill_group(const char *folder, const char *limit, uint64_t first, uint64_t then) {
   vmem_t vm = open_host(0);
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
@@ -350,7 +351,7 @@ static int fill_group(const char *folder, const char *limit, uint64_t first, uin
   op.addr = va;
   for (int part = 0; part < 2; part++) {
     if (part && !set(folder, limit, then)) return 6;
-    for (; !(err = vmem_batch(vm, &op, 1, NULL, 0, 0)); op.addr += MIB(2)) { /* each with a page table of its own */
+    for (; !(err = vmem_batch(vm, &op, 1, NULL, 0, 0)); op.addr += MIB(2)) { /* each page needs its own page table */
       if (vmem_fill(vm, op.addr, PAGE, 7)) return 7;
       mapped[part] += PAGE;
     }
@@ -376,11 +377,11 @@ static void real_group(void) {
   int status = -1;
   pid_t child;
   if (OWN_MEMORY || !own_group(folder, sizeof(folder), &two)) {
-    printf("not run: %s\n", OWN_MEMORY ? OWN_MEMORY : "no control group with a limit on memory can be made here");
+    printf("not run: %s\n", OWN_MEMORY ? OWN_MEMORY : "cannot make a control group with a memory limit here");
     return;
   }
   limit = two ? "memory.max" : "memory.limit_in_bytes";
-  snprintf(inner, sizeof(inner), "%s/inner", folder); /* without a limit of its own */
+  snprintf(inner, sizeof(inner), "%s/inner", folder); /* has no limit of its own */
   if (two) write_path(strcat(strcpy((char[600]){0}, folder), "/cgroup.subtree_control"), "+memory");
   CHECK(set(folder, limit, MIB(192)) && !mkdir(inner, 0755));
   fflush(stdout);

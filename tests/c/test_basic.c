@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the five calls, aliases, references, ranges, contents, and memory that really goes back. */
+/* Description: the five calls, aliases, references, ranges, contents, and memory that is really returned. */
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -68,7 +68,7 @@ static void alias(void) {
   OK(vMemUnmap(vm, va, 2 * PAGE));
   EQ(GET(va + 8 * PAGE), 77);
   OK(vmem_check(vm));
-  OK(vMemRelease(vm, h)); /* the one mapping that is left */
+  OK(vMemRelease(vm, h)); /* unmaps the one remaining mapping */
   EQ(stats_of(vm).mapped_bytes, 0);
   EQ(stats_of(vm).used_bytes, 0);
   OK(vmem_close(vm));
@@ -97,9 +97,8 @@ static void drop_keeps_mappings(void) {
   OK(vmem_close(vm));
 }
 
-/* A hole in the middle makes two mappings of one; release then names neither. */
-/* A handle that was given back is told from those that came after it: their places in the table, which have 20 bits of
- * generation, are used in turn, and so are the tags of contexts. */
+/* A released handle is not confused with later ones: the table's entries, which have 20 bits of generation, are reused
+ * in turn, and so are the tags of contexts. */
 static void stale_handles(void) {
   enum { TURN = 1024, CONTEXTS = 300 };
   vmem_t vm = open_vm(0), other;
@@ -115,7 +114,7 @@ static void stale_handles(void) {
     OK(vmem_drop(vm, h));
   }
   OK(vMemCreate(vm, PAGE, NULL, &first));
-  for (int i = 0; i < 200; i++) { /* out of heap memory, the table reuses an entry sooner: not an error */
+  for (int i = 0; i < 200; i++) { /* if heap memory is short, the table reuses an entry sooner: not an error */
     vmem_handle more;
     struct vmem_error e = {.size = sizeof(e)};
     OK(vmem_inject(vm, VMEM_INJECT_HEAP, i % 3, 1, ENOMEM));
@@ -135,6 +134,7 @@ static void stale_handles(void) {
   OK(vmem_close(vm));
 }
 
+/* A hole in the middle turns one mapping into two, so that vMemRelease is ambiguous and fails. */
 static void partial_unmap(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -183,7 +183,7 @@ static void new_pages_are_zero(void) {
 }
 
 static void memory_goes_back(void) {
-  ONLY_HOST(); /* as the kernel counts this process's memory */
+  ONLY_HOST(); /* measured as this process's memory in the kernel */
   vmem_t vm = open_vm(0);
   uint64_t va, before;
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(32)};
@@ -207,7 +207,7 @@ static void on_fault(int sig) {
   siglongjmp(jump, 1);
 }
 
-/* True if touching the address faults; `otherwise` if that cannot be tried. */
+/* Whether touching the address faults; returns `otherwise` if that cannot be tried. */
 static bool faults(vmem_t vm, uint64_t addr, bool write, bool otherwise) {
   struct sigaction sa = {.sa_handler = on_fault}, old_segv, old_bus;
   volatile bool hit = true;
@@ -329,7 +329,7 @@ static void sparse(void) {
   vmem_handle h;
   OK(vMemReserve(vm, MIB(4), &o, &va));
   EQ(touch(vm, va + MIB(3), false), 0);
-  CHECK(faults(vm, va, true, on_host()) == on_host()); /* on a GPU the write vanishes */
+  CHECK(faults(vm, va, true, on_host()) == on_host()); /* a GPU discards the write */
   EQ(touch(vm, va, false), 0);
   OK(vMemCreate(vm, PAGE, NULL, &h));
   OK(vMemMap(vm, va + PAGE, PAGE, h, 0, 0));

@@ -23,7 +23,7 @@ static bool scene_open(struct scene *s) {
   return true;
 }
 
-/* Maps new pages behind each piece and a handle elsewhere, fills, and unmaps the first page of each. */
+/* Maps new pages after each piece and a handle elsewhere, fills, and unmaps the first page of each piece. */
 static size_t scene_ops(const struct scene *s, struct vmem_op *ops) {
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s->va, .bytes = PAGE, .count = PIECES, .stride = STRIDE};
   ops[1] = (struct vmem_op){
@@ -68,7 +68,7 @@ static void success(void) {
   OK(vmem_close(s.vm));
 }
 
-/* Fails every call of one kind in turn; the batch must undo itself wholly, then succeed. */
+/* Fails every call of one kind in turn; the batch must undo itself completely, then succeed. */
 static void sweep(uint32_t kinds, bool fills_run) {
   for (uint64_t nth = 0;; nth++) {
     struct scene s;
@@ -101,8 +101,8 @@ static void nth_unmap(void) { sweep(VMEM_INJECT_UNMAP, true); }
 static void nth_fill(void) { sweep(VMEM_INJECT_FILL, true); }
 static void nth_heap(void) { sweep(VMEM_INJECT_HEAP, false); }
 
-/* A failure, and then every undo step fails too: what could not be undone is quarantined, the rest is
- * as before, and close takes everything back. */
+/* A failure after which every undo step fails too: what could not be undone is quarantined, everything else
+ * is as before, and close frees everything. */
 static void undo_fails(uint32_t first, uint32_t undo) {
   for (uint64_t nth = 0; nth < 6; nth++) {
     struct scene s;
@@ -119,7 +119,7 @@ static void undo_fails(uint32_t first, uint32_t undo) {
     if (ret == -ENOTRECOVERABLE) {
       CHECK(st.quarantined_bytes > 0);
       CHECK(e.addr >= s.va && e.bytes > 0);
-      /* Neither the addresses nor the pages come back to anyone. */
+      /* Neither the addresses nor the pages can be used again. */
       EQ(vMemUnmap(s.vm, e.addr, PAGE), -ENOTRECOVERABLE);
       EQ(vMemFree(s.vm, s.va, VMEM_FREE_UNMAP), -ENOTRECOVERABLE);
       struct vmem_op again = {.op = VMEM_OP_POPULATE, .addr = e.addr, .bytes = PAGE};
@@ -176,7 +176,7 @@ static void reserve_fails(void) {
   OK(vmem_close(vm));
 }
 
-/* A reservation that the driver does not take back stays as it was, mappings and contents included. */
+/* A reservation that the driver fails to free stays as it was, mappings and contents included. */
 static void free_fails(void) {
   struct scene s;
   struct vmem_stats before, after;

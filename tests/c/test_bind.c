@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: a back end that takes a whole batch in one call: one call, all or nothing, and what is left if not. */
+/* Description: a back end that accepts a batch in one call: that call is all or nothing; what remains if it is not. */
 #include "api/api.h"
 #include "check.h"
 
-/* The back end host with a bind over its map and unmap, as a driver that takes `group` operations a call. */
+/* The back end host with a bind built on its map and unmap: a driver that accepts `group` operations per call. */
 static struct vm_backend fake;
 static size_t group, calls, last_n;
 static int fail_at;   /* driver calls that pass before one fails; < 0: none fails */
@@ -70,7 +70,7 @@ static bool scene_open(struct scene *s, size_t group_of, bool fresh_is_zero) {
   return true;
 }
 
-/* Grows each piece, maps in a second reservation too, and gives the first page of each back. */
+/* Grows each piece, maps in a second reservation too, and unmaps the first page of each piece. */
 static int scene_run(struct scene *s) {
   struct vmem_op ops[] = {
       {.op = VMEM_OP_UNMAP, .addr = s->va, .bytes = PAGE, .count = PIECES, .stride = STRIDE},
@@ -103,7 +103,7 @@ static void one_call(void) {
   OK(vmem_close(s.vm));
 }
 
-/* New pages that must be zeroed are so before the one call; the slab's own mapping was made by an earlier batch. */
+/* New pages that need zeroing are zeroed before the one call; the slab's own mapping was made by an earlier batch. */
 static void zeroed_before(void) {
   struct scene s;
   CHECK(scene_open(&s, 1000, false));
@@ -115,7 +115,7 @@ static void zeroed_before(void) {
   OK(vmem_close(s.vm));
 }
 
-/* The maps, the fills, the unmaps. */
+/* Runs a batch of maps, fills and unmaps. */
 static int run_with_fill(struct scene *s) {
   struct vmem_op ops[] = {
       {.op = VMEM_OP_UNMAP, .addr = s->va, .bytes = PAGE, .count = PIECES, .stride = STRIDE},
@@ -145,7 +145,7 @@ static void two_calls_with_fills(void) {
    .stride = STRIDE,                                                                                                   \
    .src_stride = STRIDE}
 
-/* Pages move under their address in one call; whichever driver call fails, they are where they were. */
+/* One call replaces pages at their addresses; whichever driver call fails, the old pages are mapped there again. */
 static void replaces(void) {
   for (int fail = -1; fail < 10; fail++)
     for (size_t per_call = 1; per_call < 1000; per_call += 998) {
@@ -186,7 +186,7 @@ static void replaces(void) {
     }
 }
 
-/* A call whose outcome is unknown takes the pages of both sides with it. */
+/* If the outcome of a replace is unknown, both the old and the new pages are quarantined. */
 static void lost_replace(void) {
   struct scene s;
   struct vmem_op copy = COPY_OF_ALL;
@@ -275,7 +275,7 @@ static void undo_fails(void) {
   }
 }
 
-/* A page that must be zeroed is not mapped writable for that. */
+/* A page that must be zeroed is never mapped writable for that. */
 static void read_only(void) {
   for (int lost = 0; lost < 2; lost++) {
     vmem_t vm = open_fake(1000, false);
@@ -312,7 +312,7 @@ static void heap_runs_out(void) {
   }
 }
 
-/* A batch for the worker has all its heap memory allocated on submission, or is refused. */
+/* A batch for the worker allocates all its heap memory at submit, or is refused there. */
 static void heap_runs_out_at_submit(void) {
   for (uint64_t nth = 0;; nth++) {
     struct scene s;
@@ -334,7 +334,7 @@ static void heap_runs_out_at_submit(void) {
   }
 }
 
-/* A driver that maps no more than so much at a time is given no longer range, back and forth. */
+/* A driver with a limit on one operation's range never gets a longer range, neither in a batch nor in its undo. */
 static void long_runs(void) {
   vmem_t vm = open_fake(1000, true);
   struct vmem_op ops[2] = {{.op = VMEM_OP_UNMAP, .bytes = MIB(4)}, {.op = VMEM_OP_POPULATE, .bytes = MIB(2)}};

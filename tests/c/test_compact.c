@@ -30,7 +30,7 @@ static int change(uint32_t kind, uint64_t addr, uint64_t bytes, uint32_t flags) 
 
 static int compact(uint64_t *freed) { return vmem_compact(vm, UINT64_MAX, NULL, 0, 0, freed); }
 
-/* A word that tells a page by number and time. */
+/* Writes a word that identifies the contents of a page. */
 static int sign(uint64_t page, uint64_t word) {
   uint64_t w[2] = {word, ~word};
   int err = vmem_write(vm, page, w, sizeof(w));
@@ -43,14 +43,14 @@ static bool signed_with(uint64_t page, uint64_t word) {
   return !vmem_read(vm, w, page + PAGE - sizeof(w), sizeof(w)) && w[0] == word && w[1] == ~word;
 }
 
-/* n pages of which each k-th stays: slabs of 16 pages that are nearly empty. */
 /* On a GPU freed pages are zeroed in the background; until then moves prefer other pages. */
 static void wait_until_clean(void) {
   for (int i = 0; i < 20000 && stats_of(vm).dirty_bytes; i++) usleep(1000);
 }
 
+/* Maps n pages and keeps every k-th, which leaves nearly empty slabs of 16 pages. */
 static bool scatter(unsigned n, unsigned k) {
-  for (unsigned i = 0; i < n; i += 16) /* a larger piece would have a slab of its own */
+  for (unsigned i = 0; i < n; i += 16) /* a larger piece would get its own slab */
     if (change(VMEM_OP_POPULATE, va + i * PAGE, 16 * PAGE, 0)) return false;
   for (unsigned i = 0; i < n; i++)
     if (i % k ? change(VMEM_OP_UNMAP, va + i * PAGE, PAGE, 0) : sign(va + i * PAGE, i)) return false;
@@ -84,7 +84,7 @@ static void empties_slabs(void) {
   OK(vmem_close(vm));
 }
 
-/* No more is moved than is wanted, and empty slabs go first. */
+/* No more is moved than was requested, and empty slabs are returned first. */
 static void as_much_as_wanted(void) {
   uint64_t freed, fills;
   CHECK(open_slabs(MIB(1), 0, MIB(64)));
@@ -103,8 +103,7 @@ static void as_much_as_wanted(void) {
   OK(vmem_close(vm));
 }
 
-/* A handle may have pages of a slab in several runs, with those of other slabs between. */
-/* Free memory of the host does not stand in for what pool_low keeps on the device. */
+/* Free host memory does not count towards what pool_low keeps on the device. */
 static void keeps_pool_low(void) {
   struct vmem_create_opts host = {.size = sizeof(host), .location = VMEM_HOST};
   vmem_handle d[8][2], h[16][2];
@@ -162,7 +161,7 @@ static void handle_in_pieces(void) {
   OK(vmem_close(vm));
 }
 
-/* Every address, read-only ones too, and every handle shows the pages in their new place. */
+/* Every address, read-only ones too, and every handle refers to the pages in their new place. */
 static void aliases_and_handles(void) {
   struct vmem_handle_info info = {.size = sizeof(info)};
   vmem_handle all, one, never;
@@ -182,14 +181,14 @@ static void aliases_and_handles(void) {
   for (unsigned i = 0; i < 20; i++) CHECK(signed_with(other + i * PAGE, 8 * i));
   EQ(vmem_fill(vm, other + 5 * PAGE, PAGE, 1), -EACCES);
   OK(sign(va + 8 * PAGE, 4711));
-  CHECK(signed_with(other + PAGE, 4711)); /* one page still */
+  CHECK(signed_with(other + PAGE, 4711)); /* still the same page */
   OK(sign(va + 8 * PAGE, 8));
   OK(vMemMap(vm, va + 80 * PAGE, PAGE, one, 0, 0));
   CHECK(all_there(va, 160, 8));
   OK(vmem_handle_query(vm, one, &info));
   EQ(info.mappings, 1);
   OK(vMemRelease(vm, one));
-  EQ(vMemMap(vm, va + MIB(20), 20 * PAGE, all, 0, 0), -ERANGE); /* what was given back stays so */
+  EQ(vMemMap(vm, va + MIB(20), 20 * PAGE, all, 0, 0), -ERANGE); /* dropped pages stay dropped */
   OK(vMemMap(vm, va + MIB(20), 3 * PAGE, all, 0, 0));
   for (unsigned i = 0; i < 3; i++) CHECK(signed_with(va + MIB(20) + i * PAGE, 8 * i));
   OK(vMemMap(vm, va + MIB(30), 2 * PAGE, never, 0, 0));
@@ -204,7 +203,7 @@ static void aliases_and_handles(void) {
   OK(vmem_close(vm));
 }
 
-/* A slab that an unfinished batch, a call or a reading is using stays; the others go. */
+/* A slab in use by an unfinished batch, a call or a read stays; the others are emptied. */
 static void what_is_busy_stays(void) {
   int fd = eventfd(0, EFD_CLOEXEC), err;
   struct vmem_after after = after_fd(fd);
@@ -224,7 +223,7 @@ static void what_is_busy_stays(void) {
   pthread_mutex_unlock(&c->lock);
   vm_put(c);
   OK(compact(&freed));
-  EQ(freed, MIB(7)); /* those two, and one to hold the other 16 pages */
+  EQ(freed, MIB(7)); /* those two remain, and one for the other 16 pages */
   pthread_mutex_lock(&c->lock);
   c->virt->accesses = NULL;
   pthread_mutex_unlock(&c->lock);
@@ -268,7 +267,7 @@ static void waits_for_work(void) {
   close(fd);
 }
 
-/* Large pages move whole, and are still so. */
+/* Large pages move whole, and stay large pages. */
 static void large_pages(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(8), .page_size = MIB(2)};
   struct vmem_range_info r = {.size = sizeof(r)};
@@ -299,7 +298,7 @@ static void large_pages(void) {
   OK(vmem_close(vm));
 }
 
-/* No slab is made for it, and slabs that are more than half full stay. */
+/* Compaction makes no new slab, and slabs that are more than half full stay. */
 static void without_new_memory(void) {
   uint64_t freed;
   CHECK(open_slabs(MIB(1), MIB(4), MIB(64)));
@@ -398,7 +397,7 @@ static void each_call_fails(void) {
       }
 }
 
-/* If the undo fails, too, lost pages are quarantined and reported, and the rest continues. */
+/* If the undo fails too, the lost pages are quarantined and reported; everything else goes on working. */
 static void undo_fails(void) {
   for (uint64_t nth = 0; nth < 12; nth++) {
     vmem_handle h;
@@ -419,7 +418,7 @@ static void undo_fails(void) {
   }
 }
 
-/* A back end that takes a batch in one call. */
+/* A back end that accepts a batch in one call. */
 static struct vm_backend fake;
 static int fail_at;
 
@@ -525,7 +524,7 @@ static void model_step(void) {
         OK(sign(va + j * PAGE, model.word[model.page[j]]));
       }
     break;
-  case 7: /* a handle to what is mapped, or the end of one */
+  case 7: /* retain what is mapped, or drop such a handle */
     if (model.hdl[k].h) {
       OK(vmem_drop(vm, model.hdl[k].h));
       model.hdl[k].h = 0;
@@ -537,7 +536,7 @@ static void model_step(void) {
     model.hdl[k].n = n;
     for (j = 0; j < n; j++) model.hdl[k].page[j] = model.page[i + j];
     break;
-  case 8: /* new pages, not mapped yet */
+  case 8: /* create pages without mapping them */
     if (model.hdl[k].h || vMemCreate(vm, n * PAGE, NULL, &model.hdl[k].h)) break;
     model.hdl[k].n = n;
     for (j = 0; j < n; j++) {
@@ -556,12 +555,12 @@ static void model_step(void) {
       model.read_only[i + j] = n;
     }
     break;
-  case 10: /* a part of a handle goes */
+  case 10: /* drop part of a handle */
     if (!model.hdl[k].h || !model.hdl[k].page[j = rnd(model.hdl[k].n)]) break;
     OK(vmem_drop_range(vm, model.hdl[k].h, j * PAGE, PAGE, 1, 0));
     model.hdl[k].page[j] = 0;
     break;
-  default: /* now and then with a failure */
+  default: /* compact, sometimes with a failure */
     if (rnd(3) == 0) OK(vmem_inject(vm, rnd(2) ? VMEM_INJECT_HEAP : VMEM_INJECT_HEAP - 1, rnd(40), 1, ENOMEM));
     j = (uint32_t)-vmem_compact(vm, rnd(2) ? UINT64_MAX : MIB(1), NULL, 0, 0, &freed);
     OK(vmem_inject(vm, 0, 0, 0, 0));
@@ -579,7 +578,7 @@ static void random_model(void) {
     printf("COMPACT_SEED=%llu\n", (unsigned long long)seed);
     memset(&model, 0, sizeof(model));
     CHECK(open_slabs(MIB(1), MIB(24), GRANULES * PAGE));
-    if (background) { /* pages come back dirty, as on a GPU */
+    if (background) { /* freed pages are dirty, as on a GPU */
       int err;
       struct vm_ctx *c = vm_get(vm, "test", &err);
       fake = vm_backend_host;
@@ -609,7 +608,7 @@ static void random_model(void) {
 static bool stop;
 static int bad;
 
-/* Changes its own part of the addresses; a page of it that is moving is -EBUSY, for a while. */
+/* Changes its own part of the addresses; -EBUSY while one of its pages is moving. */
 static void *user(void *arg) {
   uint64_t base = va + (uint64_t)(uintptr_t)arg * MIB(8), r = 12345 + (uint64_t)(uintptr_t)arg;
   uint64_t word[128] = {0};
@@ -671,7 +670,7 @@ static void *trims(void *arg) {
   return NULL;
 }
 
-/* Maps pages of its own and unmaps three of four at once, so that slabs of two become half empty and empty. */
+/* Maps its own pages and unmaps three of four immediately, so that slabs of two pages become half empty or empty. */
 static void *churns(void *arg) {
   uint64_t base = va + (uint64_t)(uintptr_t)arg * MIB(4);
   unsigned r = (unsigned)(uintptr_t)arg + 1;
@@ -683,7 +682,7 @@ static void *churns(void *arg) {
   return NULL;
 }
 
-/* A slab that compact has chosen is given back by another thread before it is set aside. */
+/* Another thread returns a slab that compact has chosen before compact has set it aside. */
 static void while_slabs_go(void) {
   void *(*roles[])(void *) = {churns, churns, churns, churns, churns, compacts, compacts, trims};
   pthread_t t[8];
@@ -722,9 +721,9 @@ static void *compacts_once(void *arg) {
   return NULL;
 }
 
-/* A slab that is on its way back counts in mem_limit: what needs it waits. */
+/* A slab that is being returned still counts against mem_limit: a call that needs the memory waits. */
 static void within_the_limit(void) {
-  ONLY_HOST(); /* whose slabs are counted */
+  ONLY_HOST(); /* the test counts its slabs */
   pthread_t t;
   int err;
   struct vm_ctx *c;
@@ -753,7 +752,7 @@ static void within_the_limit(void) {
   EQ(held, 0);
 }
 
-/* A driver that is suspended for too long is an error like others, and not a slab that stays as it is. */
+/* A driver that is suspended for too long is reported as an error, not treated as a slab that cannot move. */
 static void suspended(void) {
   uint64_t freed = 1;
   CHECK(open_slabs(MIB(1), 0, MIB(64)));

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: entries of 2 MiB for small pages: where they come about, what splits and joins them, and failures of
- * every driver call on the way. "host" refuses, as a GPU's driver does, to change a part of an entry. There all of it
- * runs twice, the second time as on a driver that takes a whole batch in one call and splits entries itself.
+ * Description: entries of 2 MiB for small pages: where they are made, what splits and joins them, and failures of
+ * every driver call on the way. "host" refuses, as a GPU's driver does, to change part of an entry. On host all tests
+ * run twice, the second time with a driver that accepts a batch in one call and splits entries itself.
  */
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -15,20 +15,20 @@
 
 static vmem_t vm;
 static uint64_t va;
-static bool one_call;                 /* the driver takes a whole batch in one call */
+static bool one_call;                 /* the driver accepts a batch in one call */
 static bool bound;                    /* host does */
-static const struct vm_backend *real; /* of such a driver */
-static int fail_at = -1;              /* of its calls: pass before one fails; < 0: none fails */
-static size_t most_ops = SIZE_MAX;    /* in a call */
+static const struct vm_backend *real; /* the table of such a driver */
+static int fail_at = -1;              /* number of its calls that pass before one fails; < 0: none fails */
+static size_t most_ops = SIZE_MAX;    /* per call */
 
-/* Operations that are neighbours, of which the driver changes what is mapped. */
+/* Counts the first operations that change adjacent existing mappings; a MAP stands alone. */
 static size_t stretch(const struct vm_bind_op *ops, size_t n) {
   size_t k = 1;
   while (k < n && ops[k].kind != VM_BIND_MAP && ops[k].addr == ops[k - 1].addr + ops[k - 1].bytes) k++;
   return ops[0].kind == VM_BIND_MAP ? 1 : k;
 }
 
-/* In a sparse reservation there are small entries only. */
+/* Makes only small entries in a sparse reservation. */
 static int map_one(void *be, const struct vm_bind_op *op) {
   uint64_t n = op->sparse && op->bytes >= BLOCK ? op->bytes - PAGE : op->bytes;
   int err = vm_backend_host.map(be, op->addr, n, op->slab, op->offset, op->flags, op->sparse);
@@ -36,7 +36,7 @@ static int map_one(void *be, const struct vm_bind_op *op) {
   return vm_backend_host.map(be, op->addr + n, PAGE, op->slab, op->offset + n, op->flags, true);
 }
 
-/* One call: of each stretch nothing but wholes goes, or host refuses. */
+/* One driver call. Each stretch is unmapped in one piece: host refuses if that covers only part of an entry. */
 static int bind_call(void *be, const struct vm_bind_op *ops, size_t n) {
   int err = 0;
   for (size_t i = 0, k; i < n && !err; i += k) {
@@ -52,7 +52,7 @@ static int bind_call(void *be, const struct vm_bind_op *ops, size_t n) {
 
 static bool in_first(const struct vm_bind_op *op) { return op->addr >= va && op->addr - va < 16 * BLOCK; }
 
-/* A call for each reservation, as long as the operations are in it, and for so many operations. */
+/* Makes one call for consecutive operations in the same reservation, at most most_ops of them. */
 static int bind_parts(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *r) {
   int err = 0;
   for (size_t i = 0, k; i < n && !err; i += k) {
@@ -104,7 +104,7 @@ static void end(void) {
   OK(vmem_close(vm));
 }
 
-/* A batch was one call, or so many map calls and unmap calls. */
+/* Checks that a batch was one call or, without one_call, this many map and unmap calls. */
 static bool calls_since(const struct vmem_stats *before, uint64_t maps, uint64_t unmaps) {
   struct vmem_stats now = stats_of(vm);
   uint64_t mapped = now.map_calls - before->map_calls, unmapped = now.unmap_calls - before->unmap_calls;
@@ -126,7 +126,7 @@ static int unmap_at(uint64_t offset, uint64_t bytes, uint32_t flags) {
   return vmem_batch(vm, &op, 1, NULL, 0, 0);
 }
 
-/* A byte in each page of a range, by its place; and whether it is there. */
+/* The byte for a page at this offset. mark writes one into each page of a range, marked checks them. */
 static int mark_of(uint64_t offset) { return 1 + (int)(offset / PAGE) % 251; }
 
 static bool mark(uint64_t offset, uint64_t bytes) {
@@ -141,7 +141,7 @@ static bool marked(uint64_t offset, uint64_t bytes) {
   return true;
 }
 
-/* True if the driver has a large entry there, of which it unmaps no part. Maps again what it unmapped. */
+/* Whether the driver has a large entry there: it then refuses to unmap part of it. Else maps the page again. */
 static bool driver_has_large(uint64_t offset) {
   uint64_t at = va + offset + PAGE;
   struct vm_pte pte;
@@ -159,7 +159,7 @@ static bool driver_has_large(uint64_t offset) {
   return err;
 }
 
-/* What a page held is still there when it comes back, as on a GPU; zeroed in the background, or by who maps it. */
+/* Freed pages keep their contents, as on a GPU. They are zeroed in the background, or by whoever maps them. */
 static void keep_contents(bool background) {
   static struct vm_backend fake;
   struct vm_ctx *c;
@@ -172,7 +172,7 @@ static void keep_contents(bool background) {
   vm_put(c);
 }
 
-/* Two blocks with large entries, marked. */
+/* Maps two blocks with large entries, and marks them. */
 static void two_blocks(void) {
   open_entries(0, 0);
   OK(populate_at(0, 2 * BLOCK, 0));
@@ -201,7 +201,7 @@ static void whole_blocks_get_them(void) {
   OK(populate_at(8 * BLOCK, 4 * BLOCK, 0));
   CHECK(calls_since(&before, 1, 0));
   EQ(stats_of(vm).large_entries, 6);
-  OK(unmap_at(9 * BLOCK, 2 * BLOCK, 0)); /* whole ones go without a split */
+  OK(unmap_at(9 * BLOCK, 2 * BLOCK, 0)); /* complete blocks are unmapped without a split */
   EQ(stats_of(vm).large_entries, 4);
   EQ(stats_of(vm).splits, 0);
   end();
@@ -221,7 +221,8 @@ static void as_recorded(void) {
   end();
 }
 
-/* The same with a handle, wherever in it the mapping begins; where address and memory do not agree there is none. */
+/* The same with a handle, wherever in it the mapping begins; no large entry if address and memory differ in
+ * alignment. */
 static void handles_get_them(void) {
   vmem_handle h;
   open_entries(0, 0);
@@ -248,7 +249,7 @@ static void without_the_flag(void) {
   EQ(stats_of(vm).large_entries, 0);
   EQ(entry_at(0), PAGE);
   OK(vMemUnmap(vm, va + PAGE, PAGE));
-  OK(unmap_at(3 * PAGE, PAGE, VMEM_OP_SPLIT)); /* nothing to be split */
+  OK(unmap_at(3 * PAGE, PAGE, VMEM_OP_SPLIT)); /* there is nothing to split */
   EQ(stats_of(vm).splits, 0);
   end();
 }
@@ -270,7 +271,7 @@ static void bad_flags(void) {
   OK(vmem_close(vm));
 }
 
-/* Refused by name, and nothing has changed. */
+/* Refused with a message that names the entry, and nothing has changed. */
 static void never_cut_without_it(void) {
   static const struct {
     uint64_t offset, bytes;
@@ -303,7 +304,7 @@ static void never_cut_without_it(void) {
   ops[0].addr = va + PAGE;
   ops[0].flags |= VMEM_OP_READONLY;
   EQ(vmem_batch(vm, ops, 1, NULL, 0, 0), -EINVAL);
-  /* One operation that may and one that may not, in one block. */
+  /* One operation with the flag and one without it, in one block. */
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .addr = va, .bytes = PAGE};
   ops[1].addr = va + 3 * PAGE;
   ops[1].bytes = PAGE;
@@ -335,7 +336,7 @@ static void release_splits_nothing(void) {
   end();
 }
 
-/* The fewest calls: an unmap of the block, and a map of each part that stays. */
+/* Makes the fewest calls: one unmap of the block, and one map of each part that stays. */
 static void split_unmaps(void) {
   static const struct {
     unsigned first, n, maps;
@@ -356,13 +357,13 @@ static void split_unmaps(void) {
     CHECK(marked(0, from) && marked(from + bytes, 2 * BLOCK - from - bytes));
     if (from + bytes < BLOCK) {
       EQ(entry_at(from + bytes), PAGE);
-      OK(vMemUnmap(vm, va + from + bytes, PAGE)); /* as any small page */
+      OK(vMemUnmap(vm, va + from + bytes, PAGE)); /* like any small page */
     }
     end();
   }
 }
 
-/* Several parts of one block, of blocks side by side, and a range that begins and ends in blocks: one unmap each. */
+/* Several parts of one block, parts of adjacent blocks, and a range that begins and ends in blocks: one unmap each. */
 static void split_many(void) {
   struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE, .count = PAGES, .stride = 2 * PAGE};
   struct vmem_stats before, after;
@@ -387,7 +388,7 @@ static void split_many(void) {
   end();
 }
 
-/* A batch that takes all of a block, in whatever pieces, splits nothing. */
+/* A batch that covers all of a block, in whatever pieces, splits nothing. */
 static void all_of_it(void) {
   struct vmem_op op = {.op = VMEM_OP_UNMAP, .bytes = PAGE, .count = PAGES, .stride = PAGE};
   uint64_t calls;
@@ -402,7 +403,7 @@ static void all_of_it(void) {
   end();
 }
 
-/* New pages, or the same ones read-only, take the place of some of a block. */
+/* New pages, or the same pages read-only, replace part of a block. */
 static void split_replaces(void) {
   struct vmem_op ops[2] = {{.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_SPLIT | VMEM_OP_CONSUME},
                            {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT}};
@@ -436,7 +437,7 @@ static void split_replaces(void) {
   end();
 }
 
-/* Zeros come where a sparse reservation is split. */
+/* The unmapped part of a split entry reads as zeros in a sparse reservation. */
 static void split_sparse(void) {
   struct vmem_info info = {.size = sizeof(info)};
   open_entries(0, 0);
@@ -461,7 +462,7 @@ static void grown_and_joined(void) {
   CHECK(mark(0, BLOCK + 2 * PAGE) && mark(4 * BLOCK, BLOCK + 2 * PAGE));
   EQ(stats_of(vm).large_entries, 0);
   OK(vmem_join(vm, va, 2 * BLOCK, &calls));
-  EQ(calls, one_call ? 1 : 2); /* the block, and the two pages behind it, where calls matter */
+  EQ(calls, one_call ? 1 : 2); /* the block, and the two pages after it if the driver counts calls */
   EQ(stats_of(vm).large_entries, 1);
   EQ(stats_of(vm).joins, 1);
   EQ(entry_at(0), BLOCK);
@@ -474,14 +475,13 @@ static void grown_and_joined(void) {
   EQ(entry_at(4 * BLOCK), BLOCK);
   CHECK(marked(0, BLOCK + 2 * PAGE) && marked(4 * BLOCK, BLOCK + 2 * PAGE));
   OK(unmap_at(9 * PAGE, PAGE, VMEM_OP_SPLIT));
-  OK(populate_at(9 * PAGE, PAGE, 0)); /* another page, or the same: only then can it be joined */
+  OK(populate_at(9 * PAGE, PAGE, 0)); /* may get another page or the same: only the same can be joined */
   OK(vmem_join(vm, va, BLOCK, NULL));
   EQ(vMemUnmap(vm, va + PAGE, PAGE), entry_at(PAGE) == BLOCK ? -EINVAL : 0);
   end();
 }
 
-/* Pages unmapped from a block and mapped again get their old memory, though other memory comes first in the free list.
- * */
+/* Pages unmapped from a block and populated again get their old memory, even though other memory is free before it. */
 static void holes_are_filled(void) {
   static const struct {
     unsigned first, n;
@@ -495,7 +495,7 @@ static void holes_are_filled(void) {
     OK(populate_at(BLOCK, BLOCK, 0)); /* its memory is not next to that of its left neighbour */
     CHECK(mark(0, 2 * BLOCK) && mark(8 * BLOCK, BLOCK));
     OK(unmap_at(4 * BLOCK + 3 * PAGE, 9 * PAGE, VMEM_OP_SPLIT));
-    for (uint64_t block = BLOCK; block <= 8 * BLOCK; block += 7 * BLOCK) { /* the other has none on its left */
+    for (uint64_t block = BLOCK; block <= 8 * BLOCK; block += 7 * BLOCK) { /* the second has none on its left */
       OK(unmap_at(block + first, bytes, VMEM_OP_SPLIT));
       OK(populate_at(block + first, bytes, i % 2 ? VMEM_OP_SPREAD : 0));
       EQ(get_byte(vm, va + block + first + 7), 0);
@@ -507,7 +507,7 @@ static void holes_are_filled(void) {
   }
 }
 
-/* Split and joined again in place, over and over, with a batch that waits for its turn. */
+/* A block is split and joined in place, over and over, also with a batch that waits. */
 static void split_and_joined(void) {
   struct vmem_op ops[2] = {{.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE},
                            {.op = VMEM_OP_MAP, .flags = VMEM_OP_CONSUME, .bytes = PAGE}};
@@ -522,7 +522,7 @@ static void split_and_joined(void) {
     OK(vmem_retain(vm, va + 6 * PAGE, PAGE, &ops[1].handle));
     OK(vmem_submit(vm, ops, 1, &after, 1, 0, &t));
     EQ(vmem_wait(vm, t, 0), -ETIMEDOUT);
-    EQ(unmap_at(9 * PAGE, PAGE, VMEM_OP_SPLIT), -EBUSY); /* the whole block is that batch's */
+    EQ(unmap_at(9 * PAGE, PAGE, VMEM_OP_SPLIT), -EBUSY); /* the whole block is busy with that batch */
     EQ(unmap_at(0, BLOCK, 0), -EBUSY);
     EQ(entry_at(0), BLOCK);
     fire(fd);
@@ -558,7 +558,7 @@ static void in_the_way(void) {
   EQ(vmem_batch(vm, ops, 2, NULL, 0, 0), -EBUSY);
   EQ(stats_of(vm).large_entries, 2);
   ops[0].addr = va + BLOCK;
-  OK(vmem_batch(vm, ops, 2, NULL, 0, 0)); /* another block is not */
+  OK(vmem_batch(vm, ops, 2, NULL, 0, 0)); /* another block does not conflict */
   copy[0].addr = va + 8 * BLOCK;
   copy[0].src = va + BLOCK + 5 * PAGE;
   copy[1] = ops[1];
@@ -569,7 +569,7 @@ static void in_the_way(void) {
   end();
 }
 
-/* Whole blocks are found between what is in use, and from the middle of a block on. */
+/* Complete blocks are found between pages in use, also for a run that starts in the middle of a block. */
 static void fragmented(void) {
   struct vmem_open_opts o = {.size = sizeof(o),
                              .granule = PAGE,
@@ -581,7 +581,7 @@ static void fragmented(void) {
   OK(vMemReserve(vm, 64 * BLOCK, NULL, &va));
   OK(populate_at(0, 16 * BLOCK, 0));
   EQ(stats_of(vm).large_entries, 16);
-  for (uint64_t i = 0; i < 16; i += 4) /* of every fourth one page goes; of the others two blocks */
+  for (uint64_t i = 0; i < 16; i += 4) /* unmap one page of every fourth block, and two of the others */
     OK(unmap_at(i * BLOCK + 4 * PAGE, PAGE, VMEM_OP_SPLIT));
   for (uint64_t i = 1; i < 16; i += 4) OK(unmap_at(i * BLOCK, 2 * BLOCK, 0));
   for (int i = 0; i < 20000 && stats_of(vm).dirty_bytes; i++) usleep(1000);
@@ -609,7 +609,7 @@ static int open_four_chunks(void) {
   return open_it(&o);
 }
 
-/* A whole chunk that must be zeroed first is better than pieces that need not: for blocks, and for growth. */
+/* A complete chunk that must be zeroed is preferred to clean fragments, both for blocks and for growth. */
 static void dirty_chunks(void) {
   ONLY_HOST();
   OK(open_four_chunks());
@@ -631,7 +631,7 @@ static void dirty_chunks(void) {
   OK(vmem_join(vm, va + 10 * BLOCK, BLOCK, NULL));
   EQ(entry_at(10 * BLOCK), BLOCK);
   CHECK(mark(10 * BLOCK, BLOCK));
-  OK(unmap_at(10 * BLOCK + 20 * PAGE, 12 * PAGE, VMEM_OP_SPLIT)); /* cut off, and grown again: by the same pages */
+  OK(unmap_at(10 * BLOCK + 20 * PAGE, 12 * PAGE, VMEM_OP_SPLIT)); /* shrunk, and grown again with the same pages */
   for (uint64_t i = 20; i < PAGES; i++) OK(populate_at(10 * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
   EQ(get_byte(vm, va + 10 * BLOCK + 21 * PAGE + 7), 0);
   OK(vmem_join(vm, va + 10 * BLOCK, BLOCK, NULL));
@@ -641,8 +641,8 @@ static void dirty_chunks(void) {
   OK(vmem_close(vm));
 }
 
-/* If no chunk is empty, all that begins goes into one chunk. What has pages there leaves a chunk that is empty again
- * to what may get an entry of it. */
+/* If no chunk is empty, all new stretches share one chunk. A stretch with pages there does not take a chunk that
+ * becomes empty: that is left to stretches that may get a large entry. */
 static void strays_share_a_chunk(void) {
   ONLY_HOST();
   OK(open_four_chunks());
@@ -668,7 +668,7 @@ static void strays_share_a_chunk(void) {
   OK(vmem_close(vm));
 }
 
-/* A slab that ends inside 2 MiB has small entries; so has host memory. */
+/* The end of a slab that is not a multiple of 2 MiB gets small entries; so does host memory. */
 static void odd_slabs(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = BLOCK, .location = VMEM_HOST};
   struct vmem_info info = {.size = sizeof(info)};
@@ -689,7 +689,7 @@ static void odd_slabs(void) {
   end();
 }
 
-/* Large pages stay whole, with the flag too. */
+/* Large pages stay whole even with VMEM_OP_SPLIT. */
 static void large_pages(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = BLOCK, .page_size = BLOCK};
   struct vmem_range_info r = {.size = sizeof(r)};
@@ -708,7 +708,7 @@ static void large_pages(void) {
   end();
 }
 
-/* Entries move as wholes; what was split stays split. */
+/* Large entries move whole; split blocks stay split. */
 static void compaction(void) {
   struct vmem_open_opts o = {.size = sizeof(o),
                              .granule = PAGE,
@@ -743,9 +743,9 @@ static void compaction(void) {
   OK(vmem_close(vm));
 }
 
-/* If no chunk is free for an entry, slabs of small pages are emptied all the same. */
+/* Even if no chunk is free for an entry, slabs of small pages are emptied. */
 static void compaction_without_chunks(void) {
-  static const unsigned keep[] = {17, 13}; /* pages of each block: the first slab is too full to be emptied */
+  static const unsigned keep[] = {17, 13}; /* pages kept of each block: the first slab is too full to be emptied */
   struct vmem_open_opts o = {.size = sizeof(o),
                              .granule = PAGE,
                              .flags = VMEM_OPEN_LARGE_ENTRIES,
@@ -794,7 +794,7 @@ static int split_batch(void) {
   return vmem_drop(vm, ops[2].handle) ? 1 : err;
 }
 
-/* Two large entries, a block mapped page by page, two small-entry blocks that one call might have mapped whole. */
+/* Maps two large entries, a block mapped page by page, and two blocks with small entries that one call could map. */
 static void before_split(void) {
   two_blocks();
   for (uint64_t i = 0; i < PAGES; i++) OK(populate_at(4 * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
@@ -844,10 +844,10 @@ static void each_call_fails(void) {
   CHECK(failed > 20);
 }
 
-/* If the undo fails, too, only what it reports is lost. */
+/* If the undo fails too, only what it reports is lost. */
 static void undo_fails(void) {
   unsigned lost = 0;
-  if (one_call) return; /* nothing is to be undone */
+  if (one_call) return; /* there is nothing to undo */
   for (uint64_t skip = 0; skip < 14; skip++)
     for (uint64_t count = 2; count < 6; count++) {
       int err;
@@ -885,11 +885,11 @@ static void two_reservations(uint64_t other, struct vmem_op ops[8]) {
     ops[4 + i] = ops[i];
     ops[4 + i].addr = other + at[i];
   }
-  ops[6].addr = other + 20 * PAGE; /* all in one block, and the next one goes */
+  ops[6].addr = other + 20 * PAGE; /* all of them in one block; the next block is unmapped */
   ops[7].addr = other + BLOCK;
 }
 
-/* Each call of it fails in its turn, when others were carried out. False: it has passed. */
+/* Fails its driver call number `skip`, after the earlier ones were carried out. False: the batch succeeded. */
 static bool later_call(int skip) {
   struct vmem_op ops[8] = {
       {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE, .count = 2, .stride = 9 * PAGE},
@@ -926,7 +926,7 @@ static void later_call_fails(void) {
   static const size_t most[] = {SIZE_MAX, 5, 2, 1};
   for (size_t i = 0; i < sizeof(most) / sizeof(most[0]); i++) {
     int skip = 0;
-    before_split(); /* says what kind of driver it is */
+    before_split(); /* sets one_call */
     OK(vmem_close(vm));
     if (!one_call || (bound && i)) return;
     most_ops = most[i];
@@ -942,7 +942,7 @@ static void later_call_fails(void) {
 enum { THREADS = 4, ROUNDS = 60 };
 
 struct lane {
-  uint64_t at; /* of two blocks that are this thread's */
+  uint64_t at; /* offset of this thread's two blocks */
   unsigned seed;
   bool failed;
 };
@@ -990,7 +990,7 @@ static void in_threads(void) {
 /* ---- at random --------------------------------------------------------------------------------- */
 
 #ifdef __SANITIZE_THREAD__
-enum { STEPS = 50 }; /* one thread alone, and each step takes 60 times as long */
+enum { STEPS = 50 }; /* one thread only, and each step takes 60 times as long */
 #else
 enum { STEPS = 700 };
 #endif
@@ -1035,7 +1035,7 @@ static bool empty(const struct model *m, unsigned first, unsigned n) {
   return true;
 }
 
-/* True if a large entry crosses an end of the range. */
+/* Whether a large entry crosses an end of the range. */
 static bool cut(unsigned first, unsigned n) {
   return (first % PAGES && entry_at((uint64_t)first * PAGE) == BLOCK) ||
          ((first + n) % PAGES && entry_at((uint64_t)(first + n) * PAGE) == BLOCK);
@@ -1056,8 +1056,8 @@ static int fill_new(struct model *m, unsigned first, unsigned n) {
   return err;
 }
 
-/* A page goes and a page comes, as in a request that is cut off and grows again; then the block is joined, where the new
- * page is the old one. */
+/* Unmaps a page and populates it again, as a request does that shrinks and grows; then joins the block, which succeeds
+ * if the new page is the old one. */
 static bool come_and_go(struct model *m) {
   unsigned block = pick(m, BLOCKS), page = block * PAGES + pick(m, PAGES);
   struct vmem_op ops[] = {
@@ -1073,7 +1073,7 @@ static bool come_and_go(struct model *m) {
   return !fill_new(m, page, 1);
 }
 
-/* Blocks get new pages, all of them. */
+/* Gives a few blocks new pages throughout. */
 static bool renew(struct model *m) {
   unsigned first = pick(m, BLOCKS), n = 1 + pick(m, BLOCKS - first > 3 ? 3 : BLOCKS - first);
   for (unsigned i = first * PAGES; i < (first + n) * PAGES; i++)
@@ -1082,7 +1082,7 @@ static bool renew(struct model *m) {
          !fill_new(m, first * PAGES, n * PAGES);
 }
 
-/* One random step; `failing`: driver calls fail meanwhile. False: something is wrong. */
+/* Makes one random step; `failing`: driver calls fail during it. False: something is wrong. */
 static bool random_step(struct model *m, bool failing) {
   unsigned n = pick(m, 4) ? 1 + pick(m, 5) : 1 + pick(m, 3 * PAGES), first, from;
   uint32_t split = pick(m, 3) ? VMEM_OP_SPLIT : 0;
@@ -1125,7 +1125,7 @@ static bool random_step(struct model *m, bool failing) {
     if (failing) return true;
     return can ? cuts && !split && err == -EINVAL
                : err == -EFAULT || err == -ENOTRECOVERABLE || (cuts && !split && err == -EINVAL);
-  case 3: /* pages of elsewhere, or the same ones with another protection, take their place */
+  case 3: /* replace them by pages from elsewhere, or by the same pages with another protection */
     n = n > 8 ? 8 : n;
     first = pick(m, SPAN - 8);
     from = pick(m, 2) ? first : pick(m, SPAN - 8);
@@ -1145,7 +1145,7 @@ static bool random_step(struct model *m, bool failing) {
     } else {
       struct vmem_op both[2] = {op, {.op = VMEM_OP_UNMAP, .flags = split, .addr = va + from * PAGE, .bytes = n * PAGE}};
       bool other = cut(from, n);
-      /* Together they may take all of a block. */
+      /* Together they may cover all of a block. */
       if (!split && (cuts || other)) {
         err = go(m, both, 2);
         m->refusals += err == -EINVAL;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: one wrong argument at a time in an otherwise valid call: its errno, and nothing changed. */
+/* Description: one wrong argument at a time in an otherwise valid call: the right errno, and nothing has changed. */
 #include "check.h"
 
 static vmem_t vm;
@@ -17,7 +17,7 @@ static void set_up(void) {
   OK(vMemMap(vm, va, 4 * PAGE, h, 0, 0));
 }
 
-/* The call fails with just this errno, says something, and changes nothing. */
+/* The call fails with exactly this errno, sets a message, and changes nothing. */
 #define FAILS(call, code)                                                                                              \
   do {                                                                                                                 \
     struct vmem_stats a_ = stats_of(vm), b_;                                                                           \
@@ -116,7 +116,7 @@ static void handles(void) {
   FAILS(vMemRelease(vm, stale), -EBADF);
   FAILS(vmem_drop(vm, stale), -EBADF);
   FAILS(vmem_handle_query(vm, stale, &(struct vmem_handle_info){.size = 64}), -EBADF);
-  OK(vMemCreate(vm, PAGE, NULL, &out)); /* takes the stale one's place, not its name */
+  OK(vMemCreate(vm, PAGE, NULL, &out)); /* may reuse the stale handle's entry, but not its number */
   CHECK(out != stale);
   FAILS(vMemRelease(vm, stale), -EBADF);
   OK(vMemRelease(vm, out));
@@ -169,7 +169,7 @@ static void batches(void) {
   FAILS(vmem_batch(vm, NULL, 1, NULL, 0, 0), -EINVAL);
   FAILS(vmem_batch(vm, &good, 1, NULL, 1, 0), -EINVAL);
   FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = 77}, 1, 0), -EINVAL);
-  if (!with_cuda(vm)) /* where this is the legacy stream */
+  if (!with_cuda(vm)) /* with CUDA, 1 is the legacy stream */
     FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = VMEM_AFTER_STREAM, .handle = 1}, 1, 0), -EOPNOTSUPP);
   FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = VMEM_AFTER_FD, .handle = 99999}, 1, 0), -EINVAL);
   FAILS(vmem_batch(vm, &good, 1, &(struct vmem_after){.kind = VMEM_AFTER_FD, .flags = 1}, 1, 0), -EINVAL);
@@ -236,7 +236,7 @@ static void opening(void) {
 #undef OPEN
   o = (struct vmem_open_opts){.size = sizeof(o), .backend = "floppy"};
   EQ(vmem_open(&o, &out), -EINVAL);
-  CHECK(strstr(vmem_last_error(), "no back end is called \"floppy\"; there are auto, uvm, stock, cuda, host"));
+  CHECK(strstr(vmem_last_error(), "unknown back end \"floppy\"; known are auto, uvm, stock, cuda, host"));
   o = (struct vmem_open_opts){.size = 1};
   EQ(vmem_open(&o, &out), -EINVAL);
   EQ(vmem_open(&o, NULL), -EINVAL);

@@ -2,8 +2,8 @@
 /*
  * Description: fills that run on after their batch, and GPU work as events, as a GPU back end has them.
  *
- * The host back end with a stand-in for the GPU's queue: a fill is written down and carried out when the
- * test lets it; an event is over when the test says so. Everything else is the real thing.
+ * The host back end with a stand-in for the GPU's queue: a fill is queued and carried out when the test
+ * says so, and so is an event completed. Everything else is the real library.
  */
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -26,13 +26,13 @@ static struct {
   unsigned n;
   uint64_t waited_stream, waited_event;
   int fail_query;
-  bool idle;     /* what is recorded is over at once */
+  bool idle;     /* events are complete when they are recorded */
   vm_event hold; /* putting this one takes long */
 } gpu = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static struct vm_backend fake;
 
-/* Lock held: an event that somebody sees is complete. */
+/* Lock held until the event is filled in: once others can see it, it must be complete. */
 static vm_event next_event(void) {
   vm_event e = ++gpu.n;
   memset(&gpu.e[e], 0, sizeof(gpu.e[e]));
@@ -79,7 +79,7 @@ static int fake_wait(void *be, vm_event e) {
   return ret;
 }
 
-/* The "GPU" reaches this event. */
+/* Lets the "GPU" reach this event. */
 static void finish(vm_event e) {
   pthread_mutex_lock(&gpu.lock);
   for (size_t i = 0; gpu.e[e].fill && i < gpu.e[e].n; i++)
@@ -140,7 +140,7 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
 }
 
-/* Over when the test says so, though the bytes are there at once. */
+/* Copies immediately, but its event completes only when the test says so. */
 static int fake_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
                      vm_event *done) {
   fills_over_at_copy = fills_over();
@@ -160,7 +160,7 @@ static int fake_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm
   return 0;
 }
 
-/* Waits until the worker has given the event back, which it does after the ticket is done. */
+/* Waits until the worker has put the event, which it does after the ticket is done. */
 static bool was_put(vm_event e) {
   bool put = false;
   for (int i = 0; i < 5000 && !put; i++) {
@@ -179,7 +179,7 @@ static vmem_t open_fake_with(uint32_t flags) {
   int err = vmem_open(&o, &vm);
   if (err || !(c = vm_get(vm, "test", &err))) return 0;
   fake = vm_backend_host;
-  fake.discard = NULL; /* pages come back dirty, as on a GPU */
+  fake.discard = NULL; /* freed pages are dirty, as on a GPU */
   fake.fill = fake_fill;
   fake.copy = fake_copy;
   fake.remap = fake_remap;
@@ -199,7 +199,7 @@ static vmem_t open_fake_with(uint32_t flags) {
 
 static vmem_t open_fake(void) { return open_fake_with(0); }
 
-/* A new page, and a fill of it that is under way when the call returns: the stand-in's next event. */
+/* Populates a page and submits a fill of it, which is running on return: its event is the stand-in's next. */
 static bool fill_begun(vmem_t vm, uint64_t addr, vmem_ticket *t) {
   struct vmem_op op = populate(addr, PAGE);
   unsigned e = events() + 1;
@@ -278,7 +278,7 @@ static void fill_batches_wait_on_the_gpu(void) {
   CHECK(reached(3)); /* the fill is queued behind event 2, without this thread or the worker waiting */
   EQ(gpu.e[3].after, 2);
   EQ(gpu.e[2].done, false);
-  /* A batch that unmaps waits for the event itself, and lets others pass. */
+  /* A batch that unmaps waits for the event itself, and lets later batches run. */
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_order(vm, t, 1));
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &u));
@@ -293,7 +293,7 @@ static void fill_batches_wait_on_the_gpu(void) {
   OK(vmem_close(vm));
 }
 
-/* A page that a fill is writing to is not shown at a second address before that is over. */
+/* A page that a fill is writing to is not mapped at a second address before the fill is complete. */
 static void second_address_waits_for_fills(void) {
   vmem_t vm = open_fake();
   uint64_t va;
@@ -335,7 +335,7 @@ static void join_waits_for_fills(void) {
   OK(vmem_close(vm));
 }
 
-/* Splitting a block unmaps the remainder for a moment: not while a fill writes to it. */
+/* Splitting a block unmaps the remainder briefly, so it waits for a fill that writes to it. */
 static void split_waits_for_fills(void) {
   vmem_t vm = open_fake_with(VMEM_OPEN_LARGE_ENTRIES);
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(2)};
@@ -363,7 +363,7 @@ static void split_waits_for_fills(void) {
   OK(vmem_close(vm));
 }
 
-/* A call that waits for another batch's fills still fails in its own name. */
+/* A call that waits for another batch's fills still reports errors under its own name. */
 static void errors_keep_their_name(void) {
   vmem_t vm = open_fake();
   uint64_t va;
@@ -380,7 +380,7 @@ static void errors_keep_their_name(void) {
   OK(vmem_close(vm));
 }
 
-/* Work that ends in an error: nothing is unmapped, the ticket tells. */
+/* If the GPU work fails, nothing is unmapped, and the ticket reports the error. */
 static void broken_work(void) {
   vmem_t vm = open_fake();
   uint64_t va;
@@ -406,12 +406,12 @@ static void broken_work(void) {
   OK(vmem_close(vm));
 }
 
-/* Each event that a call depends on fails once, when it is recorded and when it is asked or waited for: nothing has
- * changed then, and none of the others is left. */
+/* Each event that a call depends on fails once, when it is recorded and when it is queried or waited for: nothing has
+ * changed then, and all other events have been put. */
 static void dependencies_fail_in_turn(void) {
   vmem_t vm = open_fake();
   uint64_t va;
-  enum { DEPS = 7 }; /* more than have room in the structure */
+  enum { DEPS = 7 }; /* more than fit inline in struct vm_deps */
   struct vmem_op op;
   struct vmem_after a[DEPS];
   vmem_ticket t;
@@ -450,7 +450,7 @@ static void *let_go_then_finish(void *arg) {
   return finish_later(arg);
 }
 
-/* Nor in the moment between a batch's commit and the worker's note of its fill. */
+/* A running fill blocks an unmap even between its batch's commit and the moment when the worker records it. */
 static void fills_are_never_overlooked(void) {
   vmem_t vm = open_fake();
   uint64_t va;
@@ -479,7 +479,7 @@ static void fills_are_never_overlooked(void) {
   OK(vmem_close(vm));
 }
 
-/* A copy begins when what fills its source is over, and the source is held until the copy is. */
+/* A copy begins when the fill of its source is complete, and the source is held until the copy is complete. */
 static void copies_hold_their_source(void) {
   for (int one_call = 0; one_call < 2; one_call++) {
     vmem_t vm = open_fake();
@@ -539,7 +539,7 @@ static void replace_waits_for_fills(void) {
 
 /* ---- a fill behind work that does not end ------------------------------------------------------- */
 
-/* A reservation with pages at [va, va + MIB(1)). */
+/* Makes a reservation with pages at [va, va + MIB(1)). */
 static bool mapped(vmem_t vm, uint64_t *va) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = PAGE, .count = 16, .stride = PAGE};
   if (vMemReserve(vm, MIB(8), NULL, va)) return false;
@@ -547,7 +547,7 @@ static bool mapped(vmem_t vm, uint64_t *va) {
   return !vmem_batch(vm, &op, 1, NULL, 0, 0);
 }
 
-/* Submits a FILL of a page behind an event, which is returned: the fill's own is the next one. */
+/* Submits a FILL of a page that waits for an event, which is returned: the fill's own event is the next one. */
 static vm_event fill_behind(vmem_t vm, uint64_t addr, int value, vmem_ticket *t) {
   struct vmem_op op = {.op = VMEM_OP_FILL, .addr = addr, .bytes = PAGE, .value = (uint64_t)value};
   struct vmem_after a = {.kind = VMEM_AFTER_EVENT, .handle = new_event()};
@@ -558,7 +558,7 @@ static struct vmem_op unmap(uint64_t addr) {
   return (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = addr, .bytes = PAGE};
 }
 
-/* Everything that may meet a fill, elsewhere: in this thread and on the worker. */
+/* Every kind of operation runs on other pages while a fill is blocked: in this thread and on the worker. */
 static void fills_hold_up_only_their_range(void) {
   for (int one_call = 0; one_call < 2; one_call++) {
     vmem_t vm = open_fake();
@@ -572,7 +572,7 @@ static void fills_hold_up_only_their_range(void) {
     work = fill_behind(vm, va, 7, &filling);
     CHECK(work);
     op = unmap(va);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &own)); /* waits, and is in nobody's way */
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &own)); /* waits, and blocks no other call */
     OK(vmem_read(vm, b, va + PAGE, sizeof(b)));
     OK(vmem_write(vm, va + PAGE, b, sizeof(b)));
     OK(vMemUnmap(vm, va + 2 * PAGE, PAGE));
@@ -608,7 +608,7 @@ static void fills_hold_up_only_their_range(void) {
   }
 }
 
-/* A batch whose unmaps follow its own fill waits for that, and holds up no other that does not touch what it fills. */
+/* A batch whose unmaps follow its own fill waits for the fill, and delays only batches that touch the filled page. */
 static void unmaps_behind_their_own_fill(void) {
   enum { FINISHED, FAILED, CLOSED, HOWS };
   for (int run = 0; run < 2 * HOWS; run++) {
@@ -631,7 +631,7 @@ static void unmaps_behind_their_own_fill(void) {
     OK(vmem_submit(vm, ops, 2, NULL, 0, 0, &mixed));
     CHECK(reached(fill));
     op = unmap(other + PAGE);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t)); /* has nothing to do with it */
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t)); /* is not affected */
     OK(vmem_wait(vm, t, -1));
     op = unmap(alias);
     OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &behind)); /* the page that is being filled */
@@ -674,7 +674,7 @@ static void unmaps_behind_their_own_fill(void) {
 
 enum meeting { UNMAP, REPLACE, ALIAS, COPY, FILL, MEETINGS };
 
-/* What touches the page of a running fill through the other address of it, on the worker. */
+/* Operations on the worker wait if they touch the page of a running fill through its other address. */
 static void fills_hold_up_their_pages(void) {
   for (int what = 0; what < MEETINGS; what++) {
     vmem_t vm = open_fake();
@@ -737,7 +737,7 @@ struct host_side {
   int ret;
 };
 
-/* Lets the GPU go on when the other batch is finished, as a stream that waits for the host. */
+/* Lets the GPU continue when the other batch is finished, like a stream that waits for the host. */
 static void *signal_after(void *arg) {
   struct host_side *h = arg;
   h->ret = vmem_wait(h->vm, h->first, -1);
@@ -769,7 +769,7 @@ static void no_deadlock_with_the_host(void) {
   OK(vmem_close(h.vm));
 }
 
-/* More than 64 ranges are several calls of the back end: each waits for the one before. */
+/* More than 64 ranges need several back-end calls, each of which waits for the previous one. */
 static void long_fills_are_chained(void) {
   vmem_t vm = open_fake();
   uint64_t va;
@@ -798,7 +798,7 @@ static void long_fills_are_chained(void) {
   OK(vmem_close(vm));
 }
 
-/* Many fills at once cost no one a walk through all of them each time. */
+/* Many unfinished fills do not make every later call walk through all of them. */
 static void many_fills(void) {
   enum { MANY = 1000 };
   vmem_t vm = open_fake();
@@ -833,8 +833,8 @@ enum { STEPS = 1500, PAGES = 12 };
 
 static int gpu_stops;
 
-/* The "GPU": reaches the events in any order, each after what it waits for. A fill writes where it was told to, so one
- * whose page is no longer there dies. */
+/* The "GPU": reaches the events in any order, each after its dependency. A fill writes to its address, so it crashes if
+ * its page has been unmapped. */
 static void *run_gpu(void *arg) {
   unsigned seed = (unsigned)(uintptr_t)arg;
   while (!__atomic_load_n(&gpu_stops, __ATOMIC_ACQUIRE)) {
@@ -851,7 +851,7 @@ static void *run_gpu(void *arg) {
   return NULL;
 }
 
-/* Each page has two addresses. What is begun in order on one page happens in that order. */
+/* Each page has two addresses. Operations on one page take effect in the order in which they were submitted. */
 static void fills_in_any_order(void) {
   vmem_t vm = open_fake();
   uint64_t va, alias, spare;
@@ -887,7 +887,7 @@ static void fills_in_any_order(void) {
       OK(vmem_read(vm, &b, at + PAGE - 1, 1));
       EQ(b, value[i]);
       break;
-    case 3: /* the second address comes or goes */
+    case 3: /* map or unmap the second address */
       op = (struct vmem_op){.op = second[i] ? VMEM_OP_UNMAP : VMEM_OP_MAP, .addr = alias + i * PAGE, .bytes = PAGE};
       if (!second[i]) {
         OK(vmem_retain(vm, va + i * PAGE, PAGE, &h));
@@ -899,7 +899,7 @@ static void fills_in_any_order(void) {
       OK(vmem_ticket_drop(vm, t));
       second[i] = !second[i];
       break;
-    case 4: /* a copy, which takes the page's place */
+    case 4: /* replace the page by a copy */
       op = (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .addr = spare, .bytes = PAGE, .src = at};
       OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t));
       OK(vmem_wait(vm, t, -1));
@@ -913,7 +913,7 @@ static void fills_in_any_order(void) {
       OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
       OK(vMemUnmap(vm, spare, PAGE));
       break;
-    default: /* gone, and back as a new page */
+    default: /* unmap it, and populate a new page */
       if (second[i]) OK(vMemUnmap(vm, alias + i * PAGE, PAGE));
       second[i] = false;
       op = unmap(va + i * PAGE);
@@ -939,7 +939,7 @@ static void fills_in_any_order(void) {
   pthread_join(thread, NULL);
 }
 
-/* A ticket dropped while its fill runs: the fill is still one, and close waits for it. */
+/* A ticket is dropped while its fill runs: the fill runs on, and close waits for it. */
 static void dropped_while_filling(void) {
   vmem_t vm = open_fake();
   uint64_t va;
@@ -959,8 +959,8 @@ static void dropped_while_filling(void) {
   pthread_join(thread, NULL);
 }
 
-/* A page that was mapped nowhere when a batch was submitted, and is being filled elsewhere when it is run: it shows
- * there when the fill is over. */
+/* A page that was not mapped when a batch was submitted is being filled at another address when the batch runs: the
+ * batch maps it once the fill is complete. */
 static void second_address_after_submit(void) {
   vmem_t vm = open_fake();
   uint64_t va, one = 1;

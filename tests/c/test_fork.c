@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: after fork the child gets an error, the parent notices nothing. */
+/* Description: after a fork the child's calls fail, and the parent is not affected. */
 #include <dirent.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -39,7 +39,7 @@ static void child_calls(vmem_t vm, uint64_t va) {
   EQ(vmem_get_stats(vm, &s), -ECHILD);
   EQ(vmem_close(vm), -ECHILD);
   EQ(vmem_close(vm), -ECHILD);
-  /* A context of its own works. */
+  /* The child can open its own context. */
   own = open_host(0);
   CHECK(own && own != vm);
   OK(vMemReserve(own, MIB(2), NULL, &mine));
@@ -56,7 +56,7 @@ static void child_touches(vmem_t vm, uint64_t va) {
   BYTE(va) = 66;                                  /* must fault, not reach the parent's page */
 }
 
-/* The first file of this process's whose name begins so; -1: none. */
+/* Finds this process's first open file whose name begins with `name`; -1: none. */
 static int descriptor_of(const char *name) {
   DIR *dir = opendir("/proc/self/fd");
   struct dirent *entry;
@@ -70,7 +70,7 @@ static int descriptor_of(const char *name) {
   return found;
 }
 
-/* Mappings of this process whose line has this in it. */
+/* Counts the mappings of this process whose line contains `name`. */
 static int mappings_of(const char *name) {
   FILE *f = fopen("/proc/self/maps", "re");
   char line[512];
@@ -80,7 +80,7 @@ static int mappings_of(const char *name) {
   return n;
 }
 
-/* Files and mappings of a child survive when the parent is killed. */
+/* A child must have no files or mappings of the parent, because they would survive a killed parent. */
 static void child_holds_no_memory(vmem_t vm, uint64_t va) {
   (void)vm;
   (void)va;
@@ -96,7 +96,8 @@ static uint64_t max_mappings(void) {
   return max;
 }
 
-/* With no descriptor left no more memory is given out than there is, and a limit on mappings has its name. */
+/* With no descriptor left, no more memory is allocated than there is, and the mapping limit is still reported by
+ * name. */
 static void child_without_descriptors(vmem_t vm, uint64_t va) {
   struct rlimit few = {.rlim_cur = 64, .rlim_max = 64};
   struct vmem_open_opts host = {.size = sizeof(host), .backend = "host"};
@@ -127,7 +128,7 @@ static void child_without_descriptors(vmem_t vm, uint64_t va) {
   OK(vmem_close(vm));
 }
 
-/* In a child of its own, which has no standard streams. */
+/* Runs in a child without standard streams. */
 static void child_without_streams(vmem_t vm, uint64_t va) {
   int fd;
   for (fd = 0; fd < 3; fd++) close(fd);
@@ -136,7 +137,7 @@ static void child_without_streams(vmem_t vm, uint64_t va) {
   if (!vm || fd < 3 || vMemReserve(vm, MIB(2), NULL, &va) || vmem_close(vm)) failures_here++;
 }
 
-/* A file that may not grow would end the process by SIGXFSZ. */
+/* Growing a file beyond RLIMIT_FSIZE would kill the process with SIGXFSZ. */
 static void child_with_small_files(vmem_t vm, uint64_t va) {
   struct rlimit small = {.rlim_cur = MIB(100), .rlim_max = MIB(100)};
   struct vmem_error e = {.size = sizeof(e)};
@@ -157,7 +158,7 @@ static void child_with_small_files(vmem_t vm, uint64_t va) {
   OK(vmem_drop(vm, h[0]));
   OK(vmem_close(vm));
   OK(vmem_open(&o, &vm));
-  for (int i = 0; i < 200; i++) { /* what is given back may be had again, in other sizes */
+  for (int i = 0; i < 200; i++) { /* freed memory can be allocated again in other sizes */
     OK(vMemCreate(vm, MIB(1 + i % 20), NULL, &h[0]));
     OK(vMemCreate(vm, MIB(2 + 2 * (i % 7)), NULL, &h[1]));
     OK(vmem_drop(vm, h[i % 2]));
@@ -202,7 +203,7 @@ struct mapper {
   bool over; /* atomic */
 };
 
-/* So many scattered pages. */
+/* Maps and unmaps `count` scattered pages. */
 static int map_and_unmap(vmem_t vm, uint64_t va, uint64_t count) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .addr = va, .bytes = PAGE, .count = count, .stride = 2 * PAGE};
   int err = vmem_batch(vm, &op, 1, NULL, 0, 0);
@@ -216,7 +217,7 @@ static void *maps_and_unmaps(void *arg) {
   return NULL;
 }
 
-/* No child sees a mapping that is not yet kept from it. */
+/* A child never inherits a mapping that is not yet marked MADV_DONTFORK. */
 static void while_another_thread_maps(void) {
   struct mapper m = {.vm = open_host(0)};
   pthread_t thread;
@@ -232,7 +233,7 @@ static void while_another_thread_maps(void) {
   OK(vmem_close(m.vm));
 }
 
-/* It ends after the fork: ThreadSanitizer counts a thread that ended before as leaked by the child. */
+/* Exits after the fork: ThreadSanitizer reports a thread that exited before it as leaked by the child. */
 static void *closes(void *arg) {
   struct mapper *m = arg;
   m->err = vmem_close(m->vm);
@@ -240,7 +241,8 @@ static void *closes(void *arg) {
   return NULL;
 }
 
-/* A context that is no longer found is not closed yet: it waits for a batch that waits for a descriptor. */
+/* A context that is no longer in the table may not be closed yet: here it waits for a batch that waits for a
+ * descriptor. */
 static void while_a_context_is_closed(void) {
   struct mapper m = {.vm = open_host(0)};
   struct vmem_after after = after_fd(eventfd(0, EFD_CLOEXEC));
@@ -310,7 +312,7 @@ static void child_of_a_handler(vmem_t vm, uint64_t va) {
   EQ(caller.child_err, 0);
 }
 
-/* They may call the library, and take a lock under which others call it. */
+/* The caller's handlers may call the library, and take a lock under which other threads call it. */
 static void with_handlers_of_the_caller(void) {
   struct mapper m = {0};
   pthread_t thread;
@@ -340,9 +342,9 @@ static void forks_again(int sig) {
   if (!fork()) _exit(0);
 }
 
-/* A signal handler that forks may interrupt a fork, or a call, in a process that has had no second thread: in others
- * glibc's fork waits for itself. So it is the first test. One signal a round: the kernel begins an interrupted fork
- * again, and one that is always interrupted never ends. */
+/* A signal handler that forks may interrupt a fork, or a call, in a process that never had a second thread (in others
+ * glibc's fork deadlocks), so this test comes first. One signal per round: the kernel restarts an interrupted fork, and
+ * one that is always interrupted never finishes. */
 static void in_signal_handlers(void) {
   struct mapper m = {.vm = open_host(0)};
   struct sigaction act = {.sa_handler = forks_again, .sa_flags = SA_RESTART}, old;
@@ -373,14 +375,14 @@ static void in_signal_handlers(void) {
   OK(vmem_close(m.vm));
 }
 
-/* A child of a process with all contexts may have as many. */
+/* A child of a process that has opened all contexts can open as many. */
 static void child_with_all_contexts(vmem_t vm, uint64_t va) {
   vmem_t own[256];
   int n = 0;
   (void)va;
   while (n < 256 && (own[n] = open_host(0))) n++;
   EQ(n, 256);
-  EQ(vmem_close(vm), -EBADF); /* its place is used: it is not told from one that was closed */
+  EQ(vmem_close(vm), -EBADF); /* its entry was reused, so the parent's context looks closed */
   while (n--) OK(vmem_close(own[n]));
 }
 
@@ -405,7 +407,7 @@ static const struct test tests[] = {TEST(in_signal_handlers),
                                     TEST(with_all_contexts),
                                     TEST(strange_processes)};
 
-/* Before `main`, as the constructor of a C++ object may. */
+/* Runs before `main`, as the constructor of a C++ object may. */
 __attribute__((constructor)) static void register_handlers(void) {
   pthread_atfork(callers_prepare, callers_parent, callers_child);
 }

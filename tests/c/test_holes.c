@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: reads of holes that a handler of SIGSEGV lets end, while other threads map and unmap there. */
+/* Description: a SIGSEGV handler lets reads of holes complete, while other threads map and unmap there. */
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -7,7 +7,7 @@
 #include "check.h"
 
 static vmem_t vm;
-static volatile int faults, refused; /* the compiler does not see that a read may change them */
+static volatile int faults, refused; /* volatile: a read may change them, in the signal handler */
 static sigjmp_buf give_up;
 
 static void on_fault(int sig, siginfo_t *info, void *context) {
@@ -21,7 +21,7 @@ static void on_fault(int sig, siginfo_t *info, void *context) {
   siglongjmp(give_up, 1);
 }
 
-/* Reads or writes a byte; 0, or what vmem_reveal said. */
+/* Reads or writes a byte; returns 0, or the error of vmem_reveal. */
 static int touched(uint64_t addr, bool write) {
   refused = 0;
   if (!sigsetjmp(give_up, 1)) {
@@ -107,7 +107,7 @@ static void what_is_no_hole_is_refused(void) {
 static uint64_t shared;
 static bool over;
 
-/* Each byte is 0, where nothing is mapped, or 9. Not for the thread sanitizer, to which mmap is a write. */
+/* Each byte is 9, or 0 if nothing is mapped. Not for ThreadSanitizer, which treats mmap as a write. */
 __attribute__((no_sanitize("thread"))) static void *read_on(void *unused) {
   uintptr_t wrong = 0;
   (void)unused;
@@ -133,7 +133,7 @@ static void readers_while_pages_come_and_go(void) {
     at = shared + i % 16 * PAGE;
     OK(vMemMap(vm, at, PAGE, h, 0, 0));
     __atomic_store_n((unsigned char *)(uintptr_t)at, 9,
-                     __ATOMIC_RELAXED); /* what is mapped can be written, whatever was revealed */
+                     __ATOMIC_RELAXED); /* mapped memory can be written, whatever was revealed */
     if (i % 3 == 0) OK(vmem_conceal(vm, shared, 16 * PAGE));
     OK(vMemUnmap(vm, at, PAGE));
   }

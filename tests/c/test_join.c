@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: vmem_join maps again, once per run, what was mapped page by page; and its failures. */
+/* Description: vmem_join remaps, by one call per run, what was mapped page by page; and its failures. */
 #include "api/api.h"
 #include "check.h"
 
-/* The host back end with a remap, as a GPU back end has one. */
+/* The host back end with a remap, as GPU back ends have. */
 static struct vm_backend fake;
 static int remaps, fail_remap;
 
@@ -16,7 +16,7 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 static vmem_t vm;
 static uint64_t va;
 
-/* Two runs of 8 pages each, mapped page by page, and a page that has no neighbour. */
+/* Maps two runs of 8 pages each, page by page, and a page that has no neighbour. */
 static void grow(void) {
   struct vm_ctx *c;
   int err;
@@ -72,7 +72,7 @@ static void part_of_a_run(void) {
   grow();
   OK(vmem_join(vm, va + 2 * PAGE, 3 * PAGE, &calls));
   EQ(calls, 1);
-  OK(vmem_join(vm, va, 8 * PAGE, &calls)); /* the calls before, in and behind that part */
+  OK(vmem_join(vm, va, 8 * PAGE, &calls)); /* the calls before, in and after that part */
   EQ(calls, 1);
   CHECK(intact());
   OK(vmem_check(vm));
@@ -95,7 +95,7 @@ static void lost(void) {
   uint64_t calls;
   grow();
   fail_remap = 1;
-  OK(vmem_inject(vm, VMEM_INJECT_MAP, 1, 1, EIO)); /* the map that should repair it */
+  OK(vmem_inject(vm, VMEM_INJECT_MAP, 1, 1, EIO)); /* fails the map that should repair it */
   EQ(vmem_join(vm, va, MIB(64), &calls), -ENOTRECOVERABLE);
   OK(vmem_inject(vm, 0, 0, 0, 0));
   EQ(stats_of(vm).quarantined_bytes, 8 * PAGE);

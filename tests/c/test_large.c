@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: pages of 2 MiB beside small ones in one context: never cut, from slabs of their own. */
+/* Description: pages of 2 MiB next to small ones in one context: never cut, from their own slabs. */
 #include <unistd.h>
 
 #include "api/api.h"
@@ -12,7 +12,7 @@ struct scene {
   uint64_t va;
 };
 
-/* Two large pages, then three small ones; a byte in each granule. */
+/* Maps two large pages, then three small ones, and writes a byte to each granule. */
 static bool scene_open(struct scene *s) {
   struct vmem_reserve_opts o = {.size = sizeof(o), .flags = VMEM_RESERVE_LARGE};
   struct vmem_op ops[] = {
@@ -26,7 +26,7 @@ static bool scene_open(struct scene *s) {
   if (vmem_batch(s->vm, ops, 2, NULL, 0, 0)) return false;
   for (uint64_t a = 0; a < 2 * LARGE + 3 * PAGE; a += PAGE)
     if (!put_byte(s->vm, s->va + a, 1 + (int)(a / PAGE))) return false;
-  /* Background zeroing uses its own mapping, which must not count as the batch's. */
+  /* Background zeroing uses the slab's own mapping, which must not be counted as the batch's. */
   for (int i = 0; i < 20000 && stats_of(s->vm).dirty_bytes; i++) usleep(1000);
   return !stats_of(s->vm).dirty_bytes;
 }
@@ -72,14 +72,14 @@ static void never_cut(void) {
   EQ(flags_at(&s, 2 * LARGE) & VMEM_RANGE_LARGE, 0);
   OK(vmem_fill(s.vm, s.va + 3 * PAGE, PAGE, 4));
   CHECK(holds(&s, 0, 2 * LARGE + 3 * PAGE));
-  OK(vMemUnmap(s.vm, s.va + 2 * LARGE + PAGE, PAGE)); /* small ones are */
+  OK(vMemUnmap(s.vm, s.va + 2 * LARGE + PAGE, PAGE)); /* small pages can be unmapped in part of their run */
   OK(vMemUnmap(s.vm, s.va, LARGE));
   EQ(flags_at(&s, 0) & (VMEM_RANGE_MAPPED | VMEM_RANGE_LARGE), 0);
   CHECK(holds(&s, LARGE, 2 * LARGE + PAGE));
   end(&s);
 }
 
-/* A part of a large page may be mapped elsewhere, and a whole one off its boundary: by small entries. */
+/* Part of a large page may be mapped elsewhere, and a whole one at an unaligned address: both by small entries. */
 static void parts_elsewhere(void) {
   struct scene s;
   struct vmem_op op = {.op = VMEM_OP_MAP, .flags = VMEM_OP_READONLY};
@@ -105,11 +105,11 @@ static void parts_elsewhere(void) {
   EQ(get_byte(s.vm, op.addr + LARGE - PAGE), 32);
   OK(vMemUnmap(s.vm, op.addr, PAGE));
   OK(vMemUnmap(s.vm, op.addr + LARGE - PAGE, PAGE));
-  op.bytes = 2 * LARGE; /* the same for all that lies between two boundaries */
+  op.bytes = 2 * LARGE; /* the same for everything between two boundaries */
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(flags_at(&s, 13 * LARGE) & VMEM_RANGE_LARGE, 0);
   OK(vMemUnmap(s.vm, s.va + 13 * LARGE + PAGE, PAGE));
-  /* From the middle on: the part, then the whole, in two calls, each with its entries. */
+  /* From the middle of a page on: first its remainder, then a whole page, in two calls, each with its own entries. */
   op.addr = at + 2 * LARGE + 30 * PAGE;
   op.offset = 30 * PAGE;
   op.bytes = 2 * PAGE + LARGE + PAGE;
@@ -120,14 +120,14 @@ static void parts_elsewhere(void) {
   EQ(flags_at(&s, 11 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
   for (unsigned i = 30; i < 65; i++) EQ(get_byte(s.vm, at + 2 * LARGE + i * PAGE), 1 + i);
   OK(vMemUnmap(s.vm, at + 2 * LARGE + 31 * PAGE, PAGE));
-  EQ(stats_of(s.vm).mappings - calls, 3); /* the whole one is no part of the call that was cut */
+  EQ(stats_of(s.vm).mappings - calls, 3); /* the whole page is not part of the call that was cut */
   OK(vmem_drop(s.vm, op.handle));
   CHECK(holds(&s, 0, 2 * LARGE + 3 * PAGE));
   end(&s);
 }
 
-/* Mapped by two calls, a large page has small entries, and each of the two handles is released by itself; mapped
- * again by one call it is a page. */
+/* A large page mapped by two calls has small entries, and its two handles can be released separately. Mapped again by
+ * one call, it is a large page. */
 static void halves(void) {
   struct scene s;
   vmem_handle h[2];
@@ -169,7 +169,7 @@ static void misaligned(void) {
   end(&s);
 }
 
-/* Small pages become a large one under their address, and a large one small ones again. */
+/* Small pages are replaced at their address by a large one, and a large one by small ones. */
 static void promotion(void) {
   struct scene s;
   struct vmem_op up[] = {{.op = VMEM_OP_POPULATE, .bytes = LARGE, .page_size = LARGE, .flags = VMEM_OP_COPY}};
@@ -203,7 +203,7 @@ static void promotion(void) {
   end(&s);
 }
 
-/* The slabs of the one kind are given back where the other is short. */
+/* Slabs of one kind are returned to the driver if the other kind is short. */
 static void memory_goes_over(void) {
   struct vmem_open_opts o = {
       .size = sizeof(o), .granule = PAGE, .mem_limit = MIB(64), .slab_size = MIB(16), .pool_high = VMEM_KEEP_ALL};
@@ -250,8 +250,8 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
 }
 
-/* Nor does joining cut one, wherever its range begins and ends, and what a batch is filling in one; and it
- * makes no call that is longer than the back end takes. */
+/* Joining never cuts a large page, wherever the range begins and ends, even if a batch is filling part of one; and
+ * it makes no call that is longer than the back end accepts. */
 static void joined_whole(void) {
   struct scene s;
   struct vm_ctx *c;

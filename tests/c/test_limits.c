@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: more scattered pages than the kernel allows mappings, more memory than there is. */
+/* Description: more scattered pages than the kernel allows mappings, and more memory than the machine has. */
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -48,8 +48,8 @@ static void scattered_pages(void) {
   EQ(e.limit, max);
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
-  CHECK(2 * mapped + 4096 > max); /* the limit was nearly used up, not feared from afar */
-  /* A caller that tries again and again does not have the process's mappings counted each time. */
+  CHECK(2 * mapped + 4096 > max); /* it stopped close to the limit, not far below it */
+  /* A caller that retries in a loop does not make the library count the process's mappings each time. */
   begun = read_so_far();
   CHECK(begun);
   for (int i = 0; i < 1000; i++) EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOSPC);
@@ -62,7 +62,7 @@ static void scattered_pages(void) {
   OK(vmem_close(vm));
 }
 
-/* Two contexts by turns: what one takes the other knows of, and the process still has a margin. */
+/* Two contexts take turns: each knows what the other uses, and the process still has a margin. */
 static void two_contexts(void) {
   vmem_t vm[2] = {open_host(KIB(4)), open_host(KIB(4))};
   struct vmem_op op[2];
@@ -81,14 +81,14 @@ static void two_contexts(void) {
       }
     EQ(ret[0], -ENOSPC);
     EQ(ret[1], -ENOSPC);
-    while (left < 200) { /* neighbours with different protection do not become one */
+    while (left < 200) { /* neighbours with different protection are not merged */
       p[left] = mmap(NULL, KIB(4), left & 1 ? PROT_READ : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (p[left] == MAP_FAILED) break;
       left++;
     }
     for (int i = 0; i < left; i++) munmap(p[i], KIB(4));
     EQ(left, 200);
-    OK(vmem_close(vm[0])); /* the other has what it had */
+    OK(vmem_close(vm[0])); /* the other context can use what it had */
     OK(vmem_batch(vm[1], &op[1], 1, NULL, 0, 0));
   } else {
     OK(vmem_close(vm[0]));
@@ -134,8 +134,8 @@ static void queued_pages(void) {
   OK(vmem_close(vm));
 }
 
-/* What others in the process have given back can be had, if not at once. A batch that the kernel ends is undone,
- * whether the kernel stops at its limit or one above it, which is a matter of one mapping more or less. */
+/* Mappings that other code in the process has freed can be used, if not immediately. A batch that the kernel stops is
+ * undone, whether the kernel stops it at the limit or one mapping above, which depends on `odd`. */
 static void with_mappings_of_others(bool odd) {
   vmem_t vm = open_host(KIB(4));
   uint64_t va, max = sysctl_max(), size = max / 2 * KIB(8);
@@ -180,13 +180,13 @@ static void more_memory_than_there_is(void) {
   EQ(vmem_warm(vm, GIB(1024)), -ENOMEM);
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
-  EQ(after.slab_calls, before.slab_calls);    /* others would lack meanwhile what was taken */
-  EQ(vMemCreate(vm, all, NULL, &h), -ENOMEM); /* this process itself has some */
+  EQ(after.slab_calls, before.slab_calls);    /* nothing was taken, which would have left other processes short */
+  EQ(vMemCreate(vm, all, NULL, &h), -ENOMEM); /* this process itself uses some */
   OK(vmem_get_error(&e));
   CHECK(strstr(e.text, "available"));
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
-  OK(vMemReserve(vm, GIB(1024), NULL, &va)); /* addresses are free */
+  OK(vMemReserve(vm, GIB(1024), NULL, &va)); /* addresses cost nothing */
   op.addr = va;
   before = stats_of(vm);
   EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOMEM);
@@ -202,7 +202,7 @@ static void memory_of_two_contexts(void) {
   uint64_t most = (number_in("/proc/meminfo", "MemTotal:") << 10) / 8 * 5 / MIB(2) * MIB(2);
   vmem_handle h;
   int first = vMemCreate(vm[0], most, NULL, &h);
-  if (!first) EQ(vMemCreate(vm[1], most, NULL, &h), -ENOMEM); /* else another process has so much */
+  if (!first) EQ(vMemCreate(vm[1], most, NULL, &h), -ENOMEM); /* else other processes use that much */
   OK(vmem_close(vm[0]));
   if (!first) OK(vMemCreate(vm[1], most / 2, NULL, &h));
   OK(vmem_close(vm[1]));
@@ -212,7 +212,7 @@ static struct vmem_op page_at(uint64_t addr) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = addr, .bytes = PAGE};
 }
 
-/* As many mappings as were asked for and none more, queued ones counted; unmapping and joining make room. */
+/* max_mappings can be used up but not exceeded, queued mappings included; unmapping and joining make room. */
 static void mappings(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .max_mappings = 16};
   struct vmem_info info = {.size = sizeof(info)};

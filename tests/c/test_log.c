@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: what a context tells its listener, at which level; that a bad level is refused. */
+/* Description: what a context logs, and at which level; a bad level is refused. */
 #include <pthread.h>
 
 #include "check.h"
@@ -26,7 +26,7 @@ static void listen(void *arg, uint32_t level, const char *text) {
   pthread_mutex_unlock(&h->lock);
 }
 
-/* The number of lines of this level with this prefix. */
+/* Counts the lines of this level with this prefix. */
 static unsigned told(uint32_t level, const char *start) {
   unsigned n = 0;
   pthread_mutex_lock(&heard.lock);
@@ -111,7 +111,7 @@ static void failures_are_told(void) {
   OK(vmem_close(vm));
 }
 
-/* Two maps, of which the second fails and the undo of the first as well. */
+/* Two maps: the second fails, and so does the undo of the first. */
 static void quarantine_is_a_warning(void) {
   struct vmem_info info = {.size = sizeof(info)};
   struct vmem_op ops[2] = {{.op = VMEM_OP_MAP}, {.op = VMEM_OP_MAP}};
@@ -141,7 +141,7 @@ static void bad_levels_are_refused(void) {
   EQ(open_opts(&o, &vm), -EINVAL);
   r.log_reserved = 1;
   EQ(open_opts(&r, &vm), -EINVAL);
-  r.size = offsetof(struct vmem_open_opts, log); /* who was compiled before there was a log */
+  r.size = offsetof(struct vmem_open_opts, log); /* a caller compiled before the log existed */
   OK(open_opts(&r, &vm));
   OK(vmem_close(vm));
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: new pages with copied contents, pages under addresses that are mapped, and both together: moving. */
+/* Description: new pages with copied contents, replacing pages at mapped addresses, and both together: moving. */
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -13,7 +13,7 @@ struct scene {
   uint64_t va, scratch;
 };
 
-/* Three pieces of two pages, a byte of each with a value of its own. */
+/* Makes three pieces of two pages, with a byte of its own value in each page. */
 static bool scene_open(struct scene *s) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE};
   s->vm = open_vm(PAGE);
@@ -42,7 +42,7 @@ static struct vmem_op copy_to_scratch(const struct scene *s) {
                           .src_stride = STRIDE};
 }
 
-/* The scratch pages take the place of the others, and leave the scratch range. */
+/* Replaces the pages at va by the scratch pages, and unmaps the scratch range. */
 static int swap(const struct scene *s, vmem_handle *h) {
   struct vmem_op ops[] = {
       {.op = VMEM_OP_MAP,
@@ -74,9 +74,9 @@ static void copies(void) {
   op = copy_to_scratch(&s);
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   CHECK(holds(&s, s.scratch) && holds(&s, s.va));
-  CHECK(put_byte(s.vm, s.scratch + 5, 99)); /* they are two */
+  CHECK(put_byte(s.vm, s.scratch + 5, 99)); /* they are separate pages */
   EQ(get_byte(s.vm, s.va + 5), 1);
-  /* The same, unaligned source for two pieces, less than a piece of it: the rest is zero. */
+  /* Both pieces copy the same unaligned source, which is shorter than a piece: the remainder is zero. */
   op.addr = s.scratch + MIB(4);
   op.count = 2;
   op.src = s.va + PAGE + 5;
@@ -91,7 +91,7 @@ static void copies(void) {
   end(&s);
 }
 
-/* Pages that were used before are zeroed where nothing is copied to. */
+/* Pages that were used before are zeroed where nothing is copied. */
 static void copies_into_used_pages(void) {
   struct scene s;
   struct vmem_op op;
@@ -136,7 +136,7 @@ static void bad_copies(void) {
   op.src = 4096;
   REFUSED(-ENXIO);
   op = copy_to_scratch(&s);
-  op.src = op.addr; /* what the batch itself is about to map */
+  op.src = op.addr; /* a range that the batch itself is about to map */
   REFUSED(-EBUSY);
   op = copy_to_scratch(&s);
   op.op = VMEM_OP_UNMAP;
@@ -147,7 +147,7 @@ static void bad_copies(void) {
   end(&s);
 }
 
-/* A source stays until the batch is over; what lies between its pieces may go. */
+/* A source stays mapped until the batch is finished; ranges between its pieces may be unmapped. */
 static void a_source_is_held(void) {
   struct scene s;
   struct vmem_op op, between;
@@ -166,7 +166,7 @@ static void a_source_is_held(void) {
   between.addr = s.va + 3 * STRIDE; /* where a fourth piece would be */
   OK(vmem_batch(s.vm, &between, 1, NULL, 0, 0));
   OK(vMemUnmap(s.vm, between.addr, PAGE));
-  EQ(get_byte(s.vm, s.va + 5), 1); /* reading goes on */
+  EQ(get_byte(s.vm, s.va + 5), 1); /* it can still be read */
   OK(vmem_check(s.vm));
   fire(fd);
   OK(vmem_wait(s.vm, t, -1));
@@ -191,7 +191,7 @@ static void moves(void) {
   OK(swap(&s, &h));
   CHECK(holds(&s, s.va));
   EQ(vmem_handle_query(s.vm, h, &info), -EBADF);  /* consumed */
-  EQ(stats_of(s.vm).used_bytes, used + 2 * PAGE); /* those that `old` names are still there */
+  EQ(stats_of(s.vm).used_bytes, used + 2 * PAGE); /* `old` keeps its pages */
   EQ(stats_of(s.vm).mapped_bytes, used);
   CHECK(put_byte(s.vm, s.va + 5, 42));
   OK(vMemMap(s.vm, s.scratch, 2 * PAGE, old, 0, 0));
@@ -201,7 +201,7 @@ static void moves(void) {
   end(&s);
 }
 
-/* With a handle that is kept, in parts of what one call mapped, read-only; then over that again. */
+/* Replaces parts of what one call mapped, read-only, by a handle that is kept; then replaces those again. */
 static void replaces_in_parts(void) {
   struct scene s;
   vmem_handle h;
@@ -264,7 +264,7 @@ static void bad_replaces(void) {
   end(&s);
 }
 
-/* A handle that a batch is to take pages from is not to be dropped, nor are its pages. */
+/* A handle whose pages a batch is about to map cannot be dropped, nor can its pages. */
 static void a_handle_is_held(void) {
   struct scene s;
   struct vmem_after after;
@@ -277,7 +277,7 @@ static void a_handle_is_held(void) {
   op = copy_to_scratch(&s);
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   OK(vmem_gather(s.vm, s.scratch, 2 * PAGE, 3, STRIDE, &h));
-  OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE)); /* two pages are the handle's alone now */
+  OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE)); /* only the handle refers to these two pages now */
   op = (struct vmem_op){.op = VMEM_OP_MAP,
                         .flags = VMEM_OP_REPLACE,
                         .addr = s.va,
@@ -299,7 +299,7 @@ static void a_handle_is_held(void) {
   end(&s);
 }
 
-/* Nor is it to be consumed by another batch; the one that takes the pages may do so itself. */
+/* Nor can another batch consume it; the batch that takes the pages may do so itself. */
 static void a_held_handle_is_not_consumed(void) {
   struct scene s;
   struct vmem_after after;
@@ -335,7 +335,7 @@ static void a_held_handle_is_not_consumed(void) {
   end(&s);
 }
 
-/* One handle in several operations of a batch, the last of which consumes it; whatever comes first, the caller's
+/* One handle is used by several operations of a batch, one of which consumes it; whatever their order, the caller's
  * reference is dropped once, at the end. */
 static void one_handle_twice(void) {
   struct scene s;
@@ -367,8 +367,8 @@ static void one_handle_twice(void) {
   end(&s);
 }
 
-/* A batch copies from what it takes away or replaces itself: the contents are those before. Named before the copy,
- * the range is being changed. A range is taken away or replaced, not both. */
+/* A batch may copy from a range that it unmaps or replaces itself: it copies the old contents. If the unmap or replace
+ * comes before the copy in `ops`, the copy fails with -EBUSY. A range can be unmapped or replaced, not both. */
 static void copies_from_what_goes(void) {
   struct scene s;
   struct vmem_op ops[2];
@@ -403,7 +403,8 @@ static void copies_from_what_goes(void) {
   end(&s);
 }
 
-/* Fills alone wait for GPU work on the GPU; what replaces must hold back, and let other batches pass. */
+/* Only batches that just fill let the GPU wait for their dependencies; one that also replaces waits on the worker, and
+ * lets other batches pass. */
 static void fills_beside_replaces(void) {
   struct scene s;
   struct vmem_op ops[2];
@@ -427,7 +428,7 @@ static void fills_beside_replaces(void) {
   end(&s);
 }
 
-/* A context ends with copies and replaces under way, whether they wait for somebody or not. */
+/* A context is closed with copies and replaces in progress, whether they wait for a descriptor or not. */
 static void closed_under_way(void) {
   for (int waits = 0; waits < 2; waits++) {
     struct scene s;
@@ -451,7 +452,7 @@ static void closed_under_way(void) {
     OK(vmem_retain(s.vm, s.va + STRIDE, PAGE, &h));
     op.addr = s.va + PAGE;
     op.handle = h;
-    if (waits) EQ(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t), -EBUSY); /* a source is not to be replaced */
+    if (waits) EQ(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t), -EBUSY); /* a source cannot be replaced */
     op.addr = s.scratch + PAGE;                                         /* mapped, or about to be */
     vmem_submit(s.vm, &op, 1, &after, 1, 0, &t);
     OK(vmem_close(s.vm));
@@ -459,7 +460,7 @@ static void closed_under_way(void) {
   }
 }
 
-/* Whichever driver call of a move fails, or allocation, everything is as it was. */
+/* Whichever driver call or allocation of a move fails, everything is as it was. */
 static void nth_call_fails(void) {
   for (unsigned kind = 0; kind < 4; kind++)
     for (uint64_t nth = 0; nth < (kind < 3 ? 8 : 16); nth++) {
@@ -539,7 +540,7 @@ static int strict_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   return err ? err : vm_backend_host.unmap(be, addr, bytes, sparse);
 }
 
-/* A piece of several runs whose replacing fails in the middle: what is there already goes before the old comes back. */
+/* Replacing a piece of several runs fails in the middle: the undo unmaps the new runs before it maps the old ones. */
 static void replace_fails_within_a_piece(void) {
   ONLY_HOST();
   for (uint64_t nth = 0; nth < 9; nth++) {
@@ -580,14 +581,14 @@ static void replace_fails_within_a_piece(void) {
     CHECK(!violated);
     after = stats_of(s.vm);
     if (nth < 6) CHECK(same_state(&before, &after) && holds(&s, s.va));
-    if (nth >= 6) EQ(after.mappings, before.mappings + 3); /* a call for each run */
+    if (nth >= 6) EQ(after.mappings, before.mappings + 3); /* one call per run */
     for (int i = 0; i < 6 && nth >= 6; i++) EQ(BYTE(s.va + i / 2 * STRIDE + i % 2 * PAGE), 77);
     OK(vmem_drop(s.vm, h));
     end(&s);
   }
 }
 
-/* Ranges in an unknown state are quarantined with the pages on both sides; the rest is unchanged. */
+/* Ranges in an unknown state are quarantined with their old and new pages; everything else is unchanged. */
 static void unknown_state(void) {
   ONLY_HOST();
   for (int map = 0; map < 2; map++)
@@ -623,7 +624,7 @@ static void unknown_state(void) {
     }
 }
 
-/* Contents that nobody knows are not put under somebody's address. */
+/* Pages with unknown contents cannot replace mapped pages. */
 static void never_mapped(void) {
   struct scene s;
   struct vm_ctx *c;
@@ -649,7 +650,7 @@ static void never_mapped(void) {
   end(&s);
 }
 
-/* A used page that is copied to in part shows none of its old contents beside the copy, where the back end zeroes
+/* A used page that is copied to in part shows none of its old contents around the copy, with a back end that zeroes
  * nothing by itself. */
 static void copies_into_dirty_pages(void) {
   struct scene s;
@@ -671,7 +672,7 @@ static void copies_into_dirty_pages(void) {
     OK(vMemUnmap(s.vm, s.scratch, 2 * PAGE));
     op.count = 1;
     op.src_bytes = round == 1 ? 2 * PAGE : 6;
-    if (round == 2) { /* a copy that fails leaves pages that are as dirty as they were */
+    if (round == 2) { /* a failed copy leaves the pages as dirty as they were */
       OK(vmem_inject(s.vm, VMEM_INJECT_FILL, 0, 1, EIO));
       op.src_bytes = 0;
       EQ(vmem_batch(s.vm, &op, 1, NULL, 0, 0), -EIO);
@@ -687,7 +688,7 @@ static void copies_into_dirty_pages(void) {
   end(&s);
 }
 
-/* No second handle for pages that another batch is changing, nor for those before them. */
+/* Gathering pages that another batch is changing fails and takes no reference to the pages before them. */
 static void gathers_beside_a_batch(void) {
   struct scene s;
   struct vmem_after after;
@@ -709,7 +710,7 @@ static void gathers_beside_a_batch(void) {
   end(&s);
 }
 
-/* Between memories: the address stays, the location is another. */
+/* Pages move between device and host memory at the same address. */
 static void between_locations(void) {
   struct scene s;
   struct vmem_op op;
@@ -733,7 +734,7 @@ static void between_locations(void) {
   EQ(hi.location, VMEM_HOST);
   OK(vmem_drop(s.vm, h));
   op.location = VMEM_DEVICE;
-  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0)); /* a copy in the device again */
+  OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0)); /* a copy back in device memory */
   OK(swap(&s, &h));
   CHECK(holds(&s, s.va));
   end(&s);

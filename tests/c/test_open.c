@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: opening tests a page, and auto skips a back end that fails; a back end odd in vMemFree, and in room. */
+/* Description: the opening test, and auto skipping a back end that fails it; failures in vMemFree and in room. */
 #include "api/api.h"
 #include "check.h"
 
-/* A back end like host that is wrong in one way. */
+/* A back end like host, with one fault. */
 enum fault { NONE, LOST_WRITES, WRONG_PAGE, NO_MAP, LOST_MAP, NO_UNMAP, NO_SLAB, NO_DESTROY, NO_RESERVE, NO_READ };
 
 static enum fault fault;
@@ -54,7 +54,7 @@ static int odd_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint6
   map_calls++;
   if (fault == NO_MAP || (fault == LOST_MAP && mapped))
     return vm_fail(fault == NO_MAP ? -EIO : -ENOTRECOVERABLE, "it does not map");
-  /* Each mapping shows a page of its own. */
+  /* A second mapping maps another page. */
   if (fault == WRONG_PAGE && mapped) offset -= bytes;
   mapped++;
   return HOST.map(be, addr, bytes, slab, offset, flags, sparse);
@@ -75,7 +75,7 @@ static int odd_read(void *be, void *dst, uint64_t addr, uint64_t bytes) {
   return fault == NO_READ ? vm_fail_at(-EIO, addr, bytes, 0, "the device is gone") : HOST.read(be, dst, addr, bytes);
 }
 
-/* Room for mappings: refused so often. */
+/* How many more times `room` refuses. */
 static unsigned refusals, recounts;
 static vmem_t recounted;
 
@@ -85,14 +85,14 @@ static int odd_room(void *be, const struct vm_be_load *load) {
   return vm_fail(-ENOSPC, "no room");
 }
 
-/* Counting is slow: others go on meanwhile, which they cannot under the context's lock. */
+/* Counting is slow, so it must run without the context's lock; stats_of would deadlock otherwise. */
 static void odd_recount(void *be, uint64_t segments) {
   recounts++;
   stats_of(recounted);
   HOST.recount(be, segments);
 }
 
-/* The table of host with our functions in it, whose own are known at run time only. */
+/* Makes a copy of host's table with the odd functions in it; host's own are only known at run time. */
 static int odd_open(const struct vmem_open_opts *o, struct vm_be_info *info, void **be) {
   static struct vm_backend table;
   int err;
@@ -245,7 +245,7 @@ static void each_granule_is_tested(void) {
   }
 }
 
-/* ---- vMemFree where only the addresses cannot be given back ------------------------------------ */
+/* ---- vMemFree when only the addresses cannot be freed ------------------------------------------ */
 
 static void a_range_that_is_gone_shows_no_mappings(void) {
   struct vmem_range_info r = {.size = sizeof(r)};
@@ -271,13 +271,13 @@ static void a_range_that_is_gone_shows_no_mappings(void) {
   EQ(r.base, va);
   EQ(r.mapped_bytes, 0);
   EQ(r.flags & (VMEM_RANGE_MAPPED | VMEM_RANGE_BUSY), 0);
-  /* Nothing can be mapped there any more, and nothing is changed by asking. */
+  /* Nothing can be mapped there any more, and trying changes nothing. */
   EQ(vMemMap(vm, va, PAGE, h, 0, 0), -ENXIO);
   CHECK(strstr(vmem_last_error(), "vMemFree"));
   EQ(vMemUnmap(vm, va, PAGE), -ENXIO);
   EQ(vmem_fill(vm, va, PAGE, 1), -ENXIO);
   EQ(vMemFree(vm, va, 0), -EIO);
-  /* The handle is free of it: one mapping is left, which goes with it. */
+  /* The handle has only the other mapping left, so it can be released. */
   OK(vMemRelease(vm, h));
   keeps_addresses = false;
   OK(vMemFree(vm, va, 0));

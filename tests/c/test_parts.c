@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: handles gathered from several ranges, and parts of handles given back. */
+/* Description: handles gathered from several ranges, and dropping parts of handles. */
 #include "api/api.h"
 #include "check.h"
 
@@ -42,7 +42,7 @@ static void gathered_and_mapped_again(void) {
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1)), 4 * i + 2);
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1) + PAGE), 4 * i + 3);
   }
-  /* A part of each piece: its pages are not neighbours in the handle. */
+  /* Only part of each piece: those pages are not adjacent in the handle. */
   op.addr += 4 * PAGE, op.bytes = PAGE, op.offset = PAGE, op.offset_stride = 2 * PAGE;
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 3; i++) EQ(GET(op.addr + (uint64_t)i * MIB(1)), 4 * i + 3);
@@ -109,7 +109,7 @@ static void malformed(void) {
   FAILS(vmem_gather(vm, va, 2 * PAGE, 2, PAGE, &out), -EINVAL);
   FAILS(vmem_gather(vm, va, PAGE, 2, PAGE + 1, &out), -EINVAL);
   FAILS(vmem_gather(vm, va, PAGE, UINT64_MAX, MIB(2), &out), -EOVERFLOW);
-  FAILS(vmem_gather(vm, va, PAGE, 5, PAGE, &out), -EFAULT); /* four are mapped */
+  FAILS(vmem_gather(vm, va, PAGE, 5, PAGE, &out), -EFAULT); /* only four are mapped */
   FAILS(vmem_gather(vm, va, PAGE, 2, MIB(64), &out), -ENXIO);
   EQ(vmem_gather(0, va, PAGE, 1, 0, &out), -EBADF);
   OK(vmem_gather(vm, va, PAGE, 0, 0, &h));

@@ -28,16 +28,16 @@ static void one_run_is_one_call(void) {
   OK(vMemMap(vm, va, MIB(64), h, 0, 0));
   EQ(stats_of(vm).map_calls, 1);
   OK(vMemRelease(vm, h));
-  if (on_host()) OK(vMemCreate(vm, MIB(256), NULL, &h)); /* larger than a slab: a slab of its own */
+  if (on_host()) OK(vMemCreate(vm, MIB(256), NULL, &h)); /* larger than a slab: gets its own slab */
   if (on_host()) EQ(runs_of(vm, h), 1);
   OK(vmem_close(vm));
 }
 
-/* ---- where pages are taken; on a GPU those that were used come back dirty, and are taken last --------- */
+/* ---- where pages are taken; on a GPU used pages are dirty, and are taken last -------------------------- */
 
 enum { SLABS = 4, IN_SLAB = 16 };
 
-/* Slabs of 16 pages, all of them taken, one handle each: h[i] are those of the i-th slab. */
+/* Makes slabs of 16 pages, all taken, with one handle per page: h[i] are those of the i-th slab. */
 static vmem_t open_full(vmem_handle h[SLABS][IN_SLAB]) {
   vmem_t vm = open_with(SLABS * MIB(1), VMEM_KEEP_ALL, MIB(1));
   for (int s = 0; s < SLABS; s++)
@@ -52,15 +52,15 @@ static bool release(vmem_t vm, vmem_handle *h, int n) {
   return true;
 }
 
-/* Bytes of empty slabs: what a trim gives back. */
+/* Bytes of empty slabs, which a trim would return. */
 static uint64_t empty_bytes(vmem_t vm) {
   uint64_t freed;
   return vmem_trim(vm, 0, &freed) ? UINT64_MAX : freed;
 }
 
-/* Pages come from the slab that has the fewest free ones, so that the others become empty and go back. */
+/* Pages come from the slab that has the fewest free ones, so that the others become empty and are returned. */
 static void fullest_slab_first(void) {
-  static const int freed[SLABS] = {12, 3, 15, 8}; /* each of another level of fullness */
+  static const int freed[SLABS] = {12, 3, 15, 8}; /* each at a different level of fullness */
   static const int order[SLABS] = {1, 3, 0, 2};
   vmem_handle h[SLABS][IN_SLAB], more[IN_SLAB];
   vmem_t vm;
@@ -70,7 +70,7 @@ static void fullest_slab_first(void) {
   for (int k = 0; k < SLABS; k++) {
     int s = order[k];
     for (int i = 0; i < freed[s]; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i]));
-    /* Without its old pages the slab is empty but for the new ones. */
+    /* Once its old pages are released, the slab holds only the new ones. */
     CHECK(release(vm, h[s] + freed[s], IN_SLAB - freed[s]));
     EQ(empty_bytes(vm), 0);
     CHECK(release(vm, more, freed[s]));
@@ -80,18 +80,17 @@ static void fullest_slab_first(void) {
   OK(vmem_close(vm));
 }
 
-/* An empty slab is touched when nothing else is free. */
+/* An empty slab is used only when nothing else is free. */
 static void empty_slab_last(void) {
   vmem_handle h[SLABS][IN_SLAB], more[IN_SLAB + 1];
   vmem_t vm;
   ONLY_HOST();
   CHECK((vm = open_full(h)));
   CHECK(release(vm, h[0], IN_SLAB - 1) && release(vm, h[3], 1));
-  CHECK(release(vm, h[1], IN_SLAB)); /* empty */
-  for (int i = 0; i < IN_SLAB; i++)
-    OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* as many as are free in the two others */
+  CHECK(release(vm, h[1], IN_SLAB));                                          /* empty */
+  for (int i = 0; i < IN_SLAB; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* as many as are free in the other two */
   EQ(stats_of(vm).free_bytes, MIB(1));
-  OK(vMemCreate(vm, PAGE, NULL, &more[IN_SLAB])); /* nothing else is left */
+  OK(vMemCreate(vm, PAGE, NULL, &more[IN_SLAB])); /* only the empty slab is left */
   EQ(empty_bytes(vm), 0);
   OK(vMemRelease(vm, more[IN_SLAB]));
   EQ(empty_bytes(vm), MIB(1));
@@ -99,7 +98,7 @@ static void empty_slab_last(void) {
   OK(vmem_close(vm));
 }
 
-/* A stretch that is to grow begins in an empty chunk of a slab that is in use, while there is one. */
+/* A stretch that is to grow begins in an empty chunk of a slab in use, if there is one. */
 static void empty_slab_last_when_spread(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .bytes = PAGE};
   vmem_handle h[4];
@@ -121,7 +120,7 @@ static void empty_slab_last_when_spread(void) {
   OK(vmem_close(vm));
 }
 
-/* A run of some pages is not cut to spare an empty slab. */
+/* A run of several pages is not split to spare an empty slab. */
 static void a_run_is_not_cut(void) {
   vmem_handle h[SLABS][IN_SLAB], run;
   vmem_t vm;
@@ -153,14 +152,14 @@ static void fragments_are_used(void) {
   OK(vmem_close(vm));
 }
 
-/* Pages of 128 KiB lie on 128 KiB boundaries of their slab, whatever was taken before. */
+/* Pages of 128 KiB are aligned to 128 KiB in their slab, whatever was taken before. */
 static void alignment_and_shortage(void) {
   struct vmem_create_opts two = {.size = sizeof(two), .page_size = 2 * PAGE};
   vmem_t vm = open_with(MIB(2), VMEM_KEEP_ALL, MIB(2));
   vmem_handle h[32], big;
   for (int i = 0; i < 32; i++) OK(vMemCreate(vm, PAGE, NULL, &h[i]));
   for (int i = 0; i < 32; i += 2) OK(vMemRelease(vm, h[i]));
-  EQ(vMemCreate(vm, 2 * PAGE, &two, &big), -ENOMEM); /* 16 pages free, no two neighbours */
+  EQ(vMemCreate(vm, 2 * PAGE, &two, &big), -ENOMEM); /* 16 pages are free, no two of them adjacent */
   OK(vmem_check(vm));
   OK(vMemRelease(vm, h[1]));
   OK(vMemCreate(vm, 2 * PAGE, &two, &big));
@@ -210,7 +209,7 @@ static void watermarks_and_trim(void) {
   OK(vmem_warm(vm, MIB(300)));
   CHECK(stats_of(vm).free_bytes >= MIB(300));
   OK(vMemCreate(vm, MIB(32), NULL, &h));
-  OK(vMemRelease(vm, h)); /* above the high watermark: slabs go back */
+  OK(vMemRelease(vm, h)); /* above the high watermark: slabs are returned */
   CHECK(stats_of(vm).slab_bytes < MIB(100) + MIB(64));
   CHECK(stats_of(vm).free_bytes >= MIB(100));
   OK(vmem_trim(vm, 0, &freed));
@@ -227,7 +226,7 @@ static void limit(void) {
   EQ(vMemCreate(vm, MIB(4), NULL, &h), -ENOMEM);
   OK(vmem_get_error(&e));
   EQ(e.limit, MIB(3));
-  EQ(stats_of(vm).slab_bytes, 0); /* nothing of the failed attempt stays */
+  EQ(stats_of(vm).slab_bytes, 0); /* nothing of the failed attempt remains */
   OK(vMemCreate(vm, MIB(3), NULL, &h));
   EQ(stats_of(vm).slab_bytes, MIB(3));
   EQ(vMemCreate(vm, PAGE, NULL, &h), -ENOMEM);
@@ -253,8 +252,8 @@ static void failed_batches_leave_no_slabs(void) {
   OK(vmem_close(vm));
 }
 
-/* The worker is filling the pool up to its low watermark when the caller wants all there may be: what it
- * makes at that moment is not lost to the caller. */
+/* The worker is filling the pool up to its low watermark while the caller wants everything up to the limit: the
+ * caller also gets what the worker makes at that moment. */
 static void watermark_and_limit(void) {
   for (int i = 0; i < 40; i++) {
     struct vmem_open_opts o = {
@@ -272,7 +271,7 @@ static void watermark_and_limit(void) {
 
 #define NEVER (1ull << 60) /* periods end when the test says so */
 
-/* With slabs of 2 MiB; what is free above `high` goes back after `delay` ns without need. */
+/* Opens a context with slabs of 2 MiB; free memory above `high` is returned if not needed for `delay` ns. */
 static vmem_t open_watching(uint64_t high, uint64_t delay, struct vm_ctx **c) {
   int err;
   vmem_t vm = open_with(0, 0, MIB(2));
@@ -283,7 +282,7 @@ static vmem_t open_watching(uint64_t high, uint64_t delay, struct vm_ctx **c) {
   return vm;
 }
 
-/* So many slabs of 2 MiB. */
+/* Takes and releases this many slabs of 2 MiB. */
 static bool take_and_release_at(vmem_t vm, uint32_t location, int slabs) {
   struct vmem_create_opts o = {.size = sizeof(o), .location = location};
   vmem_handle h[128];
@@ -302,7 +301,7 @@ static bool is_due(struct vm_ctx *c) {
   return due;
 }
 
-/* The slabs once the period in which a surplus was watched is over: `want` bytes, or what there are in the end. */
+/* Ends the period in which a surplus was watched; returns the bytes of slabs once they are `want`, or in the end. */
 static uint64_t after_the_period(vmem_t vm, uint64_t want) {
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
@@ -311,7 +310,7 @@ static uint64_t after_the_period(vmem_t vm, uint64_t want) {
   c->phys->surplus.due = 0;
   pthread_cond_signal(&c->work_cond);
   pthread_mutex_unlock(&c->lock);
-  for (int i = 0; i < 10000 && is_due(c); i++) usleep(1000); /* also where there is nothing to give */
+  for (int i = 0; i < 10000 && is_due(c); i++) usleep(1000); /* also if there is nothing to return */
   vm_put(c);
   for (int i = 0; i < 10000 && stats_of(vm).slab_bytes != want; i++) usleep(1000);
   return stats_of(vm).slab_bytes;
@@ -323,20 +322,20 @@ static void a_surplus_goes_back_when_it_was_not_needed_for_a_while(void) {
   CHECK(take_and_release(vm, 2));
   CHECK(!c->phys->surplus.watched); /* no surplus */
   OK(vmem_warm(vm, MIB(256)));
-  EQ(stats_of(vm).slab_bytes, MIB(256)); /* what was asked for ahead stays, too */
+  EQ(stats_of(vm).slab_bytes, MIB(256)); /* memory warmed ahead is kept too */
   CHECK(take_and_release(vm, 100));
   EQ(stats_of(vm).slab_bytes, MIB(256));
-  EQ(after_the_period(vm, MIB(202)), MIB(202)); /* it began when 2 of the 200 were released */
-  CHECK(take_and_release(vm, 16));              /* needed in the next one */
+  EQ(after_the_period(vm, MIB(202)), MIB(202)); /* the period began when 2 of the 200 MiB were released */
+  CHECK(take_and_release(vm, 16));              /* what the next period needs */
   EQ(after_the_period(vm, MIB(36)), MIB(36));   /* piece by piece */
-  EQ(after_the_period(vm, MIB(4)), MIB(4));     /* and in no other */
+  EQ(after_the_period(vm, MIB(4)), MIB(4));     /* a period without any need */
   CHECK(take_and_release(vm, 2));
   CHECK(!c->phys->surplus.watched);
   OK(vmem_check(vm));
   OK(vmem_close(vm));
 }
 
-/* Each pool by what it needed itself: the one that is idle pays. */
+/* Each pool keeps what it needed itself: only the idle one returns memory. */
 static void a_surplus_is_of_the_pool_that_does_not_need_it(void) {
   static const uint32_t places[] = {VMEM_DEVICE, VMEM_HOST};
   for (int i = 0; i < 2; i++) {
@@ -345,7 +344,7 @@ static void a_surplus_is_of_the_pool_that_does_not_need_it(void) {
     const struct vm_pool *busy = &c->phys->pools[i], *idle = &c->phys->pools[!i];
     CHECK(take_and_release_at(vm, places[!i], 40));
     CHECK(take_and_release_at(vm, places[i], 20));
-    after_the_period(vm, MIB(44)); /* both were needed in it */
+    after_the_period(vm, MIB(44)); /* both pools were needed in this period */
     for (int turn = 0; turn < 3; turn++) {
       CHECK(take_and_release_at(vm, places[i], 20));
       EQ(after_the_period(vm, MIB(44)), MIB(44));
@@ -357,7 +356,7 @@ static void a_surplus_is_of_the_pool_that_does_not_need_it(void) {
   }
 }
 
-/* Device memory kept by pool_low is not freed for a shortage of host memory. */
+/* Device memory kept by pool_low is not returned because host memory is in surplus. */
 static void a_low_watermark_is_of_the_device(void) {
   struct vm_ctx *c;
   vmem_t vm = open_watching(MIB(8), 0, &c);
@@ -373,7 +372,7 @@ static void a_low_watermark_is_of_the_device(void) {
   OK(vmem_close(vm));
 }
 
-/* A plan takes the surplus, its period ends meanwhile, and it comes to nothing: the surplus is watched anew. */
+/* A plan takes the surplus, the period ends, and the plan fails: the surplus is watched again. */
 static void what_a_failed_plan_leaves_is_watched(void) {
   int ends[2];
   struct vm_ctx *c;
@@ -400,7 +399,7 @@ static void what_a_failed_plan_leaves_is_watched(void) {
   OK(vmem_close(vm));
 }
 
-/* A device that has 64 MiB, and takes its time to get them back. */
+/* A device that has 64 MiB and takes time to free memory. */
 static uint64_t device_bytes;
 static const struct vm_backend *real;
 
@@ -422,22 +421,22 @@ static int slow_destroy(void *be, uint64_t slab, uint64_t bytes) {
   return err;
 }
 
-/* Memory on its way back to the driver is waited for by who lacks it, and by vmem_trim. */
+/* A call that is short of memory waits for memory being returned to the driver, and so does vmem_trim. */
 static void what_is_leaving_is_waited_for(void) {
   struct vm_ctx *c;
-  vmem_t vm = open_watching(MIB(2), 1000, &c); /* the worker gives back all the time */
+  vmem_t vm = open_watching(MIB(2), 1000, &c); /* the worker returns memory all the time */
   struct vm_backend small = *c->be;
   real = c->be;
   small.slab_create = small_create;
   small.slab_destroy = slow_destroy;
   c->be = &small;
-  for (int i = 0; i < 100; i++) CHECK(take_and_release(vm, 32)); /* all of it */
+  for (int i = 0; i < 100; i++) CHECK(take_and_release(vm, 32)); /* the device's whole memory */
   OK(vmem_trim(vm, 0, NULL));
   EQ(__atomic_load_n(&device_bytes, __ATOMIC_SEQ_CST), 0);
   OK(vmem_close(vm));
 }
 
-/* Brings the missing slab while a plan that is short is taken back. */
+/* Adds the missing slab while a plan that ran short is rolled back. */
 static vmem_t helped;
 static int help(void *be, uint64_t slab, uint64_t offset, uint64_t bytes) {
   vmem_t vm = helped;
@@ -482,7 +481,7 @@ static uint32_t rnd(uint32_t n) {
   return (uint32_t)(seed >> 33) % n;
 }
 
-/* Each granule of a small reservation has an owner whose mark stands in it. */
+/* Each granule of a small reservation has an owner, whose mark it holds. */
 static void random_walk(void) {
   enum { GRANULES = 512 };
   const int steps = on_host() ? 6000 : 1500;

@@ -2,9 +2,10 @@
 /*
  * Description: random batches, submits, accesses, moves, splits, joins and injected failures from several threads.
  *
- * Each thread knows what its own pages hold and sees to it after every call; besides, all fight for one
- * reservation, which comes and goes. Between rounds, when nothing runs, the invariants are checked and
- * everything is given back. The seed is printed; STRESS_SEED repeats one (the order of threads may differ).
+ * Each thread knows what its own pages hold and checks it after every call; in addition, all threads compete
+ * for one reservation, which is made and freed all the time. Between rounds, when nothing runs, the invariants
+ * are checked and everything is freed. The seed is printed; STRESS_SEED repeats it (the order of threads may
+ * differ).
  */
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -56,10 +57,10 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 static unsigned pick(struct worker *w, unsigned n) { return (unsigned)rand_r(&w->seed) % n; }
 static uint64_t at(const struct worker *w, unsigned page) { return w->base + (uint64_t)page * G; }
 
-/* Allowed results while others inject failures: none that means a caller's error. */
+/* Results allowed while other threads inject failures: no caller's error. */
 static bool injected(int err) { return err == -EIO || err == -ENOMEM || err == -ENOTRECOVERABLE; }
 
-/* After a failure: each page is as it was, or lost. */
+/* Checks after a failure that each page is as it was, or lost. */
 static bool unchanged(struct worker *w) {
   for (unsigned i = 0; i < OWN; i++) {
     struct vmem_range_info r = {.size = sizeof(r)};
@@ -85,7 +86,7 @@ static bool contents(struct worker *w, unsigned first, unsigned n) {
   return true;
 }
 
-/* Runs a batch at once, or through the worker, held back by a descriptor for a while or not at all. */
+/* Runs a batch directly, or through the worker, possibly delayed by a descriptor. */
 static int go(struct worker *w, const struct vmem_op *ops, size_t n) {
   struct vmem_after after = {.kind = VMEM_AFTER_FD};
   uint64_t one = 1;
@@ -120,14 +121,14 @@ static unsigned count(struct worker *w, unsigned first, unsigned n, enum what wh
   return found;
 }
 
-/* The position of n pages of a kind, or a random position if not found soon. */
+/* Finds n pages of a kind, or returns a random position if it finds none soon. */
 static unsigned find(struct worker *w, unsigned n, enum what what) {
   unsigned first = pick(w, OWN - 8);
   for (int i = 0; i < 32 && count(w, first, n, what) < n; i++) first = pick(w, OWN - 8);
   return first;
 }
 
-/* The next of somebody's allocations fails. */
+/* Makes the next allocation of some thread fail. */
 static void short_of_heap(struct worker *w) {
   if (!pick(w, 4)) vmem_inject(w->s->vm, VMEM_INJECT_HEAP, pick(w, 8), 1, ENOMEM);
 }
@@ -179,7 +180,7 @@ static bool write_some(struct worker *w, unsigned first, unsigned n) {
   return err ? unchanged(w) : true;
 }
 
-/* A page at a second address, seen through both, and the second unmapped by its handle. */
+/* Maps a page at a second address, checks it through both, and unmaps the second by its handle. */
 static bool alias(struct worker *w, unsigned a, unsigned b) {
   vmem_handle h;
   int err;
@@ -201,7 +202,7 @@ static bool alias(struct worker *w, unsigned a, unsigned b) {
   if (err) {
     if (!unchanged(w)) return false;
     MUST(!vmem_drop(w->s->vm, h));
-    /* Leave no page mapped twice, or a write through one address would show at the other. */
+    /* Leave no page mapped twice: a write through one address would show at the other. */
     while (w->pages[b].what == LIVE) {
       if (!vMemUnmap(w->s->vm, at(w, b), G))
         w->pages[b] = (struct page){NOTHING, 0};
@@ -212,7 +213,7 @@ static bool alias(struct worker *w, unsigned a, unsigned b) {
   return true;
 }
 
-/* New pages with the contents of others, which one cannot take away meanwhile. */
+/* Populates pages with the contents of others, which cannot be unmapped meanwhile. */
 static bool copy_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE,
                        .flags = VMEM_OP_COPY,
@@ -229,7 +230,7 @@ static bool copy_some(struct worker *w, unsigned from, unsigned to, unsigned n) 
   return err ? unchanged(w) : true;
 }
 
-/* Pages, or every other one of a range, take the place of others and leave their own. */
+/* Moves pages, or every other page of a range, over others. */
 static bool replace_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
   unsigned gap = n <= 4 ? 1 + pick(w, 2) : 1, last = from + gap * (n - 1);
   struct vmem_op ops[] = {
@@ -264,7 +265,7 @@ static bool join(struct worker *w) {
   return err ? unchanged(w) : true;
 }
 
-/* Where all meet: every answer is allowed that names another caller, and nothing breaks. */
+/* Uses the shared reservation: every error that another thread can cause is allowed, and nothing breaks. */
 static bool fight(struct worker *w) {
   vmem_t vm = w->s->vm;
   uint64_t base = __atomic_load_n(&w->s->fought, __ATOMIC_ACQUIRE);
@@ -277,7 +278,7 @@ static bool fight(struct worker *w) {
     if (err) return true;
     op.addr = 0;
     if (!__atomic_compare_exchange_n(&w->s->fought, &op.addr, base, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-      err = vMemFree(vm, base, 0); /* others may know the address from an earlier reservation */
+      err = vMemFree(vm, base, 0); /* other threads may know the address from an earlier reservation */
       MUST(!err || injected(err) || err == -EBUSY || err == -ENXIO);
     }
     return true;
@@ -372,7 +373,7 @@ static bool open_fake(struct shared *s, unsigned round) {
   struct vm_ctx *c;
   int err;
   if (open_opts(&o, &s->vm)) return false;
-  if (o.pool_low || !on_host()) return true; /* its worker runs already: the host back end as it is */
+  if (o.pool_low || !on_host()) return true; /* its worker already runs: leave the host back end as it is */
   c = vm_get(s->vm, "test", &err);
   fake = vm_backend_host;
   fake.remap = fake_remap;
@@ -425,7 +426,7 @@ static void *batch_that_waits(void *arg) {
   return NULL;
 }
 
-/* Nobody may ever signal the descriptor that a call waits for. */
+/* Close cancels a batch whose descriptor may never be signalled. */
 static void close_ends_a_waiting_batch(void) {
   struct shared s = {0};
   struct worker w = {.s = &s};

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: a driver that answers EAGAIN, as while the machine goes to sleep: undo waits for it, others not for ever. */
+/* Description: a driver that returns EAGAIN, as during a suspend: an undo waits for it, other calls give up in time. */
 #include <stdarg.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
@@ -10,15 +10,15 @@
 #include "backend/nvidia/rm.h"
 #include "check.h"
 
-/* ---- a driver and a clock of our own ----------------------------------------------------------- */
+/* ---- a fake driver and a fake clock ------------------------------------------------------------ */
 
 #define FAKE_FD 1000000
 
 static bool fake_time;
 static uint64_t time_ns, longest_pause_ns;
 static struct {
-  uint64_t awake_at_ns; /* until then it is suspended */
-  bool in_status;       /* it says so in the structure */
+  uint64_t awake_at_ns; /* suspended until this time */
+  bool in_status;       /* reports it in the structure's status, not by errno */
   uint32_t status;
   unsigned calls, interrupts;
   unsigned long request;
@@ -88,7 +88,7 @@ static void a_call_waits_for_a_suspend(void) {
   OK(rm_free(&rm, 1, 2));
   fake_time = false;
   CHECK(waited_s() >= VM_SUSPEND_RETRY_S - 2);
-  /* Asleep, not turning. */
+  /* It slept instead of spinning. */
   CHECK(driver.calls < VM_SUSPEND_RETRY_S * 12);
   EQ(longest_pause_ns, SECOND / 10);
 }
@@ -181,7 +181,7 @@ static void tear_down(void) {
   OK(vmem_close(vm));
 }
 
-/* The second map is refused, and unmapping the first finds the driver suspended for many attempts. */
+/* The second map fails, and unmapping the first finds the driver suspended for many attempts. */
 static void an_undone_map_quarantines_nothing(void) {
   uint64_t before;
   struct vmem_op ops[2] = {{.op = VMEM_OP_MAP, .handle = b}, {.op = VMEM_OP_MAP, .handle = b}};
@@ -204,7 +204,7 @@ static void an_undone_map_quarantines_nothing(void) {
   tear_down();
 }
 
-/* The second unmap is refused, and mapping again what the first took finds the driver suspended. */
+/* The second unmap fails, and mapping the first range again finds the driver suspended. */
 static void an_undone_unmap_quarantines_nothing(void) {
   struct vmem_op ops[2] = {{.op = VMEM_OP_UNMAP}, {.op = VMEM_OP_UNMAP}};
   set_up();
@@ -224,7 +224,7 @@ static void an_undone_unmap_quarantines_nothing(void) {
   tear_down();
 }
 
-/* The map of a replace is refused: what was there comes back, however long it takes. */
+/* The map of a replace fails: the old pages are mapped again, however long that takes. */
 static void an_undone_replace_quarantines_nothing(void) {
   struct vmem_op op = {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .bytes = 4 * PAGE};
   set_up();
@@ -239,7 +239,7 @@ static void an_undone_replace_quarantines_nothing(void) {
   tear_down();
 }
 
-/* A refusal that is none of a suspended driver quarantines, as ever. */
+/* A failure that is not due to a suspended driver quarantines, as always. */
 static void a_real_refusal_quarantines(void) {
   struct vmem_op ops[2] = {{.op = VMEM_OP_MAP}, {.op = VMEM_OP_MAP}};
   set_up();

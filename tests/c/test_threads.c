@@ -27,7 +27,7 @@ struct job {
     }                                                                                                                  \
   } while (0)
 
-/* Each thread works in ranges of its own, in both contexts, synchronously and through the worker. */
+/* Each thread works in its own ranges, in both contexts, synchronously and through the worker. */
 static void *apart(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
@@ -60,7 +60,7 @@ static void *apart(void *arg) {
   return NULL;
 }
 
-/* All threads fight for one range: exactly one wins each time, the others get a defined error. */
+/* All threads compete for one range: exactly one wins each time, the others get a defined error. */
 static void *together(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
@@ -75,7 +75,7 @@ static void *together(void *arg) {
   return NULL;
 }
 
-/* The invariants hold at any moment, also between an unmap and the return of its pages. */
+/* The invariants hold at any moment, even between an unmap and the return of its pages. */
 static void *checking(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
@@ -142,11 +142,11 @@ static void races(void) {
   OK(vMemReserve(s.vm[0], MIB(128), NULL, &s.va[0]));
   run(&s, until_closed, s.vm[0]);
   EQ(s.bad, 0);
-  OK(vmem_check(s.vm[1])); /* the other context is untouched */
+  OK(vmem_check(s.vm[1])); /* the other context is unaffected */
   OK(vmem_close(s.vm[1]));
 }
 
-/* Each thread reserves and frees all the time, so that one gets what another has just given back. */
+/* Each thread reserves and frees all the time, so that a thread gets addresses that another has just freed. */
 static void *comes_and_goes(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
@@ -186,13 +186,13 @@ static void *asks_for_too_much(void *arg) {
   return NULL;
 }
 
-/* A batch that fails takes nothing: others do not lack what it had meanwhile. */
+/* A batch that fails takes nothing: other threads are not short of the memory that it held briefly. */
 static void a_batch_that_fails(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .slab_size = MIB(1), .mem_limit = MIB(1), .pool_high = VMEM_KEEP_ALL};
   struct shared s = {0};
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(1) / 2};
   pthread_t t;
-  if (!strcmp(backend(), "cuda")) return; /* a page is more than the limit */
+  if (!strcmp(backend(), "cuda")) return; /* a single page exceeds the limit */
   OK(open_opts(&o, &s.vm[0]));
   OK(vMemReserve(s.vm[0], MIB(8), NULL, &s.va[0]));
   stopped = false;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: results of submitted batches: how long they are kept, how many, and what a batch that never ends holds up. */
+/* Description: results of submitted batches: how long they are kept, how many, and what a batch that never finishes
+ * holds up. */
 #include <dirent.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -10,7 +11,7 @@
 
 enum { RING = 1024 }; /* batches in flight */
 
-/* Many batches that do nothing, each of them waited for and dropped; false where one failed. */
+/* Runs n batches that do nothing, waits for each and drops it; false if one failed. */
 static bool run_batches(vmem_t vm, unsigned n) {
   vmem_ticket ring[RING];
   for (unsigned i = 0; i < n + RING; i++) {
@@ -32,8 +33,8 @@ static void *asks_for_ever(void *arg) {
   return NULL;
 }
 
-/* Whatever the type of cancellation. ThreadSanitizer's own locks do not survive it: a thread that is cancelled while
- * it switches to its next trace keeps that lock, and the next thread with the same number never starts. */
+/* Also with asynchronous cancellation. ThreadSanitizer's own locks do not survive that: a thread that is cancelled
+ * while it switches to its next trace keeps that lock, and the next thread with the same number never starts. */
 static void threads_that_are_cancelled_at_once(void) {
 #ifdef __SANITIZE_THREAD__
   printf("not run with ThreadSanitizer: %s\n", __func__);
@@ -60,7 +61,7 @@ static void *waits_and_ends(void *arg) {
   return NULL;
 }
 
-/* A thread that is cancelled while it waits makes the call to its end, and holds nothing after it. */
+/* A thread that is cancelled while it waits completes the call, and holds nothing afterwards. */
 static void a_thread_that_is_cancelled(void) {
   vmem_t vm = open_vm(0);
   struct vmem_after after = after_fd(eventfd(0, EFD_CLOEXEC));
@@ -69,7 +70,7 @@ static void a_thread_that_is_cancelled(void) {
   void *ended;
   OK(vmem_submit(vm, NULL, 0, &after, 1, 0, &w.t));
   EQ(pthread_create(&thread, NULL, waits_and_ends, &w), 0);
-  usleep(20000); /* most probably it waits by now */
+  usleep(20000); /* it is very probably waiting by now */
   EQ(pthread_cancel(thread), 0);
   usleep(20000);
   EQ(stats_of(vm).tickets, 1); /* no lock is held */
@@ -132,7 +133,7 @@ static void limit_on_tickets(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   a = after_fd(fd);
-  OK(vmem_submit(vm, NULL, 0, &a, 1, 0, &endless)); /* the oldest, but there is no result to be taken */
+  OK(vmem_submit(vm, NULL, 0, &a, 1, 0, &endless)); /* the oldest, but it has no result to take */
   for (int i = 1; i < VMEM_MAX_TICKETS; i++) {
     OK(vmem_submit(vm, NULL, 0, NULL, 0, 0, &t));
     if (!oldest) oldest = t;
@@ -168,7 +169,7 @@ static void limit_on_tickets(void) {
 }
 
 static struct vm_backend slow;
-static int held; /* fills hold the worker up */
+static int held; /* fills block the worker */
 
 static int slow_fill(void *be, const struct vm_be_range *r, size_t n, uint8_t value, const vm_event *after,
                      size_t num_after, vm_event *done) {
@@ -236,7 +237,7 @@ static void never_ending(void) {
   close(fd);
 }
 
-/* A fill that waits keeps its own pages from others, and nothing else. */
+/* A fill that waits blocks other calls on its own pages, and nothing else. */
 static void fill_behind_a_descriptor(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -289,7 +290,7 @@ static void detached_batches(void) {
   EQ(t, 4711);
   OK(vmem_submit(vm, &op, 1, NULL, 0, VMEM_SUBMIT_DETACHED, &t));
   EQ(t, 0);
-  /* Dropped before it is finished: runs on, and is nobody's. */
+  /* Dropped before it is finished, the batch runs on, detached. */
   a = after_fd(fd);
   op = populate(va + MIB(1), PAGE);
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
@@ -301,7 +302,7 @@ static void detached_batches(void) {
   EQ(vMemUnmap(vm, va + MIB(1), PAGE), -EBUSY);
   OK(vmem_submit(vm, NULL, 0, NULL, 0, 0, &u));
   OK(vmem_wait(vm, u, -1));
-  /* If pages are zeroed first, the detached batch may end after the empty batch. */
+  /* If pages are zeroed first, the detached batch may finish after the empty one. */
   for (int i = 0; i < 5000 && stats_of(vm).pending > 1; i++) usleep(1000);
   EQ(stats_of(vm).pending, 1);
   fire(fd);
@@ -381,7 +382,7 @@ static void drops_and_waits(void) {
   OK(vmem_close(race.vm));
 }
 
-/* ---- what a failed submit leaves ------------------------------------------------------------------ */
+/* ---- what a failed submit leaves behind ----------------------------------------------------------- */
 
 static unsigned open_descriptors(void) {
   DIR *d = opendir("/proc/self/fd");
@@ -402,7 +403,7 @@ static void many_dependencies(void) {
   vmem_ticket t;
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   op = populate(va + MIB(1) + PAGE, PAGE);
-  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* memory from the driver may come with a descriptor */
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* allocating from the driver may open a descriptor */
   before = open_descriptors();
   for (int i = 0; i < MANY; i++) after[i] = after_fd(fds[i != 77]);
   op = populate(va, PAGE);

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: reads and writes of the back ends on a GPU, over a driver of our own that runs a copy
- * when it is launched, or not before somebody waits for it, by chance.
+ * Description: reads and writes of the back ends on a GPU, over a fake driver that runs a copy either
+ * when it is launched or only when someone waits for it, at random.
  */
 #include "backend/cuda/gpu.h"
 #include "check.h"
 
 enum { MEMORY = 40 << 20, EDGE = 64, MOST_PENDING = 64 };
-#define ALIAS 0x700000000000u /* kernels find locked memory so far behind its address */
+#define ALIAS 0x700000000000u /* kernels see locked memory this far above its host address */
 
 enum telling { TELLS_RANGE, TELLS_IDS, TELLS_NOTHING };
 
@@ -21,7 +21,7 @@ static struct {
   enum telling telling;
   unsigned direct, staged;                 /* launches */
   unsigned misplaced, misaligned;          /* launches that the GPU could not run, or not fast */
-  int fail_launch, fail_record, fail_sync; /* the n-th from now, 0: none */
+  int fail_launch, fail_record, fail_sync; /* fail the n-th from now; 0: none */
   uint64_t chance;
 } fake;
 
@@ -197,7 +197,7 @@ static void lock_host(enum telling telling, uint64_t from, uint64_t bytes) {
   fake.direct = fake.staged = 0;
 }
 
-/* Reads into host memory that is 0xee, or writes what is there, and looks at both and their edges. */
+/* Reads into host memory filled with 0xee, or writes from it, and checks both sides and the bytes around them. */
 static bool agree(struct gpu *g, bool write, uint64_t at, uint64_t host_at, uint64_t bytes) {
   uint8_t *d = fake.device + at, *h = fake.host + host_at, before[2], *end = write ? d + bytes : h + bytes;
   uint8_t *start = (write ? d : h) - 1;
@@ -213,7 +213,7 @@ static bool agree(struct gpu *g, bool write, uint64_t at, uint64_t host_at, uint
          !fake.misaligned;
 }
 
-/* Odd alignments and lengths, locked and not; both ways of asking. */
+/* Odd alignments and lengths, locked and not; both queries for locked memory. */
 static void contents_agree(void) {
   static const uint64_t sizes[] = {0,      1,          15,          16,         17,     4095,   MIB(2) - 1,
                                    MIB(2), MIB(2) + 1, MIB(4) - 15, MIB(4) + 1, MIB(9), MIB(35)};
@@ -246,9 +246,9 @@ static void memory_that_is_locked_in_part_is_not_trusted(void) {
   close_fake(g);
 }
 
-/* An error of the driver is returned, and no copy runs on behind it. */
+/* A driver error is returned, and no copy runs on after it. */
 static void failures_leave_nothing_running(void) {
-  static const int nth[] = {1, 1, 1, 1, 2, 3, 4, 5}; /* the first often: nobody waits for another behind it */
+  static const int nth[] = {1, 1, 1, 1, 2, 3, 4, 5}; /* the first more often: no wait for a later copy covers it */
   struct gpu *g = open_fake();
   uint64_t at = (uint64_t)(uintptr_t)fake.device + EDGE;
   unsigned failed = 0;
@@ -261,7 +261,7 @@ static void failures_leave_nothing_running(void) {
           *which = nth[n];
           err = write ? gpu_write(g, at, fake.host + EDGE, MIB(36)) : gpu_read(g, fake.host + EDGE, at, MIB(36));
           EQ(fake.num_pending, 0);
-          EQ(err, *which ? 0 : -EIO); /* what was not reached did not fail */
+          EQ(err, *which ? 0 : -EIO); /* a failure that was not reached did not happen */
           failed += err != 0;
           *which = 0;
           CHECK(agree(g, write, EDGE, EDGE, MIB(1)));

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: a driver of an unknown branch is tried in a child process, and what it does otherwise is named. */
+/* Description: a driver of an unknown branch is tried in a child process, and the error says how it differs. */
 #include "../softcuda/softrm.c"
 
 #include <sys/wait.h>
@@ -13,7 +13,7 @@ static void drive(const char *which, const char *how) {
   setenv("SOFTRM_LIE", how, 1);
 }
 
-/* What opening does up to the trial; CUDA would say the uuid. */
+/* Does what opening does up to the trial; with CUDA, the uuid would come from there. */
 static int try_driver(void) {
   struct nvidia n;
   int err;
@@ -69,15 +69,15 @@ static void the_environment_says_whether_to_try(void) {
 }
 
 #define UNKNOWN_CALL "does not know this call"
-#define UNTOUCHED "left the status as it was"
-#define IDLE "the driver does not do what its answers say"
+#define UNTOUCHED "did not write the status field"
+#define IDLE "the driver does not do what it reports"
 
 /* The message for each kind of difference. */
 static const struct {
   const char *how, *text;
 } ways[] = {
     {"longer", UNTOUCHED},  {"moved", UNTOUCHED},     {"number", UNKNOWN_CALL},
-    {"gone", UNKNOWN_CALL}, {"untouched", UNTOUCHED}, {"die", "it died of signal 9"},
+    {"gone", UNKNOWN_CALL}, {"untouched", UNTOUCHED}, {"die", "it was killed by signal 9"},
 };
 
 static void fails_with(const char *how, const char *call, const char *text) {
@@ -94,12 +94,12 @@ static void each_way_to_differ_is_named(void) {
   for (unsigned i = 0; i < CALLS; i++)
     for (size_t k = 0; k < sizeof(ways) / sizeof(*ways); k++) {
       bool sized = call_table[i].kind == CONTROL && !strcmp(ways[k].how, "longer");
-      /* The version is read before; one device has no peers; and the cards have no status. */
+      /* The version was read earlier; a single device has no peers; and the card list has no status. */
       if (call_table[i].run == esc_version || call_table[i].run == uvm_peers) continue;
       if (!call_table[i].status && (!strcmp(ways[k].how, "untouched") || !strcmp(ways[k].how, "moved"))) continue;
-      /* No room before it. */
+      /* "moved" needs room before the status. */
       if (call_table[i].status < 8 && !strcmp(ways[k].how, "moved")) continue;
-      /* The numbers of RM's calls hold the size. */
+      /* The numbers of RM's ioctls include the size. */
       fails_with(ways[k].how, call_table[i].name, sized ? UNKNOWN_CALL : ways[k].text);
     }
 }
@@ -111,13 +111,13 @@ static void what_a_call_does_is_seen(void) {
     fails_with("idle", calls_seen[i], IDLE);
     fails_with("idle", calls_seen[i], calls_seen[i]);
   }
-  /* Another call's structure is longer, and its status lies behind ours. */
-  fails_with("other", "UVM_FREE", "wrote behind the structure");
+  /* The other call's structure is longer, and its status is beyond the end of ours. */
+  fails_with("other", "UVM_FREE", "wrote past the end of the structure");
   fails_with("other", "UVM_UNMAP_EXTERNAL", UNTOUCHED);
   fails_with("longer", "NV_MEMORY_ALLOCATION_PARAMS", "NV_ERR_INVALID_PARAM_STRUCT");
 }
 
-/* A known driver is asked without the copies, and believed no more. */
+/* A known driver gets the structures themselves, not copies, but its status is checked just as strictly. */
 static void a_known_one_that_differs_is_noticed_too(void) {
   struct nvidia n;
   drive("620.6", "untouched:NV_ESC_RM_ALLOC");
@@ -136,7 +136,7 @@ static void child_ended(int number) {
   children++;
 }
 
-/* Nobody else learns of the child: no signal, nothing to wait for, no descriptor, the signal mask as before. */
+/* The program never notices the child: no signal, nothing to wait for, no descriptor, the signal mask as before. */
 static void nothing_of_it_is_left(void) {
   static const char *const ends[] = {"", "die:UVM_FREE", "gone:UVM_FREE"};
   sigset_t before_it = {0}, after = {0};
@@ -160,7 +160,7 @@ static void nothing_of_it_is_left(void) {
   signal(SIGCHLD, SIG_DFL);
 }
 
-/* The heap's lock, say, is another thread's just then. */
+/* Keeps the heap's lock busy, so that another thread may hold it at the fork. */
 static void *work(void *stop) {
   while (!atomic_load((atomic_bool *)stop)) {
     void *volatile p = malloc(2 << 20);

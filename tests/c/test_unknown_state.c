@@ -72,7 +72,7 @@ static void unmaps(void) {
   }
 }
 
-/* Of a block that is split everything is lost then; another one, split before, is whole again. */
+/* All of the block being split is lost then; the other block, split before, is restored. */
 static void splits(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .flags = VMEM_OPEN_LARGE_ENTRIES};
   for (int nth = 0; nth < 6; nth++) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: pages with old contents are zeroed once, before anyone sees them, and never after.
+ * Description: pages with old contents are zeroed once, before they are mapped, and never afterwards.
  *
  * A page is "dirty" here because the host back end was made to fail when it should have discarded it; on a
- * GPU every page is that was used before.
+ * GPU, every page that was used before is dirty.
  */
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -17,7 +17,7 @@ enum { PAGES = 4 };
 static vmem_t vm;
 static uint64_t va;
 
-/* A pool of one slab that is dirty all over. */
+/* Opens a context whose pool is one slab, all of it dirty. */
 static void open_dirty(void) {
   struct vmem_open_opts o = {
       .size = sizeof(o), .slab_size = PAGES * PAGE, .mem_limit = PAGES * PAGE, .pool_high = VMEM_KEEP_ALL};
@@ -39,7 +39,7 @@ static bool all(uint64_t addr, uint64_t bytes, int value) {
   return true;
 }
 
-/* A map that fails half-way leaves what it did not reach as dirty as it was. */
+/* A map that fails half-way leaves the pages that it did not reach as dirty as they were. */
 static void after_a_failed_map(void) {
   vmem_handle h, in_the_way;
   open_dirty();
@@ -53,7 +53,7 @@ static void after_a_failed_map(void) {
   OK(vmem_close(vm));
 }
 
-/* A map that fails on another batch's pages leaves those as they are. */
+/* A map that fails because another batch has the pages leaves them as they are. */
 static void a_failed_map_and_another_batch(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   struct vmem_after after = after_fd(fd);
@@ -79,8 +79,8 @@ static void a_failed_map_and_another_batch(void) {
   close(fd);
 }
 
-/* While one batch is about to zero a page, no other maps it: it would show what is there still, and lose
- * what is written to it. Other pages of the handle are free to be mapped. */
+/* While one batch is about to zero a page, no other can map it: it would see the old contents, and its writes
+ * would be lost. Other pages of the handle can be mapped. */
 static void two_batches_one_page(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   struct vmem_after after = after_fd(fd);
@@ -106,7 +106,7 @@ static void two_batches_one_page(void) {
   close(fd);
 }
 
-/* One batch may map a dirty page twice, and is zeroed once; when it is cancelled the page is dirty again. */
+/* One batch may map a dirty page twice, which is zeroed once; if the batch is cancelled, the page is dirty again. */
 static void twice_in_one_batch(void) {
   vmem_handle h;
   struct vmem_op op[2] = {{.op = VMEM_OP_MAP, .bytes = 2 * PAGE},
@@ -124,7 +124,7 @@ static void twice_in_one_batch(void) {
   OK(vmem_close(vm));
 }
 
-/* Pages are zeroed before they are mapped, read-only ones too; whatever fails on the way shows no old contents. */
+/* Pages are zeroed before they are mapped, read-only ones too; whatever fails, no old contents are visible. */
 static void read_only(void) {
   int err = -EIO;
   uint64_t nth = 0;
@@ -146,7 +146,7 @@ static void read_only(void) {
 
 /* ---- as on a GPU ----------------------------------------------------------------------------- */
 
-/* The back end host, whose pages come back dirty, and whose fills are carried out in order by a thread. */
+/* The back end host, but freed pages are dirty, and a thread carries out fills in order. */
 static struct vm_backend fake;
 
 static struct {
@@ -154,13 +154,13 @@ static struct {
   pthread_cond_t cond;
   pthread_t thread;
   bool stop, stalled;
-  bool unseen; /* nobody who asks hears that a fill is over; who waits does */
+  bool unseen; /* queries never report a fill as complete; only waits do */
   struct {
     struct vm_be_range r[CLEAN_RUNS];
     size_t n;
     uint8_t value;
   } q[256];
-  uint64_t queued, over; /* fills; an event is the number of fills queued with its own */
+  uint64_t queued, over; /* numbers of fills; an event is the value of `queued` after its own */
 } gpu = {.lock = PTHREAD_MUTEX_INITIALIZER, .cond = PTHREAD_COND_INITIALIZER};
 
 static void *gpu_thread(void *arg) {
@@ -296,11 +296,11 @@ static void in_the_background(void) {
   OK(change(VMEM_OP_POPULATE, va, MIB(1), 0));
   EQ(stats_of(vm).fill_calls, fills);
   CHECK(all(va, MIB(1), 0));
-  EQ(stats_of(vm).mappings, 2); /* with the slab's own */
+  EQ(stats_of(vm).mappings, 2); /* including the slab's own */
   OK(close_gpu());
 }
 
-/* Clean pages come first; when there are no more, dirty ones are zeroed before they are mapped. */
+/* Clean pages are taken first; when none are left, dirty ones are zeroed before they are mapped. */
 static void clean_pages_first(void) {
   uint64_t fills;
   CHECK(open_gpu(false, MIB(1)));
@@ -323,7 +323,7 @@ static void *go_on(void *arg) {
   return arg;
 }
 
-/* Waits until a batch of the background is in flight. */
+/* Waits until a batch of background zeroing is in flight. */
 static void begun(struct vm_ctx *c) {
   for (bool yes = false; !yes; usleep(1000)) {
     pthread_mutex_lock(&c->lock);
@@ -332,8 +332,8 @@ static void begun(struct vm_ctx *c) {
   }
 }
 
-/* A page that the batch in flight is zeroing: whoever maps it waits, even if it wants it dirty; and what is written
- * to it then stays. */
+/* Mapping a page that the batch in flight is zeroing waits, even if it accepts dirty pages; later writes to the page
+ * are kept. */
 static void taken_in_flight(void) {
   for (uint32_t dirty = 0; dirty < 2; dirty++) {
     pthread_t thread;
@@ -359,8 +359,8 @@ static void taken_in_flight(void) {
   }
 }
 
-/* A batch copies to pages that the background is zeroing, and then fails: what it copied is not taken for zeros when
- * the background's batch ends. */
+/* A batch copies to pages that are being zeroed in the background, and then fails: the pages are not declared clean
+ * when the zeroing ends. */
 static void copied_to_in_flight(void) {
   struct vmem_op op[2] = {{.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .bytes = 7 * PAGE},
                           {.op = VMEM_OP_UNMAP, .bytes = PAGE}};
@@ -385,8 +385,8 @@ static void copied_to_in_flight(void) {
   OK(close_gpu());
 }
 
-/* A driver that is suspended for too long while the worker has pages zeroed: the batch fails with that, and is not
- * taken for one whose zeroing is under way. */
+/* The driver is suspended for too long while the worker zeroes pages: the batch fails with that error, and is not
+ * treated as still being zeroed. */
 static void suspended(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(1)};
   vmem_ticket t;
@@ -411,7 +411,7 @@ static void short_at_submit(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
   struct vmem_stats before, after;
   vmem_ticket t;
-  for (uint64_t nth = 0; nth < 2; nth++) { /* the addresses, the mapping */
+  for (uint64_t nth = 0; nth < 2; nth++) { /* fail the addresses, then the mapping */
     CHECK(open_gpu(false, MIB(1)));
     OK(change(VMEM_OP_POPULATE, va, MIB(1), VMEM_OP_DIRTY));
     taint(va, MIB(1));
@@ -431,7 +431,7 @@ static void short_at_submit(void) {
   }
 }
 
-/* A slab above the high watermark is passed over while it is zeroed, and goes when that is over, whoever waited. */
+/* A slab above the high watermark is skipped while it is zeroed, and returned when that is done, whoever waited. */
 static void trimmed_after_a_hold(void) {
   struct vm_ctx *c = open_gpu(true, 0);
   CHECK(c);
@@ -484,7 +484,7 @@ static void limit_on_aliases(void) {
   OK(close_gpu());
 }
 
-/* A batch given to the worker is zeroed while it waits for others' work, and lets later ones pass. */
+/* The pages of a submitted batch are zeroed while it waits for other work, and later batches pass it. */
 static void submitted(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   struct vmem_after after = after_fd(fd);
@@ -513,7 +513,7 @@ static void submitted(void) {
   close(fd);
 }
 
-/* Whatever fails, in the background or not: no page shows old contents, and later calls go through. */
+/* Whatever fails, in the background or not: no page shows old contents, and later calls succeed. */
 static void failures(void) {
   static const uint32_t kinds[] = {VMEM_INJECT_CLEAN, VMEM_INJECT_SLAB, VMEM_INJECT_FILL, VMEM_INJECT_HEAP};
   for (size_t k = 0; k < sizeof(kinds) / sizeof(kinds[0]); k++)
@@ -574,7 +574,7 @@ static void *stutter(void *arg) {
   return NULL;
 }
 
-/* Pages in and out, with handles, dirty and not, while the background zeroes at a pace of its own. */
+/* Maps and unmaps pages, with handles, dirty and not, while the background zeroes at its own pace. */
 static void random_walk(void) {
   enum { GRANULES = 64 };
   static unsigned char mark[GRANULES];

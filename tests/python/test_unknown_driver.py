@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 ABI = ROOT / "libvmem" / "src" / "backend" / "nvidia" / "abi.h"
 UNKNOWN = "625.10"
 WARNING = "of a branch that this library does not know (530 to 620)"
-TABLE = "whose layouts are known from gVisor's table alone"
+TABLE = "whose layouts are known only from gVisor's table"
 
 # Opens each case by probe and by "auto", which it uses; prints what came of it, in JSON.
 CHILD = """
@@ -64,14 +64,14 @@ VERSIONS = [
 NEWER = ["600.1", UNKNOWN, "999.99.99"]
 # What differs, and what is said of it. That each call is looked at: tests/c/test_unknown_driver.c.
 LIES = {
-    "longer:UVM_MAP_EXTERNAL_ALLOCATION": "UVM_MAP_EXTERNAL_ALLOCATION: the driver left the status",
-    "moved:UVM_FREE": "UVM_FREE: the driver left the status as it was",
+    "longer:UVM_MAP_EXTERNAL_ALLOCATION": "UVM_MAP_EXTERNAL_ALLOCATION: the driver did not write",
+    "moved:UVM_FREE": "UVM_FREE: the driver did not write the status field",
     "number:UVM_UNMAP_EXTERNAL": "UVM_UNMAP_EXTERNAL: the driver does not know this call",
     "gone:UVM_CREATE_EXTERNAL_RANGE": "UVM_CREATE_EXTERNAL_RANGE: the driver does not know this",
-    "other:UVM_FREE": "UVM_FREE: the driver wrote behind the structure",
-    "untouched:NV_ESC_RM_ALLOC": "the RM's client allocation: the driver left the status as it",
+    "other:UVM_FREE": "UVM_FREE: the driver wrote past the end of the structure",
+    "untouched:NV_ESC_RM_ALLOC": "the RM's client allocation: the driver did not write the status",
     "longer:NV_MEMORY_ALLOCATION_PARAMS": "RM allocation of video memory failed",
-    "die:UVM_INITIALIZE": "it died of signal 9",
+    "die:UVM_INITIALIZE": "it was killed by signal 9",
     "shifted": "pages mapped one by one: the byte at",
     "stuck": "memory that was unmapped and freed does not come back",
     "idle:NV_ESC_RM_FREE": "memory that was unmapped and freed does not come back",

@@ -72,11 +72,11 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
     uint32_t ref = s->refs[u] & ~REF_QUARANTINED;
     if (ref != want[u]) BROKEN("slab %u unit %u: %u references, counted %u", s->index, u, ref, want[u]);
     if (vm_bit(s->fill_map, u) && !vm_fill_on(c, s, u, 1))
-      BROKEN("slab %u unit %u is marked for a fill that is over", s->index, u);
+      BROKEN("slab %u unit %u is marked as being filled, but no fill writes it", s->index, u);
     if (vm_bit(s->free_map, u)) {
       if (ref) BROKEN("slab %u unit %u is free and has %u references", s->index, u, ref);
       if (vm_bit(s->claim_map, u)) BROKEN("slab %u unit %u is free and about to be zeroed", s->index, u);
-      if (vm_bit(s->soil_map, u)) BROKEN("slab %u unit %u is free, and kept apart", s->index, u);
+      if (vm_bit(s->soil_map, u)) BROKEN("slab %u unit %u is both free and soiled", s->index, u);
       if (vm_bit(s->dirty_map, u) && !s->merged) BROKEN("slab %u unit %u is free and dirty", s->index, u);
       if (vm_bit(s->fill_map, u)) BROKEN("slab %u unit %u is free and being filled", s->index, u);
       free_units++;
@@ -84,7 +84,7 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
     } else if (vm_bit(s->soil_map, u)) {
       run = 0;
       if (ref || vm_bit(s->claim_map, u) || !vm_bit(s->dirty_map, u))
-        BROKEN("slab %u unit %u is kept apart: %u references, %sclaimed, %sdirty", s->index, u, ref,
+        BROKEN("slab %u unit %u is soiled: %u references, %sclaimed, %sdirty", s->index, u, ref,
                vm_bit(s->claim_map, u) ? "" : "not ", vm_bit(s->dirty_map, u) ? "" : "not ");
       free_units++;
       soiled++;
@@ -98,7 +98,8 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
     }
   }
   for (uint32_t u = 0; u < s->units; u++)
-    if (vm_bit(s->zero_map, u) && !s->cleaning) BROKEN("slab %u unit %u is zeroed by no batch", s->index, u);
+    if (vm_bit(s->zero_map, u) && !s->cleaning)
+      BROKEN("slab %u unit %u is being zeroed, but not by a batch", s->index, u);
   for (uint32_t k = 0; k < s->chunks; k++) {
     uint32_t n = 0, size = 0;
     for (uint32_t u = k << c->chunk_shift; u < s->units && u < (k + 1) << c->chunk_shift; u++, size++)
@@ -112,7 +113,7 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
            s->max_run, s->empty_chunks, free_units, longest, empty);
   if (soiled != s->soiled || s->in_slist < (soiled != 0))
     BROKEN("slab %u: %u dirty free units, counted %u", s->index, s->soiled, soiled);
-  if (s->cleaning && !c->phys->clean.n) BROKEN("slab %u: a batch of zeroing is counted that does not exist", s->index);
+  if (s->cleaning && !c->phys->clean.n) BROKEN("slab %u counts a batch of zeroing, but there is none", s->index);
   return 0;
 }
 
@@ -154,15 +155,14 @@ static int check_all(struct vm_ctx *c, struct census *n) {
     soiled -= c->phys->pools[i].soiled;
     in_pools += c->phys->pools[i].used_units;
     if (c->phys->pools[i].promised && !c->work->pending)
-      BROKEN("pool %u: %llu units are promised to batches, of which there are none", i,
-             (ull)c->phys->pools[i].promised);
+      BROKEN("pool %u: %llu units are promised to batches, but none is pending", i, (ull)c->phys->pools[i].promised);
   }
   if (aliases != c->driver->aliases || soiled)
-    BROKEN("context: %llu slabs mapped, counted %llu; %lld dirty units too many", (ull)c->driver->aliases, (ull)aliases,
-           (long long)soiled);
+    BROKEN("context: %llu slabs mapped, counted %llu; the pools miss %lld dirty units", (ull)c->driver->aliases,
+           (ull)aliases, (long long)soiled);
   if (limbo != c->phys->limbo_units || used != c->phys->used_units || used != in_pools ||
       quarantined != c->phys->quarantined_units || bytes != c->phys->slab_bytes || free_units != vm_pool_free_units(c))
-    BROKEN("context: %llu used, %llu quarantined, %llu in passing, %llu free, %llu slab bytes; counted %llu, %llu, "
+    BROKEN("context: %llu used, %llu quarantined, %llu in limbo, %llu free, %llu slab bytes; counted %llu, %llu, "
            "%llu, %llu, %llu",
            (ull)c->phys->used_units, (ull)c->phys->quarantined_units, (ull)c->phys->limbo_units,
            (ull)vm_pool_free_units(c), (ull)c->phys->slab_bytes, (ull)used, (ull)quarantined, (ull)limbo,
@@ -183,7 +183,7 @@ VMEM_API int vmem_check(vmem_t vm) {
   struct census n = {0};
   if (!c) return err;
   pthread_mutex_lock(&c->lock);
-  /* Wait for pages on their way back to the pool, and for compaction: references are in flux meanwhile. */
+  /* Wait for pages on their way back to the pool, and for compaction: until then, references are in flux. */
   while (c->phys->limbo_units || c->phys->compacting) pthread_cond_wait(&c->done_cond, &c->lock);
   n.refs = vm_calloc(c, c->phys->nslabs + 1u, sizeof(*n.refs));
   n.mappings = vm_calloc(c, c->phys->nhdls + 1u, sizeof(*n.mappings));

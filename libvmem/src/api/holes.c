@@ -11,7 +11,7 @@
 
 static bool is_hole(const struct vm_pte *p) { return !p || !(p->flags & TAKEN); }
 
-/* The end of the stretch, hole or not, that begins at addr. */
+/* Returns the end of the hole, or of the mapped stretch, that begins at addr. */
 static uint64_t end_of(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, bool hole) {
   while (addr < end) {
     const struct vm_pte *p = vm_pte(c, s, addr);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The pool's memory: taking it ahead of need, and giving it back. */
+/* The pool's memory: allocating it ahead of need, and returning it to the driver. */
 #include "api/api.h"
 
 VMEM_API int vmem_warm(vmem_t vm, uint64_t bytes) {

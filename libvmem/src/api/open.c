@@ -15,7 +15,7 @@ VMEM_API const char *vmem_backend_name(unsigned index) {
   return NULL;
 }
 
-/* `beside`: another name that the caller takes, and ", ". */
+/* `beside`: for the error message, another name that the caller accepts, followed by ", ". */
 static const struct vm_backend *find_backend(const char *name, const char *beside) {
   char names[128] = "";
   size_t used = 0;
@@ -24,7 +24,7 @@ static const struct vm_backend *find_backend(const char *name, const char *besid
     if (used < sizeof(names))
       used += (size_t)snprintf(names + used, sizeof(names) - used, "%s%s", used ? ", " : "", vm_backends[i]->name);
   }
-  vm_fail(-EINVAL, "no back end is called \"%.32s\"; there are %s%s", name, beside, names);
+  vm_fail(-EINVAL, "unknown back end \"%.32s\"; known are %s%s", name, beside, names);
   return NULL;
 }
 
@@ -52,15 +52,14 @@ static int check_opts(const struct vmem_open_opts *o) {
                       VMEM_MAX_DEVICES);
   for (uint32_t i = 0; i < o->num_devices; i++)
     for (uint32_t k = 0; k < i; k++)
-      if (o->devices[i] == o->devices[k]) return vm_fail(-EINVAL, "device %d is named twice", o->devices[i]);
+      if (o->devices[i] == o->devices[k]) return vm_fail(-EINVAL, "device %d is listed twice", o->devices[i]);
   if (o->granule && !vm_is_pow2(o->granule))
     return vm_fail_at(-EINVAL, 0, o->granule, 0, "granule %llu is not a power of two", (unsigned long long)o->granule);
   if (o->slab_size && (!vm_is_pow2(o->slab_size) || o->slab_size < o->granule || o->slab_size > 1ull << 40))
-    return vm_fail_at(-EINVAL, 0, o->slab_size, 0, "slab size %llu is not a power of two from the granule to 1 TiB",
+    return vm_fail_at(-EINVAL, 0, o->slab_size, 0, "slab size %llu is not a power of two between the granule and 1 TiB",
                       (unsigned long long)o->slab_size);
   if (o->log_level > VMEM_LOG_DEBUG || o->log_reserved)
-    return vm_fail_at(-EINVAL, 0, o->log_level, VMEM_LOG_DEBUG, "log level %u, or a reserved field that is not 0",
-                      o->log_level);
+    return vm_fail_at(-EINVAL, 0, o->log_level, VMEM_LOG_DEBUG, "bad log level %u or reserved field", o->log_level);
   return 0;
 }
 
@@ -100,7 +99,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   c->be = c->info->table;
   if (c->info->most_mappings && o->max_mappings > c->info->most_mappings) {
     err = vm_fail_at(-EINVAL, 0, o->max_mappings, c->info->most_mappings,
-                     "max_mappings %llu: the driver has handles for %llu", (unsigned long long)o->max_mappings,
+                     "max_mappings %llu: the driver has handles for only %llu", (unsigned long long)o->max_mappings,
                      (unsigned long long)c->info->most_mappings);
     VM_UNDO(c->be->close(c->bes));
     free(c);

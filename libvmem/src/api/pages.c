@@ -109,7 +109,7 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle) {
   return err;
 }
 
-/* Checks the pieces together before checking each. */
+/* Checks the stride and the total size; the caller checks each piece. */
 static int check_pieces(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride) {
   uint64_t span, total;
   if (count < 2) return 0;
@@ -118,7 +118,7 @@ static int check_pieces(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_
                       (unsigned long long)stride, (unsigned long long)bytes);
   if (__builtin_mul_overflow(count, bytes, &total) || __builtin_mul_overflow(count - 1, stride, &span) ||
       addr + span < span)
-    return vm_fail_at(-EOVERFLOW, addr, bytes, 0, "%llu pieces %llu apart leave the address space",
+    return vm_fail_at(-EOVERFLOW, addr, bytes, 0, "%llu pieces %llu apart exceed the address space",
                       (unsigned long long)count, (unsigned long long)stride);
   return 0;
 }
@@ -136,7 +136,7 @@ static int retain_piece(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct 
     n = vm_space_units(c, s, a, addr + bytes, PTE_MAPPED | PTE_BUSY);
     r = (struct vm_run){c->phys->slabs[p->slab], p->unit, (uint32_t)n};
     if (*pool && (r.slab->pool->location != (*pool)->location || r.slab->pool->device != (*pool)->device))
-      return vm_fail_at(-EINVAL, a, c->granule, 0, "the pages lie in different locations");
+      return vm_fail_at(-EINVAL, a, c->granule, 0, "the pages are in different locations");
     if (!(v = vm_runs_add(c, *runs, nruns, r))) return -ENOMEM;
     *runs = v;
     vm_units_ref(r.slab, r.unit, r.n);

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Contexts by number. A vmem_t is 32 bits of generation and 32 bits of place, so that a closed context
- * is recognised; every public function pins its context here and close waits for the pins.
+ * The table of contexts. A vmem_t is 32 bits of generation and 32 bits of index, so that a closed context is
+ * recognised. Every public function pins its context here, and vmem_close waits until no pin is left.
  *
- * Contexts share only this table and the process-wide state of back ends. A forked child finds it marked and starts
- * its own empty one: the child must not use the parent's threads, locks and driver descriptors.
+ * Contexts share only this table and the process-wide state of back ends. A forked child starts with an empty table,
+ * which remembers the parent's contexts only to refuse them: the child must not use the parent's threads, locks and
+ * driver descriptors.
  */
 #include <string.h>
 
@@ -22,7 +23,7 @@ static struct {
   uint32_t next_gen, last_tag;
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER, .unpinned = PTHREAD_COND_INITIALIZER};
 
-static int no_handler; /* errno of its registration */
+static int no_handler; /* errno of pthread_atfork; 0: in_child is registered */
 
 /* The child has only this thread, so no lock is needed; the inherited lock may be held by a thread that no longer
  * exists. */
@@ -35,13 +36,13 @@ static void in_child(void) {
   }
 }
 
-/* Runs when the library is loaded, before the constructors of a program it is linked into: a fork already under way
+/* Runs when the library is loaded, before the constructors of a program it is linked into: a fork already in progress
  * would miss a handler registered later, and the program's handlers may use contexts. */
 __attribute__((constructor(101))) static void set_up(void) { no_handler = pthread_atfork(NULL, NULL, in_child); }
 
 static _Thread_local struct {
   unsigned calls;
-  int state, type; /* the thread's own */
+  int state, type; /* to restore */
 } uncancelled;
 
 /* glibc acts on a pending asynchronous cancel even after the state changed, so the type changes too. */
@@ -89,7 +90,7 @@ void vm_put(struct vm_ctx *c) {
   vm_cancel_now();
 }
 
-/* The next of the 4,095 tags that no open context uses: a tag is reused as late as possible. */
+/* Returns the next of the 4,095 tags that no open context uses: each is reused as late as possible. */
 static uint32_t next_tag(void) {
   bool taken;
   do {
@@ -117,7 +118,7 @@ int vm_registry_add(struct vm_ctx *c, vmem_t *vm) {
   }
   pthread_mutex_unlock(&table.lock);
   if (i < MAX_CONTEXTS) return 0;
-  return vm_fail_at(-ENOMEM, 0, 0, MAX_CONTEXTS, "%u contexts are open already", MAX_CONTEXTS);
+  return vm_fail_at(-ENOMEM, 0, 0, MAX_CONTEXTS, "%u contexts are already open", MAX_CONTEXTS);
 }
 
 bool vm_registry_remove(struct vm_ctx *c, vmem_t vm) {

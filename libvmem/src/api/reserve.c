@@ -13,8 +13,7 @@ static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_op
     return vm_fail_at(-EINVAL, 0, size, c->granule, "size %llu is not a positive multiple of the granule %llu",
                       (unsigned long long)size, (unsigned long long)c->granule);
   if (size > 1ull << 56)
-    return vm_fail_at(-ENOMEM, 0, size, 1ull << 56, "%llu bytes are more than any address space has",
-                      (unsigned long long)size);
+    return vm_fail_at(-ENOMEM, 0, size, 1ull << 56, "%llu bytes exceed any address space", (unsigned long long)size);
   if (o->flags & ~known || o->reserved || (o->flags & both) == both)
     return vm_fail(-EINVAL, "bad flags 0x%x or reserved field", o->flags);
   if (!o->align) o->align = least;
@@ -40,7 +39,7 @@ static int enter(struct vm_ctx *c, struct vm_space *s) {
   if (old)
     return vm_fail_at(
         -EIO, s->base, s->bytes, old->base,
-        "the system gave addresses of the reservation at 0x%llx again: something other than vMemFree has unmapped it",
+        "the system reused addresses of the reservation at 0x%llx: something other than vMemFree has unmapped it",
         (unsigned long long)old->base);
   return vm_space_insert(c, s);
 }
@@ -151,13 +150,13 @@ out:
   return err;
 }
 
-/* True if the address lies in a block that is mapped and unmapped as a whole. */
+/* Whether the address is in a block that is mapped and unmapped as a whole. */
 static bool in_block(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   uint64_t page, bytes;
   return c->large_pages && vm_space_cuts_page(c, s, (addr & ~(LARGE_PAGE - 1)) + c->granule, &page, &bytes);
 }
 
-/* The page tables' sizes are 4 KiB, 64 KiB and 2 MiB. */
+/* The size of the page-table entry: 4 KiB, 64 KiB or 2 MiB. */
 static uint64_t entry_bytes(const struct vm_ctx *c, const struct vm_space *s, bool block) {
   if (c->granule >= LARGE_PAGE || (block && s->large)) return LARGE_PAGE;
   return c->granule >= 64u << 10 ? 64u << 10 : 4u << 10;

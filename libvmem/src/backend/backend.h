@@ -4,9 +4,9 @@
  *
  * The core owns every decision: what is mapped where, reference counts, validation, rollback, threads,
  * limits. A back end makes driver calls and keeps no state about mappings. It may rely on:
- *   - addresses, sizes and offsets are multiples of the granule and lie inside what it handed out;
+ *   - addresses, sizes and offsets are multiples of the granule and inside what it handed out;
  *   - it is never asked to map over a live mapping, except by remap and REMAP;
- *   - calls for disjoint ranges come from several threads at once, calls for one range do not.
+ *   - calls for disjoint ranges may come from several threads at the same time, calls for one range do not.
  * Every function returns 0 or a negative errno and has then called vm_fail* (error.h). A function that
  * fails has changed nothing, unless its comment says otherwise.
  * The exception is -ENOTRECOVERABLE from map or unmap: the range is in an unknown state (mapped on some
@@ -19,26 +19,25 @@
 #include <stdbool.h>
 #include <vmem.h>
 
-#define VM_POOL_DELAY 500000000u /* of the back ends whose memory is costly to take */
+#define VM_POOL_DELAY 500000000u /* pool_delay of back ends whose memory is costly to allocate */
 
 /* Properties that open() reports to the core. */
 struct vm_be_info {
   struct vmem_info pub;           /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
-                                     the rest */
+                                     in the other fields */
   uint64_t pool_high;             /* default for vmem_open_opts.pool_high */
   uint64_t pool_delay;            /* ns for which a surplus must last before it is returned */
-  uint64_t most_mappings;         /* the most that vmem_open_opts.max_mappings may be; 0 = any */
+  uint64_t most_mappings;         /* upper limit of vmem_open_opts.max_mappings; 0 = none */
   bool fresh_is_zero;             /* a new slab, and discarded memory, reads as zeros */
   bool one_page_slabs;            /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
-                                     each slab one page of the size asked for */
+                                     each slab one page of the requested size */
   bool unreserve_unmaps;          /* unreserve may be called with live mappings */
-  uint64_t bind_bytes;            /* the longest range that one operation of `bind` may have, and one `remap`;
-                                     0 = any */
+  uint64_t bind_bytes;            /* the longest range of one `remap` or one operation of `bind`; 0 = any */
   bool no_contents;               /* nothing in this process can read or write what is mapped */
-  uint64_t all_page_sizes;        /* with any granule; 0 = as in pub */
-  const char *how;                /* for logs, how a page is mapped: " through UVM"; NULL = "" */
+  uint64_t all_page_sizes;        /* page sizes possible with any granule; 0 = pub.page_sizes */
+  const char *how;                /* for logs, how pages are mapped: " through UVM"; NULL = "" */
   char about[192];                /* notes on the driver, "" = none */
-  bool unknown_branch;            /* of the driver: the opening test is stricter, and `about` is a warning */
+  bool unknown_branch;            /* of the driver: stricter opening test, and `about` is a warning */
   const struct vm_backend *table; /* table to use from now on; NULL = the one opened */
   uint64_t open_ns, test_ns;      /* durations of opening and of the opening test: vm_backend_open */
 };
@@ -53,37 +52,37 @@ struct vm_be_copy {
 
 /* The cost of scattered mappings: now, planned (upper bound), and requested (upper bound). */
 struct vm_be_load {
-  uint64_t segments, planned_segments, more_segments; /* runs and holes between them: the VMAs of a process */
+  uint64_t segments, planned_segments, more_segments; /* runs and the holes between them: VMAs on host */
 };
 
 enum vm_bind_kind {
   VM_BIND_MAP = 1, /* as `map` */
-  VM_BIND_REMAP,   /* over what is mapped there, to pages that are its own or were: as `remap`; what a
-                      back end with `bind` is given to take a REPLACE back, a large page perhaps in parts */
-  VM_BIND_REPLACE, /* the same, to any pages; large pages are mapped and unmapped whole */
+  VM_BIND_REMAP,   /* map the same pages again, as `remap`. A back end with `bind` must also accept the pages mapped
+                      there before: this undoes a REPLACE, perhaps of a large page in parts */
+  VM_BIND_REPLACE, /* map any pages over a mapped range; large pages are mapped and unmapped whole */
   VM_BIND_UNMAP    /* as `unmap` */
 };
 
-/* One operation of `bind`, and of vm_bind (driver.h), which does it on any back end. */
+/* One operation of `bind`, and of vm_bind (driver.h), which works on any back end. */
 struct vm_bind_op {
   uint32_t kind;
   uint32_t flags; /* VMEM_MAP_* */
   uint64_t addr, bytes;
   uint64_t slab, offset; /* all but UNMAP */
   uint64_t priv;         /* of the reservation */
-  uint64_t clears;       /* REMAP, REPLACE: length of the piece, which is unmapped as one where the back end cannot
-                            replace in place; 0 for all of its operations but the first */
+  uint64_t clears;       /* REMAP, REPLACE: length of the piece, which a back end that cannot replace in place
+                            unmaps as a whole; 0 for all operations of the piece but the first */
   bool sparse;
-  bool cut;      /* UNMAP and REPLACE of a back end with `bind`: may take a part of a large entry. All of its block is
-                    named, by one batch; `clears` and `from` are those of the blocks that hang together */
-  uint64_t from; /* where the piece begins. Without `bind` its operations may map less: they split an entry */
+  bool cut;      /* UNMAP and REPLACE of a back end with `bind`: may cover part of a large entry. Its whole block is
+                    covered by one batch; `clears` and `from` are then those of the run of such blocks */
+  uint64_t from; /* start of the piece. Without `bind` its operations may map less of it, to split an entry */
 };
 
 /* Progress of a failed `bind`: operations [0, done) are carried out, [done, done + unknown) are in an unknown state,
  * the others are not carried out. */
 struct vm_bind_result {
   size_t done, unknown;
-  /* vm_bind's alone */
+  /* set by vm_bind only */
   size_t unmapped; /* operations from `done` on whose ranges are now unmapped; only if unknown is 0 */
   size_t failed;   /* operations of the failed call, from `done` on */
 };
@@ -110,9 +109,9 @@ struct vm_backend {
    * freed: the call may be repeated to retry that. */
   int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 
-  /* One physical allocation. -ENOMEM with the driver's own status when memory is short. Where page_size is 2 MiB or
-   * more, and bytes a multiple, a map call whose address, offset and length are multiples of 2 MiB gets entries of
-   * that size: the core then unmaps and replaces each as a whole. */
+  /* Make one physical allocation. -ENOMEM with the driver's own status when memory is short. If page_size is at least
+   * 2 MiB and bytes a multiple of it, a map call whose address, offset and length are multiples of 2 MiB makes entries
+   * of that size, each of which the core unmaps and replaces as a whole. */
   int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
   int (*slab_destroy)(void *be, uint64_t slab, uint64_t bytes);
   /* Optional: gives the memory behind a part of a slab back to the system; it reads as zeros later. */
@@ -121,26 +120,26 @@ struct vm_backend {
   /* Map one run, accessible on all devices of the context. flags: VMEM_MAP_*. In a sparse reservation
    * the range reads as zeros before map and after unmap. */
   int (*map)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
-  /* Unmap a range that is wholly mapped, by one or several map calls, possibly parts of them. */
+  /* Unmap a range, all of which is mapped: by one or several map calls, possibly by parts of them. */
   int (*unmap)(void *be, uint64_t addr, uint64_t bytes, bool sparse);
-  /* With VMEM_CAP_JOIN, where there is no `bind`: map one run again over exactly the same pages, in one call, with the
-   * entries that such a call gets. On failure the range may be unmapped. */
+  /* With VMEM_CAP_JOIN but no `bind`: map one run onto the same pages again by a single call, with the entries that
+   * such a call makes. On failure the range may be unmapped. */
   int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 
-  /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
-   * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
-   * where it fills pages in between; then only the opening test calls map and unmap. With one driver
-   * call it is all or nothing; for more, and for a driver that fails in the middle, *result says what was
-   * done. -ENOTRECOVERABLE if and only if result->unknown. */
+  /* Optional: carry out many operations in as few driver calls as possible. Their ranges do not overlap, and those
+   * of one reservation are adjacent in `ops`. If a back end has bind, the core calls it once per batch, or twice if the
+   * batch fills pages in between, and only the opening test calls map and unmap. A single driver call is all or
+   * nothing; if several are needed, or the driver fails in the middle, *result says what was done.
+   * -ENOTRECOVERABLE if and only if result->unknown. */
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
   /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an
-   * event that the core polls or waits for, and puts; 0 when the fill is already complete. */
+   * event, which the core polls or waits for and then puts; 0 if the fill is already complete. */
   int (*fill)(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
               size_t num_after, vm_event *done);
   /* The same for n copies; no destination overlaps a source or another destination. Fills and copies with nothing
-   * in `after` run in the order of the calls. The others have no order: one that waits for an event that never
-   * comes should hold up none that does not name it. */
+   * in `after` run in the order of the calls. All others are unordered: one that waits for an event that never
+   * completes should not delay those that do not wait for it. */
   int (*copy)(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
               vm_event *done);
   /* Complete on return. addr is a device address, dst and src are host pointers. */
@@ -151,7 +150,7 @@ struct vm_backend {
    * the stream; VMEM_AFTER_EVENT wraps the caller's, which event_put then leaves alone. */
   int (*event_from)(void *be, uint32_t kind, uint64_t handle, vm_event *event);
   int (*event_query)(void *be, vm_event event); /* 0 = complete, -EAGAIN = not yet */
-  int (*event_wait)(void *be, vm_event event);  /* blocks, without burning a core */
+  int (*event_wait)(void *be, vm_event event);  /* blocks, without spinning */
   int (*stream_wait)(void *be, uint64_t stream, vm_event event);
   void (*event_put)(void *be, vm_event event);
 
@@ -173,7 +172,7 @@ int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opt
 /* Opens and closes a back end on a device, as "auto" would. Fills *found and returns its error. */
 int vm_backend_probe(const struct vm_backend *t, int32_t device, struct vmem_probe_info *found);
 
-/* table.c: in the order of "auto", up to a NULL. A program that links the objects may bring its own. */
+/* table.c: in the order of "auto", up to a NULL. A program that links the objects may define its own. */
 extern const struct vm_backend *const vm_backends[];
 
 extern const struct vm_backend vm_backend_host;

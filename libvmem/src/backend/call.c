@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Calls of the back end's functions: counted, timed, and made to fail on request. */
+/* Calls to the back end's functions: counts and times them, and injects failures. */
 #include "backend/driver.h"
 #include "base/clock.h"
 #include "base/probe.h"
@@ -17,7 +17,7 @@ static uint64_t account(struct vm_ctx *c, uint64_t *calls, uint64_t start) {
   return ns;
 }
 
-/* `ns` is set to how long the call took; unchanged if the call was failed on request. */
+/* `ns` is set to how long the call took; unchanged if a failure was injected instead. */
 #define TIMED_CALL(kind, calls, ns, expr)                                                                              \
   ({                                                                                                                   \
     int ret_ = vm_injected(c, kind);                                                                                   \
@@ -51,7 +51,7 @@ int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uin
               c->be->slab_create(c->bes, bytes, page_size, location, device, slab));
 }
 
-/* The caller forgets the slab whatever the outcome, so a suspended driver is waited for. */
+/* The caller forgets the slab whatever the outcome, so wait while the driver is suspended. */
 int vm_drv_slab_destroy(struct vm_ctx *c, uint64_t slab, uint64_t bytes) {
   int err;
   vm_undo_begin();
@@ -88,7 +88,7 @@ int vm_drv_alias(struct vm_ctx *c, uint64_t slab, uint64_t bytes, uint32_t kind,
   int err = CALL(kind, calls, c->be->reserve(c->bes, bytes, align, flags, addr, &ignored, priv));
   if (err) return err;
   err = CALL(kind, calls, alias_map(c, slab, bytes, *addr, *priv));
-  /* Nothing is mapped yet, or the reservation takes its mappings with it. */
+  /* Either nothing is mapped yet, or unreserve removes the mappings too. */
   if (err) VM_UNDO(c->be->unreserve(c->bes, *addr, bytes, *priv, &gone));
   return err;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * driver.h - a context's back end as the layers above call it: failed on request, counted, timed; one way to map and
- * unmap for every back end (vm_bind); and the limits on what may be mapped.
+ * driver.h - how the layers above call a context's back end: calls are counted and timed, and failures injected;
+ * vm_bind maps and unmaps on any back end; limits on what may be mapped are enforced.
  */
 #ifndef VMEM_BACKEND_DRIVER_H
 #define VMEM_BACKEND_DRIVER_H
@@ -9,7 +9,7 @@
 #include "backend/backend.h"
 #include "base/context.h"
 
-/* Pieces of reservations, and live map calls. */
+/* Counts pieces of reservations and live map calls. */
 struct vm_room {
   uint64_t segments, mappings;
 };
@@ -18,9 +18,9 @@ struct vm_driver {
   /* Counts of scattered mappings, for the limits of the driver and the process; under vm_ctx.lock. */
   uint64_t segments;      /* pieces of all reservations as the back end sees them, holes included */
   uint64_t mappings;      /* live map calls in reservations */
-  uint64_t aliases;       /* the same of slabs' own mappings */
+  uint64_t aliases;       /* live map calls of slabs' own mappings */
   uint64_t large_entries; /* live entries of 2 MiB in reservations */
-  uint64_t splits, joins; /* of them, since the context was opened */
+  uint64_t splits, joins; /* of large entries, since the context was opened */
   struct vm_room planned; /* upper bound of what unfinished plans add */
   /* atomics */
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls, ns, worker_ns;
@@ -35,14 +35,14 @@ int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uin
                        uint64_t *slab);
 int vm_drv_slab_destroy(struct vm_ctx *c, uint64_t slab, uint64_t bytes);
 int vm_drv_discard(struct vm_ctx *c, uint64_t slab, uint64_t offset, uint64_t bytes);
-/* Physical memory of a location: free, and all, whoever has it. */
+/* Physical memory of a location: free and total. */
 int vm_drv_memory(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
 int vm_drv_map(struct vm_ctx *c, const struct vm_bind_op *op);
 int vm_drv_unmap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, bool sparse);
 int vm_drv_remap(struct vm_ctx *c, const struct vm_bind_op *op);
 /* Only for back ends that have `bind`. */
 int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
-/* kind: of the failures that are injected. */
+/* kind: VMEM_INJECT_*, the kind of failure to inject. */
 int vm_drv_fill(struct vm_ctx *c, uint32_t kind, const struct vm_be_range *r, size_t n, uint8_t value,
                 const vm_event *after, size_t num_after, vm_event *done);
 int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
@@ -55,9 +55,9 @@ int vm_drv_event_wait(struct vm_ctx *c, vm_event e);
 int vm_drv_event_finish(struct vm_ctx *c, vm_event *e);
 /* Replaces *last by the event of a later call, which covers both. */
 void vm_drv_event_follow(struct vm_ctx *c, vm_event *last, vm_event e);
-void vm_drv_mark_worker(void); /* this thread's time is the worker's */
+void vm_drv_mark_worker(void); /* counts this thread's driver time as the worker's */
 
-/* Map a whole slab at addresses reserved for it, and unmap it. They count as slab calls; kind: of injected failures. */
+/* Map a whole slab at addresses reserved for it, and unmap it. They count as slab calls. kind: VMEM_INJECT_*. */
 int vm_drv_alias(struct vm_ctx *c, uint64_t slab, uint64_t bytes, uint32_t kind, uint64_t *addr, uint64_t *priv);
 int vm_drv_unalias(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t priv);
 
@@ -74,7 +74,7 @@ int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_r
 int vm_room_take(struct vm_ctx *c, struct vm_room more, bool limited);
 /* Drops a plan's reservation: its mappings have been counted, or will never be made. */
 void vm_room_end(struct vm_ctx *c, struct vm_room planned);
-/* True if the caller should retry after `err`, because a stale count was refreshed. Lock not held. */
+/* Returns true if the caller should retry after `err`, because a stale count was refreshed. Lock not held. */
 bool vm_recount(struct vm_ctx *c, int err);
 
 #endif

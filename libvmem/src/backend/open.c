@@ -7,8 +7,9 @@
  * test calls the back end directly: no statistics count it, and vmem_inject does not affect it.
  *
  * With a driver of an unknown branch the test also checks memory contents after every call: four different pages,
- * mapped one by one, as one run, read-only, and at an address that another page had. Last it checks that freed memory
- * is returned. A kernel's write to a read-only page would end this process's context, so only `vmem selftest` tries it.
+ * mapped one by one, as one run, read-only, and at an address where another page was mapped before. Finally it checks
+ * that freed memory is returned. A kernel's write to a read-only page would destroy this process's CUDA context, so
+ * only `vmem selftest` tries it.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -115,7 +116,7 @@ static int fill_place(const struct page_test *p, unsigned place, uint8_t value) 
   return fill(p->t, p->be, p->addr + place * p->page, p->page, value);
 }
 
-/* Checks every byte of the page at a place. */
+/* Checks every byte of the page at index `place` of the range. */
 static int holds(const struct page_test *p, unsigned place, uint8_t value, const char *when) {
   uint64_t addr = p->addr + place * p->page;
   int err = p->t->read(p->be, p->seen, addr, p->page);
@@ -149,7 +150,7 @@ static int read_only_follows(const struct page_test *p) {
 static int address_changes_page(const struct page_test *p) {
   int err = p->t->unmap(p->be, p->addr, p->page, false);
   if (!err) err = map_page(p, 0, 1, 0);
-  if (!err) err = holds(p, 0, mark(1), "an address that another page had");
+  if (!err) err = holds(p, 0, mark(1), "an address where another page was mapped");
   if (!err) err = map_page(p, SPAN - 1, 0, 0);
   return err ? err : holds(p, SPAN - 1, mark(0), "a page that was unmapped, at another address");
 }
@@ -178,7 +179,7 @@ static int test_contents(const struct vm_backend *t, void *be, const struct vm_b
   return err ? err : first.code;
 }
 
-/* The device's free bytes after unmapping and freeing a mapped slab, minus those before. */
+/* Makes, maps, unmaps and frees a slab; *lost: the device's free bytes before minus those after. */
 static int lose(const struct vm_backend *t, void *be, uint64_t addr, uint64_t bytes, uint64_t page, int64_t *lost) {
   struct vmem_error first = {0};
   uint64_t before, after, total, slab;
@@ -192,8 +193,8 @@ static int lose(const struct vm_backend *t, void *be, uint64_t addr, uint64_t by
   return first.code;
 }
 
-/* A mapping must keep its memory even after the memory is freed. At addresses that differ, because a map replaces
- * what was there; several times, because other processes take memory meanwhile. */
+/* A mapping keeps its memory even after the memory is freed; unmapping must release it. Each try uses other addresses,
+ * because a map replaces what was there. Several tries, because other processes may take memory meanwhile. */
 static int test_release(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
   uint64_t page = info->pub.granule, bytes = page > LOT ? page : LOT, addr, priv;
   struct vmem_error first = {0};
@@ -207,8 +208,8 @@ static int test_release(const struct vm_backend *t, void *be, const struct vm_be
     if (failed(&first, lose(t, be, addr + i * bytes, bytes, page, &lost)) || lost < (int64_t)LITTLE) break;
   if (!first.code && lost >= (int64_t)LITTLE)
     failed(&first, vm_fail_at(-EIO, addr, bytes, 0,
-                              "memory that was unmapped and freed does not come back: %lld bytes less after each of %d "
-                              "times; unmapping seems to do nothing",
+                              "memory that was unmapped and freed does not come back: %lld bytes or more were lost in "
+                              "each of %d tries; unmapping seems to do nothing",
                               (long long)lost, TRIES));
   failed(&first, t->unreserve(be, addr, TRIES * bytes, priv, &gone));
   if (first.code) vm_error_restore(&first);

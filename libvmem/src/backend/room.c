@@ -9,7 +9,7 @@ int vm_room_take(struct vm_ctx *c, struct vm_room more, bool limited) {
   int err = 0;
   if (limit && limited && now + more.mappings > limit)
     return vm_fail_at(-ENOSPC, 0, 0, limit,
-                      "%llu mappings and %llu more exceed the %llu that this context may have (max_mappings of "
+                      "%llu mappings plus %llu more exceed the %llu that this context may have (max_mappings of "
                       "vmem_open): map longer runs, join them (vmem_join), or unmap",
                       (unsigned long long)now, (unsigned long long)more.mappings, (unsigned long long)limit);
   if (c->be->room && more.segments) err = c->be->room(c->bes, &load);

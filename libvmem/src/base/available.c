@@ -15,8 +15,9 @@
 
 #define TEXT 16384 /* longer than memory.stat, and than /proc/self/cgroup with one long path */
 
-/* Other memory that the kernel charges to a group: page tables, at worst 4 KiB for each scattered page of 64 KiB, for
- * the 65,530 mappings that a process may have by default; and this process's heap. */
+/* Allowances for other memory that the kernel charges to a group: page tables, which need at worst 4 KiB for each
+ * scattered page of 64 KiB, for at most the 65,530 mappings that a process may have by default; and this process's
+ * heap. */
 #define TABLES_PART 16
 #define TABLES_MOST (256ull << 20)
 #define HEAP_PART 16 /* of the limit */
@@ -30,8 +31,8 @@ static const char *const names[2][FILES] = {
     {"memory.max", "memory.current", "memory.high", "memory.current", "memory.stat"},
 };
 
-/* Fields of memory.stat, for a group and its descendants. The second column is the part that cannot be reclaimed at
- * once, the third tmpfs. */
+/* Fields of memory.stat, for a group and its descendants. The second column is the part that cannot be reclaimed
+ * immediately, the third is tmpfs. */
 static const struct {
   const char *gives[3], *keeps[2], *tmpfs;
 } stats[2] = {
@@ -40,7 +41,7 @@ static const struct {
 };
 
 struct level {
-  int fds[FILES]; /* -1: there is none */
+  int fds[FILES]; /* -1: no such file */
 };
 
 /* The process's group and its ancestors, as far as mounted. */
@@ -52,7 +53,7 @@ struct groups {
 
 struct vm_available {
   const char *root;
-  int meminfo, own; /* /proc/self/cgroup; -1: there is none */
+  int meminfo, own; /* own: /proc/self/cgroup; -1: no such file */
   char *group;      /* the line of `own` that `groups` belongs to; "": none */
   struct groups *groups;
 };
@@ -61,7 +62,7 @@ struct vm_available {
 
 static bool starved(void) { return errno == EMFILE || errno == ENFILE || errno == ENOMEM; }
 
-/* -1 if the file does not exist; sets *err if that cannot be determined. */
+/* Returns -1 if the file does not exist; sets *err if that cannot be determined. */
 static int open_file(const char *path, int *err) {
   int fd = vm_above_stdio(open(path, O_RDONLY | O_CLOEXEC));
   if (fd < 0 && starved()) *err = vm_fail(-ENOMEM, "%s: %s", path, strerror(errno));
@@ -72,7 +73,7 @@ static void close_file(int fd) {
   if (fd >= 0) close(fd);
 }
 
-/* The file from its beginning; false if it cannot be read or is longer. */
+/* Reads the file from its beginning; false if it cannot be read or does not fit. */
 static bool read_text(int fd, char text[TEXT]) {
   size_t n = 0;
   ssize_t got = 0;
@@ -86,7 +87,7 @@ static bool read_text(int fd, char text[TEXT]) {
   return n > 0;
 }
 
-/* The number after `name` at the beginning of a line. */
+/* Finds the number after `name` at the beginning of a line. */
 static bool find_number(const char *text, const char *name, uint64_t *out) {
   size_t length = strlen(name);
   for (const char *at = text; (at = strstr(at, name)); at += length)
@@ -95,7 +96,7 @@ static bool find_number(const char *text, const char *name, uint64_t *out) {
   return false;
 }
 
-/* A file of one number; "max" is UINT64_MAX. */
+/* Reads a file that holds one number; "max" is UINT64_MAX. */
 static bool read_number(int fd, uint64_t *out) {
   char text[TEXT];
   char *end;
@@ -107,8 +108,8 @@ static bool read_number(int fd, uint64_t *out) {
 
 /* ---- where the group is ----------------------------------------------------------------------- */
 
-/* The line of /proc/self/cgroup about memory, in `text`: version 1's wherever it has the controller, else version 2's
- * "0::/path". NULL: none. */
+/* Finds the line of /proc/self/cgroup for memory in `text`: version 1's if that has the memory controller, else version
+ * 2's "0::/path". NULL: none. */
 static char *memory_line(char *text, bool *two) {
   char *found = NULL, *save = NULL;
   for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
@@ -138,7 +139,7 @@ static void decode(char *text) {
   *to = 0;
 }
 
-/* The part of `path` below `root`; NULL if it is not below. */
+/* Returns the part of `path` below `root`; NULL if it is not below. */
 static const char *below(const char *root, const char *path) {
   size_t n = strlen(root);
   if (n == 1) return path;
@@ -194,7 +195,7 @@ static void close_groups(struct groups *g) {
   free(g);
 }
 
-/* Opens the files of the folder `path` and of those above it, `depth` names up. */
+/* Opens the files of the directory `path` and of its `depth` nearest parents. */
 static struct groups *open_levels(char *path, size_t depth, bool two, int *err) {
   struct groups *g = malloc(sizeof(*g) + (depth + 1) * sizeof(*g->levels));
   if (!g) {
@@ -219,7 +220,7 @@ static struct groups *open_levels(char *path, size_t depth, bool two, int *err) 
   return NULL;
 }
 
-/* *err: descriptors or heap memory are short, else NULL means that no group is seen. */
+/* Sets *err if descriptors or heap memory are short; NULL without *err means that no group is visible. */
 static struct groups *open_groups(const struct vm_available *a, const char *line, bool two, int *err) {
   const char *group = *line ? path_of(line) : "", *rest = "";
   char *mount = NULL, *path;
@@ -230,7 +231,7 @@ static struct groups *open_groups(const struct vm_available *a, const char *line
     if (starved()) *err = vm_fail(-ENOMEM, "/proc/self/mountinfo: %s", strerror(errno));
     return NULL;
   }
-  /* Without /proc: in a container with a group of its own, that is where its files are. */
+  /* Without /proc, try the place where a container with its own group has the files. */
   if (!mount) mount = strdup(two ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory");
   most = strlen(a->root) + (mount ? strlen(mount) : 0) + strlen(rest) + 64;
   if (!mount || !(path = malloc(most))) {
@@ -272,7 +273,7 @@ static int follow(struct vm_available *a) {
   }
   name = a->group;
   a->group =
-      line; /* before the old ones are freed: a signal handler may fork here, and the child closes what it finds */
+      line; /* set before the old ones are freed: a signal handler may fork here, and the child closes what it finds */
   a->groups = now;
   free(name);
   close_groups(before);
@@ -314,7 +315,8 @@ static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 static uint64_t tables_of(uint64_t pages) { return least_of(pages / TABLES_PART, TABLES_MOST); }
 
-/* Bytes of page cache and the like that the kernel reclaims at once when the group reaches its limit. */
+/* Returns the bytes of page cache and the like that the kernel reclaims immediately when the group reaches its
+ * limit. */
 static int64_t reclaimable(const struct level *level, bool two, uint64_t held) {
   char text[TEXT];
   uint64_t n;
@@ -328,7 +330,7 @@ static int64_t reclaimable(const struct level *level, bool two, uint64_t held) {
   return all > 0 ? all : 0;
 }
 
-/* The part of a group's remaining memory that may hold pages. */
+/* Returns the part of a group's remaining memory that may hold pages. */
 static uint64_t for_pages(int64_t left, uint64_t limit) {
   int64_t heap = (int64_t)least_of(limit / HEAP_PART, HEAP_MOST);
   if (left <= heap) return 0;

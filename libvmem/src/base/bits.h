@@ -20,7 +20,7 @@ static inline void vm_bits_set(uint64_t *map, uint32_t i, uint32_t n, bool value
     map[i / 64] = value ? map[i / 64] | bit : map[i / 64] & ~bit;
 }
 
-/* Number of bits equal to `value` from i on, at most max. */
+/* Counts the bits equal to `value` from i on, at most max. */
 static inline uint32_t vm_bits_run(const uint64_t *map, uint32_t i, uint32_t max, bool value) {
   if (!max || vm_bit(map, i) != value) return 0;
   return max == 1 ? 1 : vm_bits_run_many(map, i, max, value);

@@ -4,11 +4,11 @@
  *
  *   api      checks arguments, pins the context, reports errors
  *   work     batches that run later: tickets, dependencies, the worker thread
- *   plan     a checked batch: what to call, in which order, and what to write down after
+ *   plan     a checked batch: which driver calls to make, in which order, and what to record afterwards
  *   virt     reservations and their page tables
  *   phys     slabs, the pools that hand out their pages, handles
- *   backend  the driver's calls, counted, timed and failed on request; the back ends
- *   base     what everyone uses
+ *   backend  calls to the driver, counted and timed, with failure injection; the back ends
+ *   base     what all layers use
  *
  * Each layer knows only those below it and keeps its state in a structure of its own, to which this one points.
  *
@@ -44,15 +44,15 @@ struct vm_ctx {
   unsigned shift;       /* log2(granule) */
   uint32_t chunk_units; /* granules in 2 MiB, at least 1 */
   unsigned chunk_shift; /* its log2 */
-  bool large_pages;     /* 2 MiB are more than a granule, and pages of them have slabs of their own */
+  bool large_pages;     /* the granule is below 2 MiB, and pages of 2 MiB have slabs of their own */
   bool large_entries;   /* the other slabs may have entries of 2 MiB too (VMEM_OPEN_LARGE_ENTRIES) */
   uint32_t tag;         /* in every handle of this context */
 
   uint32_t pins; /* under the registry's lock */
 
   pthread_mutex_t lock;
-  pthread_cond_t done_cond; /* something has ended: a ticket, a page or slab on its way, zeroing, a growth,
-                                compaction, a reservation */
+  pthread_cond_t done_cond; /* something has finished: a ticket, the return of a page or slab, zeroing, a growth,
+                                compaction, the freeing of a reservation */
   pthread_cond_t work_cond; /* for the worker */
   bool closing;
   uint64_t batches;   /* committed */

@@ -5,7 +5,7 @@
 
 #include "base/context.h"
 
-/* One relaxed load when nothing is armed. */
+/* Costs one relaxed load if nothing is armed. */
 static bool injection_hit(struct vm_ctx *c, uint32_t kind) {
   uint64_t left;
   if (!(__atomic_load_n(&c->inject.kinds, __ATOMIC_RELAXED) & kind)) return false;

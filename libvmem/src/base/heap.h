@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* heap.h - the library's own allocations in a context, and failures that vmem_inject asks for. */
+/* heap.h - the library's own allocations in a context, and failures requested by vmem_inject. */
 #ifndef VMEM_BASE_HEAP_H
 #define VMEM_BASE_HEAP_H
 
@@ -16,10 +16,10 @@ struct vm_inject { /* atomics: the heap is also used under the context's lock */
 };
 
 void vm_inject_arm(struct vm_ctx *c, uint32_t kinds, uint64_t skip, uint64_t count, int error);
-/* The failure that a call of this kind is to meet, recorded; 0 = none. */
+/* Returns and records the failure to inject into a call of this kind; 0 = none. */
 int vm_injected(struct vm_ctx *c, uint32_t kind);
 
-/* NULL with -ENOMEM recorded. Memory of vm_realloc is not initialised. */
+/* On failure NULL, with -ENOMEM recorded. vm_realloc does not initialise memory. */
 void *vm_calloc(struct vm_ctx *c, size_t n, size_t size);
 void *vm_realloc(struct vm_ctx *c, void *p, size_t n, size_t size);
 
@@ -32,9 +32,9 @@ struct vm_list {
 #define VM_AT(list, type, i) (&((type *)(list).v)[i])
 #define VM_PUSH(c, list, type) ((type *)vm_list_push(c, list, sizeof(type)))
 
-/* Room for `more` items. */
+/* Makes room for `more` items. */
 bool vm_list_reserve(struct vm_ctx *c, struct vm_list *l, size_t item, size_t more);
-/* A new last item, not initialised. */
+/* Appends an item, which is not initialised. */
 static inline void *vm_list_push(struct vm_ctx *c, struct vm_list *l, size_t item) {
   if (l->n == l->cap && !vm_list_reserve(c, l, item, 1)) return NULL;
   return (char *)l->v + item * l->n++;

@@ -2,8 +2,8 @@
 /*
  * USDT probes, provider "vmem": what bpftrace, perf and SystemTap attach to (docs/operations/trace.md lists them).
  *
- * A probe is one nop and a note in the ELF file that says where its arguments are. Arguments are values that the code
- * has computed anyway. Without <sys/sdt.h> (Debian: systemtap-sdt-dev) or with VMEM_NO_PROBES no probe is compiled in.
+ * A probe is one nop and a note in the ELF file that says where its arguments are. The arguments are values that the
+ * code computes anyway. Without <sys/sdt.h> (Debian: systemtap-sdt-dev) or with VMEM_NO_PROBES no probe is compiled in.
  */
 #ifndef VMEM_BASE_PROBE_H
 #define VMEM_BASE_PROBE_H

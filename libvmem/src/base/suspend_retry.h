@@ -12,7 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Longer than it takes to save the memory of a card of 80 GB to a disk that takes 2 GB/s (40 s). */
+/* Longer than it takes to save the memory of a card of 80 GB to a disk that writes 2 GB/s (40 s). */
 #define VM_SUSPEND_RETRY_S 60
 
 /* The retries of one call; all zero before the first. */
@@ -21,10 +21,10 @@ struct vm_suspend_retry {
   long pause_ns;
 };
 
-/* Sleeps before the next attempt, longer each time. False, without sleeping, when the time is over: give up. */
+/* Sleeps before the next attempt, longer each time. False, without sleeping, if the time is up: give up. */
 bool vm_suspend_wait(struct vm_suspend_retry *p);
 
-/* Between these the calling thread's calls never give up. They nest; VM_UNDO (error.h) uses them. */
+/* Between these two, the calling thread's calls never give up. Pairs nest; VM_UNDO (error.h) uses them. */
 void vm_undo_begin(void);
 void vm_undo_end(void);
 bool vm_undoing(void);

@@ -2,20 +2,20 @@
 /*
  * Zeroing, through the slabs' aliases.
  *
- * A page whose last reference goes is dirty, unless the back end has discarded its memory (host). The worker zeroes
- * dirty free pages in batches, one at a time, and the pool hands them out last. A plan that still
+ * A page whose last reference is dropped is dirty, unless the back end has discarded its memory (host). The worker
+ * zeroes dirty free pages in batches, one at a time, and the pool hands them out last. A plan that still
  * gets one claims it and zeroes it before mapping it. If the alias cannot be made, or the fill
  * fails, that plan fails: a page is mapped with old contents only if the caller asked for that
  * (VMEM_OP_DIRTY).
  *
- * A page that the batch in flight zeroes may be taken. The plan that maps it, even dirty, claims
- * it, waits until the batch's fill has been started, and starts another fill after it in the same
- * order of work: when that one is done, so is the first. The end of the batch does not change the
+ * A page that the batch in flight is zeroing may be taken. The plan that maps it, even dirty, claims
+ * it, waits until the batch's fill has been started, and starts another fill, which the back end runs
+ * after the first: when the second is done, so is the first. The end of the batch does not change the
  * state of such a page.
  */
 #include "phys/phys.h"
 
-#define CLEAN_BYTES (256ull << 20) /* of a batch: about 0.1 ms of a GPU's memory bandwidth */
+#define CLEAN_BYTES (256ull << 20) /* limit of a batch: about 0.1 ms of a GPU's memory bandwidth */
 
 static struct vm_be_range through_alias(const struct vm_ctx *c, const struct vm_run *r) {
   return (struct vm_be_range){vm_alias_addr(c, r->slab, r->unit), vm_bytes(c, r->n)};
@@ -55,7 +55,7 @@ static void end_batch(struct vm_ctx *c, int err) {
   }
   k->n = 0;
   k->ended = true;
-  if (err) k->wanted = false; /* until the next page comes back */
+  if (err) k->wanted = false; /* until the next page returns to the pool */
   pthread_cond_broadcast(&c->done_cond);
 }
 

@@ -36,7 +36,7 @@ struct vm_fill *vm_fill_on(struct vm_ctx *c, const struct vm_slab *s, uint32_t u
 
 /* Lock held. */
 static void end(struct vm_ctx *c, struct vm_fill *f, int result) {
-  if (f->over) return; /* another thread ended it */
+  if (f->over) return; /* another thread has ended it */
   f->over = true;
   f->result = result;
   mark(f, false);

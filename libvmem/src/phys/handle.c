@@ -2,8 +2,8 @@
 /*
  * The handle table. A handle is 12 bits of context tag, 20 bits of generation, 32 bits of index, so that a stale
  * handle, or one of another context, is recognised. Entries are reused in the order in which they became free,
- * and only when LEAST_FREE are free: so a number recurs after 2^30 more handles (sooner if heap memory is too short for
- * as many entries).
+ * and only while at least LEAST_FREE are free: so a number recurs after 2^30 more handles (sooner if heap memory is too
+ * short for that many entries).
  * An entry outlives its handle while mappings made with it exist, because their ptes refer to it. The caller holds
  * vm_ctx.lock.
  */
@@ -41,7 +41,7 @@ static bool grow_table(struct vm_ctx *c) {
   return true;
 }
 
-/* True if an unused entry is available. Without heap memory a freed entry is reused. */
+/* True if an unused entry is available. If heap memory is short, a freed entry is reused. */
 static bool fresh_entry(struct vm_ctx *c) {
   struct vm_phys *p = c->phys;
   struct vmem_error before;
@@ -102,13 +102,13 @@ void vm_hdl_mapping(struct vm_ctx *c, uint32_t index, uint64_t addr, bool begins
   if (!begins) vm_hdl_settle(c, h);
 }
 
-/* ---- giving back a part ------------------------------------------------------------------------- */
+/* ---- dropping a part ---------------------------------------------------------------------------- */
 
 struct pieces { /* in units of the granule */
   uint64_t first, units, count, stride;
 };
 
-/* From `at` on: units until the state changes, and whether these are dropped. */
+/* Counts the units from `at` on until the state changes; *drop: whether they are to be dropped. */
 static uint64_t stretch(const struct pieces *p, uint64_t at, bool *drop) {
   uint64_t i, into;
   *drop = false;
@@ -128,7 +128,7 @@ static int check(const struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64
   if (h->busy || h->pins) return vm_fail(-EBUSY, "another call is using the handle");
   if (!bytes || (bytes | offset) & mask)
     return vm_fail_at(-EINVAL, offset, bytes, h->page_size,
-                      "offset %llu and %llu bytes are not multiples of the page size %llu, or there are none",
+                      "offset %llu and %llu bytes are not multiples of the page size %llu, or 0 bytes",
                       (unsigned long long)offset, (unsigned long long)bytes, (unsigned long long)h->page_size);
   if (count > 1 && (stride & mask || stride < bytes))
     return vm_fail_at(-EINVAL, offset, bytes, stride, "a stride of %llu does not fit pieces of %llu bytes",
@@ -141,7 +141,7 @@ static int check(const struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64
   return 0;
 }
 
-/* Splits the runs at the pieces' ends into kept[], with holes, and gone[]. Both have room. */
+/* Splits the runs at the pieces' ends into kept[], which has holes, and gone[]. Both are large enough. */
 static int cut(struct vm_ctx *c, const struct vm_hdl *h, const struct pieces *p, struct vm_run *kept, uint32_t *nkept,
                struct vm_run *gone, uint32_t *ngone) {
   uint64_t at = 0;
@@ -153,7 +153,7 @@ static int cut(struct vm_ctx *c, const struct vm_hdl *h, const struct pieces *p,
       struct vm_run r = {left.slab, left.unit, n < left.n ? (uint32_t)n : left.n};
       if (drop && !r.slab)
         return vm_fail_at(-ERANGE, at << c->shift, (uint64_t)r.n << c->shift, 0,
-                          "the pages at offset %llu were given back before", (unsigned long long)(at << c->shift));
+                          "the pages at offset %llu were dropped before", (unsigned long long)(at << c->shift));
       if (drop) gone[(*ngone)++] = r;
       if (drop) r.slab = NULL;
       if (!r.slab && *nkept && !kept[*nkept - 1].slab)

@@ -2,10 +2,10 @@
 /*
  * phys.h - physical memory.
  *
- *   slab, unit   one allocation of the driver and its granules. slab.c owns what is known about each unit: how many
- *                refer to it, whether it is free, dirty, about to be zeroed, being zeroed, being filled
- *   pool         the slabs of one location and kind, and where in them the next run is taken (pool.c); slabs come from
- *                the driver and go back to it (supply.c)
+ *   slab, unit   one allocation of the driver and its granules. slab.c owns the state of each unit: its number of
+ *                references; whether it is free, dirty, about to be zeroed, being zeroed, being filled
+ *   pool         the slabs of one location and kind; pool.c chooses where in them the next run is taken, supply.c
+ *                allocates slabs from the driver and returns them
  *   alias        a slab's own mapping, through which its pages are zeroed and moved (alias.c, clean.c)
  *   fill         work of the GPU that still writes pages of a committed plan (fills.c)
  *   handle       runs of units held for the caller, and the number of live mappings made with it (handle.c)
@@ -29,16 +29,16 @@ struct vm_slab {
   uint64_t priv, bytes;   /* immutable */
   uint32_t units, chunks; /* immutable; a chunk is 2 MiB */
   uint32_t index;         /* immutable; in vm_phys.slabs */
-  bool large;             /* immutable: of the driver's pages of 2 MiB; a chunk may have one entry of that size */
+  bool large;             /* immutable: made of driver pages of 2 MiB; a chunk may get one entry of that size */
   struct vm_pool *pool;   /* immutable */
   uint64_t grow_id;
-  bool odd;                   /* on its way back to the driver: in which epoch that began */
+  bool odd;                   /* while it is returned to the driver: that began in an odd epoch */
   uint64_t alias, alias_priv; /* where the slab itself is mapped; 0 = not mapped */
   bool alias_making;
   uint32_t cleaning; /* runs of the clean batch in flight; the slab must not be destroyed */
-  bool evacuating;   /* vmem_compact is emptying it: in no list, and its free units not the pool's */
+  bool evacuating;   /* vmem_compact is emptying it: in no list; the pool does not count its free units */
   /* the pool's */
-  uint32_t free_units; /* the soiled among them */
+  uint32_t free_units; /* including the soiled ones */
   uint32_t soiled;     /* units in soil_map */
   uint32_t max_run;    /* upper bound on the longest run in free_map */
   uint32_t empty_chunks;
@@ -50,11 +50,11 @@ struct vm_slab {
   struct vm_slab *eprev, *enext; /* in the pool's list of slabs with empty chunks */
   struct vm_slab *sprev, *snext; /* in the pool's list of slabs with dirty free units */
   uint32_t *chunk_free;          /* per chunk: free units */
-  uint64_t *mixed_map;           /* per chunk: several stretches share it; until it is empty again */
-  /* slab.c's: changed by the functions below */
+  uint64_t *mixed_map;           /* per chunk: several stretches share it; cleared when it is empty */
+  /* Owned by slab.c, changed only by the functions below. */
   uint32_t *refs;      /* per unit; REF_QUARANTINED | count */
-  uint64_t *free_map;  /* free, to be taken */
-  uint64_t *soil_map;  /* free too, but dirty: to be zeroed in the background, taken last */
+  uint64_t *free_map;  /* free and available */
+  uint64_t *soil_map;  /* soiled: free but dirty; to be zeroed in the background, taken last */
   uint64_t *dirty_map; /* must be zeroed before it is mapped */
   uint64_t *claim_map; /* dirty, and a plan is about to zero it */
   uint64_t *zero_map;  /* dirty, and the clean batch in flight zeroes it */
@@ -69,32 +69,33 @@ struct vm_run {
 
 /* Creates a slab with its driver memory, not yet in any table. Lock not held. */
 struct vm_slab *vm_slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t page_size, int *err);
-/* Frees the slab's memory, mapping and structure; it must be in no table. Memory that the driver does not take back
- * is leaked. Lock not held. */
+/* Frees the slab's memory, mapping and structure; it must be in no table. Memory that the driver refuses to free is
+ * leaked. Lock not held. */
 int vm_slab_destroy(struct vm_ctx *c, struct vm_slab *s);
 /* Add a slab to the table of slabs and give it an index; remove it. Lock held. */
 int vm_slab_enter(struct vm_ctx *c, struct vm_slab *s);
 void vm_slab_forget(struct vm_ctx *c, struct vm_slab *s);
 
 /* States of units. Lock held. */
-void vm_units_offer(struct vm_slab *s, uint32_t unit, uint32_t n);           /* free, to be taken */
-void vm_units_soil(struct vm_slab *s, uint32_t unit, uint32_t n, bool soil); /* free, kept apart; or in passing */
-void vm_units_take(struct vm_slab *s, uint32_t unit, uint32_t n);            /* free no more: one reference */
-void vm_units_untake(struct vm_slab *s, uint32_t unit, uint32_t n);          /* without that reference, in passing */
+void vm_units_offer(struct vm_slab *s, uint32_t unit, uint32_t n);           /* makes them available */
+void vm_units_soil(struct vm_slab *s, uint32_t unit, uint32_t n, bool soil); /* soiled, or in limbo */
+void vm_units_take(struct vm_slab *s, uint32_t unit, uint32_t n);            /* no longer free: one reference */
+void vm_units_untake(struct vm_slab *s, uint32_t unit, uint32_t n);          /* drops it: in limbo */
 void vm_units_ref(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* Drops a reference of each; stops after the first ones that have none left, of which there are *freed. Returns the
- * units dealt with, those included. */
+/* Drops a reference of each unit; stops after the first stretch of units that have none left, *freed of them. Returns
+ * the number of units processed, that stretch included. */
 uint32_t vm_units_unref(struct vm_slab *s, uint32_t unit, uint32_t n, uint32_t *freed);
 void vm_units_set_dirty(struct vm_slab *s, uint32_t unit, uint32_t n, bool dirty);
-/* The first units in [*unit, end) with old contents that no plan has claimed: their number, from *unit on; 0 = none.
- * *must: the mapper has to zero them, because of `zero` or because the clean batch in flight writes to them. */
+/* Finds the first units in [*unit, end) with old contents that no plan has claimed; sets *unit and returns their
+ * number, 0 = none. *must: whoever maps them has to zero them, because of `zero` or because the clean batch in flight
+ * writes to them. */
 uint32_t vm_units_stale(const struct vm_slab *s, uint32_t *unit, uint32_t end, bool zero, bool *must);
 void vm_units_claim(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* zeroed: by the claim's plan. That ends the clean batch's zeroing too: what is written later must not be taken for its
- * zeros. clean: their contents are the plan's now. */
+/* zeroed: the claim's plan has zeroed them, and the clean batch's zeroing no longer counts: its end must not declare
+ * clean what has been written since. clean: they are not dirty any more. */
 void vm_units_end_claim(struct vm_slab *s, uint32_t unit, uint32_t n, bool zeroed, bool clean);
 void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* The clean batch is over; unless it failed, units that were not claimed meanwhile are clean. */
+/* The clean batch has ended; unless it failed, units that were not claimed meanwhile are clean. */
 void vm_units_end_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n, bool failed);
 void vm_units_set_filling(struct vm_slab *s, uint32_t unit, uint32_t n, bool filling);
 void vm_unit_quarantine(struct vm_ctx *c, struct vm_slab *s, uint32_t unit);
@@ -112,14 +113,14 @@ void vm_unit_move(struct vm_ctx *c, struct vm_slab *from, uint32_t unit, struct 
 struct vm_pool { /* the slabs of one location and kind */
   uint32_t location;
   int32_t device;
-  bool large; /* of large pages */
+  bool large; /* for large pages */
   uint64_t free_units, soiled;
-  uint64_t used_units, peak_units; /* in use; the most since the period of vm_surplus began */
-  uint64_t promised;               /* free units promised to late batches that have not started; only those check it */
-  struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing to be taken */
+  uint64_t used_units, peak_units; /* in use; its maximum since the period of vm_surplus began */
+  uint64_t promised;               /* free units promised to late batches not started yet; only these check it */
+  struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing available */
   uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
-  uint64_t mixed_units;                         /* free ones of chunks in the slabs' mixed_map */
-  uint32_t mixed_slab, mixed_chunk;             /* the last of them that was found: the slab's index, and its chunk */
+  uint64_t mixed_units;                         /* free units of chunks in the slabs' mixed_map */
+  uint32_t mixed_slab, mixed_chunk;             /* where such a unit was last found: the slab's index, and the chunk */
   struct vm_slab *elist[POOL_LEVELS];
   struct vm_slab *slist;
 };
@@ -142,16 +143,16 @@ struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t n, uint
 struct vm_run vm_pool_take_packed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align);
 /* Drops one reference of each unit and returns free units to their pool. Lock held; dropped around driver calls. */
 void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
-/* Takes vm_pool_take back, of units that were neither mapped nor written to. Lock held. */
+/* Undoes vm_pool_take for units that were neither mapped nor written to. Lock held. */
 void vm_pool_untake(struct vm_ctx *c, struct vm_run r);
 uint64_t vm_pool_free_units(const struct vm_ctx *c);  /* lock held */
-uint64_t vm_pool_dirty_units(const struct vm_ctx *c); /* those of them that are dirty; lock held */
-/* A new slab's units are free. Lock held. */
+uint64_t vm_pool_dirty_units(const struct vm_ctx *c); /* the dirty ones among them; lock held */
+/* Adds a new slab, all of whose units are free. Lock held. */
 void vm_pool_add(struct vm_ctx *c, struct vm_slab *s);
-/* Units that are free and not dirty any more need not be kept apart. Lock held. */
+/* Makes soiled units available that are not dirty any more. Lock held. */
 void vm_pool_cleaned(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
-/* Runs of dirty free units, now being zeroed and counted in `cleaning`: at most `most`, and *units units, which is
- * reduced. Lock held. */
+/* Picks at most `most` runs of dirty free units, at most *units units, and marks them as being zeroed (`cleaning`
+ * counts the runs). Subtracts them from *units. Lock held. */
 uint32_t vm_pool_pick_dirty(struct vm_pool *p, struct vm_run *runs, uint32_t most, uint32_t *units);
 /* Takes a slab out of the pool's lists, so that no units of it are taken, and puts it back. Lock held. */
 void vm_pool_set_aside(struct vm_slab *s);
@@ -159,32 +160,33 @@ void vm_pool_put_back(struct vm_slab *s);
 
 /* ---- supply.c (lock not held) ------------------------------------------------------------------ */
 
-/* Makes at least `units` more free units, in runs of `align`. A run of `piece` units should fit in one slab; 0: the
- * pool is only filled up, and nothing else is given back for it. *id (0 at first) names the growth for
- * vm_pool_undo_grow, which gives back those of its slabs that are empty; a growth that fails has done so itself.
- * `seen`: free units when the caller looked; where there are more after a shortage, because another thread brought
- * them, the answer is 0 and the caller looks again. */
+/* Adds at least `units` free units, in runs of `align`. A run of `piece` units should fit in one slab; 0: the pool is
+ * only filled up, and no other slabs are returned to make room. *id (0 at first) identifies the growth for
+ * vm_pool_undo_grow, which returns those of its slabs that are empty; a growth that fails has done so itself.
+ * `seen`: free units when the caller looked; if memory is short but there are more by now, because another thread added
+ * them, returns 0 and the caller looks again. */
 int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
                  uint64_t *id);
 void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
-/* Gives empty slabs back while `keep` free bytes remain, `low` of them in pools[0]; with `wait` also those that are
- * being zeroed. */
+/* Returns empty slabs to the driver while `keep` free bytes remain, `low` of them in pools[0]; with `wait`, also those
+ * that are being zeroed. */
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, uint64_t low, bool wait);
-/* Gives back one slab that was set aside and has no references; returns the bytes. Lock held; dropped meanwhile. */
+/* Returns to the driver one slab that was set aside and has no references; the result is its bytes. Lock held; dropped
+ * meanwhile. */
 uint64_t vm_pool_part(struct vm_ctx *c, struct vm_slab *s);
 
-/* Free memory above pool_high. With a delay it goes back once it has been more than its pool needed at any time in so
- * many ns: an engine's load rises and falls within that, and a slab costs the driver 0.1 ms each way. The worker gives
- * it back, a piece at a time, so that no batch waits for long. */
+/* Free memory above pool_high. With a delay, only what its pool did not need at any time during that many ns is
+ * returned to the driver: an engine's load rises and falls within that time, and a slab costs the driver 0.1 ms each
+ * way. The worker returns it, a piece at a time, so that no batch waits for long. */
 struct vm_surplus {
-  uint64_t delay; /* immutable, ns; 0: it goes back at once */
-  bool watched;   /* there is some, and a period has begun */
+  uint64_t delay; /* immutable, ns; 0: it is returned immediately */
+  bool watched;   /* there is a surplus, and a period has begun */
   uint64_t due;   /* when the period ends */
 };
 
 /* Called when memory becomes free: returns the excess over pool_high, or starts watching it. */
 void vm_pool_settle(struct vm_ctx *c);
-/* A plan was cancelled: treats free memory above `keep`, the amount before the plan, the same way. */
+/* Called when a plan was cancelled: treats free memory above `keep`, the amount before the plan, the same way. */
 void vm_pool_abandon(struct vm_ctx *c, uint64_t keep);
 /* Called by the worker: returns a piece of the surplus to the driver; true if there was any. */
 bool vm_pool_give_surplus(struct vm_ctx *c);
@@ -200,34 +202,34 @@ static inline uint64_t vm_alias_addr(const struct vm_ctx *c, const struct vm_sla
 
 #define CLEAN_RUNS 128
 
-/* Dirty free units that are being zeroed in the background. One batch at a time. */
+/* Zeroing of dirty free units in the background, one batch at a time. */
 struct vm_clean {
-  bool background; /* immutable: pages come back dirty here, and the worker zeroes them */
+  bool background; /* immutable: freed pages are dirty with this back end, and the worker zeroes them */
   bool wanted;     /* there may be dirty free units: cleared when none is found, or zeroing has failed */
   bool issuing;    /* the fill is being started, without the lock */
   bool retiring;   /* a thread waits for it, without the lock */
-  bool ended;      /* a batch has, since the worker last trimmed the pool */
-  uint32_t hold;   /* callers that keep another batch from being begun */
+  bool ended;      /* a batch has ended since the worker last trimmed the pool */
+  uint32_t hold;   /* number of callers that prevent another batch */
   uint32_t n;      /* runs of the batch in flight; 0 = none */
   struct vm_run runs[CLEAN_RUNS];
   vm_event event;
 };
 
-/* Starts zeroing the runs, whose units are claimed; *done covers it all. Lock not held. */
+/* Starts zeroing the runs, whose units are claimed; the event *done covers all of them. Lock not held. */
 int vm_zero_start(struct vm_ctx *c, const struct vm_run *runs, size_t n, vm_event *done);
 /* Called by the worker: ends a finished batch and starts another; true if a batch is in flight. *ended: a batch
  * ended, and its slabs may be empty. Lock not held. */
 bool vm_clean_step(struct vm_ctx *c, bool *ended);
-/* Between the two no batch is in flight. Lock held; dropped while it waits. */
+/* Between these two calls no batch is in flight. Lock held; dropped while it waits. */
 void vm_clean_hold(struct vm_ctx *c);
 void vm_clean_release(struct vm_ctx *c);
 
 /* ---- fills.c ----------------------------------------------------------------------------------- */
 
 /*
- * A fill that runs on after its batch was committed writes its units until its event is over, possibly after GPU work
- * that never ends. What unmaps such a unit, maps it at a second address, or reads, copies or fills it waits for that
- * fill; nothing else does. At most one fill runs on a unit: a second one waits like the others.
+ * A fill that runs on after its batch was committed writes its units until its event is complete, and it may have to
+ * wait for GPU work that never finishes. A call that unmaps such a unit, maps it at a second address, or reads, copies
+ * or fills it waits for that fill; no other call does. So at most one fill runs on a unit.
  *
  * Only the worker begins fills and takes them out of the context's list, so that it can walk the list without the lock.
  * Any thread may wait for one and mark it as over.
@@ -235,9 +237,9 @@ void vm_clean_release(struct vm_ctx *c);
 struct vm_fill {
   struct vm_fill *next; /* in vm_phys.fills; changed by the worker, under the lock */
   vm_event event;       /* immutable once it runs */
-  uint32_t refs;        /* one of the list; one of each that uses it with the lock dropped */
+  uint32_t refs;        /* one of the list; one of each user that drops the lock */
   bool over;
-  int result; /* when it is over */
+  int result; /* set when it is over */
   /* Called once, with the lock held and the error of `result` recorded in this thread. May be NULL. */
   void (*ended)(struct vm_ctx *c, void *owner, int result);
   void *owner;
@@ -246,27 +248,27 @@ struct vm_fill {
 };
 
 struct vm_fill *vm_fill_new(struct vm_ctx *c, size_t nruns); /* NULL: no heap */
-/* The fill runs until `event` is over; the reference of vm_fill_new becomes the list's. Worker; lock held. */
+/* The fill runs until `event` is complete; the reference of vm_fill_new becomes the list's. Worker; lock held. */
 void vm_fill_begin(struct vm_ctx *c, struct vm_fill *f, vm_event event);
-/* A fill that is running on one of the units; NULL = none. Lock held: take a reference before dropping it. */
+/* Finds a fill that is running on one of the units; NULL = none. Lock held: take a reference before dropping it. */
 struct vm_fill *vm_fill_on(struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t n);
-/* Waits in this thread, as long as it takes; gives the caller's reference back. 0, or what the fill ended with.
- * Lock not held. */
+/* Waits in this thread, however long it takes; drops the caller's reference. Returns the fill's result. Lock not
+ * held. */
 int vm_fill_wait(struct vm_ctx *c, struct vm_fill *f);
 void vm_fill_put(struct vm_ctx *c, struct vm_fill *f); /* lock not held */
 /* Ends the fills whose event is complete; true if there were any. Worker; lock not held. */
 bool vm_fills_poll(struct vm_ctx *c);
-/* Waits for all fills. The worker has ended; lock not held. */
+/* Waits for all fills. The worker must have exited; lock not held. */
 void vm_fills_finish(struct vm_ctx *c);
 
 /* ---- runs.c: lists of runs (lock held) --------------------------------------------------------- */
 
 /* Appends r, merging it into the last run if contiguous. NULL: no heap memory; the runs are unchanged. */
 struct vm_run *vm_runs_add(struct vm_ctx *c, struct vm_run *runs, uint32_t *n, struct vm_run r);
-/* Takes units from the pool. -ENOMEM with *missing = units that the pool lacks (0: the heap is short). */
+/* Takes units from the pool. -ENOMEM: *missing units are missing in the pool (0: the heap is short). */
 int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t align, struct vm_run **out,
                  uint32_t *nout, uint64_t *missing);
-/* Drops a reference of all that have a slab, and the list. may drop the lock. */
+/* Drops a reference of all units of runs that have a slab, and frees the list. May drop the lock. */
 void vm_runs_put(struct vm_ctx *c, struct vm_run *runs, uint32_t n);
 
 /* ---- handle.c (lock held) ---------------------------------------------------------------------- */
@@ -275,17 +277,17 @@ struct vm_hdl {
   uint32_t gen;
   bool used;        /* the entry is taken (by a handle, or by mappings that outlive it) */
   bool held;        /* the caller has not dropped it */
-  bool busy;        /* vMemRelease is at work */
+  bool busy;        /* vMemRelease is in progress */
   bool dirty_ok;    /* VMEM_CREATE_DIRTY */
   uint32_t pending; /* plans that map it */
-  uint32_t pins;    /* those of them that need its references: it must not be dropped */
+  uint32_t pins;    /* those of them that rely on its references: it must not be dropped */
   uint32_t location;
   int32_t device;
   uint64_t bytes, page_size;
   uint64_t mappings;  /* ptes with PTE_START */
   uint64_t start_sum; /* sum of their addresses: with one mapping, its address */
   uint32_t nruns;
-  struct vm_run *runs; /* freed with the caller's reference; slab NULL: given back by vmem_drop_range */
+  struct vm_run *runs; /* freed with the caller's reference; slab NULL: dropped by vmem_drop_range */
   uint32_t next_free;
 };
 
@@ -293,10 +295,10 @@ struct vm_hdl *vm_hdl_find(struct vm_ctx *c, vmem_handle h, int *err);
 struct vm_hdl *vm_hdl_new(struct vm_ctx *c, vmem_handle *out);
 uint32_t vm_hdl_index(struct vm_ctx *c, const struct vm_hdl *h);
 void vm_hdl_settle(struct vm_ctx *c, struct vm_hdl *h); /* frees the entry when nothing needs it */
-void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h);   /* the caller's reference; may drop the lock */
+void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h);   /* drops the caller's reference; may drop the lock */
 /* A mapping made with a handle begins or ends at addr; index 0 = none. */
 void vm_hdl_mapping(struct vm_ctx *c, uint32_t index, uint64_t addr, bool begins);
-/* Gives `count` pieces back, `stride` apart. may drop the lock. */
+/* Drops `count` pieces, `stride` apart. May drop the lock. */
 int vm_hdl_drop_range(struct vm_ctx *c, struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64_t count,
                       uint64_t stride);
 
@@ -310,20 +312,20 @@ struct vm_phys {
   bool low;                       /* pools[0] has fallen below pool_low since the worker last looked */
   struct vm_clean clean;
   struct vm_surplus surplus;
-  bool compacting;       /* vmem_compact is at work */
-  struct vm_fill *fills; /* that run on */
+  bool compacting;       /* vmem_compact is in progress */
+  struct vm_fill *fills; /* the fills that run on */
 
   struct vm_hdl *hdls; /* entry 0 unused */
   uint32_t nhdls, cap_hdls, live_hdls;
   uint32_t first_free_hdl, last_free_hdl, free_hdls; /* in the order in which they became free */
 
   uint64_t used_units, peak_used_units, quarantined_units, slab_bytes;
-  uint64_t limbo_units;   /* without a reference, and not free yet: the driver has them */
+  uint64_t limbo_units;   /* in limbo: not referenced, but not free yet either */
   uint64_t growing_bytes; /* of slabs being made */
-  uint64_t leaving_bytes; /* of slabs in no table any more, which the driver does not have back yet */
-  uint64_t leaving[2];    /* their number, by whether they began in an even or an odd epoch */
-  uint64_t epoch;         /* changes when a trim has begun to wait for them */
-  uint64_t departures;    /* how often such a list of slabs has gone */
+  uint64_t leaving_bytes; /* of slabs removed from the tables, but not yet returned to the driver */
+  uint64_t leaving[2];    /* number of those slabs, by the parity of the epoch in which that began */
+  uint64_t epoch;         /* incremented when a trim begins to wait for them */
+  uint64_t departures;    /* incremented whenever a list of such slabs has been returned */
 };
 
 /* Called once a success is final, so that memory taken briefly by failed calls does not count. */
@@ -331,7 +333,7 @@ static inline void vm_phys_note_peak(struct vm_ctx *c) {
   if (c->phys->used_units > c->phys->peak_used_units) c->phys->peak_used_units = c->phys->used_units;
 }
 
-/* Frees everything; the context has no users any more. */
+/* Frees everything; the context must have no users. */
 void vm_phys_close(struct vm_ctx *c);
 
 #endif

@@ -4,22 +4,22 @@
  *
  * A slab keeps a bitmap of free units, a count of free units per 2 MiB chunk, and an upper bound on its
  * longest free run. Slabs are binned by how full they are and by that bound, so that a run of n
- * units is searched for only where it can be, in the fullest slabs first: the others can then
- * become empty and return to the driver. A search that fails makes the bound exact.
+ * units is searched for only in slabs that may have one, the fullest first: the emptier ones can
+ * then become empty and return to the driver. A failed search makes the bound exact.
  *
  * Where a run is taken, in this order (vm_pool_take):
- *   0. with large entries: in the block of its right neighbour, before that; who takes what is missing in a block
- *      gets the same pages again
+ *   0. with large entries: right before its right neighbour, if that is in the same block, so that the units missing
+ *      in a block are taken again
  *   1. right after its left neighbour: the two then form one run
- *   2. 2 MiB or more: at the same offset in a chunk as the address has, so that 2 MiB entries fit
- *   3. with `spread`: in an empty chunk, at the address's offset, so that what grows there later finds
- *      its neighbours free (a soft reservation: chunks stay open to others when memory is short); the chunks
- *      of an empty slab come last; with large entries, if there is none, in a chunk of which others have taken parts
+ *   2. 2 MiB or more: at the offset in a chunk that the address has in its block, so that 2 MiB entries fit
+ *   3. with `spread`: in an empty chunk, at the address's offset, so that the stretch can grow into the
+ *      units after it (a soft reservation: other runs may use the chunk when memory is short); chunks of empty
+ *      slabs come last; with large entries, if no chunk is empty, in one that several stretches share
  *   4. the first fit in the fullest slab
  *   5. the longest piece available; the caller calls again for the rest
  *
- * Units with old contents (dirty) are kept apart from the others (soil_map) until clean.c has zeroed them.
- * They are taken only when nothing else is left, and the plan that maps them zeroes them first.
+ * Free units with old contents (dirty) are kept apart (soil_map) until clean.c has zeroed them.
+ * They are taken only when no others are left, and the plan that maps them zeroes them first.
  */
 #include "phys/phys.h"
 
@@ -322,7 +322,7 @@ static bool find_empty_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t offse
   return false;
 }
 
-/* Up to n free units of a chunk. */
+/* Returns up to n free units of a chunk. */
 static struct vm_run run_in_chunk(struct vm_ctx *c, struct vm_slab *s, uint32_t chunk, uint32_t n, uint32_t align) {
   uint32_t unit = chunk * c->chunk_units, end = unit + c->chunk_units;
   if (end > s->units) end = s->units;
@@ -334,7 +334,7 @@ static struct vm_run run_in_chunk(struct vm_ctx *c, struct vm_slab *s, uint32_t 
   return (struct vm_run){NULL, 0, 0};
 }
 
-/* Units of a chunk where several stretches lie already. */
+/* Finds units of a chunk that several stretches share already. */
 static bool find_mixed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align, struct vm_run *out) {
   const struct vm_phys *all = c->phys;
   struct vm_slab *s = p->mixed_slab < all->nslabs ? all->slabs[p->mixed_slab] : NULL;
@@ -354,8 +354,8 @@ static bool find_mixed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t
   return false;
 }
 
-/* For less than a block that no empty chunk is left for, after find_mixed: units of the chunk that has the most free.
- * Others may go there too from now on, so that few stretches lose the rest of their chunk. */
+/* For less than a block, if no chunk is empty and find_mixed fails: finds units of the chunk that has the most free,
+ * and marks it as shared. Later runs go there too, so that only few stretches lose the remainder of their chunk. */
 static bool mix_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align, struct vm_run *out) {
   struct vm_slab *emptiest = NULL;
   uint32_t most = 0, chunk = 0;
@@ -378,7 +378,7 @@ static bool mix_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t 
   return true;
 }
 
-/* With one_page_slabs a page is a slab of its own: one that is empty and of just this size. */
+/* With one_page_slabs each page is a slab: finds an empty one of exactly this size. */
 static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out) {
   for (struct vm_slab *s = p->bins[LEVEL_EMPTY][bin_of(units)]; s; s = s->next)
     if (s->units == units && s->max_run == units) {
@@ -393,9 +393,9 @@ static uint32_t head_of(const struct vm_ctx *c, const struct vm_place *place) {
   return (c->chunk_units - place->offset) & (c->chunk_units - 1);
 }
 
-/* Number of the `len` free units after the last run to take: without large entries, all. With them a run does
- * not go on where that would keep blocks of addresses from having one: it lies at another offset than they do, or the
- * rest of a block is not free. */
+/* Returns how many of the `len` free units right after the last run to take. Without large entries, all. With them, a
+ * run is not continued if that would keep blocks of addresses from getting a large entry: if its offset in the chunk
+ * differs from theirs in the block, or if the remainder of a block is not free. */
 static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t len, uint32_t n,
                              const struct vm_place *place) {
   uint32_t cu = c->chunk_units, head = head_of(c, place), whole;
@@ -408,11 +408,11 @@ static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, ui
   if (len <= head) return len;
   whole = head + ((len - head) & ~(cu - 1));
   if (len < n) return whole;
-  /* Its last block is begun: where it grows page by page, into a chunk that is empty. */
+  /* The last block would be incomplete. If it is to grow page by page, it needs a chunk that was empty. */
   return place->spread && whole < len && s->chunk_free[(unit + len - 1) >> c->chunk_shift] < cu ? whole : len;
 }
 
-/* The number of free units right after the last run. */
+/* Returns the number of units to take right after the last run; 0: none. */
 static uint32_t fits_behind(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
                             const struct vm_place *place) {
   const struct vm_slab *s = place->slab;
@@ -424,8 +424,8 @@ static uint32_t fits_behind(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uin
   return continuation(c, s, unit, len, n, place) & ~(align - 1);
 }
 
-/* For large entries: the longest part of a run of n units whose whole blocks lie as their addresses do, or what comes
- * before its first whole block. */
+/* For large entries: takes the longest part of a run of n units whose whole blocks are at the offset of their
+ * addresses, or else only what comes before its first whole block. */
 static struct vm_run take_blocks(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
                                  const struct vm_place *place) {
   uint32_t cu = c->chunk_units, head = head_of(c, place), behind = fits_behind(c, p, n, align, place);
@@ -456,7 +456,7 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
   return (struct vm_run){NULL, 0, 0};
 }
 
-/* Makes dirty units there available too. */
+/* Makes the dirty units among these available too. */
 static void merge_at(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   if (vm_bits_run(s->soil_map, unit, n, false) == n) return;
   s->merged = true;
@@ -496,7 +496,7 @@ static struct vm_run take_for_entries(struct vm_ctx *c, struct vm_pool *p, uint3
     if (!blocks && find_empty_chunk(c, p, place->offset, *n, &r)) return take_units(c, r.slab, r.unit, r.n);
     if (!merge_soiled(c, p)) break;
   }
-  if (blocks && head) *n = head; /* the blocks are looked for again, without what comes before them */
+  if (blocks && head) *n = head; /* take only what precedes the blocks; the next call looks for the blocks alone */
   return (struct vm_run){NULL, 0, 0};
 }
 
@@ -545,12 +545,12 @@ struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, 
     return NULL;
   }
   if (!(c->info->pub.caps & VMEM_CAP_PEER)) {
-    *err = vm_fail(-EOPNOTSUPP, "back end %s has no pages in peer devices", c->be->name);
+    *err = vm_fail(-EOPNOTSUPP, "back end %s has no pages on peer devices", c->be->name);
     return NULL;
   }
   for (i = 0; i < c->opts.num_devices; i++)
     if (c->opts.devices[i] == device) return i ? &pools[1 + i] : &pools[0];
-  *err = vm_fail_at(-EINVAL, 0, 0, 0, "device %d is not one of this context's", device);
+  *err = vm_fail_at(-EINVAL, 0, 0, 0, "device %d is not one of this context's devices", device);
   return NULL;
 }
 
@@ -578,7 +578,7 @@ uint64_t vm_pool_free_units(const struct vm_ctx *c) {
   return total;
 }
 
-/* Frees n units whose last reference is gone. Lock held; dropped around driver calls. */
+/* Frees n units that have no reference left. Lock held; dropped around driver calls. */
 static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   bool dirty = true;
   c->phys->used_units -= n;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Slabs, and what is known about each of their units. */
+/* Slabs, and the state of each of their units. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -7,7 +7,7 @@
 #include "phys/phys.h"
 
 #define MAX_SLAB (1ull << 30) /* larger slabs would seldom become empty */
-#define PIECE (128ull << 20)  /* of a surplus; 16 to 20 us a MiB in slabs of 2 MiB */
+#define PIECE (128ull << 20)  /* of a surplus, returned at a time; 16 to 20 us per MiB in slabs of 2 MiB */
 
 /* Removes a slab that was set aside from all tables. */
 static void leave(struct vm_ctx *c, struct vm_slab *s) {
@@ -22,13 +22,14 @@ static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
   leave(c, s);
 }
 
-/* Free units to keep: in all, and in each pool. */
+/* Free units to keep: in total, and in each pool. */
 struct keep {
   uint64_t total, pool[VM_POOLS];
 };
 
-/* Empty slabs, taken out of the tables, to be destroyed without the lock, until there are `most` bytes; with
- * grow_id != 0 only those made by that call of vm_pool_grow. *busy: one was passed over because it is being zeroed. */
+/* Removes empty slabs from the tables until they add up to `most` bytes; the caller destroys them without the lock.
+ * With grow_id != 0, only slabs made by that call of vm_pool_grow. *busy: a slab was skipped because it is being
+ * zeroed. */
 static struct vm_slab *unlink_empty(struct vm_ctx *c, const struct keep *keep, uint64_t most, uint64_t grow_id,
                                     bool *busy) {
   struct vm_slab *list = NULL, *next;
@@ -79,8 +80,8 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   return freed;
 }
 
-/* Waits for the slabs that are on their way back by now, and not for those that others begin to give back meanwhile:
- * they count in the next epoch, which begins only when the previous one's have gone. Lock held. */
+/* Waits for the slabs that are being returned to the driver now, but not for those that other threads begin to return
+ * meanwhile: these count in the next epoch, which begins only when the previous epoch's slabs are gone. Lock held. */
 static void await_leaving(struct vm_ctx *c) {
   bool odd;
   while (c->phys->leaving[!(c->phys->epoch & 1)]) pthread_cond_wait(&c->done_cond, &c->lock);
@@ -197,7 +198,8 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
   for (;;) {
     uint64_t seen;
     pthread_mutex_lock(&c->lock);
-    /* A slab that another thread is making may satisfy this call, or fail and free the limit. */
+    /* A slab that another thread is making may satisfy this call; if it fails, it no longer counts against the
+     * limit. */
     while (c->opts.mem_limit && (c->phys->growing_bytes || c->phys->leaving_bytes) &&
            c->phys->slab_bytes + c->phys->growing_bytes + c->phys->leaving_bytes + bytes > c->opts.mem_limit)
       pthread_cond_wait(&c->done_cond, &c->lock);
@@ -272,8 +274,8 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
   return destroy_list(c, list) != 0;
 }
 
-/* True if other threads have added pages since the caller looked. Waits for threads about to do so, and for pages on
- * their way back to a pool (limbo_units), as after a failed batch. */
+/* Whether other threads have added pages since the caller looked. First waits for threads that are about to do so, and
+ * for pages on their way back to a pool (limbo_units), as after a failed batch. */
 static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   bool more;
   pthread_mutex_lock(&c->lock);

@@ -39,11 +39,11 @@ static int check_source(const struct vmem_op *op, uint64_t count) {
   uint64_t span;
   if (!(op->flags & VMEM_OP_COPY)) return 0;
   if (op->src_bytes > op->bytes)
-    return vm_fail_at(-EINVAL, op->src, op->src_bytes, op->bytes, "%llu bytes to be copied into a piece of %llu",
+    return vm_fail_at(-EINVAL, op->src, op->src_bytes, op->bytes, "cannot copy %llu bytes into a piece of %llu",
                       (unsigned long long)op->src_bytes, (unsigned long long)op->bytes);
   if (__builtin_mul_overflow(count - 1, op->src_stride, &span) || op->src + span < span ||
       op->src + span + vm_source_bytes(op) < op->src + span)
-    return vm_fail_at(-EOVERFLOW, op->src, op->bytes, 0, "%llu sources %llu apart leave the address space",
+    return vm_fail_at(-EOVERFLOW, op->src, op->bytes, 0, "%llu sources %llu apart exceed the address space",
                       (unsigned long long)count, (unsigned long long)op->src_stride);
   return 0;
 }
@@ -67,11 +67,11 @@ int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w) {
   *w = (struct vm_want){.op = op, .count = count};
   if (op->op < VMEM_OP_MAP || op->op > VMEM_OP_JOIN) return vm_fail(-EINVAL, "unknown operation %u", op->op);
   if (op->flags & ~allowed[op->op])
-    return vm_fail(-EINVAL, "flags 0x%x do not go with operation %u", op->flags & ~allowed[op->op], op->op);
+    return vm_fail(-EINVAL, "flags 0x%x are not valid for operation %u", op->flags & ~allowed[op->op], op->op);
   if (op->op == VMEM_OP_MAP && (op->flags & (VMEM_OP_SPLIT | VMEM_OP_REPLACE)) == VMEM_OP_SPLIT)
-    return vm_fail(-EINVAL, "VMEM_OP_SPLIT without VMEM_OP_REPLACE: a map splits nothing");
+    return vm_fail(-EINVAL, "VMEM_OP_SPLIT without VMEM_OP_REPLACE: a plain map splits nothing");
   if (op->op != VMEM_OP_MAP && op->offset_stride)
-    return vm_fail_at(-EINVAL, op->addr, op->bytes, 0, "offset_stride %llu does not go with operation %u",
+    return vm_fail_at(-EINVAL, op->addr, op->bytes, 0, "offset_stride %llu is not valid for operation %u",
                       (unsigned long long)op->offset_stride, op->op);
   w->page_size = c->granule;
   if (op->op == VMEM_OP_MAP && (err = check_map(c, w))) return err;
@@ -88,7 +88,7 @@ int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w) {
     return vm_fail_at(-EINVAL, op->addr, op->bytes, op->stride, "a stride of %llu does not fit pieces of %llu bytes",
                       (unsigned long long)op->stride, (unsigned long long)op->bytes);
   if (count > 1 && (__builtin_mul_overflow(count - 1, op->stride, &span) || op->addr + span < span))
-    return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu pieces %llu apart leave the address space",
+    return vm_fail_at(-EOVERFLOW, op->addr, op->bytes, 0, "%llu pieces %llu apart exceed the address space",
                       (unsigned long long)count, (unsigned long long)op->stride);
   if (!vm_space_range(c, op->addr, op->bytes, w->page_size, &err)) return err;
   if (count > 1 && !vm_space_range(c, op->addr + span, op->bytes, w->page_size, &err)) return err;
@@ -105,12 +105,13 @@ int vm_want_all(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
   return err;
 }
 
-/* The pool that a checked operation populates from; NULL: none. */
+/* Returns the pool that a checked operation populates from, and the units it takes; NULL: none. */
 static struct vm_pool *populated(struct vm_ctx *c, const struct vmem_op *op, uint64_t *units) {
   uint64_t page_size = op->page_size ? op->page_size : c->granule;
   int err;
   if (op->op != VMEM_OP_POPULATE) return NULL;
-  *units = vm_units(c, op->bytes) * (op->count ? op->count : 1); /* no more than there are addresses for */
+  *units =
+      vm_units(c, op->bytes) * (op->count ? op->count : 1); /* cannot overflow: the pieces fit in the address space */
   return vm_pool_of(c, op->location, op->device, page_size, &err);
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Ends a plan: records its changes, or undoes them.
+ * Ends a plan: records its changes, or takes back what was marked and taken for it.
  *
  * Until a replace is committed, its ptes (busy) refer to the old pages, and the handle, which is
  * pinned, holds the references to the new ones. After an unknown outcome both are quarantined.
@@ -41,7 +41,7 @@ static void end_claims(struct vm_ctx *c, const struct vm_plan *p, const struct v
   }
 }
 
-/* Releases the plan's copy sources and its planned mappings, which are counted by now or will never exist. */
+/* Releases the plan's copy sources and its planned mappings, which are already counted or will never exist. */
 static void end_reservations(struct vm_ctx *c, struct vm_plan *p) {
   for (size_t i = 0; i < p->sources.n; i++) vm_access_end(c, VM_AT(p->sources, struct vm_access, i));
   vm_room_end(c, p->room);
@@ -64,7 +64,7 @@ static void release_segs(struct vm_ctx *c, const struct vm_list *segs) {
 
 /* ---- replaces ---------------------------------------------------------------------------------- */
 
-/* Segments of a piece are neighbours in the list. */
+/* Whether segment `seg` belongs to the piece. A piece's segments are adjacent in the list. */
 static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size_t seg) {
   const struct vm_seg *s;
   if (seg >= p->replaces.n) return false;
@@ -106,7 +106,7 @@ static void commit_replaces(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
-/* If the undo failed, the new units may be mapped too. */
+/* Where the undo failed, the new units may still be mapped: quarantines them too. */
 static void quarantine_lost(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *s) {
   uint64_t marked = piece->addr + piece->bytes;
   for (uint64_t a = s->addr; a < s->addr + s->bytes && a < marked; a += c->granule)
@@ -170,7 +170,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   if (gives) vm_pool_settle(c);
 }
 
-/* The length of the stretch from addr on, up to end, that is quarantined, or not, like its first granule. */
+/* Returns the length of the stretch from addr on, up to end, that is all quarantined or all not. */
 static uint64_t same_fate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, bool *quarantined) {
   uint64_t a = addr;
   *quarantined = vm_pte(c, s, a)->flags & PTE_QUARANTINED;
@@ -184,7 +184,7 @@ static void settle(struct vm_ctx *c, uint32_t handle) {
   vm_hdl_settle(c, &c->phys->hdls[handle]);
 }
 
-/* Marked ptes belong to the plan. Ranges quarantined by a failed undo stay quarantined. */
+/* Needs no checks: marked ptes belong to the plan. Ranges quarantined by a failed undo stay quarantined. */
 void vm_plan_take_back(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   end_reservations(c, p);

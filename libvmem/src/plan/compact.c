@@ -3,10 +3,10 @@
  * Compaction: pages of nearly empty slabs move to free pages of fuller slabs, and the emptied slabs
  * return to the driver.
  *
- * One slab at a time, all or nothing. One pass over all ptes and handles finds its references; if
- * some are not found, because they are newer or being changed, the slab stays as it is. Otherwise
- * it is set aside (no units of it are taken), its ptes and handles become busy, and a plan copies
- * its pages through the slabs' own mappings and replaces them at every address. vm_move_commit
+ * Slabs move one at a time, each all or nothing. One pass over all ptes and handles finds the slab's
+ * references; if some are not found, because they are newer or being changed, the slab stays as it is.
+ * Otherwise it is set aside (no units of it are taken), its ptes and handles become busy, and a plan
+ * copies its pages through the slabs' own mappings and replaces them at every address. vm_move_commit
  * records the new places.
  */
 #include <stdlib.h>
@@ -21,7 +21,7 @@ struct victim {
 
 struct reference { /* to a page of a slab */
   uint32_t slab;
-  uint64_t from; /* the address that shows it, or the index of the handle that holds it */
+  uint64_t from; /* the address that maps it, or the index of the handle that holds it */
 };
 
 /* Candidate slabs, least used first, and the references to their pages. */
@@ -124,7 +124,7 @@ static void survey_free(struct survey *v) {
   free(v->held.v);
 }
 
-/* The references to a slab, and their number. */
+/* Returns the references to a slab; *n: their number. */
 static const struct reference *references_to(const struct vm_list *l, uint32_t slab, size_t *n) {
   const struct reference *e = l->v;
   size_t lo = 0, hi = l->n;
@@ -142,7 +142,7 @@ static const struct reference *references_to(const struct vm_list *l, uint32_t s
 
 /* ---- one slab ---------------------------------------------------------------------------------- */
 
-/* The pte, if it still maps a page of the slab. */
+/* Returns the pte if it still maps a page of the slab, else NULL. */
 static struct vm_pte *still_shown(struct vm_ctx *c, const struct reference *e, struct vm_space **space) {
   struct vm_pte *p;
   *space = vm_space_find(c, e->from);
@@ -157,7 +157,7 @@ static bool being_read(struct vm_ctx *c, uint64_t addr) {
   return busy;
 }
 
-/* True if every reference to every page is known and none is in use. Lock held. */
+/* Sets *known if every reference to every page was found and none is in use. Lock held. */
 static int count_references(struct vm_ctx *c, const struct vm_slab *s, const struct survey *v, bool *known) {
   size_t nshown, nheld;
   const struct reference *shown = references_to(&v->shown, s->index, &nshown);
@@ -182,7 +182,7 @@ static int count_references(struct vm_ctx *c, const struct vm_slab *s, const str
   }
   for (uint32_t u = 0; u < s->units && *known; u++) {
     if (s->refs[u] != count[u] || vm_bit(s->claim_map, u) || vm_bit(s->fill_map, u)) *known = false;
-    /* Units in transit have no references and are not free. */
+    /* Units in limbo have no references and are not free. */
     if (!s->refs[u] && !vm_bit(s->free_map, u) && !vm_bit(s->soil_map, u)) *known = false;
   }
   free(count);
@@ -210,7 +210,7 @@ static int take_places(struct evacuation *e, uint32_t unit, uint32_t n, uint32_t
   return 0;
 }
 
-/* The chunks of a slab that must move whole: large pages, and blocks mapped by a large entry somewhere. */
+/* Finds the chunks of a slab that must move whole: large pages, and blocks mapped by a large entry at some address. */
 static uint64_t *whole_chunks(struct evacuation *e, const struct survey *survey) {
   struct vm_ctx *c = e->c;
   struct vm_slab *s = e->move.from;
@@ -385,8 +385,8 @@ static int prepare(struct evacuation *v, struct vm_slab *s, const struct survey 
   return err ? err : vm_plan_room(c, &v->plan);
 }
 
-/* Drops our references to the new pages; `written`: they have been mapped or copied to. Lock held; dropped around
- * driver calls. */
+/* Drops this move's references to the new pages; `written`: they have been mapped or copied to. Lock held; dropped
+ * around driver calls. */
 static void put_taken(struct evacuation *v, bool written) {
   for (size_t i = 0; i < v->move.taken.n; i++) {
     struct vm_run *r = VM_AT(v->move.taken, struct vm_run, i);
@@ -412,7 +412,7 @@ static void evacuation_free(struct evacuation *v) {
   free(v->move.to);
 }
 
-/* Empties one slab and gives it back, unless it stays: then, and after an error, nothing has changed. Lock held;
+/* Empties one slab and returns it to the driver. If it has to stay, or after an error, nothing has changed. Lock held;
  * dropped around driver calls. */
 static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *survey, bool *full, uint64_t *freed) {
   struct evacuation v = {.c = c, .plan = {.keep = VMEM_KEEP_ALL, .move = &v.move}};
@@ -437,7 +437,7 @@ static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *su
   return err;
 }
 
-/* ---- all of them ------------------------------------------------------------------------------- */
+/* ---- all slabs --------------------------------------------------------------------------------- */
 
 /* Lock held; dropped around driver calls. */
 static int compact_all(struct vm_ctx *c, uint64_t want, uint64_t *freed) {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* Joining: remaps with one call what several calls have mapped, with large entries for whole blocks. */
+/* Joining: remaps by one call what several calls have mapped, with large entries for whole blocks. */
 #include "plan/plan.h"
 
 static bool can_join(const struct vm_ctx *c) { return c->be->remap || (c->be->bind && c->large_entries); }
 
-/* True if one call would reduce the entries, or the calls if the driver keeps a record per call. */
+/* Whether remapping by one call would save entries, or calls if the driver keeps a record per call. */
 static bool saves(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r) {
   uint64_t end = addr + vm_bytes(c, r.n);
   bool whole = vm_is_whole(c, s, addr, r);
@@ -15,7 +15,8 @@ static bool saves(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm
   return false;
 }
 
-/* The next stretch in [*addr, end) worth remapping: fits in one call and cuts no entry. 0 = none. */
+/* Finds the next stretch in [*addr, end) that is worth remapping, fits in one call and cuts no entry. Returns its
+ * length and sets *addr; 0 = none. */
 static uint64_t next_call(struct vm_ctx *c, struct vm_space *s, uint64_t *addr, uint64_t end) {
   uint64_t most = c->info->bind_bytes ? c->info->bind_bytes : end;
   while (*addr < end) {

@@ -12,12 +12,12 @@ struct maker {
   struct vm_ctx *c;
   struct vm_plan *p;
   struct vm_want w;
-  struct vm_space *space;   /* of the last address */
-  uint64_t short_units;     /* of pages that the pool lacks */
-  uint64_t taken[VM_POOLS]; /* units of this plan, by their pool */
+  struct vm_space *space;   /* of the address that was looked up last */
+  uint64_t short_units;     /* missing from the pool */
+  uint64_t taken[VM_POOLS]; /* units taken for this plan, per pool */
 };
 
-/* True if this plan itself will zero the unit. */
+/* Whether this plan itself will zero the unit. */
 static bool own_claim(struct maker *m, const struct vm_slab *s, uint32_t unit) {
   for (size_t i = 0; i < m->p->zeros.n; i++) {
     const struct vm_run *r = VM_AT(m->p->zeros, struct vm_run, i);
@@ -37,7 +37,7 @@ static int check_claims(struct maker *m, uint64_t addr, struct vm_run r) {
 }
 
 /* Claims dirty units for this plan, which zeroes them once; they stay dirty until it commits. Without `zero` they
- * keep their contents. The run's ptes are marked. */
+ * keep their contents. The run's ptes must be marked. */
 static bool claim_dirty(struct maker *m, struct vm_run r, bool zero) {
   uint32_t end = r.unit + r.n, n;
   bool must;
@@ -61,8 +61,8 @@ static struct vm_seg seg_of(const struct maker *m, const struct vm_piece *piece,
                          r.unit,       m->w.op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
 }
 
-/* Marks one run at the piece's end, which is one call. Its units hold a reference for these ptes already; those of ptes
- * that were not marked are given back. */
+/* Appends a run, which one call maps, to the piece and marks its ptes. The units already have a reference for these
+ * ptes; if some ptes cannot be marked, their references are dropped. */
 static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bool zero) {
   struct vm_ctx *c = m->c;
   uint64_t addr = piece->addr + piece->bytes;
@@ -81,7 +81,7 @@ static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bo
   return err;
 }
 
-/* Marks a run that was taken, which may be several calls. */
+/* The same for a run taken from the pool, which may need several calls. */
 static int mark_taken(struct maker *m, struct vm_piece *piece, struct vm_run r, bool zero) {
   struct vm_ctx *c = m->c;
   while (r.n) {
@@ -100,7 +100,7 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
   struct vm_ctx *c = m->c;
   uint32_t align = (uint32_t)vm_units(c, m->w.page_size);
   struct vm_place place = {.spread = m->w.op->flags & VMEM_OP_SPREAD};
-  bool zero = m->w.op->flags & VMEM_OP_COPY || !(m->w.op->flags & VMEM_OP_DIRTY); /* mapped first, then copied to */
+  bool zero = m->w.op->flags & VMEM_OP_COPY || !(m->w.op->flags & VMEM_OP_DIRTY); /* mapped before it is copied to */
   struct vm_space *s = piece->space;
   uint64_t end = piece->addr + bytes;
   struct vm_pte *left = piece->addr > s->base ? vm_pte(c, s, piece->addr - c->granule) : NULL;
@@ -132,7 +132,7 @@ static int hold(struct maker *m, struct vm_piece *piece, uint64_t addr, uint64_t
   return held == bytes ? 0 : vm_pte_not_live(c, vm_pte(c, piece->space, addr + held), addr + held);
 }
 
-/* A new mapping of the run, with references of its own. */
+/* Makes a new mapping of the run, with its own references. */
 static int map_run(struct maker *m, struct vm_piece *piece, struct vm_run r) {
   int err = check_claims(m, piece->addr + piece->bytes, r);
   if (err) return err;
@@ -171,7 +171,7 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
       continue;
     }
     if (!r.slab)
-      return vm_fail_at(-ERANGE, addr, bytes, 0, "the pages for 0x%llx were given back (vmem_drop_range)",
+      return vm_fail_at(-ERANGE, addr, bytes, 0, "the pages for 0x%llx were dropped (vmem_drop_range)",
                         (unsigned long long)addr);
     r.unit += (uint32_t)skip;
     r.n -= (uint32_t)skip;
@@ -268,14 +268,14 @@ static int consume(struct maker *m) {
   struct vm_ctx *c = m->c;
   uint32_t index = vm_hdl_index(c, m->w.hdl), own = 0, *consumed;
   for (size_t i = 0; i < m->p->replaced.n; i++) own += VM_AT(m->p->replaced, struct vm_piece, i)->handle == index;
-  if (m->w.hdl->pins != own) return vm_fail(-EBUSY, "another call takes pages from the handle that is to be consumed");
+  if (m->w.hdl->pins != own) return vm_fail(-EBUSY, "another call is taking pages from the handle to be consumed");
   if (!(consumed = VM_PUSH(c, &m->p->consumed, uint32_t))) return -ENOMEM;
   m->w.hdl->busy = true;
   *consumed = index;
   return 0;
 }
 
-/* The list that an operation's pieces go to. */
+/* Returns the list for an operation's pieces. */
 static struct vm_list *pieces_of(struct vm_plan *p, const struct vmem_op *op) {
   if (op->op == VMEM_OP_UNMAP) return &p->unmaps;
   if (op->op == VMEM_OP_FILL) return &p->fills;
@@ -305,7 +305,7 @@ static int do_op(struct maker *m, const struct vmem_op *op) {
   return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
 }
 
-/* The free bytes a cancelled plan leaves in the pool: as many as before it. */
+/* Returns the free bytes that the pool keeps if the plan is cancelled: as many as before it. */
 static uint64_t keep_bytes(const struct vm_ctx *c) {
   uint64_t have = vm_pool_free_units(c) << c->shift;
   return have > c->opts.pool_high ? have : c->opts.pool_high;
@@ -333,7 +333,8 @@ int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
   return err ? err : vm_plan_ops_room(c, p);
 }
 
-/* Units that the batch's POPULATE operations take from a pool: no more than there are addresses for. */
+/* Counts the units that the batch's POPULATE operations take from the pool of `like`, at most as many as are
+ * reserved. */
 static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_op *like) {
   uint64_t total = 0, most = vm_units(c, c->virt->reserved_bytes);
   for (size_t i = 0; i < n; i++) {
@@ -349,7 +350,7 @@ static uint64_t wanted(struct vm_ctx *c, const struct vmem_op *ops, size_t n, co
   return total;
 }
 
-/* The plan is complete: its list moves no more. */
+/* Called when the plan is complete: the list of sources must not move after this. */
 static void sources_begin(struct vm_ctx *c, struct vm_plan *p) {
   for (size_t i = 0; i < p->sources.n; i++) vm_access_begin(c, VM_AT(p->sources, struct vm_access, i));
 }
@@ -426,7 +427,7 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
     goto out;
   }
   if (hdl->mappings > 1) {
-    err = vm_fail_at(-EBUSY, 0, hdl->bytes, hdl->mappings, "the handle has %llu live mappings; vMemUnmap names one",
+    err = vm_fail_at(-EBUSY, 0, hdl->bytes, hdl->mappings, "the handle has %llu live mappings: use vMemUnmap",
                      (unsigned long long)hdl->mappings);
     goto out;
   }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Records that pages have moved to another slab, at every address and in every handle. */
+/* Records at every address and in every handle that pages have moved to another slab. */
 #include "plan/plan.h"
 
 static void move_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr, const struct vm_move *m) {

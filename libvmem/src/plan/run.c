@@ -2,10 +2,10 @@
 /*
  * Makes a plan's driver calls, then commits or undoes it.
  *
- * Order: zeroing of new pages, maps, copies to them, fills, replaces, joins, unmaps. All but the first and
- * the fills are operations of vm_bind (backend/backend.h). Without fills they take one call of it; with fills
- * two, because pages must be mapped before they are filled, and what the undo of a failed fill
- * restores must still be there.
+ * Order: zeroing of new pages, maps, copies to them, fills, replaces, joins, unmaps. Maps, replaces, joins and
+ * unmaps are operations of vm_bind (backend/backend.h). Without fills and copies one call of it makes them all; with
+ * them two, because pages must be mapped before they are filled, and the undo of a failed fill needs the
+ * old mappings to be still in place.
  *
  * The undo runs in reverse order. Where it fails, the range and its pages are quarantined: their
  * ptes keep their references and never change again.
@@ -17,7 +17,7 @@
 
 struct calls {
   struct vm_ctx *c;
-  struct vm_bind_op *ops; /* a part of the plan's */
+  struct vm_bind_op *ops; /* a part of the plan's `ops` */
   size_t n;
   struct vm_bind_result r;
 };
@@ -36,7 +36,7 @@ static size_t most_maps(const struct vm_ctx *c, const struct vm_list *segs) {
 
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
   size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces) + most_maps(c, &p->joins);
-  n += p->kept.n + p->groups.n; /* kept runs are shorter than a block; a group may take an unmap of its own */
+  n += p->kept.n + p->groups.n; /* a kept run is shorter than a block; a group may need a separate unmap */
   for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, VM_AT(p->unmaps, struct vm_piece, i)->bytes);
   return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
 }
@@ -187,7 +187,8 @@ static void put_back(struct undo *u, struct vm_bind_op op) {
   u->ops[u->n++] = op;
 }
 
-/* The operation that restores the run the ptes record at addr, with the same entries. 0 bytes: it is lost. */
+/* Returns the operation that restores the run which the ptes record at addr, with the same entries. 0 bytes: the range
+ * is lost. */
 static struct vm_bind_op run_before(struct vm_ctx *c, const struct vm_bind_op *op, uint64_t addr, uint64_t bytes) {
   struct vm_bind_op run = {.kind = VM_BIND_MAP, .addr = addr, .priv = op->priv, .sparse = op->sparse};
   uint64_t most = c->info->bind_bytes;
@@ -238,7 +239,7 @@ static void undo_calls(struct undo *u, const struct calls *b) {
                  .kind = VM_BIND_UNMAP, .addr = op->addr, .bytes = op->bytes, .priv = op->priv, .sparse = op->sparse});
     } else if (op->kind == VM_BIND_UNMAP && !op->cut) {
       map_again(u, op, op->addr, end, VM_BIND_MAP);
-    } else { /* a piece, or a group, at a time: its old pages may be larger than the new ones */
+    } else { /* a whole piece or group at a time: the old pages may be larger than the new ones */
       while (!op->clears) op = &b->ops[--i];
       if (u->c->be->bind) {
         map_again(u, op, op->from, op->from + op->clears, VM_BIND_REMAP);
@@ -287,11 +288,11 @@ static int start_fills(struct vm_ctx *c, struct vm_plan *p, const vm_event *afte
   size_t i = 0;
   int err = 0;
   if (p->copies.n) err = vm_drv_copy(c, p->copies.v, p->copies.n, after, num_after, &p->event);
-  /* Fills of equal value go in one call. */
+  /* Fills with the same value share a call. */
   while (!err && i < p->fills.n) {
     struct vm_be_range r[64];
     uint32_t value = VM_AT(p->fills, struct vm_piece, i)->handle;
-    bool chain = num_after && p->event; /* calls given events run in any order, so each waits for the last */
+    bool chain = num_after && p->event; /* calls that wait for events are unordered, so chain them */
     vm_event e = 0;
     size_t n = 0;
     for (; i < p->fills.n && n < 64 && VM_AT(p->fills, struct vm_piece, i)->handle == value; i++, n++)
@@ -322,7 +323,7 @@ static int end_own(struct vm_ctx *c, struct vm_plan *p, bool *over) {
     pthread_mutex_unlock(&c->lock);
     if (!*over || !f->event) return 0;
     vm_fill_put(c, f);
-    if (err) err = vm_fail(err, "a fill of the batch failed: what follows it was not done");
+    if (err) err = vm_fail(err, "a fill of the batch failed: the operations after it were not carried out");
   } else {
     err = vm_fill_wait(c, f);
   }
@@ -330,7 +331,7 @@ static int end_own(struct vm_ctx *c, struct vm_plan *p, bool *over) {
   return err;
 }
 
-/* With `over`: may have to be called again, as vm_plan_run. */
+/* With `over`, it may have to be called again, like vm_plan_run. */
 static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, bool *over) {
   bool fills = p->copies.n || p->fills.n;
   struct calls first = {.c = c, .ops = p->ops}, second = {.c = c};

@@ -2,9 +2,9 @@
 /*
  * Splits large entries that a plan changes in part.
  *
- * The driver cannot change part of an entry. So the whole block is unmapped and the rest of it mapped again, by calls
- * shorter than a block, which make no large entry. Ranges that would be unmapped beside or within it anyway go in the
- * same call. Such a range is a group; the pieces in it need no calls of their own.
+ * The driver cannot change part of an entry. So the whole block is unmapped and what remains of it mapped again, by
+ * calls shorter than a block, which make no large entry. Adjacent or enclosed ranges that the plan unmaps anyway are
+ * unmapped by the same call. Such a range is a group; the pieces in it need no calls of their own.
  *
  * This is the last step of making a plan, when the changes to each block are known.
  */
@@ -16,7 +16,7 @@
 static int by_block(const void *a, const void *b) {
   const struct vm_cut *x = a, *y = b;
   if (x->block != y->block) return x->block < y->block ? -1 : 1;
-  return x->allowed - y->allowed; /* a forbidden cut comes first and decides */
+  return x->allowed - y->allowed; /* a forbidden cut sorts first, so it decides */
 }
 
 static int by_address(const void *a, const void *b) {
@@ -55,7 +55,7 @@ static void unique(struct vm_list *cuts) {
   cuts->n = n;
 }
 
-/* The first block that ends after addr. */
+/* Finds the first block that ends after addr. */
 static size_t find(const struct vm_list *cuts, uint64_t addr) {
   const struct vm_cut *v = cuts->v;
   size_t lo = 0, hi = cuts->n;
@@ -82,7 +82,7 @@ static int add_group(struct splitter *s, struct vm_space *space, uint64_t addr, 
   return 0;
 }
 
-/* Pieces that touch a block. Of replaced ones the segments go into the groups. */
+/* Makes groups of the pieces that touch a block. Segments of replaced pieces become segments of their group. */
 static int take_in(struct splitter *s, struct vm_list *pieces, const struct vm_list *segs) {
   struct vm_ctx *c = s->c;
   const struct vm_cut *cuts = s->p->cuts.v;
@@ -108,7 +108,7 @@ static int take_in(struct splitter *s, struct vm_list *pieces, const struct vm_l
   return 0;
 }
 
-/* Holds the rest of the k-th block, in segments that one call each can remap. */
+/* Holds what remains of the k-th block, in segments that one call each can remap. */
 static int keep_rest(struct splitter *s, size_t k) {
   struct vm_ctx *c = s->c;
   const struct vm_cut *cut = VM_AT(s->p->cuts, struct vm_cut, k);
@@ -125,7 +125,7 @@ static int keep_rest(struct splitter *s, size_t k) {
     if (!cut->allowed)
       return vm_fail_at(-EINVAL, cut->block, LARGE_PAGE, 0,
                         "0x%llx + %llu bytes cuts the entry of %llu bytes at 0x%llx: only a batch with VMEM_OP_SPLIT "
-                        "splits it",
+                        "can split it",
                         (unsigned long long)cut->addr, (unsigned long long)cut->bytes, LARGE_PAGE,
                         (unsigned long long)cut->block);
     if (!vm_pte_is_live(pte)) return vm_pte_not_live(c, pte, a);
@@ -204,6 +204,6 @@ void vm_split_commit(struct vm_ctx *c, struct vm_plan *p) {
     vm_ptes_one_call(c, seg->space, seg->addr, seg->bytes);
     vm_ptes_release(c, seg->space, seg->addr, seg->bytes);
     if (!i || vm_units(c, seg->addr) >> c->chunk_shift != vm_units(c, seg[-1].addr) >> c->chunk_shift)
-      c->driver->splits++; /* a block of which nothing stays was not split */
+      c->driver->splits++; /* a block of which nothing remains was not split */
   }
 }

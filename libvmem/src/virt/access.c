@@ -13,7 +13,7 @@ void vm_access_end(struct vm_ctx *c, struct vm_access *a) {
   if (*link) *link = a->next;
 }
 
-/* The first of an access's ranges that ends beyond addr; UINT64_MAX = none. */
+/* Finds the first of an access's ranges that ends beyond addr; UINT64_MAX = none. */
 static uint64_t next_range(const struct vm_access *a, uint64_t addr) {
   uint64_t i = 0;
   if (addr >= a->addr + a->bytes && a->stride) i = (addr - a->addr - a->bytes) / a->stride + 1;

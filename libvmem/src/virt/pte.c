@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Page tables: what lies behind a range of addresses, and every change of it. */
+/* Page tables: what backs a range of addresses, and every change to that. */
 #include <string.h>
 
 #include "virt/virt.h"
@@ -35,7 +35,7 @@ int vm_pte_not_live(const struct vm_ctx *c, const struct vm_pte *p, uint64_t add
 
 static inline bool live(const struct vm_pte *p) { return p && (p->flags & PTE_MAPPED); }
 
-/* True if the back end sees b as the continuation of a. */
+/* Whether the back end sees b as the continuation of a. */
 static inline bool joined(const struct vm_pte *a, const struct vm_pte *b) {
   if (!live(a) || !live(b)) return live(a) == live(b);
   return a->slab == b->slab && a->unit + 1 == b->unit && (a->flags & PTE_READONLY) == (b->flags & PTE_READONLY);
@@ -159,7 +159,7 @@ uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint
 
 /* ---- changing it ------------------------------------------------------------------------------- */
 
-/* A call's marks at one of its granules. */
+/* Returns the marks that a call leaves at one of its granules. */
 static uint32_t marks_at(uint64_t addr, uint32_t flags) { return addr & (LARGE_PAGE - 1) ? flags & ~PTE_LARGE : flags; }
 
 int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle, uint32_t flags,
@@ -176,7 +176,7 @@ int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_
         return vm_pte_taken(c, &p[i], addr);
       }
       p[i] = (struct vm_pte){r.slab->index, r.unit + *marked + i, handle, marks_at(addr, flags) | PTE_BUSY};
-      flags &= ~(PTE_START | PTE_CALL); /* of the first */
+      flags &= ~(PTE_START | PTE_CALL); /* only of the first granule */
     }
   }
   return 0;
@@ -243,7 +243,7 @@ uint64_t vm_ptes_entries(struct vm_ctx *c, struct vm_space *s, uint64_t addr, ui
   return changed;
 }
 
-/* The pte after a changed range, if mapped. */
+/* Returns the pte after a changed range, if it is mapped. */
 static struct vm_pte *behind(struct vm_ctx *c, struct vm_space *s, uint64_t end) {
   struct vm_pte *p = end < s->base + s->bytes ? vm_pte(c, s, end) : NULL;
   return live(p) ? p : NULL;
@@ -252,7 +252,7 @@ static struct vm_pte *behind(struct vm_ctx *c, struct vm_space *s, uint64_t end)
 void vm_ptes_one_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   struct vm_pte *next = behind(c, s, addr + bytes);
   for (uint64_t a = addr; a < addr + bytes; a += c->granule) set_call(c, vm_pte(c, s, a), a == addr);
-  /* The rest of a call that was cut at its end becomes a call of its own. */
+  /* If that cuts an old call, its remainder counts as a call of its own. */
   if (next) set_call(c, next, true);
 }
 
@@ -276,7 +276,7 @@ void vm_ptes_commit(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_
 void vm_ptes_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t end = addr + bytes, units = 0, before = vm_space_edges(c, s, addr, bytes), after;
   struct vm_pte *next = behind(c, s, end);
-  /* First: it may be all that keeps the entry of a dropped handle. */
+  /* Count this mapping first: it may be all that keeps the entry of a dropped handle. */
   if (next) {
     if (!(next->flags & PTE_START)) {
       next->flags |= PTE_START;
@@ -309,7 +309,7 @@ void vm_ptes_unmap(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
   while (a < end) {
     struct vm_pte first = *vm_pte(c, s, a);
     uint32_t n = vm_space_units(c, s, a, end, 0), rest;
-    /* The ptes go first: with the lock dropped they would name units without a reference. */
+    /* Clear the ptes first: vm_units_put drops the lock, and they would name units without a reference. */
     for (uint64_t stop = a + ((uint64_t)n << c->shift); a < stop; a += (uint64_t)rest << c->shift) {
       rest = vm_leaf_rest(c, s, a, stop);
       memset(vm_pte(c, s, a), 0, rest * sizeof(struct vm_pte));
@@ -321,7 +321,7 @@ void vm_ptes_unmap(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
 
 void vm_ptes_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   uint64_t page, size;
-  /* The rest of what was one entry is mapped again by others. */
+  /* The remainder of a large entry at either end is mapped by small entries now. */
   if (vm_space_cuts_page(c, s, addr, &page, &size)) vm_ptes_entries(c, s, page, size, false);
   if (vm_space_cuts_page(c, s, addr + bytes, &page, &size)) vm_ptes_entries(c, s, page, size, false);
   vm_ptes_detach(c, s, addr, bytes);

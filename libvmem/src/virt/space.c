@@ -34,7 +34,7 @@ struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes,
     return NULL;
   }
   if (addr + bytes < addr) {
-    *err = vm_fail_at(-EOVERFLOW, addr, bytes, 0, "0x%llx + %llu bytes leaves the address space",
+    *err = vm_fail_at(-EOVERFLOW, addr, bytes, 0, "0x%llx + %llu bytes exceeds the address space",
                       (unsigned long long)addr, (unsigned long long)bytes);
     return NULL;
   }
@@ -42,12 +42,12 @@ struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes,
   if (!s || s->bytes - (addr - s->base) < bytes) {
     *err =
         vm_fail_at(-ENXIO, addr, bytes, s ? s->base + s->bytes : 0, "0x%llx + %llu bytes is not inside a reservation%s",
-                   (unsigned long long)addr, (unsigned long long)bytes, s ? " (it ends too early)" : "");
+                   (unsigned long long)addr, (unsigned long long)bytes, s ? " (it ends before that)" : "");
     return NULL;
   }
   if (s->gone) {
     *err = vm_fail_at(-ENXIO, addr, bytes, s->base + s->bytes,
-                      "of the reservation at 0x%llx only the addresses are left: vMemFree gives them back",
+                      "the reservation at 0x%llx is freed except for its addresses: call vMemFree again",
                       (unsigned long long)s->base);
     return NULL;
   }
@@ -107,7 +107,7 @@ void vm_space_destroy(struct vm_space *s) {
   free(s);
 }
 
-/* Best effort: the driver reclaims the rest when the back end is closed. */
+/* Best effort: the driver reclaims what is left when the back end is closed. */
 void vm_virt_close(struct vm_ctx *c) {
   for (size_t i = 0; i < c->virt->nspaces; i++) {
     struct vm_space *s = c->virt->spaces[i];

@@ -8,13 +8,13 @@
 #include "base/fd.h"
 #include "work/work.h"
 
-#define CLOSING_MS 100 /* vmem_close waits for blocked calls, whose descriptors may never be signalled */
+#define CLOSING_MS 100 /* poll timeout: vmem_close waits for blocked calls, which may never become ready */
 
 static int make_one(struct vm_ctx *c, const struct vmem_after *a, size_t i, struct vm_deps *d) {
   vm_event e = 0;
   int fd, err;
   if (a->flags || a->reserved[0] || a->reserved[1])
-    return vm_fail(-EINVAL, "flags or a reserved field of dependency %zu is not 0", i);
+    return vm_fail(-EINVAL, "dependency %zu: flags or a reserved field is not 0", i);
   if (a->kind == VMEM_AFTER_FD) {
     fd = a->handle <= INT32_MAX ? vm_duplicate((int)a->handle) : -1;
     if (fd < 0 && a->handle <= INT32_MAX && errno != EBADF)

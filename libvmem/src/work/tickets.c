@@ -3,7 +3,7 @@
  * Tickets: a result is kept from its batch's submit until vmem_ticket_drop, however many batches
  * follow.
  *
- * A hash table finds the kept ones by number; they are also in a list, oldest first. A detached
+ * A hash table finds kept tickets by number; they are also in a list, oldest first. A detached
  * ticket is in neither: it lives as long as its batch. Numbers count up, so the table's chains are evenly filled.
  */
 #include <stdlib.h>
@@ -44,7 +44,7 @@ static int make_room(struct vm_ctx *c) {
   return 0;
 }
 
-/* Lock held. A finished ticket exists: far fewer batches can be unfinished than tickets kept. */
+/* Lock held. A finished ticket exists, because far fewer batches can be unfinished than tickets can be kept. */
 static vmem_ticket oldest_result(struct vm_ctx *c) {
   struct vm_ticket *t = c->work->oldest_ticket;
   while (t && t->state != TICKET_DONE) t = t->next;
@@ -55,14 +55,13 @@ static int check_limits(struct vm_ctx *c, bool detached) {
   vmem_ticket oldest;
   if (c->closing) return vm_fail(-EBADF, "the context is being closed");
   if (c->work->pending >= VMEM_MAX_PENDING)
-    return vm_fail_at(-EAGAIN, 0, c->work->pending, VMEM_MAX_PENDING, "%llu batches are unfinished, at most %d may be",
+    return vm_fail_at(-EAGAIN, 0, c->work->pending, VMEM_MAX_PENDING, "%llu batches are unfinished; the limit is %d",
                       (unsigned long long)c->work->pending, VMEM_MAX_PENDING);
   if (detached || c->work->kept_tickets < VMEM_MAX_TICKETS) return 0;
   oldest = oldest_result(c);
-  return vm_fail_at(
-      -ENOBUFS, 0, oldest, VMEM_MAX_TICKETS,
-      "%llu tickets were not dropped, at most %d may be: the oldest whose batch is finished is ticket %llu",
-      (unsigned long long)c->work->kept_tickets, VMEM_MAX_TICKETS, (unsigned long long)oldest);
+  return vm_fail_at(-ENOBUFS, 0, oldest, VMEM_MAX_TICKETS,
+                    "%llu tickets are not dropped; the limit is %d. The oldest whose batch is finished is ticket %llu",
+                    (unsigned long long)c->work->kept_tickets, VMEM_MAX_TICKETS, (unsigned long long)oldest);
 }
 
 int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out) {
@@ -164,8 +163,7 @@ static struct vm_ticket *find(struct vm_ctx *c, vmem_ticket id, int *err) {
   if (id && id <= c->work->last_ticket)
     *err = dropped(id);
   else
-    *err =
-        vm_fail(-EBADF, "%llu is not a ticket: no batch of this context was given that number", (unsigned long long)id);
+    *err = vm_fail(-EBADF, "%llu is not a ticket: no batch of this context has that number", (unsigned long long)id);
   return NULL;
 }
 

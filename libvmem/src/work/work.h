@@ -16,24 +16,24 @@ struct vm_ticket {
   struct vm_ticket *prev, *next; /* in the table: older, newer */
   bool kept;                     /* in the table: neither detached nor dropped */
   enum vm_ticket_state state;
-  uint32_t refs; /* the unfinished batch's, the table's, those of waiting threads */
+  uint32_t refs; /* of the unfinished batch, the table, and waiting threads */
   int result;
-  struct vm_fill *fill;   /* while MAPPED: runs on */
+  struct vm_fill *fill;   /* while MAPPED: the fill that runs on */
   struct vmem_error *why; /* allocated up front, kept if the result is an error */
 };
 
-/* A ticket of a batch that is about to be submitted: -EAGAIN, -ENOBUFS and -ENOMEM come from here, before anything
- * else was done. Lock not held. */
+/* Makes the ticket of a batch that is about to be submitted. Fails with -EAGAIN, -ENOBUFS or -ENOMEM before anything
+ * else has been done. Lock not held. */
 int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out);
 /* Discards the ticket of a batch that will not be submitted. Lock not held. */
 void vm_ticket_cancel(struct vm_ctx *c, struct vm_ticket *t);
-/* Gives it the next number. It then has its batch's reference, which vm_ticket_done takes. Lock held. */
+/* Gives the ticket the next number, and a reference for its batch, which vm_ticket_done drops. Lock held. */
 vmem_ticket vm_ticket_issue(struct vm_ctx *c, struct vm_ticket *t);
 /* Marks the batch as complete except for its fill. Lock held. */
 void vm_ticket_mapped(struct vm_ctx *c, struct vm_ticket *t, struct vm_fill *fill);
-/* The error of `result` is the one recorded in this thread. Lock held. */
+/* Marks the batch as finished. If `result` is an error, it is the one recorded in this thread. Lock held. */
 void vm_ticket_done(struct vm_ctx *c, struct vm_ticket *t, int result);
-void vm_tickets_free(struct vm_ctx *c); /* no thread waits any more */
+void vm_tickets_free(struct vm_ctx *c); /* no thread may be waiting */
 
 /* vmem_wait, vmem_order, vmem_ticket_drop. Lock not held. */
 int vm_ticket_wait(struct vm_ctx *c, vmem_ticket id, int64_t timeout_ns);
@@ -51,7 +51,7 @@ struct vm_deps {
   size_t nevents, nfds;
 };
 
-/* On failure nothing has to be put. */
+/* On failure there is nothing to put. */
 int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d);
 int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too); /* 0, -EAGAIN or an error */
 int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d);
@@ -75,10 +75,10 @@ struct vm_work {
   bool worker_started, worker_stop;
   pthread_t worker;
   struct vm_job *queue, **queue_tail;
-  struct vm_job *waiting, **waiting_tail; /* the worker's alone */
+  struct vm_job *waiting, **waiting_tail; /* used only by the worker */
   uint64_t pending;                       /* unfinished batches, submitted or about to be */
   vmem_ticket last_ticket;
-  struct vm_ticket **tickets; /* table of those kept; ticket_slots is a power of two */
+  struct vm_ticket **tickets; /* table of kept tickets; ticket_slots is a power of two */
   size_t ticket_slots;
   uint64_t kept_tickets; /* includes tickets about to be issued */
   struct vm_ticket *oldest_ticket, *newest_ticket;

@@ -3,7 +3,7 @@
  * The worker thread: runs submitted batches, first come first served.
  *
  * A batch whose GPU work is not done, or that touches what an earlier batch's fill still writes,
- * goes to a second list, which is polled; so does one with something to do after its own fills and
+ * moves to a second list, which is polled; so does one with more to do after its own fills and
  * copies. Later batches overtake it. A job's ranges are busy from submit on, so no two jobs touch
  * the same pages and they may run in any order. The thread itself never waits for GPU work.
  */
@@ -16,8 +16,8 @@
 #include "base/probe.h"
 #include "work/work.h"
 
-/* GPU work is polled: 20 us after something has happened, backing off to 1 ms; and at most a ninth of the time, however
- * many batches wait. */
+/* GPU work is polled 20 us after something has happened, backing off to 1 ms. Polling takes at most a ninth of the
+ * time, however many batches wait. */
 #define NAP_MIN 20000u
 #define NAP_MAX 1000000u
 #define COST_FACTOR 8u
@@ -25,12 +25,12 @@
 struct vm_job {
   struct vm_job *next;
   struct vm_plan plan;
-  struct vmem_op *ops; /* a late batch's: it has no plan before it is started */
+  struct vmem_op *ops; /* of a late batch, which has no plan before it is started */
   size_t nops;
   bool late;
   struct vm_deps deps;
-  struct vm_fill *behind; /* a fill that must end first; a reference. NULL = none known */
-  bool gpu_waits;         /* only fills: their events go to the GPU, not to this thread */
+  struct vm_fill *behind; /* a fill that must finish first, with a reference; NULL = none known */
+  bool gpu_waits;         /* the batch only fills: the GPU waits for its events, not this thread */
   struct vm_ticket *ticket;
 };
 
@@ -144,8 +144,8 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   bool blocked;
   int err;
   if ((*ready = job->plan.filling)) return 0;
-  /* New pages have no user yet: they are zeroed while the job waits for others' work. -EAGAIN is an error here, of a
-   * driver that was suspended for too long. */
+  /* New pages have no user yet: they are zeroed while the job waits for other work. -EAGAIN is an error here: the
+   * driver was suspended for too long. */
   err = vm_plan_zero(c, &job->plan, ready);
   if (err || !*ready) return err;
   *ready = false;
@@ -167,8 +167,8 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   return 0;
 }
 
-/* Runs the job or, given an error, cancels it without any change. Returns true if it is over, else it must be run
- * again; with `wait` it always is. */
+/* Runs the job or, given an error, cancels it without any change. Returns true if it is finished, else it must be run
+ * again; with `wait` it always finishes. */
 static bool job_run(struct vm_ctx *c, struct vm_job *job, int err, bool wait) {
   struct vm_fill *fill = NULL;
   size_t nevents = job->gpu_waits ? job->deps.nevents : 0;
@@ -242,7 +242,7 @@ static void keep_low_watermark(struct vm_ctx *c) {
   c->phys->low = false;
   have = c->phys->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
-  /* Failure is ignored: the call that needs the memory will report it. Retried when more is taken. */
+  /* Failure is ignored: the call that needs the memory will report it. Retried when more pages are taken. */
   if (low && have < units) vm_pool_grow(c, &c->phys->pools[0], units - have, 0, 1, have, &id);
 }
 
@@ -263,14 +263,14 @@ static void poll_all(struct vm_ctx *c, struct pace *p, uint64_t now) {
   p->due = end + p->nap > p->not_before ? end + p->nap : p->not_before;
 }
 
-/* Resets to the shortest nap: new work may be over soon. */
+/* Resets to the shortest nap: new work may finish soon. */
 static void poll_soon(struct pace *p, uint64_t now) {
   p->nap = NAP_MIN;
   if (p->due > now + p->nap) p->due = now + p->nap;
   if (p->due < p->not_before) p->due = p->not_before;
 }
 
-/* True if the pool needs work now. Lock held. */
+/* Whether the pool needs work now. Lock held. */
 static bool pool_wants(const struct vm_ctx *c) {
   const struct vm_clean *k = &c->phys->clean;
   return c->phys->low || k->ended || (k->wanted && !k->hold);

@@ -52,14 +52,13 @@ int gpu_api_get(const struct gpu_api **api) {
   const char *name = NULL;
   pthread_once(&lib.once, load);
   if (lib.reason[0]) return vm_fail(-ENODEV, "%s", lib.reason);
-  /* A first cuInit may have come too early (device nodes not there yet); it costs nothing when
-   * done. */
+  /* The first cuInit may have failed because the device nodes did not exist yet: try again. */
   r = lib.init_result == GPU_SUCCESS ? GPU_SUCCESS : lib.api.init(0);
   if (r != GPU_SUCCESS) {
     lib.api.error_name(r, &name);
     vm_fail(-ENODEV, r == GPU_ERROR_NO_DEVICE                ? "libcuda finds no CUDA device"
-                     : r == GPU_ERROR_SYSTEM_DRIVER_MISMATCH ? "libcuda and the kernel driver are of different versions"
-                                                             : "libcuda does not start");
+                     : r == GPU_ERROR_SYSTEM_DRIVER_MISMATCH ? "libcuda and the kernel driver have different versions"
+                                                             : "libcuda cannot be initialised");
     return vm_fail_status((uint32_t)r, name);
   }
   *api = &lib.api;

@@ -145,13 +145,13 @@ struct gpu_api {
 #undef GPU_API_FIELD
 };
 
-/* Loads and initialises the library. -ENODEV with the reason when there is none. */
+/* Loads and initialises the library. -ENODEV, with the reason, if it cannot be used. */
 int gpu_api_get(const struct gpu_api **api);
 
-/* True if a libcuda is installed, usable or not. */
+/* Whether a libcuda is installed, usable or not. */
 bool gpu_api_present(void);
 
-/* Turns a CUresult into an errno and records it: out of memory is -ENOMEM, all else -EIO. */
+/* Turns a CUresult into an errno and records it: out of memory is -ENOMEM, anything else -EIO. */
 int gpu_fail(const struct gpu_api *api, gpu_result result, const char *what);
 int gpu_fail_at(const struct gpu_api *api, gpu_result result, uint64_t addr, uint64_t bytes, const char *what);
 

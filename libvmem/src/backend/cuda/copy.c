@@ -15,13 +15,13 @@
 
 enum {
   BLOCK = 256,
-  BLOCK_BYTES = 16 * 1024, /* work of one block: four 16-byte words a thread */
+  BLOCK_BYTES = 16 * 1024, /* work of one block: four 16-byte words per thread */
   FILL_RANGES = 250,       /* so that the parameters stay below the 4 KiB every driver accepts */
   COPY_RANGES = 166,
   WINDOWS = 2,
   WINDOW_BYTES = 2 << 20,
   STAGE_BYTES = WINDOWS * WINDOW_BYTES,
-  DIRECT_BYTES = 16 << 20, /* of one launch: fills of other threads run between two */
+  DIRECT_BYTES = 16 << 20, /* per launch, so that fills of other threads can run in between */
 };
 
 struct fill_params {
@@ -123,7 +123,7 @@ static int launch_copies(struct gpu *g, gpu_stream stream, const struct vm_be_co
   return 0;
 }
 
-/* An idle stream, or any stream if none is idle. Called by one thread at a time. */
+/* Returns an idle stream, or any stream if none is idle. Called by one thread at a time. */
 static gpu_stream free_after(struct gpu *g) {
   for (unsigned i = 0; i < GPU_AFTER_STREAMS; i++)
     if (g->api->stream_query(g->after[i]) == GPU_SUCCESS) return g->after[i];
@@ -192,7 +192,7 @@ int gpu_copy_init(struct gpu *g) {
   struct vm_be_range nothing = {0, 0};
   vm_event done = 0;
   int err;
-  if (r != GPU_SUCCESS) return gpu_fail(g->api, r, "cuModuleLoadData: the driver does not compile our kernels");
+  if (r != GPU_SUCCESS) return gpu_fail(g->api, r, "cuModuleLoadData: the driver cannot compile libvmem's kernels");
   r = g->api->module_function(&g->fill, g->module, "vmem_fill");
   if (r == GPU_SUCCESS) r = g->api->module_function(&g->copy, g->module, "vmem_copy");
   if (r != GPU_SUCCESS) return gpu_fail(g->api, r, "cuModuleGetFunction");
@@ -233,7 +233,7 @@ static struct answers ask(struct gpu *g, uint64_t host) {
   return a;
 }
 
-/* The device address of host memory that lies in one locked allocation or registration; else 0. */
+/* Returns the device address of host memory inside one page-locked allocation or registration; else 0. */
 static gpu_ptr locked(struct gpu *g, uint64_t host, uint64_t bytes) {
   struct answers first = ask(g, host), last;
   if (!first.device) return 0;
@@ -263,7 +263,7 @@ static int transfer_directly(struct gpu *g, uint64_t dst, uint64_t src, uint64_t
 
 /* A part of the staging buffer and the copy in progress on it. */
 struct window {
-  uint8_t *at, *to; /* to: where the CPU copies it when the GPU has filled it, or NULL */
+  uint8_t *at, *to; /* to: where the CPU copies the window once the GPU has filled it, or NULL */
   uint64_t bytes;
   vm_event done;
 };
@@ -275,7 +275,7 @@ static int window_finish(struct gpu *g, struct window *w) {
   return err;
 }
 
-/* A window has the address's position in a 16-byte word, so that the copy is aligned. */
+/* Each window starts at the same offset in a 16-byte word as the address, so that the copy is aligned. */
 static int transfer_staged(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t addr, uint64_t bytes) {
   struct window windows[WINDOWS] = {0};
   int err = 0;

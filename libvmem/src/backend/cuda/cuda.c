@@ -34,7 +34,7 @@ static int unmap_range(struct cuda *c, uint64_t addr, uint64_t bytes) {
   return gpu_fail_at(c->base.gpu->api, c->base.gpu->api->vmm_unmap(addr, bytes), addr, bytes, "cuMemUnmap");
 }
 
-/* cuMemMap and cuMemSetAccess, the first undone when the second fails. */
+/* Calls cuMemMap and cuMemSetAccess, and undoes the first if the second fails. */
 static int map_range(struct cuda *c, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, int prot) {
   const struct gpu_api *api = c->base.gpu->api;
   struct gpu_access access[VMEM_MAX_DEVICES];
@@ -47,8 +47,9 @@ static int map_range(struct cuda *c, uint64_t addr, uint64_t bytes, uint64_t sla
   if (r == GPU_SUCCESS) return 0;
   undo = api->vmm_unmap(addr, bytes);
   if (undo != GPU_SUCCESS) {
-    gpu_fail_at(api, undo, addr, bytes, "cuMemSetAccess failed and cuMemUnmap could not undo the map");
-    return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "cuMemSetAccess failed and cuMemUnmap could not undo the map");
+    gpu_fail_at(api, undo, addr, bytes, "cuMemSetAccess failed, and cuMemUnmap could not undo cuMemMap");
+    return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0,
+                      "cuMemSetAccess failed, and cuMemUnmap could not undo cuMemMap");
   }
   return gpu_fail_at(api, r, addr, bytes, "cuMemSetAccess");
 }
@@ -122,7 +123,7 @@ static int cuda_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32
   int err;
   (void)page_size;
   if (location == VMEM_HOST && !c->host_pages)
-    return vm_fail(-EOPNOTSUPP, "this CUDA driver makes no cuMemCreate allocations in host memory");
+    return vm_fail(-EOPNOTSUPP, "cuMemCreate of this CUDA driver does not support host memory");
   if (location == VMEM_PEER) {
     err = gpu_find(c->base.gpu, device, &index);
     if (err) return err;
@@ -148,7 +149,7 @@ static int cuda_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
   return gpu_fail_at(c->base.gpu->api, r, 0, bytes, "cuMemRelease");
 }
 
-/* True if cuMemSetAccess accepts read-only for device memory: some drivers refuse it. */
+/* Tests whether cuMemSetAccess accepts read-only for device memory: some drivers refuse it. */
 static bool try_read_only(struct cuda *c) {
   uint64_t addr = 0, slab = 0, priv;
   uint32_t kind;
@@ -173,7 +174,7 @@ static int find_granule(struct cuda *c) {
     gpu_result r;
     int vmm = 0;
     if (api->device_attribute(&vmm, GPU_ATTR_VMM_SUPPORTED, d->dev) != GPU_SUCCESS || !vmm)
-      return vm_fail(-ENODEV, "device %d (%s) has no virtual memory management", d->ordinal, d->name);
+      return vm_fail(-ENODEV, "device %d (%s) does not support CUDA's virtual memory management", d->ordinal, d->name);
     p = prop_for(c, VMEM_PEER, i);
     r = api->vmm_granularity(&g, &p, GPU_GRANULARITY_MINIMUM);
     if (r != GPU_SUCCESS) return gpu_fail(api, r, "cuMemGetAllocationGranularity");
@@ -197,7 +198,7 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   struct cuda *c = calloc(1, sizeof(*c));
   struct vmem_error before;
   int err;
-  vm_error_save(&before); /* trying things out leaves errors that are none */
+  vm_error_save(&before); /* the tries below may record errors that are not the caller's */
   if (!c) return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*c));
   err = gpu_open(opts->devices, opts->num_devices, &c->base.gpu);
   if (err) {
@@ -213,7 +214,7 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   }
   if (!err && opts->granule && opts->granule < c->granule)
     err = vm_fail_at(-EOPNOTSUPP, 0, opts->granule, c->granule,
-                     "granule of %llu bytes: cuMemCreate takes no less than %llu", (unsigned long long)opts->granule,
+                     "granule of %llu bytes: cuMemCreate requires at least %llu", (unsigned long long)opts->granule,
                      (unsigned long long)c->granule);
   if (err) {
     cuda_close(c);

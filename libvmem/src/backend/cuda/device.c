@@ -49,7 +49,7 @@ int gpu_enable_peers(const struct gpu *g) {
       if (!can) return vm_fail(-EOPNOTSUPP, "device %d cannot reach the memory of device %d", a->ordinal, b->ordinal);
       err = gpu_enter(g, i, &scope);
       if (err) return err;
-      /* Stays enabled at close: other code in the process may rely on it by now. */
+      /* Stays enabled after close: other code in the process may rely on it by then. */
       r = g->api->ctx_enable_peer(b->ctx, 0);
       gpu_leave(g, &scope);
       if (r != GPU_SUCCESS && r != GPU_ERROR_PEER_ACCESS_ALREADY_ENABLED)

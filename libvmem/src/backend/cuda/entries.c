@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Table entries that are the same for every back end on a GPU. */
+/* Functions of struct vm_backend that all back ends on a GPU share. */
 #include "backend/cuda/entries.h"
 
 static struct gpu *gpu_of(void *be) { return ((struct gpu_be *)be)->gpu; }

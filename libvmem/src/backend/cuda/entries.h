@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Table entries that are the same for every back end on a GPU. Its state starts with a gpu_be. */
+/* Functions of struct vm_backend that all back ends on a GPU share. Their state starts with a gpu_be. */
 #ifndef VMEM_GPU_BE_H
 #define VMEM_GPU_BE_H
 

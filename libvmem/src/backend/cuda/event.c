@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Events: a pool of ours, and wrappers around the caller's. */
+/* Events: a pool of the library's own, and wrappers around the caller's. */
 #include <errno.h>
 #include <stdlib.h>
 #include <time.h>
@@ -7,7 +7,7 @@
 #include "backend/cuda/gpu.h"
 #include "base/error.h"
 
-enum { FOREIGN = UINT32_MAX }; /* not of one of our devices' primary contexts: never pooled */
+enum { FOREIGN = UINT32_MAX }; /* not in a primary context of our devices: never pooled */
 
 struct gpu_event {
   gpu_cuevent handle;
@@ -20,7 +20,7 @@ static struct gpu_event *event_of(vm_event e) { return (struct gpu_event *)(uint
 
 gpu_cuevent gpu_event_handle(vm_event event) { return event_of(event)->handle; }
 
-/* The right context must be current. */
+/* The device's context must be current. */
 static int event_get(struct gpu *g, uint32_t device, struct gpu_event **event) {
   struct gpu_event *e = NULL;
   gpu_result r;
@@ -70,7 +70,7 @@ void gpu_events_free(struct gpu *g) {
     }
 }
 
-/* `device` is the stream's, and its context current. */
+/* `device` is the stream's, and its context is current. */
 static int record(struct gpu *g, gpu_stream stream, uint32_t device, vm_event *event) {
   struct gpu_event *e = NULL;
   gpu_result r;
@@ -87,7 +87,7 @@ static int record(struct gpu *g, gpu_stream stream, uint32_t device, vm_event *e
 
 int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event) { return record(g, stream, 0, event); }
 
-/* The context's device that a stream belongs to. 0, 1 and 2 name default streams of the current context.
+/* Finds the device that a stream belongs to. 0, 1 and 2 are default streams of the current context.
  */
 static int stream_device(struct gpu *g, gpu_stream stream, uint32_t *device, gpu_ctx *ctx) {
   gpu_result r;
@@ -102,13 +102,13 @@ static int stream_device(struct gpu *g, gpu_stream stream, uint32_t *device, gpu
   return 0;
 }
 
-/* Our events on a stream that is being captured would break the capture. The legacy stream answers
+/* Our events on a stream that is being captured would break the capture. The legacy stream reports
  * "implicit" while a blocking stream is captured, with the same consequence. */
 static int refuse_captured(struct gpu *g, gpu_stream stream) {
   int capturing = 0;
   gpu_result r = g->api->stream_capturing(stream, &capturing);
   if (capturing || r == GPU_ERROR_CAPTURE_IMPLICIT)
-    return vm_fail(-EINVAL, "the stream is being captured into a graph: name one that is not");
+    return vm_fail(-EINVAL, "the stream is being captured into a graph: use one that is not");
   return gpu_fail(g->api, r, "cuStreamIsCapturing");
 }
 
@@ -139,7 +139,7 @@ int gpu_event_from(struct gpu *g, uint32_t kind, uint64_t handle, vm_event *even
   if (!err && device == 0)
     err = record_on(g, (gpu_stream)(uintptr_t)handle, device, event);
   else if (!err) {
-    /* An event must be of its stream's context. */
+    /* An event must belong to its stream's context. */
     gpu_result r = g->api->ctx_push(ctx);
     if (r == GPU_SUCCESS) {
       err = record_on(g, (gpu_stream)(uintptr_t)handle, device, event);
@@ -155,7 +155,7 @@ int gpu_event_from(struct gpu *g, uint32_t kind, uint64_t handle, vm_event *even
 static int query(struct gpu *g, const struct gpu_event *e) {
   gpu_result r = g->api->event_query(e->handle);
   if (r == GPU_SUCCESS) return 0;
-  if (r == GPU_ERROR_NOT_READY) return -EAGAIN; /* an answer, not an error: nothing is recorded */
+  if (r == GPU_ERROR_NOT_READY) return -EAGAIN; /* not an error, so it is not recorded */
   if (r == GPU_ERROR_CAPTURED_EVENT)
     return vm_fail(-EINVAL, "the event was recorded in a stream that is being captured into a graph");
   return gpu_fail(g->api, r, "cuEventQuery");

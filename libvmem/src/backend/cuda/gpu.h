@@ -21,15 +21,15 @@ struct gpu_device {
   int32_t ordinal;
   gpu_dev dev;
   gpu_ctx ctx;          /* primary, retained */
-  struct gpu_uuid uuid; /* of the physical device, also under MIG */
+  struct gpu_uuid uuid; /* of the physical device, even under MIG */
   bool mig;
   bool mps;
   char name[64];
   struct gpu_event *free_events; /* under event_lock */
 };
 
-/* Streams for fills that wait for events, which may never come: that many blocked fills delay no
- * other. */
+/* Streams for fills that wait for events, which may never complete: up to this many blocked fills do
+ * not delay others. */
 #define GPU_AFTER_STREAMS 8
 
 struct gpu {
@@ -38,12 +38,12 @@ struct gpu {
   struct gpu_device devices[VMEM_MAX_DEVICES]; /* [0]: where our kernels run */
   unsigned multiprocessors;
   gpu_stream work;                     /* fills and copies that wait for nothing */
-  gpu_stream after[GPU_AFTER_STREAMS]; /* fills that wait for events: must not delay the others */
+  gpu_stream after[GPU_AFTER_STREAMS]; /* fills that wait for events, which must not delay those in `work` */
   unsigned next_after;
   gpu_module module;
   gpu_function fill, copy;
   pthread_mutex_t event_lock;
-  pthread_mutex_t stage_lock; /* the staging buffer, for a whole read or write through it */
+  pthread_mutex_t stage_lock; /* protects the staging buffer; held for a whole read or write */
   void *stage;                /* pinned */
 };
 
@@ -54,10 +54,10 @@ struct gpu_scope {
 int gpu_open(const int32_t *devices, uint32_t num_devices, struct gpu **gpu);
 void gpu_close(struct gpu *g);
 
-/* Index in g->devices of a CUDA ordinal; -EINVAL when it is not one of the context's devices. */
+/* Finds the index in g->devices of a CUDA ordinal; -EINVAL if it is not one of the context's devices. */
 int gpu_find(const struct gpu *g, int32_t ordinal, uint32_t *index);
 
-/* Brackets around every CUDA call. */
+/* Enclose every CUDA call in these. */
 int gpu_enter(const struct gpu *g, uint32_t index, struct gpu_scope *scope);
 void gpu_leave(const struct gpu *g, const struct gpu_scope *scope);
 
@@ -70,10 +70,10 @@ int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_
 /* Fills the device fields of *info. */
 void gpu_describe(const struct gpu *g, struct vmem_info *info);
 
-/* "580.159.04" from /proc/driver/nvidia/version, else "CUDA 13.0". */
+/* Writes the version, such as "580.159.04", from /proc/driver/nvidia/version, else "CUDA 13.0". */
 void gpu_driver_text(const struct gpu *g, char *text, size_t size);
 
-/* Table entries (backend.h); the first argument is a struct gpu. */
+/* Functions of struct vm_backend (backend.h) whose first argument is a struct gpu. */
 int gpu_fill(struct gpu *g, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
              size_t num_after, vm_event *done);
 int gpu_read(struct gpu *g, void *dst, uint64_t addr, uint64_t bytes);

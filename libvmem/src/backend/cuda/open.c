@@ -58,7 +58,7 @@ int gpu_open(const int32_t *devices, uint32_t num_devices, struct gpu **gpu) {
     struct gpu_device *d = &g->devices[i];
     d->ordinal = num_devices ? devices[i] : 0;
     for (uint32_t k = 0; k < i && !err; k++)
-      if (g->devices[k].ordinal == d->ordinal) err = vm_fail(-EINVAL, "device %d is named twice", d->ordinal);
+      if (g->devices[k].ordinal == d->ordinal) err = vm_fail(-EINVAL, "device %d is listed twice", d->ordinal);
     if (!err && (d->ordinal < 0 || d->ordinal >= count))
       err = vm_fail_at(-ENODEV, 0, 0, (uint64_t)count, "device %d of %d", d->ordinal, count);
     if (!err) err = describe_device(api, d);

@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 
-/* The index of the first entry at or after addr. */
+/* Finds the index of the first entry at or after addr. */
 static size_t find(const struct host_entries *e, uint64_t addr) {
   size_t lo = 0, hi = e->n;
   while (lo < hi) {
@@ -30,7 +30,7 @@ int host_entries_check(const struct host_entries *e, uint64_t addr, uint64_t byt
   uint64_t at = inside(e, addr) ? addr : addr + bytes;
   if (!inside(e, at)) return 0;
   return vm_fail_at(-EIO, addr, bytes, HOST_ENTRY,
-                    "0x%llx lies inside an entry of 2 MiB, which cannot be changed in part", (unsigned long long)at);
+                    "0x%llx is inside an entry of 2 MiB, which cannot be changed in part", (unsigned long long)at);
 }
 
 void host_entries_drop(struct host_entries *e, uint64_t addr, uint64_t bytes) {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * entries.h - the entries of 2 MiB that a GPU's driver would have made, and its refusal to change a part of one.
+ * entries.h - emulates the entries of 2 MiB that a GPU's driver would make, and its refusal to change part of one.
  *
- * Memory of a CPU has none, so they are kept in a table. Locked by the caller.
+ * CPU mappings have no such entries, so a table records them. The caller locks it.
  */
 #ifndef VMEM_BACKEND_HOST_ENTRIES_H
 #define VMEM_BACKEND_HOST_ENTRIES_H

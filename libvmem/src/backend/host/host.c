@@ -33,7 +33,7 @@
 
 #define VMA_MARGIN 256u   /* for an undo, thread stacks and libraries loaded meanwhile */
 #define VMA_RECOUNT 4096u /* new pieces after which the rest of the process is counted again */
-#define VMA_PAUSE 10      /* times as long as a count took until a refusal counts again */
+#define VMA_PAUSE 10      /* after a refusal, wait this many times the duration of a count before counting again */
 #define SPARES 4
 #define SLAB_SIZE (64ull << 20)
 
@@ -41,7 +41,7 @@ struct gap {
   uint64_t offset, bytes;
 };
 
-/* A slab is its offset in the file; the last bit says that it is of pages of 2 MiB. */
+/* A slab's handle is its offset in the file; the lowest bit is set if its pages are 2 MiB. */
 #define LARGE_SLAB 1u
 
 struct host {
@@ -49,19 +49,19 @@ struct host {
   uint64_t granule;
   struct host *next; /* in `process` */
 
-  /* under process.memory */
+  /* protected by process.memory */
   uint64_t slab_bytes, file_bytes;
-  struct gap *gaps; /* of destroyed slabs, by offset; never adjacent */
+  struct gap *gaps; /* space of destroyed slabs, by offset; never adjacent */
   size_t ngaps, cap_gaps;
 
   pthread_mutex_t lock;                                /* protects the fields below */
-  uint64_t other_vmas, counted_at, max_vmas, segments; /* compared by room(); the core's last number */
-  uint64_t others_at;                                  /* the other contexts' pieces, when it was counted */
+  uint64_t other_vmas, counted_at, max_vmas, segments; /* compared by room(); segments: the core's last count */
+  uint64_t others_at;                                  /* the other contexts' pieces at the time of the count */
   uint64_t next_count;                                 /* ns: earliest recount after a refusal */
   bool recount_due;
   struct host_entries entries;
   void *spares[SPARES]; /* a page each, never accessed; NULL: released */
-  bool spares_lack;     /* atomic: some are released */
+  bool spares_lack;     /* atomic; true if some are released */
 };
 
 /* ---- the process ------------------------------------------------------------------------------ */
@@ -77,22 +77,22 @@ static const char *const source_paths[SOURCES] = {
 static struct {
   pthread_mutex_t forks; /* held by a fork; protects the fields below */
   struct host *first;
-  int sources[SOURCES];           /* kept open while a context is, as descriptors may run out; -1: none */
-  struct vm_available *available; /* the same of others; read in `memory` */
+  int sources[SOURCES];           /* open as long as a context is, since descriptors may run out later; -1: none */
+  struct vm_available *available; /* the sources of free memory; read under `memory` */
   pthread_mutex_t memory;         /* protects the promises of all contexts; `forks` may be taken under it */
-  pthread_mutex_t counting;       /* MAPS is read by one thread */
+  pthread_mutex_t counting;       /* held while reading MAPS */
 } process = {
     .forks = PTHREAD_MUTEX_INITIALIZER, .memory = PTHREAD_MUTEX_INITIALIZER, .counting = PTHREAD_MUTEX_INITIALIZER};
 
-/* All contexts' pieces by the numbers that their cores last gave, which may be old: between two counts of the process
- * only their growth is used. */
+/* All contexts' pieces, as last reported by their cores. The numbers may be old: between two counts of the process only
+ * their growth is used. */
 static uint64_t all_segments; /* atomic */
 
 /* Nesting depth of this thread's holds of `forks`, waits included: a fork in a signal handler must not wait for its
  * own thread. In the child it is 0, even in the middle of the interrupted call. */
 static _Thread_local unsigned forks_held;
 
-static int no_handlers; /* errno of their registration */
+static int no_handlers; /* errno of pthread_atfork; 0: the fork handlers are registered */
 
 static void hold_forks(void) {
   if (!forks_held++) pthread_mutex_lock(&process.forks);
@@ -123,7 +123,7 @@ static void in_child(void) {
   __atomic_store_n(&all_segments, 0, __ATOMIC_RELAXED);
 }
 
-/* As in api/registry.c. After the locks of handlers that come later, a fork takes `forks`. */
+/* Runs early, as in api/registry.c. A fork takes `forks` after the locks of handlers that are registered later. */
 __attribute__((constructor(101))) static void set_up(void) {
   no_handlers = pthread_atfork(hold_forks, release_forks, in_child);
 }
@@ -193,7 +193,8 @@ static uint64_t count_vmas(void) {
   uint64_t lines = 0;
   off_t at = 0;
   ssize_t n;
-  pthread_mutex_lock(&process.counting); /* else each read would search from the beginning for its position */
+  /* If threads read it in turns, the kernel searches for the position from the beginning each time. */
+  pthread_mutex_lock(&process.counting);
   while ((n = pread(process.sources[MAPS], buf, sizeof(buf), at)) > 0 || (n < 0 && errno == EINTR))
     for (ssize_t i = 0; i < n; i++) lines += buf[i] == '\n', at++;
   pthread_mutex_unlock(&process.counting);
@@ -269,8 +270,8 @@ static const struct vm_backend host_counted;
 
 #define EMPTY (MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE)
 
-/* Maps a part of the file without letting children inherit it; at NULL: anywhere. On MAP_FAILED, the range is either
- * unchanged or unmapped with the protection `empty`. */
+/* Maps a part of the file without letting children inherit it; NULL: anywhere. On MAP_FAILED, the range is either
+ * unchanged or empty, with the protection `empty`. */
 static void *share(struct host *h, void *addr, uint64_t bytes, int prot, uint64_t offset, int empty) {
   void *p;
   int err;
@@ -290,7 +291,7 @@ static void *share(struct host *h, void *addr, uint64_t bytes, int prot, uint64_
   return p;
 }
 
-/* At distant file offsets, so that the kernel does not merge their VMAs. */
+/* Maps the spares at distant file offsets, so that the kernel does not merge their VMAs. */
 static void take_spares(struct host *h) {
   size_t page = (size_t)sysconf(_SC_PAGESIZE);
   bool lack = false;
@@ -318,7 +319,7 @@ static bool give_spare(struct host *h) {
   return given;
 }
 
-/* Bytes of all contexts' slabs that are not touched yet, and so not allocated; *held: those that are. */
+/* Returns the bytes of all contexts' slabs that are untouched and therefore not allocated yet; *held: the others. */
 static uint64_t promised(uint64_t *held) {
   uint64_t all = 0;
   *held = 0;
@@ -331,8 +332,8 @@ static uint64_t promised(uint64_t *held) {
   return all;
 }
 
-/* Memory this process may still allocate, of which `open_promises` are already promised to slabs; exact only below
- * these and `enough`. Called with `memory` locked. */
+/* Returns the memory that this process may still allocate, of which *open_promises are already promised to slabs. Exact
+ * only up to *open_promises + enough. Called with `memory` locked. */
 static uint64_t available(uint64_t enough, uint64_t *open_promises, uint64_t *total) {
   uint64_t bytes, held;
   hold_forks();
@@ -357,7 +358,7 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
   if (o->num_devices > 1)
     return vm_fail_at(-EINVAL, 0, o->num_devices, 1, "back end host has one device, not %u", o->num_devices);
   if (!(granule & sizes) || granule & (granule - 1))
-    return vm_fail_at(-EOPNOTSUPP, 0, granule, sizes, "back end host has no granule of %llu bytes",
+    return vm_fail_at(-EOPNOTSUPP, 0, granule, sizes, "back end host does not support a granule of %llu bytes",
                       (unsigned long long)granule);
   if (!(h = calloc(1, sizeof(*h)))) return vm_fail(-ENOMEM, "no heap memory for a context");
   if ((err = join(h))) {
@@ -420,7 +421,7 @@ static int blank(struct host *h, uint64_t addr, uint64_t bytes, bool sparse) {
   do p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE, EMPTY | MAP_FIXED, -1, 0);
   while (p == MAP_FAILED && errno == ENOMEM && give_spare(h));
   if (p == MAP_FAILED) return -errno;
-  madvise(p, bytes, MADV_DONTFORK); /* may fail for lack of kernel memory: then a child inherits the empty range */
+  madvise(p, bytes, MADV_DONTFORK); /* may fail if kernel memory is short: a child then inherits the empty range */
   return 0;
 }
 
@@ -568,7 +569,7 @@ static void join_gaps(struct host *h, size_t i) {
   memmove(gap + 1, gap + 2, (--h->ngaps - i - 1) * sizeof(*gap));
 }
 
-/* Without heap memory these offsets are never used again: a file may have 2^63 bytes of holes. */
+/* If heap memory is short, these offsets are never used again. A file may have 2^63 bytes of holes. */
 static void leave_gap(struct host *h, uint64_t offset, uint64_t bytes) {
   struct gap *last;
   size_t i = 0;
@@ -669,6 +670,6 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 
-/* For a limit on mappings or large entries, which emulate other back ends: calls and entries count, so joining saves
- * something. Without them the kernel merges neighbours by itself. */
+/* Used if max_mappings or large entries emulate another back end: calls or entries are counted then, so joining saves
+ * some. Otherwise the kernel merges adjacent mappings by itself. */
 static const struct vm_backend host_counted = {HOST_ENTRIES, .remap = host_remap};

@@ -4,11 +4,11 @@
  * place.
  *
  * Sources: NVIDIA's open kernel modules (github.com/NVIDIA/open-gpu-kernel-modules, MIT licensed).
- * Sizes, the offsets of what follows a change, and numbers were compared with those headers,
- * compiled, at each of the 146 tags from 530.30.02 to 595.45.04. From 610.43.02 to 620.6 they are
- * those of gVisor's table (pkg/sentry/devices/nvproxy/version.go, google/gvisor, August 2026), which its
- * own checker compares with the headers of each driver: none of the structures, classes and numbers that
- * stock uses changed after 590.44.01. The layouts are public but not promised stable. What changed:
+ * Sizes, numbers and the offsets behind each change were compared with the compiled headers of each of the
+ * 146 tags from 530.30.02 to 595.45.04. From 610.43.02 to 620.6 they come from gVisor's table
+ * (pkg/sentry/devices/nvproxy/version.go, google/gvisor, August 2026), which its own checker compares with
+ * the headers of each driver: none of the structures, classes and numbers that stock uses changed after
+ * 590.44.01. The layouts are public but not promised to be stable. What changed:
  *
  *   first tag   change                                                  header
  *   530.30.02   the mapping's page size follows the alignment           uvm_map_external.c
@@ -16,7 +16,7 @@
  *   545.23.06   NV_MEMORY_ALLOCATION_PARAMS gains numaNode (120 -> 128) nvos.h
  *   545.23.06   NV2080_CTRL_FB_GET_INFO_V2: 54 -> 55 entries            ctrl2080fb.h
  *   550.40.53   UVM_MAP_EXTERNAL_ALLOCATION: 32 -> 256 GPU records      uvm_ioctl.h
- *   555.42.02   the virtualization mode's answer, 4 -> 8 bytes          ctrl0080gpu.h
+ *   555.42.02   the virtualization mode's result, 4 -> 8 bytes          ctrl0080gpu.h
  *   560.28.03   NV2080_CTRL_FB_GET_INFO_V2: 55 -> 57 entries            ctrl2080fb.h
  *   580.65.06   the same: 57 -> 128 entries                             ctrl2080fb.h
  *   580.65.06   NV_VASPACE_ALLOCATION_PARAMETERS gains pasid (48 -> 56) nvos.h
@@ -48,8 +48,8 @@ static inline bool nv_before(struct nv_version v, unsigned major, unsigned minor
   return v.minor != minor ? v.minor < minor : v.patch < patch;
 }
 
-/* Sources of a branch's layouts, and their first versions. A driver of any other branch is tried with
- * care (rm.h). scripts/readme_branches.py writes this table into docs/compatibility.md. */
+/* Sources of a branch's layouts, and their first versions. A driver of any other branch is tested before
+ * use (rm.h). scripts/readme_branches.py writes this table into docs/compatibility.md. */
 enum nv_evidence { NV_TABLE = 1 /* gVisor's */, NV_SOURCES /* NVIDIA's */, NV_RUN /* sources, and hardware */ };
 static const struct nv_branch {
   unsigned major;
@@ -178,7 +178,7 @@ ABI_AT(struct nv_card_info, reg_address, 24);
 ABI_AT(struct nv_card_info, minor_number, 56);
 enum { NV_MAX_CARDS = 32 };
 
-/* nv-ioctl.h nv_ioctl_rm_api_version_t; command '2' asks, the driver answers with its version */
+/* nv-ioctl.h nv_ioctl_rm_api_version_t; command '2' queries the driver's version */
 struct nv_api_version {
   uint32_t cmd, reply;
   char text[64];
@@ -241,8 +241,8 @@ struct nv0000_uuid_from_id {
 ABI_SIZE(struct nv0000_uuid_from_id, 268);
 ABI_AT(struct nv0000_uuid_from_id, uuid, 8);
 
-/* ctrl2080gpu.h NV2080_CTRL_CMD_GPU_GET_NAME_STRING; flags 0 = ASCII. Up to 580 in a union with
- * a string of 16-bit characters, so that the structure is longer. */
+/* ctrl2080gpu.h NV2080_CTRL_CMD_GPU_GET_NAME_STRING; flags 0 = ASCII. Up to 580 it is in a union
+ * with a string of 16-bit characters, so the structure is longer. */
 #define NV2080_GET_NAME_STRING 0x20800110u
 struct nv2080_name {
   uint32_t flags;
@@ -320,8 +320,8 @@ ABI_AT(struct nv_memory_params, numa_node, 120);
 #define NVOS32_ATTR2_HUGE_2MB (1u << 20)
 
 /* ---- UVM ---------------------------------------------------------------------------------------
- * kernel-open/nvidia-uvm/uvm_ioctl.h; the ioctl's number is bare, with no size in it. Each returns
- * 0 and puts the result into its status field. */
+ * kernel-open/nvidia-uvm/uvm_ioctl.h; the ioctl's number is plain, with no size encoded in it. Each
+ * returns 0 and puts the result into its status field. */
 enum {
   UVM_REGISTER_GPU_VASPACE = 25,
   UVM_ENABLE_PEER_ACCESS = 29,
@@ -334,7 +334,7 @@ enum {
   UVM_MM_INITIALIZE = 75,
   UVM_INITIALIZE = 0x30000001 /* uvm_linux_ioctl.h */
 };
-/* nvstatuscodes.h; but for the first, which no driver returns: what a status is before each call */
+/* nvstatuscodes.h, except the first, which no driver returns: the status field is set to it before each call */
 #define NV_UNTOUCHED 0x76776d6du
 enum {
   NV_OK = 0,
@@ -454,7 +454,7 @@ ABI_AT(struct uvm_free_590, status, 8);
  * Each map call takes one handle per GPU from a client that UVM shares among all processes, until
  * the last part of its range is unmapped. RM numbers them from RS_UNIQUE_HANDLE_BASE within
  * RS_UNIQUE_HANDLE_RANGE (src/nvidia/inc/libraries/resserv/rs_client.h, 530 to 595) and then fails
- * the map with NV_ERR_INSUFFICIENT_RESOURCES. On an H200 that came at 524,000 single-page mappings.
+ * the map with NV_ERR_INSUFFICIENT_RESOURCES. On an H200 that happened at 524,000 single-page mappings.
  */
 enum { RM_HANDLES = 0x80000, NV_ERR_INSUFFICIENT_RESOURCES = 0x1a };
 

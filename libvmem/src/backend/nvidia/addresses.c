@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Addresses for reservations, which the driver then makes: any at which UVM has no range.
+ * Addresses for reservations, which the driver then makes there: it accepts any where UVM has no range.
  *
  * Plain: addresses that the kernel reserved for this process without access. Kernels accept them;
- * cuMemcpy and cuMemset refuse, because CUDA never handed them out.
+ * cuMemcpy and cuMemset refuse them, because CUDA never handed them out.
  *
  * Visible: addresses from cuMemAllocManaged, so CUDA knows them. Nothing is ever populated: an
- * inaccessible mapping replaces CUDA's at once, which makes UVM drop its managed range, and the
+ * inaccessible mapping replaces CUDA's right away, which makes UVM drop its managed range, and the
  * reservation takes its place.
  */
 #include <errno.h>
@@ -41,9 +41,9 @@ static int plain_get(uint64_t bytes, uint64_t align, struct nvidia_range *r) {
 
 static void plain_put(const struct nvidia_range *r) { munmap((void *)(uintptr_t)r->base, r->bytes); }
 
-/* The sum is that of this context; other contexts and libraries in the process have their own.
- * Takes `bytes` from what visible reservations may use: the device's free memory, our own slabs
- * counted as free, since those are what will be mapped there. */
+/* Takes `bytes` from what visible reservations may use: the device's free memory, with our own slabs
+ * counted as free, since those are what will be mapped there. The sum is this context's; other contexts
+ * and libraries in the process have their own. */
 static int visible_charge(struct nvidia *s, uint64_t bytes, bool force) {
   uint64_t free_bytes, total, limit;
   int err = gpu_mem_info(s->base.gpu, VMEM_DEVICE, 0, &free_bytes, &total);

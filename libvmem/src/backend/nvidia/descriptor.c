@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Finding CUDA's /dev/nvidia-uvm among this process's descriptors. */
+/* Finds CUDA's /dev/nvidia-uvm among this process's descriptors. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -28,7 +28,7 @@ static bool is_uvm(int fd, const char *link, bool have_node, dev_t node) {
   return strcmp(link, UVM_NODE) == 0;
 }
 
-/* True if a process that this user may inspect has UVM's node open. */
+/* Whether a process that this user may inspect has UVM's node open. */
 static bool has_uvm(int proc, const char *pid, bool have_node, dev_t node) {
   char path[64];
   DIR *dir;
@@ -83,7 +83,7 @@ void nvidia_uvm_users(char *text, size_t size) {
     process_name(dirfd(dir), entry->d_name, name, sizeof(name));
     used += (size_t)snprintf(text + used, size - used, "%s%ld %.16s", used ? ", " : "", pid, name);
   }
-  if (!used) snprintf(text, size, "none but this one that this user may see");
+  if (!used) snprintf(text, size, "no other process that this user may see");
   if (dir) closedir(dir);
 }
 
@@ -104,7 +104,7 @@ int nvidia_find_uvm(struct nvidia *n, int (*trial)(struct nvidia *n, void *arg),
     link[length] = 0;
     if (!is_uvm(fd, link, have_node, st.st_rdev)) continue;
     tried = true;
-    /* Duplicated before the trial, in case its owner closes it meanwhile. */
+    /* Duplicated first, in case its owner closes it during the trial. */
     fd = vm_duplicate(fd);
     if (fd < 0) {
       err = vm_fail(-ENOMEM, "duplicating a descriptor: %s", strerror(errno));

@@ -9,8 +9,8 @@
 
 #include "base/error.h"
 
-/* libcuda says no more than "no device" when a card's node is missing or this user may not open it.
- * A container that was given one card sees only that card's node, so one usable node is enough. */
+/* libcuda says only "no device" if a card's node is missing or this user may not open it. A container
+ * that was given one card sees only that card's node, so one usable node is enough. */
 static int explain_no_device(struct rm *rm, int err) {
   struct nv_card_info cards[NV_MAX_CARDS];
   char node[32] = "", missing[32] = "";
@@ -45,7 +45,7 @@ static int refuse_confidential(struct rm *rm) {
   struct nvcb33_capabilities c = {0};
   uint32_t object;
   if (rm_alloc(rm, rm->client, NV_CONFIDENTIAL_COMPUTE, &params, sizeof(params), &object, "probing")) return 0;
-  /* Older drivers take one byte less, and refuse another size. */
+  /* Older drivers expect one byte less, and refuse any other size. */
   if (rm_control(rm, object, NVCB33_GET_CAPABILITIES, &c, sizeof(c), "probing") &&
       rm_control(rm, object, NVCB33_GET_CAPABILITIES, &c, sizeof(c) - 1, "probing"))
     c.feature = 0;

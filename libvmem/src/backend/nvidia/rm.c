@@ -35,7 +35,7 @@ static int call(int fd, unsigned long request, void *arg, uint32_t *status) {
   return err || *status != NV_UNTOUCHED ? err : -RM_UNTOUCHED;
 }
 
-/* A structure passed to a driver whose layout may differ, placed so that it ends at LARGEST bytes. */
+/* A copy of a structure for a driver whose layout may differ. It ends at LARGEST; the BEHIND bytes after it are 0. */
 enum { LARGEST = sizeof(struct uvm_map_256), BEHIND = 16 << 10 };
 struct guarded {
   uint8_t bytes[LARGEST + BEHIND];
@@ -46,7 +46,7 @@ static void *guard(struct guarded *g, const void *arg, uint32_t bytes) {
   return memcpy(&g->bytes[LARGEST - bytes], arg, bytes);
 }
 
-/* False if the driver wrote past its end. */
+/* Copies the structure back; false if the driver wrote past its end. */
 static bool unguard(const struct guarded *g, void *arg, uint32_t bytes) {
   const uint8_t *behind = &g->bytes[LARGEST];
   memcpy(arg, &g->bytes[LARGEST - bytes], bytes);
@@ -65,7 +65,7 @@ int rm_call(const struct rm *rm, int fd, unsigned long request, void *arg, uint3
   return rm->careful ? call_guarded(fd, request, arg, bytes, status) : call(fd, request, arg, status);
 }
 
-/* The same for a structure with the address of another in *inner. */
+/* The same for a structure that holds the address of another one in *inner. */
 static int call_nested(const struct rm *rm, unsigned long request, void *arg, uint32_t bytes, uint32_t *status,
                        uint64_t *inner, uint32_t inner_bytes) {
   void *ours = (void *)(uintptr_t)*inner;
@@ -89,7 +89,7 @@ int rm_open_node(const char *path, int *fd) {
   if (*fd >= 0) return 0;
   err = errno;
   if (err == EACCES || err == EPERM) return vm_fail(-EACCES, "no permission to open %s", path);
-  if (under_wsl()) return vm_fail(-ENODEV, "WSL: no %s, its driver has no resource manager interface", path);
+  if (under_wsl()) return vm_fail(-ENODEV, "WSL has no %s: its driver lacks the resource manager interface", path);
   if (err == ENOENT || err == ENXIO || err == ENODEV)
     return vm_fail(-ENODEV,
                    "%s is missing: no NVIDIA driver is loaded, or this container was not given "
@@ -106,7 +106,7 @@ static bool parse_version(const char *text, struct nv_version *v) {
   return n >= 2 && v->major >= 100;
 }
 
-/* The control node answers in any container; /proc/driver may not be mounted there. */
+/* The control node works in any container, where /proc/driver may not be mounted. */
 static int read_version(struct rm *rm) {
   struct nv_api_version query = {.cmd = NV_API_VERSION_QUERY};
   char line[256] = "", *save = NULL;
@@ -128,7 +128,7 @@ static int read_version(struct rm *rm) {
       snprintf(rm->version_text, sizeof(rm->version_text), "%s", w);
       return 0;
     }
-  return vm_fail(-ENODEV, "neither /dev/nvidiactl nor /proc/driver/nvidia/version tells the driver's "
+  return vm_fail(-ENODEV, "neither /dev/nvidiactl nor /proc/driver/nvidia/version reports the driver's "
                           "version");
 }
 
@@ -154,13 +154,13 @@ void rm_describe(const struct rm *rm, char *text, size_t size) {
   if (rm->careful)
     snprintf(text, size,
              "driver %s is of a branch that this library does not know (%u to %u): it is used with the layouts of %u, "
-             "and with care",
+             "and every call is checked",
              rm->version_text, NV_FIRST_BRANCH, NV_LAST_BRANCH, NV_LAST_BRANCH);
   else if (branch && branch->evidence == NV_TABLE)
-    snprintf(text, size, "driver %s, whose layouts are known from gVisor's table alone", rm->version_text);
+    snprintf(text, size, "driver %s, whose layouts are known only from gVisor's table", rm->version_text);
 }
 
-/* Returns an errno for the ioctl, the RM's own status in *status. */
+/* Returns the ioctl's negative errno or 0; *status receives the RM's own status. */
 static int alloc_raw(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes, uint32_t *object,
                      uint32_t *status) {
   struct nvos64 a = {.root = rm->client,

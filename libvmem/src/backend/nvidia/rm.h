@@ -2,7 +2,7 @@
 /*
  * rm.h - a client of NVIDIA's resource manager (RM), through /dev/nvidiactl.
  *
- * No answer is trusted unchecked. The status is preset to a value that no driver returns, and must change. With a
+ * No result is trusted unchecked. The status is preset to a value that no driver returns, and must change. With a
  * driver of an unknown branch, structures may differ, so the driver gets a copy of each with zeros after it: if its
  * structure is longer, it reads 0 in the extra fields, and writes to them are detected.
  */
@@ -14,7 +14,7 @@
 #include "backend/nvidia/abi.h"
 
 struct rm {
-  int fd;          /* /dev/nvidiactl: the client and all its objects end with it */
+  int fd;          /* /dev/nvidiactl: closing it frees the client and all its objects */
   uint32_t client; /* 0 = none */
   struct nv_version version;
   char version_text[64];
@@ -31,16 +31,16 @@ struct rm_gpu {
 /* ioctl, repeated after EINTR and while the driver is suspended (suspend_retry.h). Returns 0 or a negative errno;
  * records no error. */
 int rm_ioctl(int fd, unsigned long request, void *arg);
-/* The same for a structure of NVIDIA's, with the driver's result in *status, inside it (NULL: it has none). Also
- * -RM_UNTOUCHED and -RM_BEHIND. */
+/* The same for a structure of NVIDIA's, with the driver's result in *status, inside it (NULL: it has none). May
+ * also return -RM_UNTOUCHED or -RM_BEHIND. */
 int rm_call(const struct rm *rm, int fd, unsigned long request, void *arg, uint32_t bytes, uint32_t *status);
 enum { RM_UNTOUCHED = 5001, RM_BEHIND };
 
 /* Opens a device node read-write, close-on-exec. -ENODEV or -EACCES naming the node. */
 int rm_open_node(const char *path, int *fd);
 
-/* Opens the control node and reads the driver's version; -ENODEV for one that is too old, and for one of an unknown
- * branch where VMEM_UNKNOWN_DRIVER=refuse is in the environment. */
+/* Opens the control node and reads the driver's version; -ENODEV if it is too old, or if its branch is unknown and
+ * VMEM_UNKNOWN_DRIVER=refuse is in the environment. */
 int rm_open(struct rm *rm);
 /* The same, with a version that was read before. */
 int rm_open_again(struct rm *rm, const struct rm *before);
@@ -54,7 +54,7 @@ void rm_describe(const struct rm *rm, char *text, size_t size);
 int rm_cards(const struct rm *rm, struct nv_card_info cards[NV_MAX_CARDS]);
 int rm_find_gpu(struct rm *rm, const uint8_t uuid[16], struct rm_gpu *gpu);
 
-/* *object gets a new handle. On failure the error is recorded with the RM's status. */
+/* *object receives a new handle. On failure the error is recorded with the RM's status. */
 int rm_alloc(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes, uint32_t *object,
              const char *what);
 int rm_free(struct rm *rm, uint32_t parent, uint32_t object);
@@ -66,7 +66,7 @@ int rm_fail(uint32_t status, uint64_t addr, uint64_t bytes, const char *what);
 /* Records a failed ioctl. */
 int rm_fail_errno(int err, uint64_t addr, uint64_t bytes, const char *what);
 
-/* "NV_ERR_NO_MEMORY", NULL when unknown. */
+/* Returns a name such as "NV_ERR_NO_MEMORY"; NULL if unknown. */
 const char *rm_status_name(uint32_t status);
 
 #endif

@@ -170,17 +170,19 @@ int rm_fail_errno(int err, uint64_t addr, uint64_t bytes, const char *what) {
   bool as_it_is = err == -ENOMEM || err == -EACCES || err == -EAGAIN;
   int code = as_it_is ? err : err == -EPERM ? -EACCES : -EIO;
   if (err == -EAGAIN)
-    return vm_fail_at(err, addr, bytes, 0, "%s: the driver has been suspended for %d s, as the machine is (EAGAIN)",
-                      what, VM_SUSPEND_RETRY_S);
+    return vm_fail_at(err, addr, bytes, 0,
+                      "%s: the driver has been suspended for %d s: the machine is going to sleep (EAGAIN)", what,
+                      VM_SUSPEND_RETRY_S);
   if (err == -RM_UNTOUCHED)
     return vm_fail_at(code, addr, bytes, 0,
-                      "%s: the driver left the status as it was: its structure is not the one that this library knows, "
-                      "or the number means another call",
+                      "%s: the driver did not write the status field: its structure is not the one that this library "
+                      "knows, or the number means another call",
                       what);
   if (err == -RM_BEHIND)
     return vm_fail_at(
         code, addr, bytes, 0,
-        "%s: the driver wrote behind the structure: its own is longer than the one that this library knows", what);
+        "%s: the driver wrote past the end of the structure: its own is longer than the one that this library knows",
+        what);
   if (err == -EINVAL || err == -ENOTTY || err == -ENOSYS)
     return vm_fail_at(code, addr, bytes, 0, "%s: the driver does not know this call (%s)", what, strerror(-err));
   return vm_fail_at(code, addr, bytes, 0, "%s failed: %s", what, strerror(-err));

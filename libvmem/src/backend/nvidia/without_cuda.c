@@ -13,7 +13,7 @@
 #include "backend/nvidia/nvidia.h"
 #include "base/error.h"
 
-/* Cards are numbered in the driver's order; those whose node this process cannot open do not count. */
+/* Numbers the cards in the driver's order, without those whose node this process cannot open. */
 static int find_cards(struct nvidia *n, const int32_t *ordinals) {
   struct nv_card_info cards[NV_MAX_CARDS];
   int32_t ordinal = 0;
@@ -31,8 +31,7 @@ static int find_cards(struct nvidia *n, const int32_t *ordinals) {
       /* RM only reports the UUID of a card in use, and opening the node puts it in use. */
       err = rm_open_node(node, &n->devices[k].fd);
       if (!err)
-        err =
-            rm_control(&n->rm, n->rm.client, NV0000_GET_UUID_FROM_GPU_ID, &id, sizeof(id), "asking for the GPU's UUID");
+        err = rm_control(&n->rm, n->rm.client, NV0000_GET_UUID_FROM_GPU_ID, &id, sizeof(id), "querying the GPU's UUID");
       if (err) return err;
       n->devices[k].ordinal = ordinal;
       memcpy(n->devices[k].uuid, id.uuid, sizeof(n->devices[k].uuid));
@@ -42,8 +41,8 @@ static int find_cards(struct nvidia *n, const int32_t *ordinals) {
   }
   if (found < n->num_devices)
     return vm_fail_at(-ENODEV, 0, 0, (uint64_t)ordinal,
-                      "the driver lists %d cards that this process may open, not all %u asked for", ordinal,
-                      n->num_devices);
+                      "%u devices were requested, but this process may open only %d of the driver's cards",
+                      n->num_devices, ordinal);
   return 0;
 }
 
@@ -81,8 +80,8 @@ static int register_device(struct nvidia *n, uint32_t index) {
   return NVIDIA_UVM_CALL(n, UVM_REGISTER_GPU_VASPACE, &va, 0, 0);
 }
 
-/* GPUs that NVLink joins are peers from their registration on, and UVM refuses to be told so again. For the others,
- * mapping the first page shows whether they can be. */
+/* GPUs connected by NVLink become peers when they are registered, and UVM refuses this call for them. For other GPUs,
+ * mapping the first page shows whether they can be peers. */
 static int enable_peers(struct nvidia *n) {
   for (uint32_t i = 0; i < n->num_devices; i++)
     for (uint32_t k = i + 1; k < n->num_devices; k++) {
@@ -96,8 +95,8 @@ static int enable_peers(struct nvidia *n) {
   return 0;
 }
 
-/* The second descriptor lets UVM clean up when this process's memory is freed, before its files are closed. A
- * driver that does not need it refuses it. */
+/* A second descriptor lets UVM clean up when this process's memory is freed, before its files are closed. Drivers that
+ * do not need it refuse it. */
 static int tie_to_memory(struct nvidia *n) {
   struct uvm_mm_initialize mm = {.uvm_fd = n->uvm_fd};
   int err = rm_open_node(UVM_NODE, &n->mm_fd);
@@ -136,7 +135,7 @@ int nvidia_own_mem_info(struct nvidia *n, uint32_t index, uint64_t *free_bytes, 
   info.list[0].index = NV2080_FB_HEAP_FREE;
   info.list[1].index = NV2080_FB_HEAP_SIZE;
   err = rm_control(&n->rm, n->devices[index].subdevice, NV2080_FB_GET_INFO_V2, &info, bytes,
-                   "asking for the GPU's free memory");
+                   "querying the GPU's free memory");
   *free_bytes = (uint64_t)info.list[0].value << 10;
   *total_bytes = (uint64_t)info.list[1].value << 10;
   return err;

@@ -53,9 +53,9 @@ int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memo
     char others[160];
     nvidia_uvm_users(others, sizeof(others));
     vm_fail_at(-ENOSPC, addr, bytes, STOCK_MAX_MAPPINGS,
-               "the driver has no handle left for another mapping (all processes together have %d; "
-               "these have /dev/nvidia-uvm open, with root's eyes `fuser -v /dev/nvidia-uvm` tells all: %s): "
-               "map longer runs, or join them, here or there",
+               "the driver has no handle left for another mapping (it has %d for all processes together; "
+               "these also have /dev/nvidia-uvm open, and `fuser -v /dev/nvidia-uvm` as root shows all: %s): "
+               "map longer runs, or join them, in this process or in those",
                RM_HANDLES, others);
     return vm_fail_status(status, rm_status_name(status));
   }
@@ -67,12 +67,12 @@ static int each_device(const struct nvidia *s, uint64_t addr, uint64_t bytes, un
     struct uvm_gpu_range p = {.base = addr, .length = bytes};
     int err;
     memcpy(p.uuid, s->devices[i].uuid, sizeof(p.uuid));
-    if (i > 0) /* complete what was begun on the first device */
+    if (i > 0) /* the first device is done, so never give up on the others */
       vm_undo_begin();
     err = nvidia_uvm_call(s, request, &p, sizeof(p), &p.status, addr, bytes, what);
     if (i > 0) vm_undo_end();
     if (err && i > 0)
-      return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "%s was done on %u of %u devices only", what, i,
+      return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "%s succeeded on only %u of %u devices", what, i,
                         s->num_devices);
     if (err) return err;
   }

@@ -11,9 +11,10 @@
 enum { SPARSE_PIECE = 64 << 20 };
 
 /*
- * In pieces: mapping a page into a sparse piece splits it, at a cost that grows with the piece. On
- * an H200, 4 GiB took 29 ms in pieces of 2 MiB and 14 ms in pieces of 32 to 512 MiB, and a page
- * mapped over any of them 18.6 us; over a single piece of 32 GiB, on an H100, it took 59 us.
+ * Makes the range sparse piece by piece: mapping a page into a sparse piece splits it, at a cost that
+ * grows with the piece. On an H200, 4 GiB took 29 ms in pieces of 2 MiB and 14 ms in pieces of 32 to
+ * 512 MiB, and mapping a page over any of them took 18.6 us; over a single piece of 32 GiB, on an
+ * H100, it took 59 us.
  */
 static int make_sparse(struct nvidia *s, uint64_t addr, uint64_t bytes) {
   for (uint64_t at = 0; at < bytes; at += SPARSE_PIECE) {

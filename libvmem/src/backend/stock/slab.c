@@ -12,9 +12,8 @@ uint32_t stock_slab_object(uint64_t slab) { return (uint32_t)slab; }
 /*
  * RM's page size for a slab. UVM gives a mapping the largest page-table entries that the slab's
  * page size, the address, the offset and the length allow, and later refuses to cut a mapping
- * inside an entry. The core asks for pages of 2 MiB where it keeps account of the entries: for
- * large pages, and for all slabs with VMEM_OPEN_LARGE_ENTRIES. Elsewhere it cuts a run at any
- * granule.
+ * inside an entry. The core requests pages of 2 MiB only if it tracks the entries: for large pages,
+ * and for all slabs with VMEM_OPEN_LARGE_ENTRIES. Otherwise it may cut a run at any granule.
  */
 static uint64_t rm_page_size(const struct nvidia *s, uint64_t bytes, uint64_t page_size) {
   if (page_size >= 2 << 20 && bytes % (2 << 20) == 0) return 2 << 20;

@@ -15,24 +15,24 @@
 
 #include "backend/nvidia/nvidia.h"
 
-/* The most live mappings of one context, over all devices: the driver's handle range less a part
- * for the other users of UVM on the machine, whose calls would otherwise fail too. */
+/* Limit on the live mappings of one context, over all devices: the driver's handle range minus a
+ * reserve for the other users of UVM on the machine, whose calls would otherwise fail too. */
 enum { STOCK_MAX_MAPPINGS = RM_HANDLES - (48 << 10) };
 
 /* ---- ranges.c: UVM's calls on external ranges, on every device of the context ---- */
 
 int ext_create(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 int ext_free(const struct nvidia *s, uint64_t addr, uint64_t bytes);
-/* Replaces what overlaps. mapping_type: UVM_MAPPING_*. On failure the range is unmapped. */
+/* Replaces existing mappings. mapping_type: UVM_MAPPING_*. On failure the range is unmapped. */
 int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memory, uint64_t offset,
             uint32_t mapping_type);
 int ext_unmap(const struct nvidia *s, uint64_t addr, uint64_t bytes);
-/* Reads give zeros, writes are dropped. Multiples of 64 KiB. Replaces what overlaps. */
+/* Makes reads return zeros and discards writes. Multiples of 64 KiB. Replaces what overlaps. */
 int ext_sparse(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 
-/* ---- trial.c: a driver of an unknown branch, in a child process ---- */
+/* ---- trial.c: tries a driver of an unknown branch in a child process ---- */
 
-/* 0, or an error that describes the deviation. */
+/* Returns 0, or an error that describes the deviation. */
 int stock_trial(const struct nvidia *n);
 
 /* ---- reserve.c: reservations ---- */

@@ -3,9 +3,10 @@
  * Tries a driver of an unknown branch in a child process, so that a misread structure cannot harm the caller's
  * context.
  *
- * A forked child cannot use CUDA, nor, since other threads may have held any lock, the heap or stdio. So it uses only
- * RM and UVM, as in without_cuda.c. It is created without running fork handlers, which belong to CUDA and other
- * libraries, and without an exit signal, so that the program's own wait() does not see it.
+ * A forked child cannot use CUDA. It cannot use the heap or stdio either, because other threads may have held their
+ * locks at the fork. So it uses only RM and UVM, as in without_cuda.c. It is created without running fork handlers,
+ * which belong to CUDA and other libraries, and without an exit signal, so that the program's own wait() does not see
+ * it.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -27,18 +28,18 @@ enum { PAGES = 4, TIME_LIMIT_S = VM_SUSPEND_RETRY_S + 30 };
 
 /* Expects an error: a driver that accepts this call does not follow the interface that we know. */
 static int refused(int err, const char *what) {
-  return err ? 0 : vm_fail(-EIO, "%s was not refused: the driver does not do what its answers say", what);
+  return err ? 0 : vm_fail(-EIO, "%s was not refused: the driver does not do what it reports", what);
 }
 
 static int use_range(const struct nvidia *n, uint64_t addr, uint32_t memory, uint64_t page) {
   int err = refused(ext_create(n, addr, SPAN), "UVM_CREATE_EXTERNAL_RANGE where there is a range");
-  /* At an offset and addresses that are aligned to no more than the page, twice, once read-only. */
+  /* Map twice, once read-only, at an offset and addresses that are aligned to no more than the page. */
   if (!err) err = ext_map(n, addr + page, page, memory, (PAGES - 1) * page, UVM_MAPPING_DEFAULT);
   if (!err) err = ext_map(n, addr + 2 * page, page, memory, (PAGES - 1) * page, UVM_MAPPING_DEFAULT);
   if (!err) err = ext_map(n, addr + 3 * page, page, memory, page, UVM_MAPPING_READ_ONLY);
   if (!err)
     err = refused(ext_map(n, addr + 4 * page, page, memory, PAGES * page, UVM_MAPPING_DEFAULT),
-                  "UVM_MAP_EXTERNAL_ALLOCATION from behind the memory");
+                  "UVM_MAP_EXTERNAL_ALLOCATION beyond the end of the memory");
   if (!err)
     err = refused(ext_map(n, addr + SPAN, page, memory, 0, UVM_MAPPING_DEFAULT),
                   "UVM_MAP_EXTERNAL_ALLOCATION where there is no range");
@@ -63,7 +64,7 @@ static int use_driver(struct nvidia *n) {
   return err ? err : stock_slab_destroy(n, slab, PAGES * page);
 }
 
-/* In the child, which never returns. What it opens ends with it. */
+/* Runs in the child and never returns. What it opens is closed when it exits. */
 static void be_child(const struct nvidia *parent, int out) {
   struct vmem_error why = {0};
   struct nvidia n;
@@ -78,7 +79,7 @@ static void be_child(const struct nvidia *parent, int out) {
   _exit(write(out, &why, sizeof(why)) != sizeof(why));
 }
 
-/* Reads the child's answer; 0 bytes if it died. */
+/* Reads the child's result; 0 bytes if it died, -1 if none came in time. */
 static ssize_t hear(int in, struct vmem_error *why) {
   struct pollfd p = {.fd = in, .events = POLLIN};
   ssize_t n;
@@ -95,14 +96,14 @@ static int judge(const struct nvidia *n, ssize_t heard, const struct vmem_error 
   if (heard == sizeof(*answer)) why = *answer;
   if (!why.code) return 0;
   if (heard < 0)
-    snprintf(why.text, sizeof(why.text), "no answer in %d s", TIME_LIMIT_S);
+    snprintf(why.text, sizeof(why.text), "no result in %d s", TIME_LIMIT_S);
   else if (heard != sizeof(*answer) && WIFSIGNALED(status))
-    snprintf(why.text, sizeof(why.text), "it died of signal %d", WTERMSIG(status));
+    snprintf(why.text, sizeof(why.text), "it was killed by signal %d", WTERMSIG(status));
   else if (heard != sizeof(*answer))
-    snprintf(why.text, sizeof(why.text), "it ended without an answer");
-  if (why.code == -ENOTRECOVERABLE) why.code = -EIO; /* the lost range ended with the child */
+    snprintf(why.text, sizeof(why.text), "it exited without a result");
+  if (why.code == -ENOTRECOVERABLE) why.code = -EIO; /* the lost range died with the child */
   vm_error_restore(&why);
-  return vm_fail_at(why.code, why.addr, why.bytes, 0, "driver %s failed its trial in a process of its own: %.400s",
+  return vm_fail_at(why.code, why.addr, why.bytes, 0, "driver %s failed its trial in a child process: %.400s",
                     n->rm.version_text, why.text);
 }
 
@@ -124,7 +125,7 @@ int stock_trial(const struct nvidia *n) {
   if (pipe_of[1] >= 0) close(pipe_of[1]);
   if (pid < 0) {
     if (pipe_of[0] >= 0) close(pipe_of[0]);
-    return vm_fail(-ENOMEM, "a process for the driver's trial: %s", strerror(status));
+    return vm_fail(-ENOMEM, "no child process for the driver's trial: %s", strerror(status));
   }
   heard = hear(pipe_of[0], &why);
   close(pipe_of[0]);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Mappings: the core's operations become the kernel's, as many of one reservation as one BIND takes.
+ * Mappings: translates the core's operations to the kernel's. Each BIND takes as many of one reservation as the driver
+ * allows.
  *
- * The kernel's array is on the heap, or on the stack if memory is short: a batch then takes more
+ * The kernel's array is on the heap, or on the stack if memory is short: a batch then needs more
  * calls, but an undo never fails for lack of memory.
  */
 #include <errno.h>
@@ -13,7 +14,7 @@
 
 #define SLOT (1ull << UVM_VMEM_SLOT_SHIFT)
 
-enum { FEW = 64 }; /* operations on the stack; no single one of the core's takes more, see uvm_open */
+enum { FEW = 64 }; /* operations on the stack; one of the core's never needs more, see uvm_open */
 
 struct group {
   const struct uvm *u;
@@ -33,7 +34,7 @@ static uint32_t pieces(const struct vm_bind_op *op) {
 
 static uint64_t units(const struct vm_bind_op *op) { return op->bytes >> UVM_VMEM_UNIT_SHIFT; }
 
-/* True if the core expects the operation to make a large entry; the kernel then makes one or refuses the batch. */
+/* Whether the core expects the operation to make a large entry; the kernel then makes one or refuses the batch. */
 static bool is_large(const struct uvm *u, const struct vm_bind_op *op) {
   return u->entries && !op->sparse && !((op->addr | op->offset | op->bytes) & (SLOT - 1)) &&
          uvm_slab_is_contiguous(op->slab);
@@ -61,7 +62,7 @@ static void add(struct group *g, const struct vm_bind_op *op) {
         .op = UVM_VMEM_OP_MAP,
         .flags = (op->flags & VMEM_MAP_READONLY ? UVM_VMEM_OP_READ_ONLY : 0) |
                  (op->kind == VM_BIND_MAP ? 0 : UVM_VMEM_OP_REPLACE) |
-                 /* A range is unused while a failed batch is undone. */
+                 /* CUT is allowed in an undo, because nothing uses the range meanwhile. */
                  (op->kind == VM_BIND_REMAP || op->cut ? UVM_VMEM_OP_CUT : 0) |
                  (is_large(u, op) ? UVM_VMEM_OP_LARGE : 0),
         .handle = uvm_slab_handle(op->slab, offset),
@@ -90,7 +91,7 @@ static int send(struct group *g, const struct nvidia_range *r, const struct vm_b
   }
   addr = b.out_failed_op < g->n ? g->ops[b.out_failed_op].addr : ops[g->first].addr;
   if (err != -EIO) return uvm_fail(err, addr, bytes, "BIND");
-  /* Only a GPU failure leaves mappings behind. */
+  /* Only a GPU failure leaves some of the batch's mappings. */
   result->unknown = g->count;
   return vm_fail_at(-ENOTRECOVERABLE, ops[g->first].addr, bytes, 0,
                     "BIND of %llu bytes at 0x%llx: the GPU failed, and what is mapped there is unknown (EIO)",
@@ -149,7 +150,7 @@ int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t off
                                           .sparse = sparse});
 }
 
-/* A whole reservation may be more than one call takes. */
+/* A whole reservation may exceed what one call accepts. */
 int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   const struct uvm *u = be;
   uint64_t most = ((uint64_t)u->query.out_max_bind_units << UVM_VMEM_UNIT_SHIFT) & ~(u->nv.granule - 1), n;

@@ -31,7 +31,7 @@ int uvm_own_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free
   return err ? err : nvidia_own_mem_info(&u->nv, index, free_bytes, total_bytes);
 }
 
-/* Over on return; `after` is empty. */
+/* Complete on return; `after` is empty. */
 int uvm_own_fill(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
                  size_t num_after, vm_event *done) {
   struct uvm *u = be;

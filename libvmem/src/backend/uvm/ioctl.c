@@ -23,19 +23,19 @@ static const struct {
     MEANING(ENODEV, ENODEV, "a GPU is not registered with the driver in this process, or is gone"),
     MEANING(EPERM, ECHILD, "the descriptor was initialised by another process"),
     MEANING(EBADFD, ENODEV, "the descriptor is not initialised"),
-    MEANING(EXDEV, EOPNOTSUPP, "a GPU of this context cannot reach where the pages lie"),
+    MEANING(EXDEV, EOPNOTSUPP, "a GPU of this context cannot access the memory that holds the pages"),
     MEANING(EOPNOTSUPP, EOPNOTSUPP, "the driver or the GPU does not support this"),
     MEANING(EBUSY, EBUSY, "the reservation still has mappings"),
     MEANING(EEXIST, EIO, "the addresses are taken"),
-    MEANING(EAGAIN, EAGAIN, "the driver has been suspended for a minute, as the machine is"),
+    MEANING(EAGAIN, EAGAIN, "the driver has been suspended for a minute: the machine is going to sleep"),
     MEANING(EIO, EIO, "the GPU failed"),
     /* The errors below mean a bug in the library. */
-    MEANING(EINVAL, EIO, "the driver finds a value malformed"),
+    MEANING(EINVAL, EIO, "the driver rejects a malformed value"),
     MEANING(EOVERFLOW, EIO, "a range wraps around"),
     MEANING(EMSGSIZE, EIO, "a count is above the driver's limit"),
     MEANING(EADDRINUSE, EIO, "part of a large page would change, and the rest would be invalid for a moment"),
-    MEANING(EADDRNOTAVAIL, EIO, "an entry of 2 MiB was asked for where the pages do not make one"),
-    MEANING(ERANGE, EIO, "a range leaves the reservation, the object or the GPU's address space"),
+    MEANING(EADDRNOTAVAIL, EIO, "an entry of 2 MiB was requested, but the pages do not fill one"),
+    MEANING(ERANGE, EIO, "a range extends beyond the reservation, the object or the GPU's address space"),
     MEANING(ENOENT, EIO, "no such reservation or object"),
     MEANING(ESTALE, EIO, "the object was released"),
     MEANING(E2BIG, EIO, "the driver is too old for a field that is in use"),
@@ -69,12 +69,12 @@ int uvm_query(int fd, struct uvm_vmem_query *query) {
     return 0;
   if (!err)
     return vm_fail_at(-ENODEV, 0, query->out_abi_version, UVM_VMEM_ABI_VERSION,
-                      "nvidia-uvm %s is patched, but speaks ABI %u, and this library %u",
+                      "nvidia-uvm %s is patched, but for ABI %u; this library uses %u",
                       (const char *)query->out_driver_version, query->out_abi_version, UVM_VMEM_ABI_VERSION);
-  /* An unpatched module's answer to an unknown number differs from branch to branch. */
+  /* What an unpatched module returns for an unknown number differs between branches. */
   if (err == -ENOTTY || err == -ENOSYS || err == -EINVAL)
     return vm_fail(-ENODEV, "the loaded nvidia-uvm is not the patched one (\"make load\" loads it)");
-  return rm_fail_errno(err, 0, 0, "asking nvidia-uvm what it can do");
+  return rm_fail_errno(err, 0, 0, "querying nvidia-uvm's features");
 }
 
 int uvm_check_gpu(int fd, const struct nvidia_device *d) {
@@ -93,6 +93,6 @@ int uvm_check_gpu(int fd, const struct nvidia_device *d) {
   err = uvm_ioctl(fd, UVM_VMEM_QUERY, &q, 0, 0, "QUERY");
   if (err || q.out_gpu_refusal == UVM_VMEM_GPU_OK) return err;
   why = q.out_gpu_refusal < sizeof(reasons) / sizeof(reasons[0]) ? reasons[q.out_gpu_refusal] : NULL;
-  return vm_fail(-ENODEV, "%s is a kind of GPU that the patched driver was not tried on: %s", d->name,
+  return vm_fail(-ENODEV, "%s is a kind of GPU that the patched driver was not tested on: %s", d->name,
                  why ? why : "for a reason that this library does not know");
 }

@@ -12,9 +12,9 @@
 static uint64_t whole_slots(uint64_t bytes) { return (bytes + SLOT - 1) & ~(SLOT - 1); }
 
 /*
- * BIG: large pages, and with VMEM_OPEN_LARGE_ENTRIES whole blocks of small ones, get entries of 2 MiB. Not in a sparse
- * reservation: kernels may be reading there while anything changes (VMEM_CAP_SPARSE_ATOMIC), and an entry cannot change
- * its size under them.
+ * BIG gives entries of 2 MiB to large pages and, with VMEM_OPEN_LARGE_ENTRIES, to complete blocks of small ones. Sparse
+ * reservations do not use it: kernels may read there while anything changes (VMEM_CAP_SPARSE_ATOMIC), and an entry
+ * cannot change its size under them.
  */
 int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags) {
   bool large = flags & VMEM_RESERVE_LARGE || u->entries || u->nv.granule == SLOT;
@@ -44,7 +44,7 @@ static int make_reservation(struct uvm *u, const struct nvidia_range *r, uint64_
     struct vmem_error why;
     vm_error_save(&why);
     VM_UNDO(uvm_give_back(u, r->addr, bytes, UVM_VMEM_FREE_UNMAP));
-    if (err == -ENOTRECOVERABLE) /* no reference is left */
+    if (err == -ENOTRECOVERABLE) /* the range is freed: nothing to quarantine */
       err = vm_fail_at(-EIO, r->addr, bytes, 0, "%.400s", why.text);
   }
   return err;
@@ -57,7 +57,7 @@ int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64
   int err;
   if (u->query.out_max_reserve_bytes && whole_slots(bytes) > u->query.out_max_reserve_bytes)
     return vm_fail_at(-ENOMEM, 0, bytes, u->query.out_max_reserve_bytes,
-                      "a reservation of %llu bytes; the driver's limit is %llu", (unsigned long long)bytes,
+                      "a reservation of %llu bytes exceeds the driver's limit of %llu", (unsigned long long)bytes,
                       (unsigned long long)u->query.out_max_reserve_bytes);
   /* Only CUDA can make addresses valid for its own copies. */
   if (!u->nv.base.gpu) flags |= VMEM_RESERVE_PLAIN;

@@ -27,7 +27,7 @@ uint64_t uvm_slab_object_bytes(uint64_t slab) { return slab_of(slab)->object_byt
 
 bool uvm_slab_is_contiguous(uint64_t slab) { return slab_of(slab)->contiguous; }
 
-/* Objects that cannot be released now go with the descriptor; reports the first failure. */
+/* Objects that cannot be released now are freed when the descriptor is closed. Reports the first failure. */
 static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
   int err = 0;
   while (s->count) {
@@ -41,8 +41,8 @@ static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
 
 int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab) {
   struct uvm *u = be;
-  /* 2 MiB of smaller granules are one run of memory, of which parts may be mapped too. The kernel's host memory is
-   * contiguous in 64 KiB only. */
+  /* Each 2 MiB is one run of smaller granules, parts of which may be mapped too. The kernel's host memory is contiguous
+   * only within 64 KiB. */
   bool contiguous = page_size >= SLOT && u->nv.granule < SLOT && location != VMEM_HOST;
   uint64_t object_bytes = contiguous ? u->run_bytes : u->object_bytes;
   uint64_t objects = (bytes + object_bytes - 1) / object_bytes;

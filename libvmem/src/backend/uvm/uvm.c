@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The back end "uvm": finding out whether the driver is the patched one, opening. See uvm.h. */
+/* The back end "uvm": checks that the driver is the patched one, and opens it. See uvm.h. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +12,7 @@
 
 enum { DEFAULT_GRANULE = 64 << 10, SLOT = 1 << UVM_VMEM_SLOT_SHIFT };
 #define DEFAULT_SLAB (64ull << 20)
-#define LARGEST_OBJECT (1ull << 30) /* the core makes no larger slab but for a single page */
+#define LARGEST_OBJECT (1ull << 30) /* the core makes larger slabs only for a single larger page */
 
 static void uvm_close(void *be) {
   struct uvm *u = be;
@@ -21,7 +21,7 @@ static void uvm_close(void *be) {
   free(u);
 }
 
-/* Runs first, so that an unpatched driver is reported at once, without creating a CUDA context. */
+/* Runs first, so that an unpatched driver is reported before a CUDA context is created. */
 static int ask_driver(struct uvm *u) {
   int fd, err = nvidia_check_uvm_node();
   if (!err) err = rm_open_node(UVM_NODE, &fd);
@@ -36,22 +36,22 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
   uint32_t devices = opts->num_devices ? opts->num_devices : 1;
   if (!(u->query.out_page_sizes & granule))
     return vm_fail_at(-EOPNOTSUPP, 0, granule, u->query.out_page_sizes,
-                      "granule of %llu bytes: the driver has pages of 64 KiB, 128 KiB, 256 KiB and 2 MiB",
+                      "granule of %llu bytes: the driver supports pages of 64 KiB, 128 KiB, 256 KiB and 2 MiB",
                       (unsigned long long)granule);
   if (devices > 1 && (devices > u->query.out_max_gpus || !(u->query.out_capabilities & UVM_VMEM_CAP_MULTI_GPU)))
     return vm_fail_at(-EOPNOTSUPP, 0, devices, u->query.out_max_gpus,
-                      "%u devices: the driver maps a reservation on %u at most", devices, u->query.out_max_gpus);
+                      "%u devices: the driver maps a reservation on at most %u", devices, u->query.out_max_gpus);
   u->entries = opts->flags & VMEM_OPEN_LARGE_ENTRIES && granule < SLOT;
   if (u->entries && (~u->query.out_capabilities & (UVM_VMEM_CAP_BIG | UVM_VMEM_CAP_LARGE)))
     return vm_fail_at(
         -EOPNOTSUPP, 0, granule, SLOT,
-        "VMEM_OPEN_LARGE_ENTRIES: the loaded nvidia-uvm gives entries of 2 MiB to large pages alone (it is "
+        "VMEM_OPEN_LARGE_ENTRIES: the loaded nvidia-uvm gives entries of 2 MiB only to large pages (it is "
         "older than this library)");
   u->nv.granule = granule;
   u->shift = (unsigned)__builtin_ctzll(granule);
   u->object_bytes = (uint64_t)u->query.out_max_create_pages << u->shift;
   if (u->object_bytes > LARGEST_OBJECT) u->object_bytes = LARGEST_OBJECT;
-  /* Large objects have entries of 2 MiB only where uvm_bind asks for them. */
+  /* Large objects get entries of 2 MiB only if uvm_bind requests them. */
   u->run_bytes = u->entries ? u->object_bytes & ~(SLOT - 1ull) : SLOT;
   /* One operation of the core fits on the stack of uvm_bind, and in one BIND. */
   u->bind_bytes = SLOT * ((u->query.out_max_bind_ops < 64 ? u->query.out_max_bind_ops : 64) - 1);
@@ -61,8 +61,8 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
   return 0;
 }
 
-/* Takes addresses and gives them back: only on the descriptor on which CUDA registered this process's GPUs and
- * their address spaces does that work. */
+/* Reserves and frees addresses: that works only on the descriptor on which CUDA registered this process's GPUs and
+ * their address spaces. */
 static int trial(struct nvidia *n, void *arg) {
   struct uvm *u = (struct uvm *)n;
   uint64_t addr = *(uint64_t *)arg;
@@ -83,7 +83,7 @@ static int open_cuda(struct uvm *u, const struct vmem_open_opts *opts) {
 /* "auto" and probes serve GPU work, which needs CUDA; a caller that names this back end may have other uses. */
 static int open_without_cuda(struct uvm *u, const struct vmem_open_opts *opts) {
   if (!vm_uvm_contents && opts->backend && strcmp(opts->backend, "auto") == 0)
-    return vm_fail(-ENODEV, "patched driver, ABI %u, but no libcuda: pages could be mapped, and nothing would use them",
+    return vm_fail(-ENODEV, "patched driver, ABI %u, but no libcuda: pages could be mapped, but nothing could use them",
                    u->query.out_abi_version);
   return nvidia_open_own(&u->nv, opts);
 }
@@ -149,7 +149,7 @@ static int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, 
   struct uvm *u = calloc(1, sizeof(*u));
   struct vmem_error before;
   int err;
-  vm_error_save(&before); /* trying things out leaves errors that are none */
+  vm_error_save(&before); /* the tries below may record errors that are not the caller's */
   if (!u) return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*u));
   nvidia_init(&u->nv);
   err = open_all(u, opts);

@@ -2,8 +2,8 @@
 /*
  * uvm.h - the parts of the back end "uvm": NVIDIA's driver with our patch (kernel_module/uvm_vmem_ioctl.h).
  *
- * Reservations, physical pages and mappings are the kernel's objects, made through one /dev/nvidia-uvm: the one
- * that CUDA holds, or our own where there is no CUDA. A slab is one or more objects of CREATE, a page of which is
+ * Reservations, physical pages and mappings are kernel objects, made through one /dev/nvidia-uvm: the one that
+ * CUDA holds, or our own without CUDA. A slab is one or more objects made by CREATE, whose pages have the size of
  * the context's granule; a batch of the core becomes one BIND, which is all or nothing.
  *
  * The driver zeroes new objects. The core zeroes pages that return to its pool, through a
@@ -16,10 +16,10 @@
 
 #include "backend/nvidia/nvidia.h"
 
-/* Reads and writes bytes without CUDA. The library cannot, and leaves the pointer NULL: pages can
- * then be mapped and unmapped, and every function that accesses contents returns -EOPNOTSUPP. A
- * program that links the library's objects and can, such as the tests on a software GPU, defines
- * it. */
+/* Access to contents without CUDA. The library has none and leaves the pointer NULL: pages can then
+ * be mapped and unmapped, and every function that accesses contents returns -EOPNOTSUPP. A program
+ * that links the library's objects and has a way, such as the tests on a software GPU, defines the
+ * pointer. */
 struct uvm_contents {
   int (*open)(const struct nvidia *n, void **state);
   void (*close)(void *state);
@@ -35,26 +35,26 @@ struct uvm {
   struct uvm_vmem_query query; /* of the driver */
   unsigned shift;              /* log2(nv.granule) */
   bool entries;                /* VMEM_OPEN_LARGE_ENTRIES: reservations are BIG */
-  uint64_t object_bytes;       /* of one object of a slab of small pages, but for its last */
-  uint64_t run_bytes;          /* the same where the slab consists of runs of 2 MiB */
-  uint64_t bind_bytes;         /* of one map operation */
+  uint64_t object_bytes;       /* size of each object of a slab of small pages, except its last */
+  uint64_t run_bytes;          /* the same for slabs that consist of runs of 2 MiB */
+  uint64_t bind_bytes;         /* limit of one map operation */
   void *contents;              /* state of vm_uvm_contents; NULL = not in use */
 };
 
 /* ---- ioctl.c ---- */
 
-/* An ioctl of uvm_vmem_ioctl.h on fd. On failure the error is recorded with what it means there. */
+/* Makes an ioctl of uvm_vmem_ioctl.h on fd. Records a failure with the meaning that its errno has there. */
 int uvm_ioctl(int fd, unsigned long request, void *arg, uint64_t addr, uint64_t bytes, const char *what);
 /* Records a failed ioctl, as above. */
 int uvm_fail(int err, uint64_t addr, uint64_t bytes, const char *what);
-/* Asks the driver what it can do. -ENODEV when it is not the patched one. */
+/* Queries the driver's features. -ENODEV if it is not the patched one. */
 int uvm_query(int fd, struct uvm_vmem_query *query);
-/* -ENODEV with the reason when the driver refuses this kind of GPU. */
+/* -ENODEV, with the reason, if the driver refuses this kind of GPU. */
 int uvm_check_gpu(int fd, const struct nvidia_device *d);
 
 /* ---- reserve.c ---- */
 
-/* Takes the addresses on every device of the context. */
+/* Reserves the addresses on every device of the context. */
 int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_give_back(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags);
 int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
@@ -65,11 +65,11 @@ int uvm_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *
 
 int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
 int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
-/* The object that holds a slab's byte `offset`. */
+/* Returns the object that holds a slab's byte `offset`. */
 uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset);
-/* Bytes of its objects, but for the last. */
+/* The size of its objects, except the last. */
 uint64_t uvm_slab_object_bytes(uint64_t slab);
-/* True if every 2 MiB of the slab is physically contiguous and aligned to 2 MiB. */
+/* Whether every 2 MiB of the slab is physically contiguous and aligned to 2 MiB. */
 bool uvm_slab_is_contiguous(uint64_t slab);
 
 /* ---- bind.c: mappings ---- */
@@ -78,7 +78,7 @@ int uvm_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_re
 int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
 int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse);
 
-/* ---- contents.c: contents without CUDA, by vm_uvm_contents ---- */
+/* ---- contents.c: contents without CUDA, through vm_uvm_contents ---- */
 
 int uvm_contents_open(struct uvm *u);
 void uvm_contents_close(struct uvm *u);
