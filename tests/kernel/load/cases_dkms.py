@@ -96,7 +96,7 @@ def driver_was_upgraded(machine: Machine) -> None:
     debian(machine, str(other))
     machine.run("modprobe", "nvidia-uvm").expect(
         0,
-        f"the patched nvidia-uvm is for driver {wrong}, not {version}: the stock module is loaded",
+        f"the patched nvidia-uvm is for driver {wrong}, not {version}: loading the stock module",
     )
     assert machine.system.loaded("nvidia_uvm")
     assert not machine.system.uvm_is_ours()
@@ -105,7 +105,7 @@ def driver_was_upgraded(machine: Machine) -> None:
 
 def not_built_for_this_kernel(machine: Machine) -> None:
     install(machine, nvidia_current_open="nvidia.ko", nvidia_current_open_uvm="stock.ko")
-    machine.run("modprobe", "nvidia-uvm").expect(0, "is not there for kernel .*: the stock module")
+    machine.run("modprobe", "nvidia-uvm").expect(0, "is installed for kernel .*: loading the stock")
     assert machine.system.loaded("nvidia_uvm")
     assert not machine.system.uvm_is_ours()
 
@@ -114,7 +114,7 @@ def patched_module_does_not_start(machine: Machine) -> None:
     debian(machine, "ours.ko")
     with failing_call(REGISTER):
         outcome = machine.run("modprobe", "nvidia-uvm")
-    outcome.expect(0, "could not be loaded: the stock module is")
+    outcome.expect(0, "could not be loaded: loading the stock module")
     assert machine.system.loaded("nvidia_uvm")
     assert not machine.system.uvm_is_ours()
 
