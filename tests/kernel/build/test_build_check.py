@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The check of our kernel files finds what it is for, in our files and nowhere else."""
+"""The check of our kernel files finds each kind of problem, in our files only."""
 
 from __future__ import annotations
 

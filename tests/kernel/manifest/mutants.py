@@ -99,7 +99,7 @@ TESTS = [
         "chunk_freed_locked",
         "bounds",
         ["no_lock_while_the_gpu_works"],
-        r"(RELEASE of GPU memory|BIND, the last of a chunk) kept others waiting",
+        r"(RELEASE of GPU memory|BIND that empties a chunk) kept others waiting",
         vidmem=2048,
     ),
     mutant("forgotten_in_one_hold", "basic", ["map_move_unmap"], r"Assert failed", kind="debug"),
