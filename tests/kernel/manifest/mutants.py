@@ -90,7 +90,7 @@ TESTS = [
     ),
     mutant("commit_unlocked", "basic", ["map_move_unmap"], r"Assert failed", kind="debug"),
     mutant("limit_exceeded", "descriptor", ["limits"], r"not -122"),
-    mutant("dead_shown", "kill", ["proc_shows_the_living"], r"is dead and still there"),
+    mutant("dead_shown", "kill", ["proc_shows_the_living"], r"is dead and still listed"),
     mutant("inline_not_counted", "batch", ["big_ptes"], r"pushes: one does not hold"),
     mutant("range_not_checked", "abi_matrix", ["bind_map_fields"], r"should be Numerical result"),
     mutant("waits_locked", "bounds", ["no_lock_while_the_gpu_works"], r"BIND kept others waiting"),
