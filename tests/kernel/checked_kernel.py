@@ -62,7 +62,7 @@ def unpacked_source(folder: Path) -> Path:
 
 
 def configure(source: Path, build: Path) -> None:
-    """Remakes .config if checked.config has changed, and checks that the kernel accepted all options."""
+    """Remakes .config if checked.config has changed, and checks that all options were accepted."""
     stamp = build / ".wanted"
     wanted = f"{source}\n{CONFIG.read_text(encoding='utf-8')}"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:

@@ -65,7 +65,7 @@ def test_each_field_is_wrong_once(struct: str) -> None:
     matrix = (PROGRAMS / "abi_matrix.c").read_text(encoding="utf-8")
     rows = set(re.findall(rf"ROW\(struct {struct}, (\w+),", matrix))
     given = {field for field in structs()[struct] if not field.startswith("out_")} - {"size"}
-# Every timeout is valid.
+    # Every timeout is valid.
     assert given - rows <= ({"timeout_ns"} if struct == "uvm_vmem_wait" else set())
 
 
@@ -97,6 +97,6 @@ def test_the_library_knows_each_refusal_and_errno() -> None:
     source = (ROOT / "libvmem" / "src" / "backend" / "uvm" / "ioctl.c").read_text(encoding="utf-8")
     refusals = set(re.findall(r"\b(UVM_VMEM_GPU_\w+)\b", CODE)) - {"UVM_VMEM_GPU_OK"}
     assert refusals == set(re.findall(r"\[(UVM_VMEM_GPU_\w+)\] = ", source))
-# From another module, from WAIT, which the library does not call, and from a killed process.
+    # From another module, from WAIT, which the library does not call, and from a killed process.
     unseen = {"ENOTTY", "ETIMEDOUT", "EINTR"}
     assert errnos() - unseen == set(re.findall(r"MEANING\((E\w+),", source))

@@ -134,7 +134,7 @@ def test_a_kernel_is_unpacked_with_its_compiler(area: type[Area], parts: bool) -
     assert (root / "boot" / f"vmlinuz-{RELEASE}").read_text() == "the image"
     if parts:
         assert (root / "lib/modules" / RELEASE / "kernel/x.ko").is_file()
-# The compiler is of the kernel's own release, whatever this system has.
+    # The compiler is of the kernel's own release, whatever this system has.
     assert "gcc-77 of trixie" in area.asked
     assert headers.compiler() == "x86_64-linux-gnu-gcc-77"
     subprocess.run(headers.with_tools(headers.compiler()), check=True)
@@ -149,7 +149,7 @@ def test_programs_use_the_library_that_came_with_them(area: type[Area]) -> None:
         said = subprocess.check_output(["patchelf", "--print-interpreter", program], text=True)
         assert said.strip() == str(libraries / loader().name)
         subprocess.run([program], check=True)
-# Without its own library the compiler does not start: it does not fall back on the system's.
+    # Without its own library the compiler does not start: it does not fall back on the system's.
     (libraries / "libc.so.6").rename(libraries / "gone")
     (libraries / "libc.so.6").write_text("no library")
     assert subprocess.run([modpost], check=False, capture_output=True).returncode != 0
@@ -159,7 +159,7 @@ def test_what_is_there_is_not_fetched_again(area: type[Area]) -> None:
     first = debian_headers("trixie")
     area.asked.clear()
     assert debian_headers("trixie") == first
-# For a second kernel with the same compiler only the kernel is fetched.
+    # For a second kernel with the same compiler only the kernel is fetched.
     debian_headers("trixie-backports")
     assert area.asked == ["update trixie-backports"]
 

@@ -58,7 +58,7 @@ def test_a_named_tree_is_copied_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (made / "nvidia-uvm" / "uvm.c").read_text() == "int uvm;\n"
     (tree / "nvidia-uvm" / "uvm.c").write_text("int changed;\n")
     assert (driver_source.driver_source(VERSION) / "nvidia-uvm/uvm.c").read_text() == "int uvm;\n"
-# Without NV_SRC the earlier copy is still found.
+    # Without NV_SRC the earlier copy is still found.
     monkeypatch.delenv("NV_SRC")
     assert driver_source.driver_source(VERSION) == made
 
@@ -286,7 +286,7 @@ def test_a_signed_archive_gives_the_source(archive: Archive, tmp_path: Path) -> 
     tree = driver_source.driver_source(VERSION)
     assert driver_source.version_of(tree) == VERSION
     assert not list(tree.rglob("*.o_binary"))
-# The second call does not use the archive.
+    # The second call does not use the archive.
     shutil.rmtree(archive.root)
     assert driver_source.driver_source(VERSION) == tree
 

@@ -282,7 +282,7 @@ def test_conftests_are_taken_over(work: Path, headers: KernelHeaders) -> None:
     script = (other / "conftest.sh").stat().st_mtime_ns
     assert take_conftests(other, headers)
     times = {path.stat().st_mtime_ns for path in (other / "conftest").rglob("*.h")}
-# A conftest that is older than its dependency would be run again.
+    # A conftest that is older than its dependency would be run again.
     assert len(times) == 1
     assert times.pop() >= script
 

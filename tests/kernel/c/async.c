@@ -157,8 +157,8 @@ static int wait_a_moment(void) {
   return vm_wait(W.uvm, the_ticket, 1000000);
 }
 
-/* WAIT returns when its timeout expires although the GPU is stopped. If it does not, the engine is released, and the test
- * fails. */
+/* WAIT returns when its timeout expires although the GPU is stopped. If it does not, the engine is released, and the
+ * test fails. */
 static void a_wait_ends_with_its_time(void) {
   struct call c;
   world_open(&W, 1);
@@ -183,7 +183,8 @@ static int create_into_nothing(void) {
   return vm_call(W.uvm, UVM_VMEM_CREATE, unmapped_later);
 }
 
-/* The struct becomes unwritable while CREATE runs, so the handle cannot be returned: CREATE must leave nothing behind. */
+/* The struct becomes unwritable while CREATE runs, so the handle cannot be returned: CREATE must leave nothing behind.
+ * */
 static void create_without_a_place_for_its_handle(void) {
   struct uvm_vmem_stat s;
   struct call c;
@@ -309,7 +310,8 @@ static void *writes_until_gone(void *unused) {
   return (void *)(intptr_t)result;
 }
 
-/* Pages are zeroed for the next owner after the previous owner's last write, whichever push the GPU would execute first. */
+/* Pages are zeroed for the next owner after the previous owner's last write, whichever push the GPU would execute
+ * first. */
 static void zeroed_after_the_last_write(void) {
   enum { ROUNDS = 25 };
   struct softgpu_settings fast, slow;

@@ -60,7 +60,8 @@ static int bind(struct large *l, const struct uvm_vmem_op *ops, unsigned count, 
   return result;
 }
 
-/* Maps all slots in one batch, PAGES per operation; backwards: one slot per operation, the object's pages in reverse. */
+/* Maps all slots in one batch, PAGES per operation; backwards: one slot per operation, the object's pages in reverse.
+ * */
 static int map_all(struct large *l, bool backwards, unsigned flags, unsigned invalidates, bool makes_tables) {
   static struct uvm_vmem_op ops[MOST_OPS * PAGES];
   unsigned count = 0;
@@ -124,7 +125,8 @@ static void big_ptes(void) {
   world_close(&l.w);
 }
 
-/* 2 MB PTEs are cut, each at a different unit, and joined again; the second invalidate is the one between the two states. */
+/* 2 MB PTEs are cut, each at a different unit, and joined again; the second invalidate is the one between the two
+ * states. */
 static void big_ptes_cut_and_made_whole(void) {
   enum { SLOTS = 16 * PAGES };
   static struct uvm_vmem_op ops[SLOTS];

@@ -58,8 +58,8 @@ static int wait_for(pid_t pid) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 
-/* Touches one slot in each stride of a reservation, 16 at a time and the last ones singly, until that fails. Returns how
- * many slots were touched. */
+/* Touches one slot in each stride of a reservation, 16 at a time and the last ones singly, until that fails. Returns
+ * how many slots were touched. */
 static unsigned touch_each(struct world *w, uint64_t start, uint64_t stride, uint32_t object, unsigned most, int *error) {
   struct uvm_vmem_op ops[16];
   unsigned n = 0;
@@ -187,8 +187,8 @@ static uint64_t table_bytes(struct world *w) {
   return vm_stat(w->uvm, NULL, &s) ? ~0ull : s.out_table_bytes;
 }
 
-/* What counts against the limits of page tables: a reservation, and each 1 GB and each 2 MB of it from its first BIND on;
- * fully sparse slots add nothing. */
+/* What counts against the limits of page tables: a reservation, and each 1 GB and each 2 MB of it from its first BIND
+ * on; fully sparse slots add nothing. */
 static void what_counts(void) {
   struct world w;
   uint32_t object;
@@ -233,8 +233,8 @@ static void what_counts(void) {
   world_close(&w);
 }
 
-/* Runs command in a child with its own descriptor, then changes the user id and tries to reserve. Root's account is full:
- * the result shows whether the reservation is still charged to root. */
+/* Runs command in a child with its own descriptor, then changes the user id and tries to reserve. Root's account is
+ * full: the result shows whether the reservation is still charged to root. */
 static int becomes_another(int (*command)(int, const uint8_t *), int (*change)(uid_t)) {
   fflush(stdout);
   pid_t child = fork();
@@ -318,8 +318,8 @@ static long parameter_now(const char *name) {
   return atol(text);
 }
 
-/* By default all limits but those of one descriptor are on, and depend on the machine's memory and the GPU's: 1/32 for a
- * user's page tables, half for a user's pinned host memory, 15/16 for the GPU's memory. */
+/* By default all limits but those of one descriptor are on, and depend on the machine's memory and the GPU's: 1/32 for
+ * a user's page tables, half for a user's pinned host memory, 15/16 for the GPU's memory. */
 static void limits_are_on(void) {
   static const struct {
     const char *name;
@@ -852,8 +852,8 @@ static int make_sparse(uint64_t start, uint64_t length) { return vm_unmap(W.uvm,
 
 static uint64_t sparse_units(void) { return gpu_scan(&W, 0, RES, GIB(65)).out_sparse; }
 
-/* Fully sparse slots share one table; each gets its own when a page is mapped in it. The reservation begins 2 MB after a
- * 512 MB boundary. */
+/* Fully sparse slots share one table; each gets its own when a page is mapped in it. The reservation begins 2 MB after
+ * a 512 MB boundary. */
 static void sparse_slots_share(void) {
   const uint64_t base = RES + MIB(2);
   struct uvm_vmem_stat before, after;
@@ -970,8 +970,8 @@ static void waiting_sleeps(void) {
 
 /* ---- a process that is killed --------------------------------------------------------------------- */
 
-/* The calls below would map these pages of the object: 8 to 11 at RES (BIND), 0 to 3 at RES + 8 MB (a first touch), 20 at
- * RES + 16 MB (behind another call). */
+/* The calls below would map these pages of the object: 8 to 11 at RES (BIND), 0 to 3 at RES + 8 MB (a first touch), 20
+ * at RES + 16 MB (behind another call). */
 #define FIRST_TOUCH (RES + MIB(8))
 #define BEHIND (RES + MIB(16))
 
@@ -1049,8 +1049,8 @@ static bool comes_to(int dev, struct softgpu_space space, uint64_t va, bool vali
   return false;
 }
 
-/* Kills a process that is in a call. *result: the call's result, which the process no longer sees. false: the call did not
- * end. */
+/* Kills a process that is in a call. *result: the call's result, which the process no longer sees. false: the call did
+ * not end. */
 static bool kill_in_a_call(pid_t pid, bool (*meanwhile)(void *), void *argument, long long *result) {
   struct user_regs_struct registers;
   int status;

@@ -57,9 +57,9 @@ static unsigned uvm_call(unsigned long number, void *params, const NV_STATUS *st
     if (got_ != NV_OK) fail("%s: 0x%x", #name, got_);                              \
   } while (0)
 
-/* CHANNEL_SANITY makes a channel fail on purpose, which kills it in the model, and then recreates all channels of the GPU.
- * UVM does not update references to the old ones: the trackers of freed memory are left with dangling pointers. So this
- * test comes first, before any memory is freed. */
+/* CHANNEL_SANITY makes a channel fail on purpose, which kills it in the model, and then recreates all channels of the
+ * GPU. UVM does not update references to the old ones: the trackers of freed memory are left with dangling pointers. So
+ * this test comes first, before any memory is freed. */
 static void channels_made_anew(void) {
   setup();
   struct softgpu_counters before = gpu_counters(&W, 0);
@@ -201,7 +201,8 @@ static void managed_memory(void) {
   munmap(words, BYTES);
 }
 
-/* HMM: memory that the driver has not allocated. Needs a kernel with DEVICE_PRIVATE; HMM=1 says that this one has it. */
+/* HMM: memory that the driver has not allocated. Needs a kernel with DEVICE_PRIVATE; HMM=1 says that this one has it.
+ * */
 static void system_memory(void) {
   enum { BYTES = 4 << 20, WORDS = BYTES / 8 };
   setup();

@@ -278,8 +278,8 @@ static void live_pages(void) {
   world_close(&W);
 }
 
-/* Maps and unmaps 1 GB with 2 MB entries and with 64 KB entries: the same memory, including the first touch. Of each 2 MB
- * entry a page is then unmapped and mapped again, and the entry is joined again. */
+/* Maps and unmaps 1 GB with 2 MB entries and with 64 KB entries: the same memory, including the first touch. Of each 2
+ * MB entry a page is then unmapped and mapped again, and the entry is joined again. */
 static void a_gigabyte(void) {
   enum { SLOTS = 512, UNITS = SLOTS * SLOT_UNITS };
   static const char *const sizes[] = {"64 KB", "2 MB"};

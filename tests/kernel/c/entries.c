@@ -179,7 +179,8 @@ static void refused(void) {
   world_close(&W);
 }
 
-/* Split and join in place, over the same memory, repeatedly: several slots and an operation on another slot in one call. */
+/* Split and join in place, over the same memory, repeatedly: several slots and an operation on another slot in one
+ * call. */
 static void split_and_joined(void) {
   enum { SLOTS = 6 };
   struct uvm_vmem_op ops[SLOTS + 1];
@@ -203,7 +204,8 @@ static void split_and_joined(void) {
     c = cost_of(ops, SLOTS + 1, &result);
     OK(result);
     EQ(gpu_scan(&W, 0, RES, SLOTS * SLOT).out_64k, SLOTS * (SLOT_UNITS - 1));
-    /* For each slot a table, and the entry above it, first invalid and then pointing to the table; the other slot: one PTE. */
+    /* For each slot a table, and the entry above it, first invalid and then pointing to the table; the other slot: one
+     * PTE. */
     EQ(c.writes, SLOTS * (SLOT_UNITS + 2) + 1);
     EQ(c.invalidates, 2);
     EQ(c.pushes, 1);

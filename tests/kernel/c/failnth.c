@@ -26,8 +26,8 @@ static uint64_t capabilities;
 static unsigned many = MANY;   /* slots that one BIND touches for the first time */
 static unsigned eager = 8192;  /* slots of an EAGER reservation */
 
-/* The initial state: slot 0 of RES has tables and 8 units mapped; slot 2 is mapped entirely; of slots 100 to 107 the even
- * ones have 2 MB entries, and the odd ones the pages for one; all other slots are untouched. */
+/* The initial state: slot 0 of RES has tables and 8 units mapped; slot 2 is mapped entirely; of slots 100 to 107 the
+ * even ones have 2 MB entries, and the odd ones the pages for one; all other slots are untouched. */
 static int furnish(void) {
   struct uvm_vmem_query q;
   uint32_t host;
@@ -46,7 +46,8 @@ static int furnish(void) {
     if (!result && i % 2) result = vm_map(W.uvm, RES, RES + (100 + i) * SLOT + 20 * UNIT, grown, i * SLOT_UNITS + 20, 12, 0);
   }
   if (!result) result = gpu_fill(&W, 0, RES, 8 * UNIT, 0xf00d, 1);
-  /* Memory allocated for the first page of host memory is kept: allocate it now, so that it does not look like a leak. */
+  /* Memory allocated for the first page of host memory is kept: allocate it now, so that it does not look like a leak.
+   * */
   if (!result && capabilities & UVM_VMEM_CAP_HOST) {
     result = vm_create(W.uvm, W.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host);
     if (!result) result = vm_release(W.uvm, host);
@@ -108,8 +109,8 @@ static int do_bind_big(void) {
   return vm_bind(W.uvm, RES, ops, 2, NULL, NULL);
 }
 
-/* Four 2 MB entries are split, four are joined from small ones, two are mapped in empty slots; and pages next to them get
- * tables. */
+/* Four 2 MB entries are split, four are joined from small ones, two are mapped in empty slots; and pages next to them
+ * get tables. */
 static int do_bind_entries(void) {
   struct uvm_vmem_op ops[18];
   if (!(capabilities & UVM_VMEM_CAP_LARGE)) return 0;

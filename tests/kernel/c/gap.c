@@ -432,9 +432,9 @@ static void *free_thread(void *result) {
   return NULL;
 }
 
-/* FREE of the last reservation with tables in a 512 MB directory removes the directory, while a BIND gives the reservation
- * at the directory's beginning its first page: the readers must not blame one for the other's writes. The order in which
- * FREE clears the entries above its tables is not specified, so the test runs a few times. */
+/* FREE of the last reservation with tables in a 512 MB directory removes the directory, while a BIND gives the
+ * reservation at the directory's beginning its first page: the readers must not blame one for the other's writes. The
+ * order in which FREE clears the entries above its tables is not specified, so the test runs a few times. */
 static void beside_a_free(void) {
   enum { A_WHILE = 100, ROUNDS = 10 };
   uint32_t object;
@@ -490,7 +490,8 @@ static void *reader_thread(void *argument) {
   return NULL;
 }
 
-/* One batch unmaps unit 0 of all slots, the next maps it again; the other units are read meanwhile. All map one object. */
+/* One batch unmaps unit 0 of all slots, the next maps it again; the other units are read meanwhile. All map one object.
+ * */
 static void free_running(unsigned flags, const char *what) {
   const unsigned slots = parameter("SLOTS", 2048), rounds = parameter("ROUNDS", 6);
   struct uvm_vmem_op *ops = calloc(slots, sizeof(*ops));
@@ -560,8 +561,8 @@ static void *free_elsewhere(void *argument) {
   return NULL;
 }
 
-/* Two descriptors of one process have reservations at the same addresses, each in its own address space: a FREE on one is
- * not a gap in the other's BIND. */
+/* Two descriptors of one process have reservations at the same addresses, each in its own address space: a FREE on one
+ * is not a gap in the other's BIND. */
 static void beside_a_free_in_another_space(void) {
   enum { A_WHILE = 100, ROUNDS = 5 };
   uint32_t object;

@@ -116,8 +116,8 @@ static void kill_the_only_client(void) {
   close(dev);
 }
 
-/* The same while UVM adds a GPU. That needs a kernel thread, which a process that is being killed cannot start. Up to 555
- * UVM then leaks the GPU's struct, which its leak checker reports at the end. */
+/* The same while UVM adds a GPU. That needs a kernel thread, which a process that is being killed cannot start. Up to
+ * 555 UVM then leaks the GPU's struct, which its leak checker reports at the end. */
 static void killed_while_the_gpu_is_added(void) {
   enum { SLOW_US = 400000, TRIES = 4 };
   struct softgpu_counters base;

@@ -152,7 +152,8 @@ static void uvm_map_on_our_range(void) {
   world_close(&w);
 }
 
-/* CREATE until memory runs out; then calls that need memory fail, calls that free memory work, and in the end all is free. */
+/* CREATE until memory runs out; then calls that need memory fail, calls that free memory work, and in the end all is
+ * free. */
 static void memory_runs_out(void) {
   enum { MOST = 8192 };
   static uint32_t object[MOST];
@@ -329,8 +330,8 @@ static bool readable(const char *path) {
   return good;
 }
 
-/* While the system is suspended every call fails with EAGAIN; afterwards everything works as before. (UVM does not allow
- * close meanwhile: in a real suspend user space is frozen.) */
+/* While the system is suspended every call fails with EAGAIN; afterwards everything works as before. (UVM does not
+ * allow close meanwhile: in a real suspend user space is frozen.) */
 static void suspended(void) {
   struct world w;
   struct uvm_vmem_query q;

@@ -288,8 +288,8 @@ static bool maps_run(const struct area *area, unsigned slot, const struct uvm_vm
   return named == SLOT_UNITS && begins % SLOT_UNITS == 0;
 }
 
-/* Predicts if a slot has a 2 MB entry after the batch. Or the batch is refused, because an operation without CUT changes
- * part of a 2 MB entry, or because an operation with LARGE cannot get one: that operation is named. */
+/* Predicts if a slot has a 2 MB entry after the batch. Or the batch is refused, because an operation without CUT
+ * changes part of a 2 MB entry, or because an operation with LARGE cannot get one: that operation is named. */
 static int slot_after(const struct area *area, unsigned slot, const struct uvm_vmem_op *ops, struct object *const *object,
                       unsigned n, bool *one, bool *culprit) {
   unsigned named = 0, first, last;

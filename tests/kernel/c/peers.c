@@ -422,8 +422,8 @@ static void free_while_another_gpu_is_slow(void) {
   world_close(&w);
 }
 
-/* A system membar waits for accesses to memory other than the GPU's own, a GPU membar for those to its own: the owner of
- * the unmapped page decides which one is used. FREE of a reservation that mapped other memory takes one more. */
+/* A system membar waits for accesses to memory other than the GPU's own, a GPU membar for those to its own: the owner
+ * of the unmapped page decides which one is used. FREE of a reservation that mapped other memory takes one more. */
 static void membars_by_memory(void) {
   enum { OWN, HOST, PEER, MEMORIES };
   static const char *const name[] = {"its own", "the host's", "the peer's"};

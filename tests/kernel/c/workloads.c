@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
 * The operations of a KV cache, in the library's two ways of mapping on a GPU: a batch of the patched driver, and a call
- * of the stock driver for each run of pages. Both map the same pages at the same addresses in the same steps; the cost is
- * counted.
+ * of the stock driver for each run of pages. Both map the same pages at the same addresses in the same steps; the cost
+ * is counted.
  *
  * The shape is Qwen2.5-1.5B's: 28 layers, a K and a V tensor each (LAYERS= takes fewer), 2 heads x 128 x 2 bytes a
  * token, so that a page of 64 KB holds 128 tokens. Parameters: LAYERS, REQUESTS, TOKENS. Each case is printed as a line
@@ -129,7 +129,8 @@ static void run(void) {
     OK(vm_create(W.uvm, W.uuid[0], 21, tensors * tensor_bytes() / SLOT, 0, &large_object));
   }
 
-  /* One token per step for all requests, whose pages are filled to different degrees: in a step about two need a page. */
+  /* One token per step for all requests, whose pages are filled to different degrees: in a step about two need a page.
+   * */
   before = now();
   for (unsigned step = 0; step < tokens; step++) {
     for (unsigned r = step % PAGE_TOKENS; r < requests; r += PAGE_TOKENS) {
@@ -140,7 +141,8 @@ static void run(void) {
   publish("growth", &before);
   EQ(gpu_scan(&W, 0, RES, all_bytes()).out_bytes, (uint64_t)groups * tensors * UNIT);
 
-  /* Request 0 grows to the length of a prefix; a new request maps its pages read-only, page by page as they were grown. */
+  /* Request 0 grows to the length of a prefix; a new request maps its pages read-only, page by page as they were grown.
+   * */
   for (unsigned g = 0; g < more; g++) grow(0, (each + g) * PAGE_TOKENS, groups + each + g);
   submit();
   before = now();

@@ -57,7 +57,7 @@ ETC = {
 
 
 class _Staging:
-    """The folder that mke2fs copies: hard links if the file system allows them, otherwise copies."""
+    """The folder that mke2fs copies: hard links if the file system allows them, else copies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ class _Staging:
 
 
 def python_image(cache: Path) -> Path:
-    """Returns the image, and makes it if there is none for this environment. Keeps only the newest."""
+    """Returns this environment's image, and makes it if needed. Keeps only the newest image."""
     if not PYTHON.exists():
         raise GuestError(f"no {PYTHON.relative_to(ROOT)}: run `make setup`")
     asked = [PYTHON, HERE / "python_files.py", *DISTRIBUTIONS]

@@ -19,7 +19,7 @@ TRAILER = "TRAILER!!!"
 
 
 class Initramfs:
-    """The entries of the archive by their path in the guest; parent folders are added automatically."""
+    """The archive's entries by their path in the guest. Adds parent folders automatically."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, Path | bytes, int]] = {}

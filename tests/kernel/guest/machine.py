@@ -32,7 +32,8 @@ COMMAND_LINE = (
     "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on no_timer_check watchdog_thresh=60"
     " rcupdate.rcu_cpu_stall_timeout=120"
 )
-# A kernel that has not started its first program after this time hangs; on a busy host it takes 10 s.
+# A kernel that has not started its first program after this time hangs; on a busy host it takes 10
+# s.
 UP_TIME = 90.0
 # A run shows where it hangs this long before its time limit.
 LAST_WORDS = 10.0
@@ -129,7 +130,7 @@ class _Run:
         self._output.end()
 
     def limit(self, timeout: float) -> float:
-        """The time limit in seconds since the start, which depends on the stage that the guest has reached."""
+        """The time limit in seconds since the start, for the stage that the guest has reached."""
         return timeout if self.words else min(UP_TIME, timeout)
 
     def failures(self) -> list[str]:

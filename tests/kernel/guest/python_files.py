@@ -18,7 +18,8 @@ from pathlib import Path
 __all__ = ["main"]
 
 LEFT_OUT = {"bin", "include", "share", "test", "tests"}
-# Exceptions to what is left out: programs, a file that torch needs to load, and tests that are an API.
+# Exceptions to what is left out: programs, a file that torch needs to load, and tests that are an
+# API.
 KEPT = (
     "../../../bin/",
     "torch/bin/torch_shm_manager",
