@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* When a call may return, and when memory may be reused: the GPU's engine is stopped in between, and the state
+ * When a call may return, and when memory may be reused: the GPU's engine is stopped in between, and the state
  * so far is checked. "Did not return" is checked by a timed wait: on a slow machine that may miss a bug, but it never
  * fails a correct driver.
  */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Each command used correctly; the results are checked from the GPU's side, through its page tables and its TLB.
+ * Each command used correctly; the results are checked from the GPU's side, through its page tables and its TLB.
  */
 #include "abi.h"
 #include "kcheck.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Batches that do not fit into one push of 128 KB: many 2 MB pages, as tables of 64 KB PTEs and as 2 MB PTEs. The whole
+ * Batches that do not fit into one push of 128 KB: many 2 MB pages, as tables of 64 KB PTEs and as 2 MB PTEs. The whole
  * batch is carried out, in several pushes, with one TLB invalidate at the end of the last.
  */
 #include "abi.h"

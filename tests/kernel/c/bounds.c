@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Bounds on what a user can take, and on how long others wait for one: limits of each user and cgroup, charges to the
+ * Bounds on what a user can take, and on how long others wait for one: limits of each user and cgroup, charges to the
  * memory cgroup, calls that wait for the GPU with no lock held, locks that are released in steps, a wait that sleeps,
  * and a process that is killed while it waits.
  */

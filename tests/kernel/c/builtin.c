@@ -4,7 +4,7 @@
  * Run on the driver with and without our patches, with the same expectations. Each result is printed as
  * "RESULT name status", so that two runs can be compared line by line.
  *
-* FULL=1 runs PMM_SANITY in its full mode too: 324,000 pushes, with a wait for each. That takes 20 seconds if the
+ * FULL=1 runs PMM_SANITY in its full mode too: 324,000 pushes, with a wait for each. That takes 20 seconds if the
  * guest's two processors have a host processor each, and ten times as long if they share them with another guest.
  *
  * Not run here: CHANNEL_STRESS key rotation, SEC2_*, CE and CHANNEL parts of confidential computing (no such

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* The cost of growing a request, in calls, command buffers, page table entries, TLB invalidates and bytes of
+ * The cost of growing a request, in calls, command buffers, page table entries, TLB invalidates and bytes of
  * kernel memory; and for comparison the same with the stock driver's calls. live_pages needs a GPU of 8 GB.
  *
  * Each measured case is printed as a line "COUNTS {json}".

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Ownership of a descriptor: not initialised, inherited by a child, passed to another process, kept through
+ * Ownership of a descriptor: not initialised, inherited by a child, passed to another process, kept through
  * execve, used by a thread, duplicated, closed by its owner while another process still has it. And the limits on what
  * one descriptor may pin.
  */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* What an administrator sees when something goes wrong: the kernel log after a fatal fault, the dump of a reservation in
+ * What an administrator sees when something goes wrong: the kernel log after a fatal fault, the dump of a reservation in
  * /proc/driver/nvidia-uvm/vmem_dump, the tracepoints.
  */
 #define _GNU_SOURCE

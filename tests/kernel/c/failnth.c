@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Each ioctl is made to fail at its 1st, 2nd, nth call into the resource manager, and, if the kernel supports it
+ * Each ioctl is made to fail at its 1st, 2nd, nth call into the resource manager, and, if the kernel supports it
  * (CONFIG_FAULT_INJECTION, /proc/self/fail-nth), at its nth allocation of kernel memory, until it succeeds.
  *
  * A failure must be ENOMEM or ENOSPC and change nothing (STAT and the page tables), and the same call must

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Structure-aware ioctl fuzzer: mostly valid structs with some fields wrong, from two threads, on descriptors
+ * Structure-aware ioctl fuzzer: mostly valid structs with some fields wrong, from two threads, on descriptors
  * of every kind, with handles of other descriptors, addresses that wrap, and memory that cannot be read.
  *
  * Checks: only errnos that the ABI documents, no output on failure except out_failed_op, a consistent STAT,

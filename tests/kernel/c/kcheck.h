@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* kcheck.h - a test program is a list of functions; a CHECK that fails ends its function.
+ * kcheck.h - a test program is a list of functions; a CHECK that fails ends its function.
  *
  * The program prints "N passed, N failed, N skipped" and exits with 0, with 1 if a test failed, or with 77 if all
  * were skipped. If arguments name tests, only these run.

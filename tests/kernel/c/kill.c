@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* A process with several busy threads is killed at a random point, again and again; afterwards everything that it
+ * A process with several busy threads is killed at a random point, again and again; afterwards everything that it
  * had has been freed, and no other process sees its data. Also tests /proc/driver/nvidia-uvm/vmem, which lists live
  * clients.
  *

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Events around reservations and pages: other clients, removal of GPUs and address spaces, UVM's own calls
+ * Events around reservations and pages: other clients, removal of GPUs and address spaces, UVM's own calls
  * on our ranges, managed memory that competes for the same memory, allocations of the resource manager.
  */
 #define _GNU_SOURCE

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* The GPU fails: it falls off the bus, or a push dies. After either UVM refuses to work until it is reloaded,
+ * The GPU fails: it falls off the bus, or a push dies. After either UVM refuses to work until it is reloaded,
  * so each guest runs only one of these tests: `lost gpu_lost`, `lost push_dies`. The kernel's log has the
  * driver's own lines about it.
  *

@@ -2,7 +2,7 @@
 /*
  * matrix.h - tables of ioctl structs in which one field is wrong.
  *
-* Each struct is at the end of a readable page, so that a kernel that reads or writes beyond the given
+ * Each struct is at the end of a readable page, so that a kernel that reads or writes beyond the given
  * size fails with EFAULT. STAT is compared before and after every refused call.
  */
 #ifndef MATRIX_H

@@ -2,7 +2,7 @@
 /*
  * Random operations by several threads of several processes, against a model of what every address must read.
  *
-* Each thread has its own objects, its own reservation, and a part of a reservation that its process's threads share.
+ * Each thread has its own objects, its own reservation, and a part of a reservation that its process's threads share.
  * Every page's contents carry the writer's tag; fresh memory must be zero. So a page that another thread or process
  * wrote, a stale translation, or an operation that was half done shows as a wrong value, read through the
  * GPU's TLB and page tables. Pushes are delayed at random, and copies are reordered.

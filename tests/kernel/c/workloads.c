@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* The operations of a KV cache, in the library's two ways of mapping on a GPU: a batch of the patched driver, and a call
+ * The operations of a KV cache, in the library's two ways of mapping on a GPU: a batch of the patched driver, and a call
  * of the stock driver for each run of pages. Both map the same pages at the same addresses in the same steps; the cost
  * is counted.
  *

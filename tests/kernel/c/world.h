@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* world.h - a client of the driver with software GPUs, and checks from the GPU's side.
+ * world.h - a client of the driver with software GPUs, and checks from the GPU's side.
  *
  * world_close() fails the test if the model recorded an error or a stale translation since world_open(),
-* or if memory taken from the GPU was not returned.
+ * or if memory taken from the GPU was not returned.
  */
 #ifndef WORLD_H
 #define WORLD_H

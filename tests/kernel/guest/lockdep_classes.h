@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Included before each file of UVM in a tree for the self-checking kernel. UVM initialises all its mutexes in one
+ * Included before each file of UVM in a tree for the self-checking kernel. UVM initialises all its mutexes in one
  * function, and all its rw semaphores in another, so lockdep would give each kind a single class, report the first
  * nesting of two, and switch itself off. Here the class is UVM's own lock order, which is the name of that function's
  * argument (uvm_lock.h). Nothing else in UVM calls these two macros; inline functions of the kernel do, and get class

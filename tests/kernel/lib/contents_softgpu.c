@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Lets libvmem's back end "uvm" access GPU memory without CUDA: through /dev/softgpu, as a kernel running on
+ * Lets libvmem's back end "uvm" access GPU memory without CUDA: through /dev/softgpu, as a kernel running on
  * devices[0] would. Linked into test programs only, where it replaces vm_uvm_contents.
  */
 #include <errno.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
-* Description: libvmem's back end uvm on the patched driver: the number of calls that a batch takes, the state after
+ * Description: libvmem's back end uvm on the patched driver: the number of calls that a batch takes, the state after
  * failures of the driver and of the GPU, the limits of one call, and that all memory is returned.
  *
  *   test_uvm             all of it

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
-* calls.c - counts the calls that UVM makes, and injects failures and delays.
+ * calls.c - counts the calls that UVM makes, and injects failures and delays.
  *
  * One rule at a time (softgpu.h, INJECT). For calls made while nvidia-uvm.ko is loaded the rule is a module parameter,
  * inject=NAME:NTH[:STATUS].

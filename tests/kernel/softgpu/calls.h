@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT OR GPL-2.0 */
 /*
-* calls.h - the resource manager calls that UVM makes, of all branches (nv_uvm_interface.h).
+ * calls.h - the resource manager calls that UVM makes, of all branches (nv_uvm_interface.h).
  * X(name, can_fail): calls that destroy something, or whose result UVM only asserts on, are never made to fail.
  */
 #ifndef SOFTGPU_CALLS_H

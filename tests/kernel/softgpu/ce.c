@@ -5,7 +5,7 @@
  * Sources: kernel-open/nvidia-uvm/clc8b5.h (Hopper) and clc6b5.h (Ampere); the fields used here are the same in both but for
  * MEMORY_SCRUB_ENABLE, which Hopper added. Blackwell's (clc9b5.h, clcab5.h) are those of Hopper.
  *
-* Order: a launched transfer is only queued. It is carried out when something waits for it (a transfer that is not
+ * Order: a launched transfer is only queued. It is carried out when something waits for it (a transfer that is not
  * pipelined, a semaphore of this engine, a WFI of the host) or when the channel has nothing else to do. Pipelined
  * transfers with nothing in between are carried out in random order; if two of them write the same bytes, that is an
  * error of the submitter (SOFTGPU_ERROR_OVERLAP).

@@ -4,7 +4,7 @@
  *
  * Sources: kernel-open/nvidia-uvm/clc86f.h and clc56f.h (GP_ENTRY*, DMA_*).
  *
-* The thread polls GPPut; it works under model.lock, on one channel at a time. With delay_us set each push starts up to
+ * The thread polls GPPut; it works under model.lock, on one channel at a time. With delay_us set each push starts up to
  * that much later, with the lock dropped: this exposes a caller that does not wait for its push.
  */
 #include <linux/bitfield.h>

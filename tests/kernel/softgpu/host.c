@@ -3,9 +3,9 @@
  * host.c - methods of the host class: semaphores, membars, TLB invalidates, waits for idle.
  *
  * Sources: kernel-open/nvidia-uvm/clc96f.h (Blackwell), clc86f.h (Hopper), clc56f.h (Ampere); the fields used here are the same
-* in all. On Blackwell UVM's invalidates include their membar; on earlier GPUs a separate membar operation follows.
+ * in all. On Blackwell UVM's invalidates include their membar; on earlier GPUs a separate membar operation follows.
  *
-* Order: the copy engine runs asynchronously to the host. Only a WFI, or a semaphore release with WFI, waits for its
+ * Order: the copy engine runs asynchronously to the host. Only a WFI, or a semaphore release with WFI, waits for its
  * transfers; a membar or TLB invalidate does not. An invalidate while page table entries are still being written
  * is an error of the submitter (SOFTGPU_ERROR_UNORDERED).
  */

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: MIT OR GPL-2.0 */
 /*
-* impl.h - internals of the software GPU: all types, and the functions that the files share.
+ * impl.h - internals of the software GPU: all types, and the functions that the files share.
  *
  * Objects
  *   softgpu   one GPU: video memory, TLB, channels, one thread that executes pushbuffers.
-*   space     a GPU address space. UVM makes some for itself (channels, copies) and duplicates those that
+ *   space     a GPU address space. UVM makes some for itself (channels, copies) and duplicates those that
  *             processes register ("user" spaces). Has a root page table, which UVM writes.
  *   channel   a ring of pushbuffer segments; executed by the GPU's thread.
-*   table     our record of one page table or directory that is reachable from the root of a user space.
+ *   table     our record of one page table or directory that is reachable from the root of a user space.
  *   memory    memory of the resource manager that a process allocated (a handle in a client).
  *
  * Locks
-*   model.lock protects everything here, unless noted otherwise. It is a mutex, and dropped around calls back into
+ *   model.lock protects everything here, unless noted otherwise. It is a mutex, and dropped around calls back into
  *   UVM (eviction), around delays and while the engine is held. Nothing is called under it that could wait for UVM.
  *   calls.c has its own spinlock for failure injection, readers.c one for the BINDs in flight.
  *

@@ -2,7 +2,7 @@
 /*
  * main.c - the software GPU: loading, unloading, parameters. See README.md and impl.h.
  *
-* Each GPU has a PCI device (QEMU's `edu`), only because UVM needs a device to map host memory for; the device
+ * Each GPU has a PCI device (QEMU's `edu`), only because UVM needs a device to map host memory for; the device
  * itself does nothing.
  */
 #include <linux/delay.h>

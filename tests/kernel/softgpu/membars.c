@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
-* membars.c - detects reuse of memory while accesses through a removed translation may still be in flight.
+ * membars.c - detects reuse of memory while accesses through a removed translation may still be in flight.
  *
  * A TLB invalidate keeps later accesses from using the old translation. A membar after it waits for accesses in flight: a
  * GPU membar for the GPU's own memory, a system membar for another GPU's (uvm_hal_downgrade_membar_type). Each GPU has a

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
-* pma.c - the allocator of video memory: hands out frames, and asks UVM to evict if none are free.
+ * pma.c - the allocator of video memory: hands out frames, and asks UVM to evict if none are free.
  *
  * Modelled on RM's physical memory allocator (src/nvidia/src/kernel/gpu/mem_mgr/phys_mem_allocator/): frames are free,
-* unpinned or pinned. A call that finds too little memory tries to evict once: for single pages UVM chooses; for a
+ * unpinned or pinned. A call that finds too little memory tries to evict once: for single pages UVM chooses; for a
  * contiguous block the allocator chooses the first window without a pinned frame, and UVM has to empty exactly that
  * window. Frames that UVM keeps without declaring them pinned look evictable.
  *

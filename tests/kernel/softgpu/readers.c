@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
-* readers.c - checks what continuously reading GPU work would see during a BIND of the patched driver.
+ * readers.c - checks what continuously reading GPU work would see during a BIND of the patched driver.
  *
  * A reader looks up an address in the page tables, so its view changes only when they are written. While BINDs are in
  * flight, each entry that the engine writes passes through here, and every unit (64 KB) whose translation depends on the
@@ -8,13 +8,13 @@
  * Stale TLB entries are the subject of tlb.c.
  *
  * Rules (uvm_vmem_ioctl.h), for the reservations that a BIND in flight works on:
-*   - a unit that no BIND in flight names does not change (SOFTGPU_ERROR_GAP);
+ *   - a unit that no BIND in flight names does not change (SOFTGPU_ERROR_GAP);
  *   - a unit that a BIND names changes once, from the old translation to the new one (SOFTGPU_ERROR_NEITHER). It may be
  *     absent in between only if its slot changes between a 2 MB page and a table, and never if it was sparse;
  *   - a mapped unit is cached by the GPU if it is the GPU's own memory, and otherwise not (SOFTGPU_ERROR_CACHED), as UVM
  *     does it.
  *
-* BINDs are observed through the driver's tracepoints: uvm_vmem_bind_op comes before anything is written,
+ * BINDs are observed through the driver's tracepoints: uvm_vmem_bind_op comes before anything is written,
  * uvm_vmem_bind_sent when all pushes are in the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the
  * engine has executed the entries put into the rings between the first two, whatever the call returned: a call that a
  * signal ends leaves its pushes behind. Entries that other calls put there meanwhile count too, as they cannot be told
@@ -381,7 +381,7 @@ void sg_readers_counters(struct softgpu_counters *out)
 /* ---- the driver's tracepoints -------------------------------------------------------------------------- */
 
 /*
-* A tracepoint runs in the process whose allocations a test makes fail one by one (fail-nth). Our allocations are exempt:
+ * A tracepoint runs in the process whose allocations a test makes fail one by one (fail-nth). Our allocations are exempt:
  * a BIND that is not recorded would look like a gap.
  */
 static unsigned int spare(void)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
-* rmdev.c - /dev/nvidiactl, /dev/nvidia0, ..., /proc/driver/nvidia/version: the part of the resource manager's own interface
+ * rmdev.c - /dev/nvidiactl, /dev/nvidia0, ..., /proc/driver/nvidia/version: the part of the resource manager's own interface
  * that a program needs if it makes its own clients, devices and address spaces for UVM, as libvmem does.
  *
  * Sources: kernel-open/common/inc/nv-ioctl.h and nv-ioctl-numbers.h, src/nvidia/arch/nvalloc/unix/include/nv_escape.h,

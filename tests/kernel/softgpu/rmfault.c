@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
-* rmfault.c - the resource manager's interface: fault buffers (for replayable faults that a test requests), access
+ * rmfault.c - the resource manager's interface: fault buffers (for replayable faults that a test requests), access
  * counters (there is a buffer, which stays empty), confidential computing and access bits (not supported).
  *
  * Sources: clc369.h, hwref/hopper/gh100/dev_fault.h and hwref/ampere/ga100/dev_fault.h in kernel-open/nvidia-uvm.

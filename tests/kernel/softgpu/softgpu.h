@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT OR GPL-2.0 */
 /*
-* softgpu.h - the tests' interface to the software GPU: the ioctls of /dev/softgpu.
+ * softgpu.h - the tests' interface to the software GPU: the ioctls of /dev/softgpu.
  *
  * The software GPU is a kernel module that replaces nvidia.ko. The real nvidia-uvm.ko registers its GPUs,
  * submits pushbuffers to them and writes their page tables. Through these ioctls a test examines the result
@@ -9,13 +9,13 @@
  * Vocabulary
  *   gpu       index 0 .. SOFTGPU_INFO.out_gpus - 1.
  *   space     a GPU address space that was registered with UVM (UVM_REGISTER_GPU_VASPACE), named by the
-*             gpu and the RM handles (client, vaspace) that were given to UVM. Handles 0, 0 stand for the
+ *             gpu and the RM handles (client, vaspace) that were given to UVM. Handles 0, 0 stand for the
  *             space that the calling process registered last on this gpu and that still exists.
  *   frame     64 KB of video memory, the unit in which it is allocated.
  *   access    what a kernel running on the GPU would do: through the TLB model, then the page tables.
  *
  * Errors: EINVAL malformed; ENOENT no such gpu, space, handle or call name; EFAULT user memory;
-* EIO the model found itself inconsistent (see the kernel log). ACCESS has more errors, described there.
+ * EIO the model found itself inconsistent (see the kernel log). ACCESS has more errors, described there.
  *
  * The size of each struct is part of its ioctl's number: an old test gets ENOTTY, never a wrong layout.
  */
@@ -46,7 +46,7 @@ struct softgpu_space {
 };
 
 /*
-* INFO: describes the machine (out_gpus, out_branch, out_arch: the same for each gpu), and one gpu.
+ * INFO: describes the machine (out_gpus, out_branch, out_arch: the same for each gpu), and one gpu.
  */
 #define SOFTGPU_ARCH_AMPERE 0x170
 #define SOFTGPU_ARCH_HOPPER 0x180
@@ -66,7 +66,7 @@ struct softgpu_info {
 };
 
 /*
-* XLATE: walk the page tables for one address. Neither uses nor changes the TLB model.
+ * XLATE: walk the page tables for one address. Neither uses nor changes the TLB model.
  */
 #define SOFTGPU_APERTURE_VID  0 /* this gpu's own memory */
 #define SOFTGPU_APERTURE_PEER 1 /* memory of out_peer */
@@ -87,11 +87,11 @@ struct softgpu_xlate {
 };
 
 /*
-* ACCESS: access length bytes at va as a kernel on the GPU would, page by page.
+ * ACCESS: access length bytes at va as a kernel on the GPU would, page by page.
  *   READ   into buf            WRITE  from buf
  *   FILL   64-bit words: word i (counted from va, i = 0, 1, ...) becomes value + i * step. va and length are
  *          multiples of 8. A whole frame filled with step 0 costs no guest memory.
-*   CHECK  compares the same words: at the first that differs the call returns EBADMSG, with the bytes before
+ *   CHECK  compares the same words: at the first that differs the call returns EBADMSG, with the bytes before
  *          it in out_done, and its value in out_found.
  * PHYSICAL: va is an address in the gpu's video memory (no space, no TLB, no faults).
  * DELIVER: a missing translation or a write to a read-only page is delivered to UVM, by its fault buffer and an
@@ -99,12 +99,12 @@ struct softgpu_xlate {
  *   faulting at each replay until UVM has cancelled the fault (counter faults_cancelled) or there is a translation.
  *   ENODEV: no channel was registered for the space (UVM_REGISTER_CHANNEL).
  *
-* out_done is written on failure too. A fault stops the access:
+ * out_done is written on failure too. A fault stops the access:
  *   EFAULT  no translation (recorded, kind MISSING)
  *   EROFS   write to a read-only page (recorded, kind READ_ONLY)
  *   ENXIO   the translation points outside of memory (recorded, kind BAD_ADDRESS)
  *   ENODEV  the gpu is lost
-* A stale translation is used, as by hardware: the access succeeds on the OLD page, and is recorded (kind
+ * A stale translation is used, as by hardware: the access succeeds on the OLD page, and is recorded (kind
  * STALE). A stale absent translation faults, and is recorded as STALE too. Sparse: READ gives zeros, WRITE is dropped.
  */
 #define SOFTGPU_READ  0
@@ -129,7 +129,7 @@ struct softgpu_access {
 };
 
 /*
-* SCAN: count the entries of the page tables for [start, start + length), by walking them (no TLB).
+ * SCAN: count the entries of the page tables for [start, start + length), by walking them (no TLB).
  */
 struct softgpu_scan {
 	struct softgpu_space space;
@@ -145,7 +145,7 @@ struct softgpu_scan {
 };
 
 /*
-* FRAME: describes one frame of video memory.
+ * FRAME: describes one frame of video memory.
  */
 #define SOFTGPU_FRAME_POISON  0 /* never written since it was allocated; reads count as poison reads */
 #define SOFTGPU_FRAME_UNIFORM 1 /* every 64-bit word is out_word */
@@ -163,7 +163,7 @@ struct softgpu_frame {
 };
 
 /*
-* ALLOC: allocate memory from the resource manager, as cudaMalloc or another driver client would; it can be passed
+ * ALLOC: allocate memory from the resource manager, as cudaMalloc or another driver client would; it can be passed
  * to UVM_MAP_EXTERNAL_ALLOCATION as (out_client, out_handle). CONTIGUOUS asks for one physical run: if none is
  * free, the PMA chooses a window without pinned frames and asks UVM to evict it (out_evict_calls and
  * out_evict_failed count these requests and those that UVM refused). ENOSPC if there is no such window.
@@ -190,13 +190,13 @@ struct softgpu_handle {
 };
 
 /*
-* SPACE_NEW: make a new pair of RM handles for UVM_REGISTER_GPU_VASPACE. Valid until SPACE_FREE, or until the
+ * SPACE_NEW: make a new pair of RM handles for UVM_REGISTER_GPU_VASPACE. Valid until SPACE_FREE, or until the
  * descriptor of /dev/softgpu that made it is closed; an address space that UVM holds by then lives on, as in RM.
  */
 /* takes struct softgpu_space: gpu in; client, vaspace out */
 
 /*
-* COUNTERS: counters of one gpu since the module was loaded; they never decrease, except those named "now".
+ * COUNTERS: counters of one gpu since the module was loaded; they never decrease, except those named "now".
  */
 struct softgpu_counters {
 	__u32 gpu; /* in */
@@ -244,7 +244,7 @@ struct softgpu_counters {
 };
 
 /*
-* FAULTS: read the oldest unread records: out_count of them (at most SOFTGPU_FAULT_RECORDS); out_dropped records
+ * FAULTS: read the oldest unread records: out_count of them (at most SOFTGPU_FAULT_RECORDS); out_dropped records
  * were lost since the last call because the log was full.
  */
 #define SOFTGPU_FAULT_MISSING        1 /* access without a translation */
@@ -292,7 +292,7 @@ struct softgpu_faults {
 };
 
 /*
-* INJECT: make calls into the resource manager fail or take long. There is one rule at a time; a new rule replaces it
+ * INJECT: make calls into the resource manager fail or take long. There is one rule at a time; a new rule replaces it
  * and restarts counting. name: "" = any call that can fail; "nvUvmInterfacePmaAllocPages" = this call (the prefix
  * nvUvmInterface may be omitted); "push" = not a call, but the execution of a push on any channel, which then
  * dies with an error, as after a hardware fault (status is not used).
@@ -300,7 +300,7 @@ struct softgpu_faults {
  *   nth n         the nth matching call from now on fails with status, and so do the next repeat - 1 calls
  *                 (repeat 0 means 1; ~0: all)
  *   MINE          count only calls made by the calling process
-* Closing the descriptor that set the rule clears it; so do flags 0, nth 0, name "" and delay 0.
+ * Closing the descriptor that set the rule clears it; so do flags 0, nth 0, name "" and delay 0.
  * INJECTED: the number of calls that matched the rule so far, and of those that failed.
  */
 #define SOFTGPU_INJECT_MINE (1u << 0)
@@ -325,7 +325,7 @@ struct softgpu_injected {
 };
 
 /*
-* CALLS: describes call number index of the resource manager's interface (0, 1, ...): its name, the number of calls
+ * CALLS: describes call number index of the resource manager's interface (0, 1, ...): its name, the number of calls
  * since loading, and whether INJECT can make it fail. ENOENT beyond the last call.
  */
 struct softgpu_call {
@@ -336,12 +336,12 @@ struct softgpu_call {
 };
 
 /*
-* HOLD: stop the engine of a gpu before it executes something, so that the intermediate state can be examined.
+ * HOLD: stop the engine of a gpu before it executes something, so that the intermediate state can be examined.
  *   RELEASE     continue
  *   NOW         before the next word
  *   INVALIDATE  before the next TLB invalidate
  *   PUSH        before the next push
-*   QUIET       do not stop, but faults in the buffer raise no interrupt meanwhile
+ *   QUIET       do not stop, but faults in the buffer raise no interrupt meanwhile
  * If the engine is already stopped, the same op again makes it continue to the next such place.
  * WAIT waits until the engine has stopped there: ETIMEDOUT after timeout_ms. out_held: 1 if it has stopped. The hold
  * ends when the descriptor that requested it is closed.
@@ -361,7 +361,7 @@ struct softgpu_hold {
 };
 
 /*
-* SETTINGS: the hardware's behaviour (all gpus); also module parameters of the same names. SET writes all of
+ * SETTINGS: the hardware's behaviour (all gpus); also module parameters of the same names. SET writes all of
  * them and returns the old values; without SET they are only read.
  */
 #define SOFTGPU_SETTINGS_SET (1u << 0)
@@ -378,7 +378,7 @@ struct softgpu_settings {
 };
 
 /*
-* LOST: the gpu falls off the bus: its channels die, calls about it return NV_ERR_GPU_IS_LOST, accesses ENODEV.
+ * LOST: the gpu falls off the bus: its channels die, calls about it return NV_ERR_GPU_IS_LOST, accesses ENODEV.
  * lost 0 brings it back for new channels. (Hardware cannot do that; it lets one guest run more tests.)
  */
 struct softgpu_lost {
@@ -387,13 +387,13 @@ struct softgpu_lost {
 };
 
 /*
-* VERIFY: compare the records of page tables (reachable tables, PTEs that map each frame) with a full walk of all
+ * VERIFY: compare the records of page tables (reachable tables, PTEs that map each frame) with a full walk of all
  * registered spaces. EIO if they differ, with the first difference in the kernel log.
  * FLUSH: drop the TLB model's entries of a gpu, as a test's own "invalidate". Takes __u32 gpu.
  */
 
 /*
-* SUSPEND: suspend (suspend 1) or resume (0) nvidia-uvm.ko, as when the system does; out_status is its NV_STATUS.
+ * SUSPEND: suspend (suspend 1) or resume (0) nvidia-uvm.ko, as when the system does; out_status is its NV_STATUS.
  * ENODEV if it is not loaded.
  */
 struct softgpu_suspend {

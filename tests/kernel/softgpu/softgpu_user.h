@@ -3,7 +3,7 @@
  * softgpu_user.h - a small C library for tests: the software GPU (softgpu.h), and a client of the real
  * nvidia-uvm.ko on it. Static, no dependency beyond libc, nothing printed, no exit.
  *
-* Every function returns 0 (or a descriptor) or a negative errno. UVM calls that fail with an NV_STATUS return it
+ * Every function returns 0 (or a descriptor) or a negative errno. UVM calls that fail with an NV_STATUS return it
  * as a positive number: 0 is success, > 0 an NV_STATUS, < 0 an errno.
  *
  *     struct softgpu_client c;

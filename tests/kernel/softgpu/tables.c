@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
-* tables.c - records of the page tables of user spaces.
+ * tables.c - records of the page tables of user spaces.
  *
  * A table is recorded, with all its entries, when an entry of a reachable directory begins to point to it (or a root is
  * set), and forgotten when that entry changes. Each write of the engine into memory that holds a table passes through
@@ -363,7 +363,7 @@ static void show_readers(struct table *t, u32 i, u64 raw)
 }
 
 /*
-* When an entry changes between a 2 MB page and a table, it has to be invalid until the TLBs have dropped the old value:
+ * When an entry changes between a 2 MB page and a table, it has to be invalid until the TLBs have dropped the old value:
  * otherwise they could hold an address twice, with different page sizes, and accesses to it would be unordered
  * (block_gpu_pte_finish_split_2m in uvm_va_block.c).
  */

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
-* tlb.c - translations that the hardware caches until a TLB invalidate covers them.
+ * tlb.c - translations that the hardware caches until a TLB invalidate covers them.
  *
  * For each root it caches pages (present, sparse and absent) and directory entries. Nothing is evicted, so that a missing
  * invalidate always shows; only at ENTRIES_MAX are all entries dropped, and a line is logged.

@@ -2,7 +2,7 @@
 /*
  * vidmem.c - video memory, and access to all places in memory that a GPU can touch.
  *
-* A frame (64 KB) is either one repeated 64-bit word, which costs nothing, or that word with some of its 4 KB parts
+ * A frame (64 KB) is either one repeated 64-bit word, which costs nothing, or that word with some of its 4 KB parts
  * backed by guest memory. The word is poison when a frame is new, and again when it is freed: so an 8 GB GPU fits
  * into a small guest, and missing zeroing shows.
  */
