@@ -28,7 +28,7 @@ def test_the_command_that_make_noted(tmp_path: Path, key: str) -> None:
         *("gcc", "-Iinclude", '-DNV_VERSION_STRING="535.261.03"', "/w/nvidia-uvm/uvm_vmem.c")
     ]
     notes.write_text("deps := none\n")
-    with pytest.raises(KernelBuildError, match="has noted no command"):
+    with pytest.raises(KernelBuildError, match="recorded no command"):
         noted_command(tmp_path, Path("nvidia-uvm/uvm_vmem.c"))
 
 

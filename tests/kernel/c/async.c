@@ -183,8 +183,7 @@ static int create_into_nothing(void) {
   return vm_call(W.uvm, UVM_VMEM_CREATE, unmapped_later);
 }
 
-/* The struct becomes unwritable while CREATE runs, so the handle cannot be returned: CREATE must leave nothing behind.
- * */
+/* The struct becomes unwritable while CREATE runs, so no handle can be returned: CREATE must leave nothing behind. */
 static void create_without_a_place_for_its_handle(void) {
   struct uvm_vmem_stat s;
   struct call c;

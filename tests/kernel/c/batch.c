@@ -60,8 +60,7 @@ static int bind(struct large *l, const struct uvm_vmem_op *ops, unsigned count, 
   return result;
 }
 
-/* Maps all slots in one batch, PAGES per operation; backwards: one slot per operation, the object's pages in reverse.
- * */
+/* Maps all slots in one batch, PAGES per operation; backwards: one slot per operation, the pages in reverse. */
 static int map_all(struct large *l, bool backwards, unsigned flags, unsigned invalidates, bool makes_tables) {
   static struct uvm_vmem_op ops[MOST_OPS * PAGES];
   unsigned count = 0;

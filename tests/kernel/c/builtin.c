@@ -201,8 +201,7 @@ static void managed_memory(void) {
   munmap(words, BYTES);
 }
 
-/* HMM: memory that the driver has not allocated. Needs a kernel with DEVICE_PRIVATE; HMM=1 says that this one has it.
- * */
+/* HMM: memory that the driver has not allocated. Needs a kernel with DEVICE_PRIVATE, which HMM=1 declares. */
 static void system_memory(void) {
   enum { BYTES = 4 << 20, WORDS = BYTES / 8 };
   setup();

@@ -46,8 +46,7 @@ static int furnish(void) {
     if (!result && i % 2) result = vm_map(W.uvm, RES, RES + (100 + i) * SLOT + 20 * UNIT, grown, i * SLOT_UNITS + 20, 12, 0);
   }
   if (!result) result = gpu_fill(&W, 0, RES, 8 * UNIT, 0xf00d, 1);
-  /* Memory allocated for the first page of host memory is kept: allocate it now, so that it does not look like a leak.
-   * */
+  /* Memory allocated for the first host page is kept: allocate it now, so that it does not look like a leak. */
   if (!result && capabilities & UVM_VMEM_CAP_HOST) {
     result = vm_create(W.uvm, W.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host);
     if (!result) result = vm_release(W.uvm, host);

@@ -490,8 +490,7 @@ static void *reader_thread(void *argument) {
   return NULL;
 }
 
-/* One batch unmaps unit 0 of all slots, the next maps it again; the other units are read meanwhile. All map one object.
- * */
+/* One batch unmaps unit 0 of all slots, the next maps it again, while the other units are read. All map one object. */
 static void free_running(unsigned flags, const char *what) {
   const unsigned slots = parameter("SLOTS", 2048), rounds = parameter("ROUNDS", 6);
   struct uvm_vmem_op *ops = calloc(slots, sizeof(*ops));

@@ -115,8 +115,7 @@ static struct world filler[CLIENTS];
 static volatile unsigned filled;
 static volatile bool bound;
 
-/* Sends batches to GPU 1, which is stopped, until its channel is full; the last one then waits until the GPU is lost.
- * */
+/* Sends batches to GPU 1, which is stopped, until its channel is full; the last waits until the GPU is lost. */
 static void *fills(void *unused) {
   (void)unused;
   for (unsigned i = 0; i < CLIENTS * BINDS; i++, filled++) {

@@ -129,8 +129,7 @@ static void run(void) {
     OK(vm_create(W.uvm, W.uuid[0], 21, tensors * tensor_bytes() / SLOT, 0, &large_object));
   }
 
-  /* One token per step for all requests, whose pages are filled to different degrees: in a step about two need a page.
-   * */
+  /* One token per step for all requests, whose last pages differ in fill: in each step about two need a page. */
   before = now();
   for (unsigned step = 0; step < tokens; step++) {
     for (unsigned r = step % PAGE_TOKENS; r < requests; r += PAGE_TOKENS) {
@@ -141,8 +140,7 @@ static void run(void) {
   publish("growth", &before);
   EQ(gpu_scan(&W, 0, RES, all_bytes()).out_bytes, (uint64_t)groups * tensors * UNIT);
 
-  /* Request 0 grows to the length of a prefix; a new request maps its pages read-only, page by page as they were grown.
-   * */
+  /* Request 0 grows to the length of a prefix; a new request maps its pages read-only, in the order they were grown. */
   for (unsigned g = 0; g < more; g++) grow(0, (each + g) * PAGE_TOKENS, groups + each + g);
   submit();
   before = now();

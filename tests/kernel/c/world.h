@@ -105,8 +105,7 @@ static inline void world_show_faults(int dev, unsigned gpu) {
   }
 }
 
-/* Checks that there were no faults and errors on the GPU since base and, with returned, that all memory was returned.
- * */
+/* Checks that the GPU had no faults or errors since base and, with returned, that all memory was returned. */
 static inline void gpu_check_clean(int dev, unsigned gpu, const struct softgpu_counters *base, bool returned) {
   struct softgpu_counters now;
   for (unsigned tries = 0;; tries++) {
