@@ -42,7 +42,7 @@ static int write_file(const char *path, const char *text) {
   return fclose(file) ? -errno : result;
 }
 
-/* Resets the limits to those with which the module was loaded. */
+/* Resets the limits to their defaults. */
 static void defaults(void) {
   static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST, TOTAL_TABLES, TOTAL_HOST, GPU_TOTAL};
   char path[96];
