@@ -246,9 +246,9 @@ struct uvm_vmem_release {
  *
  * What concurrent GPU work sees:
  *   - An address that no operation names reads and writes as before, at every moment.
- *   - A named address goes from its old translation to the new one in a single step. GPU work may read where MAP
+ *   - A named address changes from its old translation to the new one in a single step. GPU work may read where MAP
  *     replaces the zeros of a sparse range, or REPLACE a page: it gets the old contents or the new.
- *   - Two exceptions, both in BIG reservations. When a slot goes from a 2 MB PTE to 64 KB PTEs or back, all of it is
+ *   - Two exceptions, both in BIG reservations. When a slot changes from a 2 MB PTE to 64 KB PTEs or back, all of it is
  *     invalid for a moment. Without CUT this happens only where the batch names every unit of the slot: no GPU work
  *     may use those addresses until the BIND is done.
  *   - CUT lets an operation change part of a slot that has a 2 MB PTE, instead of EADDRINUSE; the slot gets 64 KB PTEs,

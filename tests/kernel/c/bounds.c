@@ -504,7 +504,7 @@ static int reserve_in(const char *cgroup) {
   return wait_for(child);
 }
 
-/* A refusal by the cgroup charges nothing to the user, who has room. */
+/* A RESERVE that the cgroup's limit refuses is not charged to the user, whose limit is not reached. */
 static void refused_by_the_cgroup(void) {
   const uint64_t most = GIB(16384); /* two reservations of this size take nearly 1 MB */
   struct world roots, w;
