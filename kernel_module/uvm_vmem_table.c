@@ -380,8 +380,8 @@ int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index)
     return 0;
 }
 
-// Wait for the page tree's pushes. Unlike uvm_page_tree_wait, does not hold the tree's lock meanwhile: every caller
-// that makes or frees a table in this address space needs it.
+// Wait for the page tree's pushes, but not under the tree's lock as uvm_page_tree_wait does: every caller that makes or
+// frees a table in this address space needs that lock.
 static NV_STATUS tree_wait(uvm_page_tree_t *tree)
 {
     uvm_tracker_t tracker = UVM_TRACKER_INIT();
