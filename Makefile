@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-# `make run` and `make test` set up what they need; everything made lies under build/.
+# `make run` and `make test` set up what they need; all output goes to build/.
 
 PYTHON ?= python3
 BUILD := build
 VENV := $(BUILD)/venv
 VPY := $(VENV)/bin/python
-# More arguments for the program behind `run`, `bench` and `test-gpu`, for example ARGS="--backend host".
+# Extra arguments for the program that `run`, `bench` or `test-gpu` starts, for example ARGS="--backend host".
 ARGS ?=
 
-# The demonstration's model, converted once.
+# The demo's model, converted once.
 MODEL = import sys; from pyvmem.serve.model import model_folder; \
 	print(model_folder(notify=lambda text: print(text, file=sys.stderr)))
 

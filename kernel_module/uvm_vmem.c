@@ -2,8 +2,8 @@
 //
 // vmem: fine-grained GPU memory for address ranges that stay contiguous.
 //
-// The interface is in uvm_vmem_ioctl.h. This file parses and dispatches the ioctls; each of the others has one task,
-// and their calls form no cycle:
+// The interface is in uvm_vmem_ioctl.h. This file parses and dispatches the ioctls; each of the other files has one
+// task, and no two files call each other:
 //
 //   uvm_vmem_call.c    shared by all calls: begin and end, waiting for a GPU, checks for unsupported GPUs
 //   uvm_vmem_account.c kernel memory: charged to the process's memory cgroup, and limited for each user and cgroup
@@ -44,9 +44,10 @@
 //
 // These hold a lock for longer than one push or 4,096 units, or wait for the GPU or a call while holding it:
 //
-//   UVM_FREE of a reservation                  VA space lock, write: page tables one by one, the end of a call on it
-//   a GPU or its VA space is unregistered,     VA space lock, write: page tables and mappings in all reservations, the
-//   peer access ends                           end of all calls, tickets, pages of the GPU
+//   UVM_FREE of a reservation                  VA space lock, write: waits for a call on it to end, then frees the page
+//                                              tables one by one
+//   a GPU or its VA space is unregistered,     VA space lock, write: waits for all calls and tickets, then removes page
+//   peer access ends                           tables and mappings in all reservations, and the GPU's pages
 //   a tracker cannot allocate memory           state->lock: waits for the pushes instead of recording them
 //   uvm_page_tree_alloc_table                  UVM's page tree lock, of one address space: until the tree's own pushes
 //                                              complete
@@ -56,18 +57,20 @@
 // Physical memory and the GPU's TLBs
 //
 // A push that removes translations is added to state->pending before the pages lose their references. Memory is reused
-// only after it: the push that zeroes a page acquires it, and a chunk that goes back to the PMM or the kernel waits for
-// it, without a lock. So even an ASYNC batch never lets a page reach another owner while a GPU could still see it.
+// only after that push: the push that zeroes a page acquires it, and a chunk is returned to the PMM or the kernel only
+// after waiting for it, without a lock. So even an ASYNC batch never lets a page reach another owner while a GPU could
+// still see it.
 //
 // Trade-offs
 //
 // - Zeroing at CREATE, not in the background: a page is never handed out dirty, at the cost of a memset in each CREATE.
-// - All sparse slots of a descriptor share one table of 32 sparse PTEs on a GPU. Mapping something in such a slot first
-//   fills a private table, then switches the slot to it with one write, so that concurrent reads of the sparse pages
-//   beside it never fault. A 2 MB sparse entry would be smaller but could not be replaced like that. A slot never
-//   returns to the shared table: UVM's page tree cannot free a table without clearing the entry that points to it.
-// - 32 entries of 8 bytes for a slot even if one page of it is used: 256 bytes for 2 MB of addresses make a batch's
-//   final values, its undo and its accounting trivial.
+// - All sparse slots of a descriptor share one table of 32 sparse PTEs on a GPU. Mapping a page in such a slot first
+//   fills a private table, then switches the slot to it with one write, so that concurrent reads of the slot's other,
+//   still sparse pages never fault. A 2 MB sparse entry would be smaller but could not be replaced like that. A slot
+//   never returns to the shared table: UVM's page tree cannot free a table without clearing the entry that points to
+//   it.
+// - A slot records 32 entries of 8 bytes even if only one of its pages is used: these 256 bytes per 2 MB of addresses
+//   make a batch's final values, its undo and its accounting trivial.
 // - Chunks belong to one file descriptor: two processes never share 2 MB, and what a process leaves behind is zeroed by
 //   us or by the PMM's next user.
 
@@ -439,7 +442,7 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
     if (ret)
         return ret;
 
-    // Detect a struct that cannot be written before doing any work.
+    // Fail before any work is done if the struct cannot be written.
     if (command->has_out && copy_params_back(command, user, &params))
         return -EFAULT;
 
@@ -484,7 +487,7 @@ void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem)
     if (!state)
         return;
 
-    // A reader of vmem_dump may hold a claim. No further claim can be made from here on, and that one is released soon.
+    // A reader of vmem_dump may hold a claim. From here on no new claim can be made, and that one is released soon.
     uvm_vmem_stat_remove(state);
     uvm_vmem_wait_event(state, READ_ONCE(state->calls) == 0);
 

@@ -32,7 +32,7 @@ typedef struct
 // Is this one of our ioctls?
 bool uvm_vmem_is_ioctl(unsigned int cmd);
 
-// Carry out one of our ioctls; 0 or a negative errno.
+// Carry out one of our ioctls. Returns 0 or a negative errno.
 long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg);
 
 // Creation and destruction of a VA space. Neither fails. Destroy runs last, after all GPUs were unregistered and all
@@ -64,7 +64,7 @@ void uvm_vmem_range_remove_gpu(uvm_vmem_range_t *range, uvm_gpu_t *gpu);
 // LOCKING: Caller holds the VA space lock for write.
 void uvm_vmem_range_disable_peer(uvm_vmem_range_t *range, uvm_gpu_t *gpu0, uvm_gpu_t *gpu1);
 
-// UVM cancels a GPU access that it cannot serve: log it if the address is in a reservation.
+// Called when UVM cancels a GPU access that it cannot service: log it if the address is in a reservation.
 //
 // LOCKING: Caller holds the VA space lock, for read or write.
 void uvm_vmem_fatal_fault(uvm_va_space_t *va_space, uvm_gpu_id_t gpu_id, const uvm_fault_buffer_entry_t *fault);

@@ -2,20 +2,21 @@
 //
 // Kernel memory of vmem: how it is charged and limited.
 //
-// Our own allocations carry __GFP_ACCOUNT: the memory cgroup of the process is charged. What UVM allocates for us (the
-// description of a page table or an external range, and the table itself) is not, and neither is bounded by anything
-// else: a process that touches one unit in each 2 MB of 16 TB makes 8 million tables. So all kernel memory behind a
-// reservation is also counted in accounts, with limits that are on by default:
+// Our own allocations carry __GFP_ACCOUNT, so the memory cgroup of the process is charged for them. It is not charged
+// for what UVM allocates on our behalf (page tables, and the structs that describe a page table or an external range),
+// and nothing else bounds either kind: a process that touches one unit in each 2 MB of 16 TB makes 8 million tables. So
+// all kernel memory behind a reservation is also counted in accounts, with limits that are on by default:
 //
 //   the user's     all descriptors of the real user id that made them
-//   the cgroup's   all descriptors of the cgroup (version 2) that the process was in, if it is not the root. In
-//                  containers every process may be root: there root's user account is ignored, and this one counts.
-//   the machine's  all descriptors on the machine, so that part of its memory stays available however many users and
+//   the cgroup's   all descriptors of the cgroup (version 2) that the process was in, unless that is the root cgroup.
+//                  In containers every process may be root: there root's user account is ignored and only this one
+//                  applies.
+//   the machine's  all descriptors on the machine, so that part of its memory stays free however many users and
 //                  cgroups there are.
 //
-// Pinned host memory has accounts of its own. A descriptor keeps its accounts even if the process moves to another
-// cgroup or user. Only the cgroup itself counts, not its ancestors: if users may make cgroups, the user's limit still
-// holds.
+// Pinned host memory has separate accounts. A descriptor keeps its accounts even if the process moves to another
+// cgroup or user. Only the cgroup itself is charged, not its ancestors: if users may create cgroups, the user's limit
+// still bounds them.
 
 #include <linux/cgroup.h>
 #include <linux/cred.h>
@@ -35,9 +36,8 @@
 static long uvm_vmem_user_tables_limit_mb = -1;
 module_param(uvm_vmem_user_tables_limit_mb, long, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_user_tables_limit_mb,
-                 "Memory, in MB, for page tables and the description of reservations of vmem that the processes of one "
-                 "user may take (0: no limit; default: a 32nd of the machine's memory). Above it RESERVE and BIND fail "
-                 "with EDQUOT.");
+                 "Kernel memory, in MB, for vmem's page tables and reservations that the processes of one user may use "
+                 "(0: no limit; default: 1/32 of the machine's memory). Above it RESERVE and BIND fail with EDQUOT.");
 
 static long uvm_vmem_cgroup_tables_limit_mb = -1;
 module_param(uvm_vmem_cgroup_tables_limit_mb, long, S_IRUGO | S_IWUSR);
@@ -45,7 +45,7 @@ MODULE_PARM_DESC(uvm_vmem_cgroup_tables_limit_mb, "The same for the processes of
 
 static long uvm_vmem_total_tables_limit_mb = -1;
 module_param(uvm_vmem_total_tables_limit_mb, long, S_IRUGO | S_IWUSR);
-MODULE_PARM_DESC(uvm_vmem_total_tables_limit_mb, "The same for all processes together (default: an 8th).");
+MODULE_PARM_DESC(uvm_vmem_total_tables_limit_mb, "The same for all processes together (default: 1/8).");
 
 static long uvm_vmem_user_host_limit_mb = -1;
 module_param(uvm_vmem_user_host_limit_mb, long, S_IRUGO | S_IWUSR);
@@ -59,7 +59,7 @@ MODULE_PARM_DESC(uvm_vmem_cgroup_host_limit_mb, "The same for the processes of o
 
 static long uvm_vmem_total_host_limit_mb = -1;
 module_param(uvm_vmem_total_host_limit_mb, long, S_IRUGO | S_IWUSR);
-MODULE_PARM_DESC(uvm_vmem_total_host_limit_mb, "The same for all processes together (default: three quarters).");
+MODULE_PARM_DESC(uvm_vmem_total_host_limit_mb, "The same for all processes together (default: 3/4).");
 
 typedef enum
 {
@@ -69,8 +69,9 @@ typedef enum
     SCOPES
 } scope_t;
 
-// A negative parameter stands for part/whole of the machine's memory. A user's tables: 32 bytes a page at 4 KB, and more
-// than a page table for each 2 MB of GPU memory on machines with half as much host memory as GPU memory.
+// A negative parameter stands for part/whole of the machine's memory. 1/32 for a user's tables is ample: a slot with
+// its page table takes about 700 bytes, so even with half as much host memory as GPU memory all GPU memory can be
+// mapped many times over.
 static const struct
 {
     long *parameter;
@@ -100,7 +101,7 @@ struct uvm_vmem_account_struct
     atomic64_t bytes[UVM_VMEM_ACCOUNT_KINDS];
 };
 
-// No other lock is taken under the mutex.
+// No other lock is taken while the mutex is held.
 static LIST_HEAD(g_accounts);
 static DEFINE_MUTEX(g_accounts_lock);
 
@@ -114,7 +115,7 @@ static NvU64 limit_of(scope_t scope, uvm_vmem_account_kind_t kind)
     if (limit > 0)
         return (NvU64)limit << 20;
 
-    // Not si_meminfo(): it counts much more, and takes a block-layer lock for that.
+    // Not si_meminfo(): it gathers much more, and takes a block-layer lock to do so.
     return ((NvU64)totalram_pages() << PAGE_SHIFT) / g_limits[scope][kind].whole * g_limits[scope][kind].part;
 }
 
@@ -264,7 +265,7 @@ NvU64 uvm_vmem_external_cost(void)
     return sizeof(uvm_vmem_external_t);
 }
 
-// Header of an allocation too large for kmalloc; keeps it aligned.
+// Header of an allocation too large for kmalloc; sized so that the memory after it stays aligned.
 typedef struct
 {
     size_t size;

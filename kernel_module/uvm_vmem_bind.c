@@ -2,17 +2,17 @@
 //
 // BIND: a batch of map and unmap operations, all or nothing.
 //
-//   check      each operation by itself, then sorted by address for overlaps
-//   look up    the reservation and the objects, which are pinned
+//   check      each operation alone; then sort them by address and check for overlaps
+//   look up    the reservation and the objects, and pin the objects
 //   stage      the final content of each slot that the batch touches: the value and the size of each PTE
 //   prepare    slots, page tables, access to host memory: everything that can fail. Undone on failure.
-//   send       for each GPU the fewest pushes that hold the PTEs, and one TLB invalidate at the end of the last
-//   commit     the staged content becomes the slots'; references to objects move along
+//   send       to each GPU the fewest pushes that hold the PTEs, with one TLB invalidate at the end of the last
+//   commit     the staged content to the slots, and move the references to objects accordingly
 //   wait       unless the caller wants a ticket
 //
-// Up to the first push nothing is visible to a GPU or in the state, and every failure is rolled back (page tables that
-// a slot of a BIG reservation was given stay with it). Beginning a push fails only after a fatal error; the state of
-// what was sent before is then unknown, and the reservation is marked broken.
+// Before the first push no GPU and no other call sees a change, and every failure is rolled back (only page tables that
+// a slot of a BIG reservation was given stay with it). Beginning a push fails only after a fatal error; it is then
+// unknown what the GPU did with earlier pushes, and the reservation is marked broken.
 
 #include <linux/sched/signal.h>
 #include <linux/sort.h>
@@ -20,7 +20,7 @@
 #include "uvm_vmem_internal.h"
 #include "uvm_vmem_trace.h"
 
-// An operation, checked. Units count from the beginning of the reservation.
+// A checked operation. Units are counted from the start of the reservation.
 typedef struct
 {
     NvU64 first_unit;
@@ -37,21 +37,21 @@ typedef struct
 {
     NvU64 index;
 
-    // One bit per unit: named by an operation; its entry changes.
+    // Bitmaps, one bit per unit: an operation names the unit; its entry changes.
     NvU32 named;
     NvU32 touched;
 
     // A single MAP covers the whole slot.
     bool whole;
 
-    // The slot was made for this batch.
+    // This batch created the slot.
     bool made;
 
-    // Index of an operation that changes a unit without CUT.
+    // uncut: an operation without CUT changes a unit; uncut_op is its index.
     bool uncut;
     NvU32 uncut_op;
 
-    // Index of an operation with LARGE.
+    // large: an operation has LARGE; large_op is its index.
     bool large;
     NvU32 large_op;
 
@@ -81,7 +81,7 @@ typedef struct
     // Objects that lost their last reference: to be reaped after the batch.
     struct list_head dead;
 
-    // The pushes, to wait for.
+    // The pushes to wait for.
     uvm_tracker_t tracker;
 } bind_t;
 
@@ -282,7 +282,7 @@ static NvU64 op_last_slot(const bind_op_t *op)
     return (op->first_unit + op->num_units - 1) / UVM_VMEM_SLOT_UNITS;
 }
 
-// Does the operation change anything in a slot that was never bound?
+// Return true if the operation changes a slot that was never bound.
 static bool op_needs_slot(const bind_op_t *op)
 {
     return op->op == UVM_VMEM_OP_MAP || (op->flags & UVM_VMEM_OP_SPARSE);
@@ -332,7 +332,7 @@ static uvm_vmem_entry_t op_entry(const bind_op_t *op, NvU64 unit)
     return entry;
 }
 
-// The slot's current content.
+// Start a stage from the slot's current content.
 static void stage_begin(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
@@ -388,10 +388,10 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
     return 0;
 }
 
-// The slot's new entry in the table above, after all operations on it.
+// Choose the state of the slot's entry in the table above, after all operations on the slot.
 //
-// Between a 2 MB PTE and a table the entry is invalid for a moment, and with it all of the slot. Only addresses that
-// the batch names may see that, unless the caller has said (CUT) that nothing uses the rest.
+// When that entry changes between a 2 MB PTE and a table, the whole slot is invalid for a moment. Only addresses that
+// the batch names may see that, unless the caller has said (CUT) that nothing uses the others.
 static int stage_state(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
@@ -415,7 +415,7 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
         return -EADDRINUSE;
     }
 
-    // The same pages may be mapped by a PTE of another size from now on.
+    // The PTE size changes, so the entries of all units change, even if they map the same pages.
     if (stage->state == UVM_VMEM_SLOT_BIG || slot->state == UVM_VMEM_SLOT_BIG)
         stage->touched = ~0u;
 
@@ -525,7 +525,7 @@ static int prepare_tables(bind_t *bind)
         new_tables = new_tables || stage->made;
     }
 
-    // After a failure too: directories of sparse slots stay, and the next batch writes to them.
+    // Wait even after a failure: directories of sparse slots are kept, and the next batch writes to them.
     if (new_tables) {
         waited = uvm_vmem_range_wait_tables(range);
         ret = ret ? ret : waited;
@@ -566,7 +566,7 @@ static void unmake_slots(bind_t *bind)
         (void)uvm_vmem_range_wait_tables(bind->range);
 }
 
-// Send what changes to one GPU.
+// Send the changes to one GPU.
 static int send_to_gpu(bind_t *bind, NvU32 gpu_index, bool *sent)
 {
     uvm_vmem_range_t *range = bind->range;
@@ -650,7 +650,7 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
     slot->state = stage->state;
 }
 
-// Commit what was sent as the reservation's content. Cannot fail.
+// Make what was sent the reservation's recorded content. Cannot fail.
 static void commit(bind_t *bind, NvU64 *ticket_out)
 {
     uvm_vmem_range_t *range = bind->range;
@@ -662,7 +662,7 @@ static void commit(bind_t *bind, NvU64 *ticket_out)
     for (i = 0; i < range->gpu_count; i++)
         uvm_tracker_add_tracker_safe(&bind->tracker, &range->gpus[i].tracker);
 
-    // Before any page can be returned.
+    // Must precede the return of any page.
     if (bind->unmaps) {
         uvm_tracker_remove_completed(&bind->state->pending);
         uvm_tracker_add_tracker_safe(&bind->state->pending, &bind->tracker);
@@ -794,7 +794,7 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
     if (!bind.range->broken)
         unpin_objects(&bind);
 
-    // While this call waits, others may bind, and no GPU is removed.
+    // While this call waits, other calls may bind, but no GPU is removed.
     uvm_vmem_call_hold(state);
     uvm_vmem_range_unclaim(bind.range);
     waits = !ret && !(params->flags & UVM_VMEM_BIND_ASYNC);

@@ -11,8 +11,8 @@
 #include "uvm_vmem_internal.h"
 
 // UVM detects completion by polling a semaphore in memory: its channels raise no interrupt, and it offers no hook. So a
-// waiter polls: without a pause for as long as most batches take (estimated from UVM's own pushes), then with a pause
-// that is a fraction of the time waited so far, which bounds the relative overshoot.
+// waiter polls too: it spins for about as long as most batches take (estimated from UVM's own pushes), then sleeps for
+// a fraction of the time waited so far, which bounds the relative overshoot.
 #define PAUSE_SPIN_NS 20000ull
 #define PAUSE_PART    4
 #define PAUSE_MIN_NS  5000ull
@@ -59,7 +59,7 @@ void uvm_vmem_call_end(uvm_vmem_state_t *state)
     uvm_mutex_lock(&state->lock);
     state->calls--;
 
-    // Under the lock: the state may be gone once a waiter has seen that no call is left.
+    // Wake under the lock: once a waiter sees that no call is left, the state may be freed.
     wake_up_all(&state->wait);
     uvm_mutex_unlock(&state->lock);
 }
@@ -136,7 +136,7 @@ NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
     if (gpu->mem_info.size == 0)
         return UVM_VMEM_GPU_INTEGRATED;
 
-    // Before Pascal there are no 2 MB pages, and a table of 64 KB PTEs reaches further than one slot.
+    // GPUs before Pascal have no 2 MB pages, and their tables of 64 KB PTEs cover more than one slot.
     if ((tree->hal->page_sizes() & needed_sizes) != needed_sizes || uvm_vmem_big_page_size(tree) != UVM_PAGE_SIZE_64K ||
         uvm_mmu_pde_coverage(tree, UVM_PAGE_SIZE_64K) != UVM_VMEM_SLOT)
         return UVM_VMEM_GPU_NO_64K;

@@ -14,7 +14,7 @@
 #error "UVM_VMEM_BRANCH is not defined: uvm_vmem-sources.Kbuild did not find NV_VERSION_STRING"
 #endif
 
-// Since 565 an external range is a type of its own that contains the VA range.
+// Since 565 an external range has a separate type, which contains the VA range.
 #if UVM_VMEM_BRANCH >= 565
 
 typedef uvm_va_range_external_t uvm_vmem_external_t;

@@ -10,7 +10,7 @@
 //
 // Nothing here waits for a client's lock, which may be held while a GPU works: a reader retries for a while and then
 // gets EBUSY; a log line leaves out what it cannot read. A dump claims the reservation for each read() separately, so
-// each slot is consistent, but not all of them together. Fully sparse slots are left out.
+// each slot is consistent in itself, but slots may be from different moments. Fully sparse slots are left out.
 
 #include <linux/delay.h>
 #include <linux/ktime.h>
@@ -24,13 +24,13 @@
 #include "uvm_procfs.h"
 #include "uvm_vmem_internal.h"
 
-// Attempts of a reader to take a client's locks, 10 ms apart.
+// A reader tries to take a client's locks this many times, 10 ms apart.
 #define LOCK_TRIES 100
 
-// "PID ADDRESS" and some room.
+// The longest "PID ADDRESS" that is accepted, with some slack.
 #define MAX_SELECTION 64
 
-// One line about the last batch.
+// Size of the text about the last batch.
 #define BATCH_TEXT 160
 
 // The process chooses its name: characters that could end a field or a line, or control a terminal, are escaped in
@@ -65,7 +65,7 @@ void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_un
     last->time = ktime_get_ns();
 }
 
-// LOCKING: Takes none. If a batch is recorded at the same time, the text may mix two batches.
+// LOCKING: Takes no lock. If a batch is recorded at the same time, the text may mix two batches.
 static const char *batch_text(uvm_vmem_range_t *range, char *text)
 {
     uvm_vmem_last_batch_t last = range->last_batch;
@@ -130,7 +130,7 @@ static const char *entry_text(uvm_vmem_range_t *range, NvU64 address)
     const char *text = "nothing mapped";
     uvm_vmem_slot_t *slot;
 
-    // No claim can be made while it is held.
+    // While this lock is held, no claim can be made.
     if (!uvm_mutex_trylock(&range->state->lock))
         return "a batch is under way";
 
@@ -211,7 +211,7 @@ static int list_ranges(uvm_vmem_state_t *state, void *seq)
     uvm_vmem_range_t *range;
     char text[BATCH_TEXT];
 
-    // Fails even if a writer is only waiting; this client's reservations are then left out.
+    // Fails even if a writer is only queued; this client's reservations are then left out.
     if (!uvm_down_read_trylock(&state->va_space->lock)) {
         seq_printf(file, "%d busy\n", state->process);
         return 0;
@@ -234,8 +234,9 @@ static int list_ranges(uvm_vmem_state_t *state, void *seq)
     return 0;
 }
 
-// Claim the requested reservation if it belongs to this state. Returns 1 if so, else 0, or -EBUSY. The state outlives
-// the list's lock, because a VA space is not dismantled while a range is claimed.
+// Claim the requested reservation if it belongs to this state. Returns 1 if claimed, 0 if it belongs to another state,
+// or -EBUSY. The state stays valid after the list's lock is dropped: a VA space is not dismantled while a range is
+// claimed.
 static int claim_range(uvm_vmem_state_t *state, void *reader)
 {
     dump_t *dump = reader;
@@ -299,7 +300,7 @@ static void *dump_start(struct seq_file *file, loff_t *pos)
         if (ret < 0)
             return ERR_PTR(ret);
 
-        // It may be freed between two reads: then the dump ends.
+        // The reservation may be freed between two reads: then the dump ends.
         if (!dump->range)
             return *pos == 0 ? ERR_PTR(-ENOENT) : NULL;
     }
@@ -381,7 +382,8 @@ static uvm_gpu_phys_address_t entry_address(uvm_vmem_range_t *range, uvm_vmem_ob
     return uvm_vmem_chunk_address(chunk, unit, range->gpus[i].gpu);
 }
 
-// The run of entries from first on that map consecutive pages of consecutive memory, or are all sparse, or all empty.
+// Show the run of entries from first on that map consecutive pages of contiguous memory, or are all sparse, or all
+// empty.
 static NvU32 show_run(struct seq_file *file, uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries, NvU32 first)
 {
     uvm_vmem_entry_t entry = entries[first];
@@ -520,6 +522,6 @@ static const nv_proc_ops_t g_dump_file = {
 
 void uvm_vmem_debug_procfs_init(struct proc_dir_entry *dir)
 {
-    // Everything else works without the file.
+    // A failure is ignored: only the file is missing then.
     (void)proc_create("vmem_dump", S_IRUSR | S_IWUSR, dir, &g_dump_file);
 }

@@ -31,7 +31,7 @@
 #define UVM_VMEM_MAX_BIND_OPS   (1u << 16)
 #define UVM_VMEM_MAX_BIND_UNITS (1u << 21)
 
-// 8 bytes a page while the object lives.
+// An object takes 8 bytes per page.
 #define UVM_VMEM_MAX_CREATE_PAGES (1u << 16)
 
 #define UVM_VMEM_MAX_GPUS 8
@@ -44,17 +44,17 @@
 #define UVM_VMEM_LEAF_SLOTS        512
 #define UVM_VMEM_MAX_RESERVE_BYTES (1ull << 44)
 
-// Each slot costs a push and a TLB invalidate: 8,192 of them in one call.
+// Each slot costs a push and a TLB invalidate: at this limit 8,192 of them in one call.
 #define UVM_VMEM_MAX_EAGER_BYTES (1ull << 34)
 
 // The most units worked on before state->lock is released for a moment.
 #define UVM_VMEM_STEP_UNITS 4096
 
-// Log2 of the addresses that one directory of 2 MB entries covers: 512 MB.
+// Log2 of the bytes of addresses that one directory of 2 MB entries covers: 512 MB.
 #define UVM_VMEM_DIRECTORY_SHIFT 29
 
-// A handle is an index into the table of objects and, above it, how often the index had wrapped: a handle repeats after
-// 2^32 objects.
+// A handle has an index into the table of objects in its low bits, and above it the number of times the index had
+// wrapped: handles repeat after 2^32 objects.
 #define UVM_VMEM_INDEX_BITS 20
 #define UVM_VMEM_INDEX_MAX  ((1u << UVM_VMEM_INDEX_BITS) - 1)
 
@@ -85,7 +85,7 @@ struct uvm_vmem_chunk_struct
     // In store->all.
     struct list_head all_node;
 
-    // One bit per unit: free; not zero.
+    // Bitmaps, one bit per unit: the unit is free; the unit must be zeroed before use.
     NvU32 free;
     NvU32 dirty;
 };
@@ -128,7 +128,7 @@ struct uvm_vmem_object_struct
     // The store's GPU was unregistered; the pages went with it.
     bool dead;
 
-    // Made CONTIGUOUS: each 2 MB of it is a run in one chunk.
+    // Created with CONTIGUOUS: each 2 MB of it is contiguous in one chunk.
     bool contiguous;
 
     NvU32 index;
@@ -139,7 +139,7 @@ struct uvm_vmem_object_struct
     // Once unreferenced: link in a list of objects whose pages are being returned, last first (uvm_vmem_object_reap).
     struct list_head node;
 
-    // Start of each page: the address of its chunk, with the unit's index in the low 5 bits.
+    // For each page the address of its chunk, with the index of the page's first unit in the low 5 bits.
     unsigned long pages[];
 };
 
@@ -153,7 +153,7 @@ typedef NvU64 uvm_vmem_entry_t;
 #define UVM_VMEM_ENTRY_INDEX_SHIFT 8
 #define UVM_VMEM_ENTRY_UNIT_SHIFT  32
 
-// The kind of a slot's entry in the table above, on each GPU. Without BIG it is SMALL, or SPARSE.
+// The kind of a slot's entry in the table above, on each GPU. In a reservation without BIG it is SMALL or SPARSE.
 typedef enum
 {
     UVM_VMEM_SLOT_EMPTY, // invalid
@@ -173,11 +173,12 @@ struct uvm_vmem_slot_struct
     NvU32 mapped;              // one bit per unit
     uvm_vmem_slot_state_t state;
 
-    // The reservation is BIG, or the slot was all sparse: vmem writes the entry in the table above, and tables has it.
+    // The reservation is BIG, or the slot was all sparse: vmem itself writes the entry in the table above, and tables
+    // has a range for it.
     bool has_entry;
 
-    // The table of PTEs on each GPU of the reservation (entry_count is 0 while there is none) and then, with has_entry,
-    // the slot's own entry in the table above on each GPU.
+    // For each GPU of the reservation the table of PTEs (entry_count is 0 if not allocated); then, with has_entry, for
+    // each GPU the slot's own entry in the table above.
     uvm_page_table_range_t tables[];
 };
 
@@ -228,11 +229,11 @@ struct uvm_vmem_range_struct
     // Being freed: lookups no longer find it. Written by the call that has claimed it.
     bool dying;
 
-    // Arrays of UVM_VMEM_LEAF_SLOTS slots; a NULL at either level: never bound.
+    // Arrays of UVM_VMEM_LEAF_SLOTS slots; NULL at either level means never bound.
     uvm_vmem_slot_t ***leaves;
 
-    // For each 512 MB of addresses that the range has a part in, from its first on: the entries of its slots there, on
-    // each GPU. Made when a slot becomes all sparse first, so that the directory stays; NULL before.
+    // For each aligned 512 MB of addresses that the range overlaps, in order: the entries of its slots there, on each
+    // GPU. Allocated when one of them first becomes all sparse, so that the directory is kept; NULL before.
     uvm_page_table_range_t **directories;
     NvU64 num_directories;
 
@@ -241,7 +242,7 @@ struct uvm_vmem_range_struct
     // A push failed after part of a batch was sent: the contents of the GPUs' page tables are unknown.
     bool broken;
 
-    // Memory other than the mapping GPU's own was mapped.
+    // A GPU has mapped memory other than its own.
     bool remote;
 
     uvm_vmem_last_batch_t last_batch;
@@ -249,7 +250,7 @@ struct uvm_vmem_range_struct
     uvm_vmem_range_gpu_t gpus[UVM_VMEM_MAX_GPUS];
 };
 
-// A BIND that may not be finished.
+// A BIND that may still be unfinished.
 typedef struct
 {
     NvU64 number;
@@ -257,7 +258,7 @@ typedef struct
     struct list_head node;
 } uvm_vmem_ticket_t;
 
-// Host memory and each GPU.
+// Indices of stores: host memory first, then each GPU.
 #define UVM_VMEM_STORE_HOST 0
 #define UVM_VMEM_STORES     (1 + UVM_ID_MAX_GPUS)
 
@@ -274,7 +275,7 @@ struct uvm_vmem_state_struct
     // Protected by the VA space lock: for read to walk the list, for write to change it.
     struct list_head ranges;
 
-    // The user's, the cgroup's, the machine's; NULL: not counted. Immutable.
+    // The accounts of the user, the cgroup and the machine; NULL: not counted. Immutable.
     uvm_vmem_account_t *accounts[3];
 
     // Order UVM_LOCK_ORDER_VMEM. Protects the fields below, and the contents of objects, stores and chunks.
@@ -317,14 +318,14 @@ struct uvm_vmem_state_struct
     atomic64_t table_waits;
     atomic64_t zeroed_bytes;
 
-    // Per hold of the lock. Protected by the lock.
+    // The most units covered by one hold of the lock. Protected by the lock.
     NvU32 most_units;
 };
 
 // uvm_vmem_call.c
 
-// -errno for what UVM or the resource manager returned. out_of_memory is the errno for NV_ERR_NO_MEMORY, which can
-// mean kernel memory (ENOMEM) as well as the GPU's (ENOSPC).
+// Convert a status of UVM or the resource manager to -errno. out_of_memory is the errno for NV_ERR_NO_MEMORY, which can
+// mean kernel memory (ENOMEM) as well as GPU memory (ENOSPC).
 int uvm_vmem_errno(NV_STATUS status, int out_of_memory);
 
 // Begin work without the VA space lock: until uvm_vmem_call_end no GPU or GPU VA space is unregistered and no peer
@@ -342,8 +343,8 @@ void uvm_vmem_call_end(uvm_vmem_state_t *state);
 // LOCKING: Caller holds the VA space lock for write, so that no new call begins. Takes state->lock.
 void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
-// Wait until condition holds, which a call makes true under state->lock. Taking the lock afterwards orders all that the
-// call wrote before what follows, on every architecture; and the call is done with the state.
+// Wait until condition holds, which a call makes true under state->lock. The lock is taken once afterwards: all that the
+// call wrote is then visible, on every architecture, and the call no longer uses the state.
 //
 // LOCKING: Takes state->lock.
 #define uvm_vmem_wait_event(state, condition)                                                                            \
@@ -361,7 +362,7 @@ void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more);
 // Wait for a GPU by polling, with growing pauses. -EINTR: the process is being killed; -EIO.
 int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 
-// Sleep before the next poll; the pause is a fraction of waited_ns, at most left_ns.
+// Sleep before the next poll, for a fraction of waited_ns, at most left_ns.
 void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 
 // The registered GPU with this UUID if it has a GPU VA space, else NULL.
@@ -369,12 +370,12 @@ void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 // LOCKING: Caller holds the VA space lock, for read or write.
 uvm_gpu_t *uvm_vmem_gpu_of_uuid(uvm_va_space_t *va_space, const __u8 *uuid);
 
-// The same, if the GPU is supported: -ENODEV, -EOPNOTSUPP.
+// Find the GPU with this UUID, with a GPU VA space and supported: -ENODEV, -EOPNOTSUPP.
 //
 // LOCKING: Caller holds the VA space lock, for read or write.
 int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out);
 
-// Why the GPU is refused (UVM_VMEM_GPU_*), or 0.
+// Return the reason why the GPU is refused (UVM_VMEM_GPU_*), or 0.
 //
 // LOCKING: Caller holds the VA space lock, for read or write.
 NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
@@ -398,7 +399,7 @@ void uvm_vmem_accounts_put(uvm_vmem_state_t *state);
 int uvm_vmem_charge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes);
 void uvm_vmem_uncharge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes);
 
-// UVM's own memory for a page table or directory with that many entries, and for an external range.
+// The kernel memory that UVM needs for a page table or directory with that many entries, and for an external range.
 NvU64 uvm_vmem_table_cost(NvU32 entries, NvU32 table_bytes);
 NvU64 uvm_vmem_external_cost(void);
 
@@ -439,7 +440,7 @@ void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count,
 // LOCKING: Takes state->lock.
 void uvm_vmem_store_free_unused(uvm_vmem_state_t *state, struct list_head *unused);
 
-// Zero those of the newly taken pages that are not zero yet, and wait.
+// Zero the newly taken pages that are not zero yet, and wait.
 //
 // LOCKING: Caller is between call_begin and call_end. Takes state->lock.
 int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages);
@@ -495,7 +496,7 @@ void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, str
 // LOCKING: Takes state->lock. Caller is between call_begin and call_end, or holds the VA space lock for write.
 void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead);
 
-// The chunk that an object's unit lies in; *unit_out is its number in the chunk.
+// The chunk that holds an object's unit; *unit_out is the unit's number in the chunk.
 uvm_vmem_chunk_t *uvm_vmem_object_unit(uvm_vmem_object_t *object, NvU64 unit, NvU32 *unit_out);
 
 // Drop all objects in the store of a GPU that is being unregistered; none is mapped.
@@ -523,13 +524,13 @@ int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t *
 // LOCKING: Caller holds no lock. Takes the VA space lock for read and state->lock; releases both.
 int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 
-// The same without waiting, for a range already looked up; false: another call has claimed it.
+// Claim a range that was already looked up, without waiting; false: another call has claimed it.
 //
 // LOCKING: Caller holds state->lock.
 bool uvm_vmem_range_try_claim(uvm_vmem_range_t *range);
 void uvm_vmem_range_unclaim(uvm_vmem_range_t *range);
 
-// Count an entry as mapped, or as unmapped, in its object and store. Entries that map nothing do not count.
+// Count an entry as mapped, or as unmapped, in its object and store. Entries that map nothing are ignored.
 // dead: see uvm_vmem_object_put.
 //
 // LOCKING: Caller holds state->lock, and has claimed the range or holds the VA space lock for write.
@@ -550,8 +551,8 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 #define for_each_vmem_slot(slot, index, range)                                                                           \
     for ((index) = 0; ((slot) = uvm_vmem_slot_next((range), &(index))) != NULL; (index)++)
 
-// Make sure that a slot exists. *made is set if it was created now (to be undone on failure). A fully sparse slot gets
-// a table of its own; the GPU sees no difference.
+// Make sure that a slot exists. *made is set if this call created it (to be undone on failure). A fully sparse slot
+// gets its own table; the GPU sees no difference.
 //
 // LOCKING: Caller has claimed the range or holds the VA space lock for write.
 int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made);
@@ -566,10 +567,10 @@ void uvm_vmem_directories_put(uvm_vmem_range_t *range);
 // Free a leaf without slots; number counts leaves from 0.
 void uvm_vmem_leaf_put(uvm_vmem_range_t *range, NvU64 number);
 
-// Make sure that a slot that was never bound can become all sparse. *new_tables: page tables were allocated.
+// Make sure that a slot that was never bound can become all sparse. *new_tables is set if page tables were allocated.
 int uvm_vmem_slot_get_sparse(uvm_vmem_range_t *range, NvU64 index, bool *new_tables);
 
-// Mark the slot fully sparse, as already sent to the GPU.
+// Record the slot as fully sparse. The GPU's entry was already sent.
 void uvm_vmem_slot_set_sparse(uvm_vmem_range_t *range, NvU64 index);
 
 // Free a slot and its tables. The GPU no longer sees what the tables hold once uvm_vmem_range_wait_tables has returned.
@@ -601,7 +602,8 @@ typedef struct
     NvU32 page_sizes;
     uvm_membar_t membar;
 
-    // Some slot goes from a 2 MB PTE to a table or back. clears: a valid entry has to be invalid in between.
+    // second_phase: some slot changes from a 2 MB PTE to a table or back. clears: a valid entry has to be invalid in
+    // between.
     bool second_phase;
     bool clears;
 } uvm_vmem_writer_t;
@@ -637,11 +639,11 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
 
 // uvm_vmem_ticket.c
 
-// Take a place for a ticket (-EAGAIN, -ENOMEM).
+// Allocate a ticket (-EAGAIN: too many are unfinished; -ENOMEM).
 int uvm_vmem_ticket_alloc(uvm_vmem_state_t *state, uvm_vmem_ticket_t **ticket_out);
 
-// Number and publish the ticket, or free it if nothing is pending in its tracker; returns the number or 0. free
-// is for a ticket that was not published.
+// publish numbers the ticket and makes it visible, or frees it if nothing is pending in its tracker; it returns the
+// number or 0. free is for a ticket that was not published.
 //
 // LOCKING: Caller holds state->lock, for both functions.
 NvU64 uvm_vmem_ticket_publish(uvm_vmem_state_t *state, uvm_vmem_ticket_t *ticket);
@@ -679,7 +681,7 @@ void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_un
 // LOCKING: Caller has claimed the range, or holds the VA space lock for read or write.
 void uvm_vmem_debug_failed(uvm_vmem_range_t *range, int error);
 
-// The same of the reservation that starts at start, if it still exists.
+// The same for the reservation that starts at start, if it still exists.
 //
 // LOCKING: Takes the VA space lock for read.
 void uvm_vmem_debug_failed_at(uvm_vmem_state_t *state, NvU64 start);

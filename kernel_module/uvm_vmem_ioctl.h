@@ -5,7 +5,7 @@
  *
  * Vocabulary
  *   unit         64 KB, the smallest page: what one page table entry (PTE) of this interface maps.
- *   slot         2 MB of virtual addresses, aligned: the reach of one table of 32 PTEs.
+ *   slot         2 MB of virtual addresses, aligned: what one table of 32 PTEs covers.
  *   reservation  a range of GPU virtual addresses, made by RESERVE. Unbacked at first.
  *   object       the physical pages of one CREATE; named by a handle. Pages are numbered from 0.
  *   handle       a number that is valid only on the file descriptor that returned it.
@@ -13,46 +13,46 @@
  *
  * The file descriptor is one of /dev/nvidia-uvm after UVM_INITIALIZE, either the one that CUDA uses
  * or another on which the GPU and its address space were registered. Before UVM_INITIALIZE only QUERY
- * works, without UVM_VMEM_QUERY_GPU. With it, as all other commands, it belongs to the process that
+ * without UVM_VMEM_QUERY_GPU works. QUERY with it and all other commands are reserved to the process that
  * initialised the descriptor: a forked child, or a process that was passed the descriptor, gets EPERM.
  *
  * Each command takes a pointer to its struct, whose first field is the size that the caller was
- * compiled with. A shorter struct from an older caller is padded with zeros, down to the sizes of version 1 below; a
- * longer one from a newer caller is accepted if its unknown part is zero. The kernel writes fields that start with
- * out_, only on success unless said otherwise. Reserved fields and undefined flags must be zero. Arrays are passed as
- * user addresses in a __u64.
+ * compiled with. A shorter struct from an older caller is padded with zeros, but must have at least the size of version
+ * 1 below; a longer one from a newer caller is accepted if its unknown part is zero. The kernel writes only fields that
+ * start with out_, and only on success unless noted otherwise. Reserved fields and undefined flags must be zero. Arrays
+ * are passed as user addresses in a __u64.
  *
  * A command that fails changes nothing, with three exceptions: EIO; EFAULT from a BIND whose struct another thread
  * unmapped while it ran; and EINTR from a BIND that waited for the GPU. (Page tables that a BIND made before it failed
- * may stay until FREE, and count.)
- * A struct with out_ fields must be writable: EFAULT before anything is done if it is not.
+ * may stay until FREE, and count against the limits.)
+ * A struct with out_ fields must be writable; if it is not, the command fails with EFAULT before it does anything.
  *
  * Errors mean the same in all commands:
  *   ENOTTY      unknown command
  *   E2BIG       the struct is longer than the kernel knows, and its unknown part is not all zero; or it is
  *               longer than 4096 bytes
- *   EINVAL      a value is malformed, whatever the state: struct too short, a reserved field that is
+ *   EINVAL      a value is invalid in any state: struct too short, a reserved field that is
  *               not zero, a misaligned address, a count of zero, an unknown page size, operations of a
  *               batch that overlap, a page smaller than the reservation's
  *   EOPNOTSUPP  an undefined flag or operation, or an unsupported kind of GPU (QUERY says which)
  *   EOVERFLOW   an address range or a page range wraps around
  *   EMSGSIZE    a count is above the limit that QUERY reports
  *   EFAULT      user memory cannot be read or written
- *   ERANGE      outside: an address outside the reservation, or outside what the GPU can address, or a
- *               page number outside the object
+ *   ERANGE      an address is outside the reservation, or outside what the GPU can address, or a
+ *               page number is outside the object
  *   ENOENT      no reservation at that address, or no such handle or ticket
  *   ESTALE      the handle's object was released
  *   EEXIST      the addresses are in use: by another range, or, for MAP without REPLACE, by a mapping
  *   EADDRINUSE  an operation without CUT changes part of a 2 MB page table entry; the rest may be in use
- *   EADDRNOTAVAIL an operation with LARGE cannot have a 2 MB page table entry: the batch does not name all of the slot,
+ *   EADDRNOTAVAIL an operation with LARGE cannot get a 2 MB page table entry: the batch does not name the whole slot,
  *               or maps anything but a whole 2 MB chunk there in order and with one access right; or a unit was sparse
  *   EBUSY       the reservation still has mappings
  *   EXDEV       a GPU of the reservation cannot access the object's memory
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
- *   ENOMEM      no kernel memory
- *   ENOSPC      no physical memory for pages or page tables in the requested place
- *   EDQUOT      a limit is reached, an administrator's or by default (below): CREATE pinned pages; RESERVE, BIND page
- *               tables
+ *   ENOMEM      out of kernel memory
+ *   ENOSPC      out of physical memory for pages or page tables in the requested place
+ *   EDQUOT      a limit (below) is reached, set by an administrator or by default: on pinned pages (CREATE) or on page
+ *               tables (RESERVE, BIND)
  *   EPERM       the descriptor was initialised by another process
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
@@ -65,9 +65,11 @@
  * Limits, in MB, as parameters of the module, which an administrator may change at any time; memory already held
  * stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
  *
- *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU, by 2 MB. Default: no limit.
- *   uvm_vmem_gpu_limit_mb              ... that all descriptors pin on each GPU. Default (-1): 15/16 of the GPU's.
- *   uvm_vmem_host_limit_mb             host memory that one descriptor pins, by 2 MB. Default: no limit.
+ *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU, in 2 MB steps. Default: no
+ *                                      limit.
+ *   uvm_vmem_gpu_limit_mb              ... that all descriptors pin on each GPU. Default (-1): 15/16 of the GPU's
+ *                                      memory.
+ *   uvm_vmem_host_limit_mb             host memory that one descriptor pins, in 2 MB steps. Default: no limit.
  *   uvm_vmem_user_host_limit_mb        host memory that all descriptors of one user pin
  *   uvm_vmem_cgroup_host_limit_mb      ... of one cgroup. Default of both (-1): half of the machine's memory.
  *   uvm_vmem_total_host_limit_mb       ... of the machine. Default (-1): three quarters of its memory.
@@ -75,11 +77,11 @@
  *   uvm_vmem_cgroup_tables_limit_mb    ... of one cgroup. Default of both (-1): 1/32 of the machine's memory.
  *   uvm_vmem_total_tables_limit_mb     ... of the machine. Default (-1): 1/8 of its memory.
  *
- * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE; a fully
- * sparse 2 MB adds nothing. STAT returns the sum. The user is the real user id of the process at the descriptor's first
- * command other than QUERY, the cgroup the one (of version 2) that it is in then; the root cgroup does not count, and
- * in any other cgroup the user limits do not apply to root. The module's own kernel memory is charged to the memory
- * cgroup as well.
+ * A reservation counts from RESERVE on, and each 1 GB and each 2 MB of it from the first BIND there on, until FREE; a
+ * fully sparse 2 MB adds nothing. STAT returns the sum. The user is the real user id of the process that gives the
+ * descriptor's first command other than QUERY, and the cgroup (of version 2) the one that this process is in then. The
+ * root cgroup has no limit; in any other cgroup the user limits do not apply to root. The module's own kernel memory is
+ * charged to the memory cgroup as well.
  */
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H
@@ -89,7 +91,7 @@
 
 #define UVM_VMEM_ABI_VERSION 1
 
-/* UVM's own commands are bare numbers, of which none has this type byte. */
+/* UVM's own commands are bare numbers; none of them has this type byte. */
 #define UVM_VMEM_IOCTL_TYPE 0xB7
 
 #define UVM_VMEM_QUERY   _IO(UVM_VMEM_IOCTL_TYPE, 0x80)
@@ -107,7 +109,7 @@
 #define UVM_VMEM_UNIT_SHIFT 16
 #define UVM_VMEM_SLOT_SHIFT 21
 
-/* A bit for each page size, which is the size itself: 64 KB, 128 KB, 256 KB, 2 MB. */
+/* The page sizes, ORed: 64 KB, 128 KB, 256 KB, 2 MB. */
 #define UVM_VMEM_PAGE_SIZES (0x10000ull | 0x20000ull | 0x40000ull | 0x200000ull)
 
 /*
@@ -125,13 +127,13 @@
 #define UVM_VMEM_CAP_ASYNC     (1ull << 7) /* BIND: UVM_VMEM_BIND_ASYNC */
 #define UVM_VMEM_CAP_LARGE     (1ull << 8) /* CREATE: more than 2 MB made CONTIGUOUS; BIND: UVM_VMEM_OP_LARGE */
 
-/* Why a GPU is refused: no self-test run has been reported for these kinds. */
+/* Why a GPU is refused. These kinds are not supported because no run of the self test on them has been reported. */
 #define UVM_VMEM_GPU_OK           0
 #define UVM_VMEM_GPU_COHERENT     1 /* its memory is part of the CPU's address space (Grace) */
 #define UVM_VMEM_GPU_MIG          2
 #define UVM_VMEM_GPU_VIRTUAL      3 /* vGPU, or SR-IOV */
 #define UVM_VMEM_GPU_CONFIDENTIAL 4 /* confidential computing */
-#define UVM_VMEM_GPU_NO_64K       5 /* its page tables are not of the kind that Pascal and later have */
+#define UVM_VMEM_GPU_NO_64K       5 /* its page tables are not those of Pascal and later */
 #define UVM_VMEM_GPU_INTEGRATED   6 /* it has no memory of its own */
 
 struct uvm_vmem_query {
@@ -141,20 +143,20 @@ struct uvm_vmem_query {
     __u32 out_abi_version;
     __u32 out_gpu_refusal;               /* UVM_VMEM_GPU_*; with UVM_VMEM_QUERY_GPU */
     __aligned_u64 out_capabilities;      /* UVM_VMEM_CAP_* */
-    __aligned_u64 out_page_sizes;        /* a bit for each */
+    __aligned_u64 out_page_sizes;        /* ORed */
     __u32 out_max_bind_ops;
-    __u32 out_max_bind_units;            /* sum over a BIND's operations of the units that they name */
+    __u32 out_max_bind_units;            /* total units that a BIND's operations name */
     __u32 out_max_create_pages;
     __u32 out_max_gpus;                  /* in one reservation */
     __u32 out_max_tickets;               /* unfinished at a time */
     __u32 __reserved;
     __aligned_u64 out_max_reserve_bytes;
     __aligned_u64 out_max_eager_bytes;   /* of a reservation with UVM_VMEM_RESERVE_EAGER */
-    __u8  out_driver_version[UVM_VMEM_VERSION_BYTES]; /* text, ends with a zero byte */
+    __u8  out_driver_version[UVM_VMEM_VERSION_BYTES]; /* text, NUL-terminated */
 };
 
 /*
- * RESERVE: take [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
+ * RESERVE: reserve [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
  * every mapping is made on all of them. start and length are multiples of 2 MB; start is not 0. The
  * addresses may lie in a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot
  * is first bound, or first mapped if it is sparse, and kept until FREE; EAGER makes all of them now.
@@ -164,9 +166,9 @@ struct uvm_vmem_query {
  * there and refuses MAP (ENODEV), but exists until FREE; all mappings of the GPU's pages are removed.
  *
  * BIG: a slot that a single MAP operation fills, with a 2 MB page or a 2 MB object made CONTIGUOUS, in GPU memory, is
- * mapped by one 2 MB PTE, unless a unit of it was sparse; and so is one for which UVM_VMEM_OP_LARGE asks. Everywhere
- * else, and without BIG, 64 KB PTEs are written. They are not merged when the last page of a slot arrives, and part of
- * a 2 MB PTE changes only with UVM_VMEM_OP_CUT.
+ * mapped by one 2 MB PTE, unless a unit of it was sparse; so is a slot that is mapped with UVM_VMEM_OP_LARGE. All other
+ * slots, and all slots without BIG, get 64 KB PTEs. These are not merged when the last page of a slot is mapped, and
+ * part of a 2 MB PTE changes only with UVM_VMEM_OP_CUT.
  */
 #define UVM_VMEM_RESERVE_EAGER (1u << 0)
 #define UVM_VMEM_RESERVE_BIG   (1u << 1)
@@ -194,12 +196,12 @@ struct uvm_vmem_free {
 };
 
 /*
- * CREATE: count pages of 1 << page_shift bytes, all zero, pinned, as one object. Pages of 128 KB and above
- * are physically contiguous and aligned to their size; neighbouring pages are neighbours in memory if possible, which
- * is guaranteed only with CONTIGUOUS: then each 2 MB of the object, from its beginning on, is a chunk of memory on a
- * boundary of 2 MB, and what is left at its end, or a smaller object, is one physical run inside such a chunk (more than
- * 2 MB without UVM_VMEM_CAP_LARGE: EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the GPU;
- * that memory is physically contiguous only within 64 KB. A descriptor has 2^20 - 1 objects at most (ENOMEM).
+ * CREATE: allocate count pages of 1 << page_shift bytes, zeroed and pinned, as one object. Pages of 128 KB and above
+ * are physically contiguous and aligned to their size; consecutive pages are physically adjacent if possible.
+ * CONTIGUOUS guarantees that: each 2 MB of the object, counted from its beginning, is a 2 MB chunk of memory aligned to
+ * 2 MB, and the remainder at its end, or an object below 2 MB, is one physical run inside such a chunk (more than 2 MB
+ * without UVM_VMEM_CAP_LARGE: EINVAL). HOST: in pinned host memory that the GPU can reach, instead of GPU memory; that
+ * memory is physically contiguous only within 64 KB. A descriptor has at most 2^20 - 1 objects (ENOMEM).
  *
  * RELEASE: drop the handle. Mapped pages live until the last mapping is removed.
  */
@@ -226,17 +228,17 @@ struct uvm_vmem_release {
 /*
  * BIND: op_count operations on one reservation, all or nothing, on all its GPUs.
  *
- *   MAP     count pages of the object, from page first on, at addr on. EEXIST where something is mapped,
- *           unless REPLACE: then the new translation takes the old one's place.
- *   UNMAP   count pages of the reservation's page size. Unmapped pages stay unmapped. With SPARSE the range
- *           afterwards reads as zeros and drops writes instead of faulting.
+ *   MAP     map count pages of the object, starting with page first, at addr. EEXIST if a page is already
+ *           mapped there; with REPLACE the new translation replaces the old one.
+ *   UNMAP   unmap count pages of the reservation's page size. Pages that are not mapped are skipped. With
+ *           SPARSE the range afterwards reads as zeros and drops writes instead of faulting.
  *
  * addr is a multiple of the reservation's page size, and for MAP of the object's. No unit may be named twice
  * in one call. Order in the array does not matter.
  *
- * BIND waits for an earlier one on the same reservation, for the page tables that it makes and, without ASYNC, for the
- * GPU to carry it out. A fatal signal ends the first and the last of these waits with EINTR. In the last, the batch is
- * committed and the GPU carries it out; otherwise nothing has changed.
+ * BIND waits for an earlier BIND on the same reservation, for the page tables that it makes and, without ASYNC, for the
+ * GPU to execute the batch. A fatal signal ends the first and the last of these waits with EINTR. If it ends the last,
+ * the batch is committed and the GPU still executes it; otherwise nothing has changed.
  *
  * On return every GPU sees the new translations and no old one, and unmapped memory may be released. With ASYNC the
  * call may return earlier: out_ticket is then a ticket, or 0 if nothing is pending. Whatever the caller does, memory is
@@ -244,23 +246,24 @@ struct uvm_vmem_release {
  *
  * What concurrent GPU work sees:
  *   - An address that no operation names reads and writes as before, at every moment.
- *   - A named address goes from its old translation to the new one in a single step. GPU work may read where MAP
+ *   - A named address changes from its old translation to the new one in a single step. GPU work may read where MAP
  *     replaces the zeros of a sparse range, or REPLACE a page: it gets the old contents or the new.
- *   - Two exceptions, both in BIG reservations. When a slot goes from a 2 MB PTE to 64 KB PTEs or back, all of it is
+ *   - Two exceptions, both in BIG reservations. When a slot changes from a 2 MB PTE to 64 KB PTEs or back, all of it is
  *     invalid for a moment. Without CUT this happens only where the batch names every unit of the slot: no GPU work
  *     may use those addresses until the BIND is done.
  *   - CUT lets an operation change part of a slot that has a 2 MB PTE, instead of EADDRINUSE; the slot gets 64 KB PTEs,
- *     also where the operation maps what is mapped already. No GPU work may use any address of the slot, named or not,
- *     until the BIND is done. Elsewhere, and where the slot gets a 2 MB PTE by the same batch, CUT has no effect.
+ *     even if the operation maps what is already mapped. No GPU work may use any address of the slot, named or not,
+ *     until the BIND is done. In other slots, and if the same batch gives the slot a 2 MB PTE, CUT has no effect.
  *
  * LARGE, in a BIG reservation (EINVAL in another): each slot in which the operation maps has one 2 MB PTE afterwards,
- * whatever was there, or the batch is refused (EADDRNOTAVAIL). The batch's MAP operations name all of the slot, and map
- * 2 MB of one GPU's memory there: the chunk of a 2 MB page or of an object made CONTIGUOUS, or one that smaller objects
- * share, each unit at its place in it, with one access right. No unit was sparse. With REPLACE this joins pages that
- * are mapped there already.
+ * whatever was there, or the batch is refused (EADDRNOTAVAIL). The batch's MAP operations must name the whole slot, and
+ * map 2 MB of one GPU's memory there: the chunk of a 2 MB page or of an object made CONTIGUOUS, or a chunk that smaller
+ * objects share, each unit at its offset in the chunk, with one access right. No unit may have been sparse. With
+ * REPLACE this joins pages that are already mapped there.
  *
- * out_failed_op is also written on failure: the number of the invalid operation, or ~0; and out_ticket: 0. Neither is
- * written if the call is refused for its struct, its descriptor, a suspended system or an earlier fatal error.
+ * On failure too, out_failed_op is written (the index of the invalid operation, or ~0) and out_ticket is set to 0.
+ * Neither is written if the call is refused for its struct, its descriptor, a suspended system or an earlier fatal
+ * error.
  * Should an operation ever need more than 32 bytes, its size will be a field at the end of struct uvm_vmem_bind.
  */
 #define UVM_VMEM_OP_MAP   1
@@ -296,7 +299,7 @@ struct uvm_vmem_bind {
 
 /*
  * WAIT: wait until the ticket's BIND is done, at most timeout_ns (0: poll; ~0: forever). Waiting again for a ticket
- * that is done returns at once; so does ticket 0.
+ * that is done, or for ticket 0, returns immediately.
  */
 struct uvm_vmem_wait {
     __u32 size;
@@ -306,9 +309,9 @@ struct uvm_vmem_wait {
 };
 
 /*
- * STAT: what this descriptor holds, and has done since it was initialised. With UVM_VMEM_STAT_GPU the created,
- * mapped, chunk and host bytes are those of pages in that GPU alone; everything else is per descriptor. A page
- * mapped at n addresses counts n times in out_mapped_bytes.
+ * STAT: what this descriptor holds, and what it has done since it was initialised. With UVM_VMEM_STAT_GPU the created,
+ * mapped, chunk and host bytes cover pages in that GPU only; everything else is per descriptor. A page mapped at n
+ * addresses counts n times in out_mapped_bytes.
  */
 #define UVM_VMEM_STAT_GPU (1u << 0)
 
@@ -319,8 +322,8 @@ struct uvm_vmem_stat {
     __aligned_u64 out_reserved_bytes;   /* virtual */
     __aligned_u64 out_created_bytes;    /* in objects, including released ones still mapped */
     __aligned_u64 out_mapped_bytes;
-    __aligned_u64 out_chunk_bytes;      /* taken from the GPU: created_bytes and what is kept for the next */
-    __aligned_u64 out_host_bytes;       /* of created_bytes, in host memory */
+    __aligned_u64 out_chunk_bytes;      /* taken from the GPU: for objects, and free for the next ones */
+    __aligned_u64 out_host_bytes;       /* the part of created_bytes in host memory */
     __aligned_u64 out_kernel_bytes;     /* our own kernel memory for all this; not UVM's page tables */
     __u32 out_reservations;
     __u32 out_objects;

@@ -8,9 +8,9 @@
 //
 // A chunk is in the list of the order of its largest aligned block of free units, so that the cost of taking and
 // returning units does not depend on the number of chunks. Units are taken from the fullest chunk that has a block
-// large enough for everything still wanted; else from the largest blocks; else from a new chunk. An unused chunk is
-// freed at once; after a fatal UVM error, when page tables may not have been cleared and user channels still run, it is
-// freed when the file descriptor is closed, which stops them.
+// large enough for everything still wanted; failing that, from the largest blocks; failing that, from a new chunk. An
+// unused chunk is freed immediately. But after a fatal UVM error page tables may not have been cleared and user
+// channels still run: then it is freed when the file descriptor is closed, which stops the channels.
 //
 // A unit is zeroed on allocation unless its chunk was known to be zero and the unit was never used. It is reused only
 // after the pushes in state->pending, which remove the translations to it.
@@ -43,10 +43,11 @@ MODULE_PARM_DESC(uvm_vmem_gpu_limit_mb,
 // Chunks of all descriptors on each GPU, including those being allocated.
 static atomic64_t g_gpu_chunks[UVM_ID_MAX_GPUS];
 
-// One memset of the copy engine takes 13 to 15 words; a chunk of host memory takes 32 of them. With room to end the push.
+// A memset by the copy engine takes 13 to 15 words; a chunk of host memory takes 32 memsets. Includes room to end the
+// push.
 #define ZERO_PUSH_ROOM 4096
 
-// Pinned memory cannot be evicted: leave the rest to page tables, UVM's own channels, and other users of the GPU.
+// Pinned memory cannot be evicted: leave memory for page tables, UVM's own channels, and other users of the GPU.
 static NvU64 gpu_limit(uvm_gpu_t *gpu)
 {
     long limit = READ_ONCE(uvm_vmem_gpu_limit_mb);
@@ -97,7 +98,7 @@ static NvU32 block_mask(NvU32 first, NvU32 order)
     return order == UVM_VMEM_ORDERS - 1 ? ~0u : ((1u << (1u << order)) - 1) << first;
 }
 
-// File a chunk under the largest order of which a block is free in it; a full chunk is in no list.
+// Put a chunk into the list of the order of its largest free block; a full chunk is in no list.
 static void chunk_file(uvm_vmem_chunk_t *chunk)
 {
     NvU32 order = UVM_VMEM_ORDERS;
@@ -248,7 +249,7 @@ static int chunk_alloc_gpu(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu)
 
     chunk->dirty = chunk->gpu_chunk->is_zero ? 0 : ~0u;
 
-    // The next owner of a unit of this chunk may rely on its former owner being done with it.
+    // Later owners of units of this chunk rely on its former owner being done with it.
     status = uvm_tracker_wait_deinit(&tracker);
     if (status != NV_OK) {
         uvm_pmm_gpu_free(&gpu->pmm, chunk->gpu_chunk, NULL);
@@ -293,7 +294,7 @@ static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem
     if (limit && (store->num_chunks + store->num_growing + 1) * (UVM_VMEM_SLOT >> 20) > limit)
         return -EDQUOT;
 
-    // kmalloc aligns powers of two to themselves: the low bits of a chunk's address hold a unit's number.
+    // kmalloc aligns a power of two to its size: the low bits of a chunk's address are free to hold a unit's number.
     BUILD_BUG_ON(sizeof(*chunk) < UVM_VMEM_SLOT_UNITS || !is_power_of_2(sizeof(*chunk)));
     chunk = uvm_vmem_alloc(state, sizeof(*chunk));
     if (!chunk)
@@ -344,7 +345,7 @@ static uvm_vmem_chunk_t *store_choose(uvm_vmem_store_t *store, NvU32 wanted, NvU
     return NULL;
 }
 
-// Take up to count pages from a chunk, the first contiguous free ones if there are any.
+// Take up to count pages from a chunk, starting at its first free block of wanted_order if it has one.
 static NvU32 chunk_take(uvm_vmem_chunk_t *chunk, NvU32 page_order, NvU32 wanted_order, NvU32 count, unsigned long *pages)
 {
     NvU32 blocks = free_blocks(chunk->free, wanted_order);
@@ -462,7 +463,7 @@ static void push_zero(uvm_push_t *push, uvm_vmem_chunk_t *chunk, NvU32 first, Nv
     for (unit = first; unit < first + count; unit += step) {
         uvm_gpu_phys_address_t address = uvm_vmem_chunk_address(chunk, unit, gpu);
 
-        // The membar at the end of the push covers all.
+        // The membar at the end of the push covers all memsets.
         uvm_push_set_flag(push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
         uvm_push_set_flag(push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
         gpu->parent->ce_hal->memset_8(push, uvm_gpu_address_copy(gpu, address), 0, step * UVM_VMEM_UNIT);
@@ -481,7 +482,7 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     NvU64 zeroed = 0;
     NvU32 i, n;
 
-    // The caller owns these units: other calls may change other bits of dirty, but not these.
+    // The caller owns these units: other calls may change other bits of dirty, but not those of these units.
     for (i = 0; i < count && !page_dirty(pages[i], page_order); i++)
         cond_resched();
 
@@ -552,7 +553,7 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     return 0;
 }
 
-// Fill a table of 32 PTEs with sparse ones, and wait.
+// Fill a table with 32 sparse PTEs, and wait.
 static NV_STATUS fill_sparse_table(uvm_gpu_t *gpu, uvm_page_tree_t *tree, uvm_mmu_page_table_alloc_t *table, uvm_tracker_t *tracker)
 {
     NV_STATUS status;

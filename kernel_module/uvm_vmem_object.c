@@ -205,7 +205,7 @@ int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *par
     if (params->__reserved)
         return -EINVAL;
 
-    // Keeps the pages' GPU registered until the call ends: they may return to it.
+    // Keep the pages' GPU registered until the call ends: the pages may be returned to it.
     uvm_va_space_down_read(state->va_space);
     uvm_vmem_call_begin(state);
     uvm_va_space_up_read(state->va_space);
@@ -228,7 +228,7 @@ void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
     uvm_vmem_object_t *object;
     unsigned long index;
 
-    // No call is in flight, not even RELEASE: objects stay where they are.
+    // No call is in flight, not even RELEASE, so the table of objects does not change.
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
     xa_for_each(&state->objects, index, object) {
@@ -237,7 +237,7 @@ void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
 
         UVM_ASSERT(object->mapped_units == 0);
 
-        // A broken batch keeps its pins.
+        // A batch that left its reservation broken keeps its pins.
         UVM_ASSERT(object->pins == 0 || uvm_global_get_status() != NV_OK);
         object_give_pages(state, object);
         object->dead = true;

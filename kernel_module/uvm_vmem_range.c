@@ -4,8 +4,8 @@
 // its addresses and UVM_FREE works; the range points to a uvm_vmem_range_t, and UVM's own map calls refuse it.
 //
 // A reservation is dismantled (range_dismantle) by FREE, which has claimed it, and on close, before the VA space is
-// destroyed; neither holds a lock. These dismantle it with the VA space lock held for write, because UVM holds it, and
-// wait for calls in flight:
+// destroyed; neither holds a lock. The following dismantle it, or part of it, with the VA space lock held for write,
+// because UVM holds it, and wait for calls in flight:
 //   UVM_FREE                              -> uvm_vmem_range_destroy
 //   the GPU VA space is unregistered      -> uvm_vmem_range_remove_gpu (the range stays, without this GPU)
 //   peer access ends                      -> uvm_vmem_range_disable_peer
@@ -113,7 +113,7 @@ int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t 
             return -ENOENT;
         }
 
-        // Wait for any claim to be released: this range may be gone by then.
+        // Wait until any claim is released, not this range's: the range may be freed meanwhile.
         if (wait_event_killable(state->wait, READ_ONCE(state->unclaims) != unclaims))
             return -EINTR;
     }
@@ -187,7 +187,7 @@ static NvU64 range_num_leaves(uvm_vmem_range_t *range)
     return DIV_ROUND_UP(range->num_slots, UVM_VMEM_LEAF_SLOTS);
 }
 
-// The size of the range itself, as counted against the limit.
+// The kernel memory of the range itself, as counted against the limit.
 static NvU64 range_cost(uvm_vmem_range_t *range)
 {
     return sizeof(*range) + range_num_leaves(range) * sizeof(range->leaves[0]) +
@@ -290,8 +290,8 @@ static void forget_mappings(uvm_vmem_range_t *range)
 
 // Free the range's page tables on one GPU, and wait for the TLB invalidates.
 //
-// The PTEs need not be cleared: each table serves this range alone, so that putting it clears the entry that points to
-// it and invalidates the TLBs. A 2 MB PTE lies in a table that neighbours may use, and is cleared.
+// The PTEs need not be cleared: each table serves this range alone, so putting it clears the entry that points to it
+// and invalidates the TLBs. But a 2 MB PTE is in a table that other ranges may use, so it is cleared.
 static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
     uvm_vmem_range_gpu_t *range_gpu = &range->gpus[gpu_index];
@@ -301,7 +301,7 @@ static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
     range_gpu->tree = NULL;
 }
 
-// Remove mappings, page tables and slots. What is left is small and needs no GPU.
+// Remove mappings, page tables and slots. The rest of the range is small and can be freed without the GPU.
 //
 // LOCKING: Caller has claimed the range, or holds the VA space lock for write while no call is using the range. Takes
 // state->lock.
@@ -334,7 +334,7 @@ static void range_remove(uvm_vmem_state_t *state, NvU64 start, NvU64 number)
 
     uvm_va_space_up_write(va_space);
 
-    // Other external ranges keep mappings here; ours has none.
+    // Other external ranges defer freeing their mappings with this list; ours has none.
     UVM_ASSERT(list_empty(&deferred_free_list));
 }
 
@@ -397,7 +397,7 @@ int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *par
         atomic64_inc(&state->reservations);
         atomic64_add(range->length, &state->reserved_bytes);
 
-        // The range is not visible before the lock is released.
+        // Other calls cannot see the range before the lock is released.
         if (eager) {
             range->claimed = true;
             uvm_vmem_call_begin(state);
@@ -520,7 +520,7 @@ void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
     range_free(range);
 }
 
-// The slot's content without the pages that lie in gpu, and the units that change.
+// Copy the slot's content to entries without the pages in gpu's memory. Returns a bitmap of the units that change.
 static NvU32 without_gpu(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, uvm_gpu_t *gpu, uvm_vmem_entry_t *entries)
 {
     NvU32 touched = 0;
@@ -540,7 +540,7 @@ static NvU32 without_gpu(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, uvm_gpu
     return touched;
 }
 
-// Clear the PTEs of the pages that lie in gpu on one GPU of the range, and wait for it.
+// On one GPU of the range, clear the PTEs of the pages in gpu's memory, and wait until that is done.
 static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
 {
     uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
@@ -559,7 +559,7 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
         cond_resched();
     }
 
-    // Removing pages never makes a 2 MB PTE, and the pages of an existing one all lie in one place.
+    // Removing pages never makes a 2 MB PTE, and all pages of an existing one are in the same GPU's memory.
     UVM_ASSERT(!writer.second_phase);
     if (!ret)
         (void)uvm_vmem_writer_end(&writer);
@@ -567,7 +567,7 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
     (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
 }
 
-// Remove all mappings of pages that lie in gpu.
+// Remove all mappings of pages in gpu's memory.
 //
 // LOCKING: Caller holds the VA space lock for write. Takes state->lock.
 static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
@@ -649,7 +649,7 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
     uvm_vmem_call_drain(state);
     uvm_vmem_ticket_drain(state);
 
-    // The GPU's own page tables are gone; what is left are peers that map its memory.
+    // The GPU's own page tables are gone, but peers may still map its memory.
     list_for_each_entry(range, &state->ranges, node)
         range_evict(range, gpu);
 

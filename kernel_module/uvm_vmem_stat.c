@@ -9,7 +9,7 @@
 #include "uvm_api.h"
 #include "uvm_vmem_internal.h"
 
-// All states. The mutex is taken with no other lock held; under it, others are only trylocked.
+// All states. The mutex is taken with no other lock held; while it is held, other locks are only trylocked.
 static LIST_HEAD(g_states);
 static DEFINE_MUTEX(g_states_lock);
 
@@ -130,7 +130,7 @@ static int show_states(struct seq_file *file)
     list_for_each_entry(state, &g_states, node) {
         struct uvm_vmem_stat stat = { 0 };
 
-        // A call that waits for a GPU must not block the readers of this file, and with them every open and close.
+        // A call that waits for a GPU must not block readers of this file, which would block every open and close.
         if (!uvm_mutex_trylock(&state->lock)) {
             seq_printf(file, "%d busy\n", state->process);
             continue;
@@ -164,6 +164,6 @@ static int procfs_show(struct seq_file *file, void *unused)
 
 void uvm_vmem_stat_procfs_init(struct proc_dir_entry *dir)
 {
-    // Everything else works without the file.
+    // A failure is ignored: only the file is missing then.
     (void)proc_create_single("vmem", S_IRUSR, dir, procfs_show);
 }

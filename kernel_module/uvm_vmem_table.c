@@ -5,17 +5,17 @@
 // A push cannot fail once begun, and while it is open neither the PMM nor the page tree may be called (the PUSH
 // lock order comes after theirs). So all tables that a batch needs are allocated first (uvm_vmem_slot_get,
 // uvm_vmem_slot_get_small), then uvm_vmem_writer_t sends the changes. It writes each PTE at most once in a push,
-// because the writes of a uvm_pte_batch_t are not ordered among each other.
+// because the writes of a uvm_pte_batch_t are unordered.
 
 #include "uvm_hal.h"
 #include "uvm_tlb_batch.h"
 #include "uvm_vmem_internal.h"
 
-// The most that one slot adds to a push, with room to end it: 32 PTEs as one inline copy or four runs of up to four
-// memsets of 13 words each, a PDE or 2 MB PTE, and the membars and the TLB invalidate of the end.
+// The most bytes that one slot adds to a push, and room to end the push: 32 PTEs as one inline copy or four runs of up
+// to four memsets of 13 words each, a PDE or 2 MB PTE, and the membars and the TLB invalidate at the end.
 #define UVM_VMEM_PUSH_ROOM 4096
 
-// With more runs than this in one slot, everything between the first and the last is written as one copy.
+// If more runs than this change in one slot, everything from the first to the last is written as one copy.
 #define UVM_VMEM_MAX_RUNS 4
 
 // A table of 32 PTEs of 8 bytes; a directory of 512 MB, for whose 256 dual entries UVM keeps two pointers each.
@@ -40,7 +40,7 @@ static NvU64 slot_address(uvm_vmem_range_t *range, NvU64 index)
     return range->start + index * UVM_VMEM_SLOT;
 }
 
-// Or UVM_VMEM_SLOT_ALL_SPARSE.
+// The slot, NULL, or UVM_VMEM_SLOT_ALL_SPARSE.
 static uvm_vmem_slot_t *slot_or_sparse(uvm_vmem_range_t *range, NvU64 index)
 {
     uvm_vmem_slot_t **leaf = range->leaves[index / UVM_VMEM_LEAF_SLOTS];
@@ -91,7 +91,7 @@ static NvU64 slot_cost(uvm_vmem_range_t *range, bool has_entry)
            UVM_VMEM_SLOT_UNITS * sizeof(uvm_vmem_entry_t) + range->gpu_count * uvm_vmem_table_cost(0, TABLE_BYTES);
 }
 
-// The same for a leaf: on each GPU two directories of 512 MB each.
+// A leaf's charge against the limit: its array, and two directories of 512 MB on each GPU.
 static NvU64 leaf_cost(uvm_vmem_range_t *range)
 {
     return UVM_VMEM_LEAF_SLOTS * sizeof(uvm_vmem_slot_t *) +
@@ -173,7 +173,7 @@ void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index)
     atomic64_dec(&range->state->slots);
 }
 
-// A slot with its tables, or its entries in the tables above, on each GPU.
+// Create a slot, and on each GPU its table or, with has_entry, its entry in the table above.
 static int slot_create(uvm_vmem_range_t *range, NvU64 index, bool has_entry, uvm_vmem_slot_t **slot_out)
 {
     NvU32 num_tables = range->gpu_count * (has_entry ? 2 : 1);
@@ -257,7 +257,7 @@ static NvU64 directory_number(uvm_vmem_range_t *range, NvU64 index)
     return (slot_address(range, index) >> UVM_VMEM_DIRECTORY_SHIFT) - (range->start >> UVM_VMEM_DIRECTORY_SHIFT);
 }
 
-// The addresses of the range in one directory.
+// The start of the part of the range that one directory covers.
 static NvU64 directory_start(uvm_vmem_range_t *range, NvU64 number)
 {
     return max(range->start, ((range->start >> UVM_VMEM_DIRECTORY_SHIFT) + number) << UVM_VMEM_DIRECTORY_SHIFT);
@@ -380,8 +380,8 @@ int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index)
     return 0;
 }
 
-// Wait for the page tree's pushes. uvm_page_tree_wait does so under the tree's lock, which every caller that makes or
-// frees a table in this address space needs.
+// Wait for the page tree's pushes, but not under the tree's lock as uvm_page_tree_wait does: every caller that makes or
+// frees a table in this address space needs that lock.
 static NV_STATUS tree_wait(uvm_page_tree_t *tree)
 {
     uvm_tracker_t tracker = UVM_TRACKER_INIT();
@@ -418,15 +418,15 @@ int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
     return ret;
 }
 
-// May a slot be mapped by one 2 MB PTE whenever an operation covers all of it with this object?
+// Return true if an operation that covers a whole slot with this object may map it by one 2 MB PTE.
 static bool object_is_big(uvm_vmem_object_t *object)
 {
     return object->page_shift == UVM_VMEM_SLOT_SHIFT ||
            (object->contiguous && object->count << (object->page_shift - UVM_VMEM_UNIT_SHIFT) == UVM_VMEM_SLOT_UNITS);
 }
 
-// Do these entries map one whole chunk of GPU memory, in order and with one access right? Pages that are adjacent by
-// chance count only with LARGE: a caller must know which 2 MB PTEs it may not cut.
+// Return true if these entries map one whole chunk of GPU memory, in order and with one access right. Pages that are
+// adjacent by chance qualify only with LARGE: a caller must know where there are 2 MB PTEs, since it may not cut them.
 static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries, bool asked)
 {
     uvm_vmem_object_t *object = NULL;
@@ -438,7 +438,7 @@ static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *ent
         if (!(entries[i] & UVM_VMEM_ENTRY_MAPPED) || ((entries[i] ^ entries[0]) & UVM_VMEM_ENTRY_READ_ONLY))
             return false;
 
-        // The next unit of the same object, or another one.
+        // The entry does not continue the previous one: look up the object.
         if (i == 0 || entries[i] != entries[i - 1] + (1ull << UVM_VMEM_ENTRY_UNIT_SHIFT)) {
             object = uvm_vmem_object_of_entry(range->state, entries[i]);
             if (!asked && (i > 0 || !object_is_big(object)))
@@ -503,7 +503,7 @@ uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
         !memcmp(slot->entries, entries, UVM_VMEM_SLOT_UNITS * sizeof(entries[0])))
         return UVM_VMEM_SLOT_BIG;
 
-    // A reader of a sparse unit must not fault: a PTE of the same size takes its place.
+    // A concurrent reader of a sparse unit must not fault, so a sparse PTE is replaced only by a PTE of the same size.
     if ((whole || large) && !all_sparse && (!slot || !slot_has_sparse(slot)) && entries_are_big(range, entries, large))
         return UVM_VMEM_SLOT_BIG;
 
@@ -529,7 +529,8 @@ static NvU64 entry_pte(uvm_vmem_writer_t *writer, uvm_vmem_entry_t entry)
     uvm_vmem_chunk_t *chunk;
     NvU32 unit;
 
-    // UVM also writes zero to unmap external ranges: no 4 KB table lies below.
+    // A zero big PTE makes the GPU consult the 4 KB table, but there is none below. UVM too writes zero to unmap
+    // external ranges.
     if (!(entry & UVM_VMEM_ENTRY_MAPPED))
         return (entry & UVM_VMEM_ENTRY_SPARSE) ? tree->hal->make_sparse_pte() : 0;
 
@@ -553,7 +554,7 @@ void uvm_vmem_writer_begin(uvm_vmem_writer_t *writer, uvm_vmem_range_t *range, N
     writer->page_sizes = UVM_PAGE_SIZE_64K;
 }
 
-// The units from first to last change.
+// Extend the range to invalidate by the units from first to last.
 static void writer_extend(uvm_vmem_writer_t *writer, NvU64 first, NvU64 last)
 {
     writer->first_unit = min(writer->first_unit, first);
@@ -593,19 +594,19 @@ static void writer_close(uvm_vmem_writer_t *writer)
     writer->sent = true;
 }
 
-// Inline data that the PTE batch has written past the push's end, unknown to uvm_push_has_space.
+// The size of the inline data that the PTE batch has written past the push's end; uvm_push_has_space ignores it.
 static NvU32 writer_inline_size(uvm_vmem_writer_t *writer)
 {
     return writer->pte_batch.inlining ? uvm_push_inline_data_size(&writer->pte_batch.inline_data) : 0;
 }
 
-// Go on in a new push if this one has no room for another slot.
+// Start a new push if this one has no room for another slot.
 static int writer_make_room(uvm_vmem_writer_t *writer)
 {
     if (writer->open && !uvm_push_has_space(&writer->push, UVM_VMEM_PUSH_ROOM + writer_inline_size(writer))) {
         uvm_pte_batch_end(&writer->pte_batch);
 
-        // pte_batch_end ordered the writes already; the invalidate comes in the last push.
+        // pte_batch_end has already ordered the writes; the last push has the invalidate.
         uvm_push_set_flag(&writer->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
         writer_close(writer);
     }
@@ -771,9 +772,9 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
         if (target == UVM_VMEM_SLOT_SMALL)
             write_run(writer, slot, entries, 0, UVM_VMEM_SLOT_UNITS);
 
-        // From table to 2 MB PTE or back the entry has to be invalid in between, or the GPU could hold both in its
-        // TLBs; block_gpu_pte_finish_split_2m in uvm_va_block.c has the reasons.
-        // A switch to another table, which has the same entries for units that the batch does not name, is one write.
+        // When it changes from a table to a 2 MB PTE or back, the entry has to be invalid in between, or the GPU could
+        // hold both in its TLBs; block_gpu_pte_finish_split_2m in uvm_va_block.c explains why.
+        // A switch to another table, which has the same PTEs for units that the batch does not name, is one write.
         if (slot->state == UVM_VMEM_SLOT_SMALL || slot->state == UVM_VMEM_SLOT_BIG) {
             writer->clears = true;
             write_entry_2m(writer, slot, 0);
@@ -799,7 +800,7 @@ int uvm_vmem_writer_begin_phase2(uvm_vmem_writer_t *writer)
     if (ret)
         return ret;
 
-    // Orders the writes so far before what follows.
+    // Order the writes so far before those that follow.
     uvm_pte_batch_end(&writer->pte_batch);
     if (writer->clears)
         writer_invalidate(writer);
@@ -831,13 +832,13 @@ int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
     else {
         uvm_page_table_range_t *entry_2m = slot_entry_2m(range, slot, writer->gpu_index);
 
-        // The batch and this write both use the push's inline data.
+        // The batch and this write would both use the push's inline data.
         if (writer->pte_batch.pte_count != 0) {
             uvm_pte_batch_end(&writer->pte_batch);
             uvm_pte_batch_begin(&writer->push, &writer->pte_batch);
         }
 
-        // The batch's end follows and orders this write as well.
+        // The end of the batch, which follows, orders this write as well.
         uvm_push_set_flag(&writer->push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
         uvm_push_set_flag(&writer->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
         uvm_page_tree_write_pde(range->gpus[writer->gpu_index].tree, entry_2m, &writer->push);
@@ -867,7 +868,7 @@ int uvm_vmem_writer_end(uvm_vmem_writer_t *writer)
     return 0;
 }
 
-// Clear a slot's entry in the table above that points to no table of its own.
+// Clear a slot's entry in the table above if it does not point to the slot's own table.
 static int clear_entry(uvm_vmem_writer_t *writer, NvU64 index)
 {
     uvm_vmem_range_t *range = writer->range;
@@ -918,8 +919,8 @@ static void clear_entries(uvm_vmem_range_t *range, NvU32 gpu_index)
     (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
 }
 
-// Wait for accesses to memory other than the GPU's own that were under way when their translations left the TLBs.
-// Putting page tables brings the membar for the memory that holds the tables.
+// Wait for accesses to memory other than the GPU's own that were in flight when their translations were invalidated.
+// Putting page tables includes a membar only for the memory that holds the tables.
 static void membar_sys(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
     uvm_vmem_writer_t writer;

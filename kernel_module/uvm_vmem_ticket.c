@@ -90,7 +90,7 @@ void uvm_vmem_ticket_drain(uvm_vmem_state_t *state)
     uvm_mutex_unlock(&state->lock);
 }
 
-// 0: finished; -ETIMEDOUT: not yet; -ENOENT, -EIO.
+// Returns 0 if the ticket is finished, -ETIMEDOUT if not, or -ENOENT or -EIO.
 static int ticket_query(uvm_vmem_state_t *state, NvU64 number)
 {
     uvm_vmem_ticket_t *ticket;
@@ -130,7 +130,7 @@ int uvm_vmem_wait(uvm_vmem_state_t *state, const struct uvm_vmem_wait *params)
     if (params->flags)
         return -EOPNOTSUPP;
 
-    // No lock is held between polls, so that a GPU may leave and others may bind.
+    // Between polls no lock is held, so that a GPU can be unregistered and other calls can bind.
     while (true) {
         int ret = ticket_query(state, params->ticket);
         NvU64 waited = ktime_get_ns() - start;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
 // Tracepoints, one for each command: /sys/kernel/tracing/events/uvm_vmem. result is 0 or a negative errno. A valid BIND
-// also traces its operations, and the moment when all of them were sent to the GPUs.
+// also traces its operations, and the moment when all of them have been sent to the GPUs.
 
 #undef TRACE_SYSTEM
 #define TRACE_SYSTEM uvm_vmem

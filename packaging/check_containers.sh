@@ -1,13 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# In a new Debian system with buildah, as root: builds the Dockerfile's stages over /base.tar, which
-# stands for the image debian:12-slim, and runs them.
+# Builds the Dockerfile's stages over /base.tar, which stands in for the image debian:12-slim, and runs
+# them. Runs as root in a fresh Debian system with buildah.
 #
 # usage: check_containers.sh
 
 set -eu
 
-export STORAGE_DRIVER=vfs BUILDAH_ISOLATION=chroot # no file system or name space of the kernel's
+export STORAGE_DRIVER=vfs BUILDAH_ISOLATION=chroot # needs no overlayfs and no namespaces
 
 base=$(buildah from scratch)
 buildah add --quiet "$base" /base.tar / > /dev/null
@@ -29,5 +29,5 @@ ls "$(buildah mount "$wheel")"/pyvmem-*.whl
 demo=$(buildah from --pull-never vmem-demo)
 [ "$(buildah run "$demo" -- id -u)" = 1000 ]
 start=$(buildah inspect --format '{{index .OCIv1.Config.Entrypoint 0}} {{index .OCIv1.Config.Cmd 0}}' "$demo")
-# shellcheck disable=SC2086 # the words of a command
+# shellcheck disable=SC2086 # split into the words of a command
 buildah run "$demo" -- $start --num-prompts 2 --max-new-tokens 4

@@ -1,21 +1,21 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
 # Run by scripts/check_deb.py in a virtual machine whose disk is the system that check_deb.sh ran in: installs
-# the packages, loads on a software GPU what DKMS has built of them there, uses and purges it. DKMS compiles
-# nothing here, where the processor is emulated: it takes about 35 times as long (docs/operations/debian.md).
-# /debs/given has that build, the driver (nvidia.ko, and UVM as NVIDIA published it), and pyvmem with the tests' way to look
-# at the GPU's memory.
+# the packages, loads the module that DKMS built there on a software GPU, uses it, and purges the packages. DKMS
+# compiles nothing here: the processor is emulated, and that would take about 35 times as long
+# (docs/operations/debian.md). /debs/given has that build, the driver (nvidia.ko, and UVM as NVIDIA published it),
+# and pyvmem with the tests' means of reading the GPU's memory.
 set -eu
 kernel=$(uname -r)
 # shellcheck source=packaging/check_lib.sh
 . /check_lib.sh
 
-# Whether the loaded nvidia-uvm is the patched one.
+# Succeeds if the loaded nvidia-uvm is the patched one.
 patched() {
 	find /sys/module/nvidia_uvm/parameters/ -name 'uvm_vmem_*' | grep -q .
 }
 
-# What udev and nvidia-modprobe do on a user's machine.
+# Creates the device nodes, as udev and nvidia-modprobe do on a user's machine.
 nodes() {
 	major=$(awk '$2 == "nvidia-uvm" { print $1; exit }' /proc/devices)
 	control=$(awk '$2 ~ /^nvidia(-frontend)?$/ { print $1; exit }' /proc/devices)
@@ -29,7 +29,7 @@ nodes() {
 # The guest has no udev.
 [ -e /dev/fd ] || ln -s /proc/self/fd /dev/fd
 
-echo "a machine with Debian's driver, stock"
+echo "a machine with Debian's stock driver"
 modules=/lib/modules/$kernel/updates/dkms
 mkdir -p "$modules"
 cp /debs/given/nvidia.ko "$modules/nvidia-current-open.ko"
@@ -41,7 +41,7 @@ remove nvidia modprobe -r -i nvidia-uvm nvidia
 options nvidia-current-open arch=hopper
 options nvidia-current-open-uvm uvm_leak_checker=1
 RULES
-# depmod wants to know which modules are a part of the kernel.
+# depmod needs the lists of the kernel's own modules.
 for name in modules.order modules.builtin modules.builtin.modinfo; do
 	[ -e "/lib/modules/$kernel/$name" ] || : >"/lib/modules/$kernel/$name"
 done
@@ -52,15 +52,15 @@ nodes
 if patched; then exit 1; fi
 rmmod nvidia_uvm
 
-echo "installed where the driver's source is not: the stock module stays"
+echo "installed without the driver's source: the stock module stays in use"
 NV_SRC=/nowhere install /debs/libvmem0_*.deb /debs/libvmem-dev_*.deb /debs/vmem-dkms_*.deb
 grep 'NV_SRC=/nowhere holds no driver sources' /tmp/said.log
 grep -q 'the stock nvidia-uvm stays in use' /tmp/said.log
-modprobe nvidia-uvm 2>&1 | grep 'the patched nvidia-uvm is not there for kernel'
+modprobe nvidia-uvm 2>&1 | grep 'no patched nvidia-uvm is installed for kernel'
 if patched; then exit 1; fi
 rmmod nvidia_uvm
 
-echo "DKMS is given what it has built for this kernel in the system that the disk was made of"
+echo "DKMS imports what check_deb.sh built for this kernel"
 quiet dkms ldtarball /debs/given/built.tar.gz
 version=$(modinfo -F version "$modules/nvidia-current-open.ko")
 quiet dkms install -m nvidia-uvm-vmem -v "$version" -k "$kernel"
@@ -73,7 +73,7 @@ patched
 test "$(cat /sys/module/nvidia_uvm/parameters/uvm_leak_checker)" = 1
 nodes
 
-echo "used: a program with the package's library, and the self test"
+echo "used: by a program linked to the package's library, and by the self test"
 cat >/tmp/program.c <<'PROGRAM'
 #include <stdio.h>
 #include <vmem.h>
@@ -90,12 +90,12 @@ int main(void) {
   return bad;
 }
 PROGRAM
-# shellcheck disable=SC2046 # words
+# shellcheck disable=SC2046 # split into words
 gcc -Wall -Werror -o /tmp/program /tmp/program.c $(pkg-config --cflags --libs vmem)
 /tmp/program
 PYTHONPATH=/debs/given/python python3 -B -m pyvmem selftest --backend uvm --samples 0
 
-echo "purged while it is loaded: what comes next is the stock module"
+echo "purged while it is loaded: the next load is of the stock module"
 purge vmem-dkms
 patched
 rmmod nvidia_uvm

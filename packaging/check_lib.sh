@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: MIT
 # shellcheck shell=sh
-# What the checks of the Debian packages share; read by check_deb.sh and check_guest.sh. The packages are
-# in /debs.
+# Functions for check_deb.sh and check_guest.sh, which check the Debian packages in /debs.
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C
 
-# All files of the system but those that any package's installation writes.
+# Lists the files of the system, without the directories that every package installation changes.
 files() {
 	find / -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /tmp -o -path /debs -o -path /run \
 		-o -path /var/cache -o -path /var/log -o -path /var/lib/apt -o -path /var/lib/dpkg \) -prune -o -print | sort
 }
 
-# Fails, and shows them, if files came or went since /tmp/before was written. dkms makes its keys and its
-# folder; depmod its lists: that is their own business.
+# Fails, and prints the difference, if files were added or removed since /tmp/before was written. Ignores the
+# keys and folder that dkms creates and the lists that depmod writes.
 nothing_left() {
 	files >/tmp/after
 	diff /tmp/before /tmp/after | grep '^[<>]' | grep -v "/var/lib/dkms\$\|/var/lib/dkms/mok\|/var/lib/dkms/dkms_dbversion" |

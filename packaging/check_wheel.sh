@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# Run by scripts/check_wheel_debian.py in a new Debian system, with the wheel and what it requires in /wheels:
+# Run by scripts/check_wheel_debian.py in a fresh Debian system, with the wheel and its dependencies in /wheels:
 # installs it with pip, without a network, and uses it as an ordinary user.
 set -eu
 version=$1
@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 for tool in cc gcc clang nvcc nvidia-smi; do
 	if command -v "$tool"; then
-		echo "the system is not bare"
+		echo "the system has $tool: it must have no compiler and no CUDA"
 		exit 1
 	fi
 done

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Builds what the tests of the manifest need, each thing once a run."""
+"""Builds what the manifest's tests need, each thing once per run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CHILDREN: set[subprocess.Popen[bytes]] = set()
 
 
 class BuildError(Exception):
-    """Modules or programs could not be built; the text is the end of what make said."""
+    """Modules or programs could not be built; the text is the end of make's output."""
 
 
 @dataclass
 class _Once:
-    """Values made once, by whichever thread comes first; the others wait for it."""
+    """Values that the first thread to need them makes, while the other threads wait."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _locks: dict[tuple[str, ...], threading.Lock] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class _Once:
 
 
 class Builder:
-    """Builds what tests need."""
+    """Builds modules, programs and kernels for tests."""
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
@@ -83,7 +83,7 @@ class Builder:
         return self._once.get(("c", str(tree)), make)
 
     def prepare(self, command: Sequence[str]) -> None:
-        """Runs the command by which a test makes what it needs."""
+        """Runs a test's build command."""
         words = [sys.executable if word == "python3" else word for word in command]
 
         def make() -> Path:
@@ -94,13 +94,13 @@ class Builder:
             self._once.get(("command", *words), make)
 
     def checked_kernel(self) -> Path:
-        """The folder of the kernel that checks itself: bzImage's link and its build folder."""
+        """The folder of the self-checking kernel: a link to bzImage, and the build folder."""
         script = [sys.executable, str(HERE / "checked_kernel.py")]
         return self._once.get(("checked",), lambda: Path(_output(script).splitlines()[-1]))
 
 
 def _output(command: list[str]) -> str:
-    """A command's output; BuildError with the end of the output if it fails."""
+    """Returns a command's output; BuildError with the end of the output if it fails."""
     with child(command, stderr=subprocess.PIPE) as process:
         out, errors = (data.decode(errors="replace") for data in process.communicate())
     if process.returncode:
@@ -112,7 +112,7 @@ def _output(command: list[str]) -> str:
 
 @contextlib.contextmanager
 def child(command: Sequence[str], stderr: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that `end_children` ends, with what it has started itself."""
+    """Starts a process that `end_children` kills together with its own children."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -129,7 +129,7 @@ def child(command: Sequence[str], stderr: int) -> Iterator[subprocess.Popen[byte
 
 
 def end_children() -> None:
-    """Ends the processes that run."""
+    """Kills the processes that `child` started."""
     for process in list(_CHILDREN):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds the kernel that checks itself (KASAN, lockdep, kmemleak, UBSAN, fault injection).
+"""Builds the self-checking kernel (KASAN, lockdep, kmemleak, UBSAN, fault injection).
 
 Source: Debian's package linux-source-*, or LINUX_SRC=folder. Configuration: guest/checked.config.
-Prints a folder with `bzImage` and with `build`, for modules that are to be built for it.
+Prints a folder with `bzImage`, and with `build` for building modules against.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ JOBS = os.cpu_count() or 1
 
 
 def fetched_archive(folder: Path) -> Path:
-    """The source archive, fetched from Debian's package without installing it."""
+    """Fetches the source archive from Debian's package without installing that."""
     area = AptArea(None)
     if not area.versions(PACKAGE):
         area.update()
     versions = area.versions(PACKAGE)
     if not versions:
-        raise KernelBuildError(f"no package {PACKAGE} here: give the source of Linux by LINUX_SRC")
+        raise KernelBuildError(f"package {PACKAGE} not found: set LINUX_SRC to a source of Linux")
     package = area.download(PACKAGE, versions[0], folder)
     run("dpkg-deb", "-x", package, folder / "package")
     return folder / "package" / INSTALLED.relative_to("/")
 
 
 def unpacked_source(folder: Path) -> Path:
-    """Debian's source of the kernel, fetched and unpacked once."""
+    """Debian's kernel source, fetched and unpacked once."""
     given = os.environ.get("LINUX_SRC")
     if given:
         return Path(given).resolve()
@@ -62,7 +62,7 @@ def unpacked_source(folder: Path) -> Path:
 
 
 def configure(source: Path, build: Path) -> None:
-    """Makes .config anew when the wanted one has changed, and checks that all of it was taken."""
+    """Remakes .config if checked.config has changed, and checks that all options were accepted."""
     stamp = build / ".wanted"
     wanted = f"{source}\n{CONFIG.read_text(encoding='utf-8')}"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
@@ -74,17 +74,17 @@ def configure(source: Path, build: Path) -> None:
     asked = re.findall(r"^CONFIG_\w+=[ym\d].*$", CONFIG.read_text(encoding="utf-8"), re.MULTILINE)
     lost = [line for line in asked if line not in made]
     if lost:
-        raise KernelBuildError(f"this kernel does not take: {', '.join(lost)}")
+        raise KernelBuildError(f"this kernel does not accept: {', '.join(lost)}")
     stamp.write_text(wanted, encoding="utf-8")
 
 
 def main() -> int:
-    """Builds what is not there yet."""
+    """Builds the kernel, or the parts of it that are missing."""
     folder = KERNEL_BUILD / "checked"
     try:
         for tool in ("flex", "bison", "bc"):
             if not shutil.which(tool):
-                raise KernelBuildError(f"no {tool} here: scripts/kernel_setup.py --long")
+                raise KernelBuildError(f"{tool} not found: run scripts/kernel_setup.py --long")
         with locked(folder / ".lock"):
             build = folder / "build"
             source = unpacked_source(folder)

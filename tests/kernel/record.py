@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Records of tests, stored in benchmarks/results and shown in docs/driver.
 
-The record of a driver grows: the tests of a later run are added to those of an earlier one, as long
-as both are of the same sources. With other sources it begins anew. A list of runs has a line for
-each run that was ever made, whatever came of it.
+The record of a driver grows: the tests of a later run are added to those of an earlier one if both
+have the same sources; otherwise the record starts over. A list of runs has a line for each run,
+whatever its result.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = ["FORMAT", "add_to_record", "add_to_runs", "entry_of", "run_of"]
 
 FORMAT = "vmem-driver-tests/1"
 TESTED = ("kernel_module", "patches", "libvmem", "pyvmem", "tests/kernel")
-# What the programs of tests/kernel/c print about how much they have done: a line counts as the
-# product of its numbers, one without any as 1.
+# How the programs of tests/kernel/c report the work done: a line counts as the product of its
+# numbers, and as 1 without numbers.
 COUNTS = {
     "passed": r"^(\d+) passed, \d+ failed, \d+ skipped$",
     "results_of_uvm": r"^RESULT \w+ 0x0$",
@@ -55,7 +55,7 @@ def counts_of(output: str) -> dict[str, int]:
 
 def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
     """The record of a test: program, GPU, result, and output."""
-    # How long things took is of the machine, and differs from run to run.
+    # Times depend on the machine, and differ from run to run.
     of_time = re.compile(r"exit status | +[\d.]+ s$")
     lines = [line for line in output.splitlines() if not of_time.match(line)]
     return {
@@ -72,7 +72,7 @@ def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
 
 
 def module_digest() -> str:
-    """SHA-256 over the files of kernel_module that are compiled."""
+    """SHA-256 over the compiled files of kernel_module."""
     module = hashlib.sha256()
     for name, content in kernel_files().items():
         module.update(f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode())
@@ -80,14 +80,14 @@ def module_digest() -> str:
 
 
 def commit_of() -> str:
-    """The commit of this checkout, with a + where what is tested, or tests, was changed since."""
+    """The commit of this checkout, with a + if tests or tested files were changed since."""
     commit = run("git", "-C", ROOT, "rev-parse", "--short=7", "HEAD").strip()
     changed = run("git", "-C", ROOT, "status", "--porcelain", "-uno", "--", *TESTED).strip()
     return commit + ("+" if changed else "")
 
 
 def today() -> str:
-    """The date, of the same place for all."""
+    """The date in UTC."""
     return time.strftime("%Y-%m-%d", time.gmtime())
 
 
@@ -114,15 +114,15 @@ def run_of(
 
 
 def add_to_runs(path: Path, line: dict[str, Any]) -> None:
-    """Writes a run at the end of a list of runs."""
+    """Appends a run to a list of runs."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def sources_of(version: str, suite: str | None) -> dict[str, str]:
-    """The sources that the modules are made from, and the kernel that they are for.
+    """The sources of the modules, and the kernel that they are built for.
 
-    Files of the driver's that had to be edited for it are named.
+    Includes the names of driver files that had to be edited for that kernel.
     """
     headers = headers_of(suite)
     compiler = run(*headers.with_tools(headers.compiler(), "--version"))
@@ -147,10 +147,10 @@ def sources_of(version: str, suite: str | None) -> dict[str, str]:
 def add_to_record(
     path: Path, version: str, entries: Sequence[dict[str, Any]], suite: str | None = None
 ) -> None:
-    """Writes the entries of a run into a record, each in the place of an older one of its name.
+    """Writes the entries of a run into a record; each replaces an older entry of its name.
 
     The record's commit and date are those of its last run.
-    Each has a line of its own: a difference between two records shows the tests that differ.
+    Each entry is on its own line, so that a diff of two records shows the tests that differ.
     """
     sources = sources_of(version, suite)
     kept: dict[str, dict[str, Any]] = {}

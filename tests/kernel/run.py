@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Runs a command in a virtual machine with both modules loaded, and shows its output.
 
-The exit status is the command's; it is 1, and the reason is told, when the kernel's log has a
-warning, a module cannot be loaded or unloaded, or the time is over. The kernel's log is kept.
+The exit status is the command's; it is 1, and the reason is printed, if the kernel's log has a
+warning, a module cannot be loaded or unloaded, or time runs out. The kernel's log is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from guest.machine import GuestError, Machine, boot  # noqa: E402
 
 ROOT = HERE.parent.parent
 BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
-# What reads the disk image and makes it writable for the guest.
+# Needed to read the disk image, and to make it writable for the guest.
 IMAGE_MODULES = ("virtio_pci", "virtio_blk", "overlay")
 IMAGE_ENVIRONMENT = (f"PATH={ROOT}/build/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin",)
 ARCHITECTURES = ("ampere", "hopper", "blackwell", "gb20x")
@@ -35,38 +35,44 @@ UVM_ARGS = ("uvm_enable_builtin_tests=1", "uvm_leak_checker=1")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--tree", type=Path, help="the folder of both modules; without it none is loaded")
-    add("--arch", choices=ARCHITECTURES, default="hopper", help="of the software GPUs")
+    add("--tree", type=Path, help="the folder of both modules; default: no modules are loaded")
+    add("--arch", choices=ARCHITECTURES, default="hopper", help="architecture of the software GPUs")
     add("--gpus", type=int, default=1, metavar="N", help="software GPUs (default 1)")
     add("--vidmem", type=int, metavar="MB", help="memory of each")
     add("--module-args", default="", metavar="ARGS", help="parameters of nvidia.ko")
     add("--uvm-args", default="", metavar="ARGS", help="parameters of nvidia-uvm.ko")
-    add("--kernel", type=Path, metavar="VMLINUZ", help="default: of the release of the tree")
+    add("--kernel", type=Path, metavar="VMLINUZ", help="default: that of the tree's kernel release")
     add(
         "--image",
         metavar="python|FILE",
-        help="run the command on a disk: `python` has Python and the project; a file is one",
+        help="run the command on a disk image: `python` (Python and the project), or a file",
     )
-    add("--memory", type=int, metavar="MB", help="of the guest (default 1536, with an image 3072)")
+    add("--memory", type=int, metavar="MB", help="guest memory (default 1536, with an image 3072)")
     add("--smp", type=int, default=2, metavar="N", help="its processors (default 2)")
-    add("--append", default="", metavar="ARGS", help="more for the kernel's command line")
-    add("--file", action="append", default=[], metavar="HOST[:GUEST]", help="to be packed too")
+    add("--append", default="", metavar="ARGS", help="additions to the kernel's command line")
+    add("--file", action="append", default=[], metavar="HOST[:GUEST]", help="add a file")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="for the command")
-    add("--timeout", type=float, default=300, metavar="S", help="for all of it (default 300)")
-    add("--allow", action="append", default=[], metavar="REGEX", help="may be in the log")
-    add("--name", help="of the log's file (default: the command's)")
-    add("--keep-symbols", action="store_true", help="pack the modules as they are")
-    add("--report", type=Path, metavar="FILE", help="write what came of it, as JSON")
+    add(
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="limit for the whole run (default 300)",
+    )
+    add("--allow", action="append", default=[], metavar="REGEX", help="allowed in the kernel's log")
+    add("--name", help="name of the log file (default: the command's)")
+    add("--keep-symbols", action="store_true", help="do not strip the modules")
+    add("--report", type=Path, metavar="FILE", help="write the outcome as JSON")
     add("--verbose", "-v", action="store_true", help="show the kernel's log too, at the end")
     add("command", nargs="+", help="a program of this machine (static), or one of the guest's")
     return parser.parse_args(arguments)
 
 
 def describe(options: argparse.Namespace) -> Machine:
-    """The machine that the options ask for."""
+    """Describes the machine for the options."""
     program, *arguments = options.command
     files = []
     if Path(program).is_file():
@@ -110,7 +116,7 @@ def describe(options: argparse.Namespace) -> Machine:
 
 
 def show(data: bytes) -> None:
-    """Hands output on at once."""
+    """Writes output immediately."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
@@ -118,7 +124,7 @@ def show(data: bytes) -> None:
 def main() -> int:
     """Boots once."""
     options = parse(sys.argv[1:])
-    # Whoever ends this process means the guest too.
+    # Terminating this process must stop the guest too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     program = re.sub(r"[^\w.-]+", "_", Path(options.command[0]).name)
     name = options.name or f"{program}-{os.getpid()}"

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Runs the tests of tests/kernel/manifest, each in a guest of its own: one line a test.
+"""Runs the tests of tests/kernel/manifest, each in its own guest, and prints a line for each.
 
     suite.py                      every test but the long ones
     suite.py --long               the long ones too
-    suite.py --list               what there is
-    suite.py --show NAME          one test, with all its output, at once
-    suite.py 'bind-*' boot-ampere those that match
-    suite.py --driver 580.142     what a branch has to pass, on that version (NV_SRC= is its source)
+    suite.py --list               lists the tests
+    suite.py --show NAME          one test, with all its output as it comes
+    suite.py 'bind-*' boot-ampere tests that match
+    suite.py --driver 580.142     its branch's required tests on that version (source: NV_SRC=)
     suite.py --driver 580.142 --kernel trixie
-                                  what a driver has to pass on the kernel of that Debian suite
+                                  the tests required of a driver on that Debian suite's kernel
     suite.py fuzz-checked --set CALLS=50000 --set SEED=7 --runs FILE
-                                  a part of a long run, noted
+                                  a part of a long run, recorded in FILE
 
 Trees of modules and C programs are built when the first test needs them.
 """
@@ -48,12 +48,12 @@ from record import add_to_record, add_to_runs, entry_of, run_of  # noqa: E402
 __all__ = ["main"]
 
 SKIPPED = 77
-# What the runner itself needs beside the test's own time, on a machine that does other things too;
-# and a first boot that hangs.
+# Time for the runner itself, in addition to the test's, on a machine that is also busy with other
+# work; and for a first boot that hangs.
 MARGIN = 60.0 + UP_TIME
-# A machine that is slower, or has more to do, gives every test this many times its time.
+# Multiplies the time limit of every test, for slower or busier machines.
 PATIENCE = float(os.environ.get("VMEM_TEST_PATIENCE", "2"))
-# Of the output of a test that has failed; its log has everything.
+# Lines shown of a failed test's output; its log has everything.
 MOST_LINES = 300
 CHECKED_MEMORY = 4096
 
@@ -64,7 +64,7 @@ def patience(test: Test) -> float:
 
 
 def guest_command(test: Test, builder: Builder) -> list[str]:
-    """The call of run.py for a test."""
+    """The command line of run.py for a test."""
     builder.prepare(test.build)
     words = [sys.executable, str(HERE / "run.py"), "--name", test.name]
     words += ["--arch", test.arch, "--gpus", str(test.gpus), "--timeout", str(patience(test))]
@@ -99,7 +99,7 @@ class Result:
     processor_seconds: float = 0.0
 
     def line(self) -> str:
-        """The line that is shown of it."""
+        """The line to print."""
         reason = ""
         if self.word == "skip":
             # The runner's own line comes last.
@@ -110,7 +110,7 @@ class Result:
 
 
 def run_test(test: Test, builder: Builder, show: bool) -> Result:
-    """Builds and boots; `show` hands the output on as it comes."""
+    """Builds and boots; with `show`, prints the output as it comes."""
     start = time.monotonic()
     try:
         if not test.command and not test.program:
@@ -154,7 +154,7 @@ def verdict(test: Test, status: int, report: dict[str, Any], output: str) -> str
 
 
 def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
-    """The tests that are asked for. A test that is named is run though it is long."""
+    """The tests that match. A long test is included if it is named."""
     if not patterns:
         return [test for test in tests if long or not test.long]
     found = [t for t in tests if any(fnmatch.fnmatch(t.name, pattern) for pattern in patterns)]
@@ -182,9 +182,9 @@ def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
 def run_all(
     tests: list[Test], builder: Builder, jobs: int, show: bool, done: Callable[[Result], None]
 ) -> list[Result]:
-    """Runs tests, several at once, and shows the line of each when it is over.
+    """Runs several tests in parallel, and prints the line of each when it is over.
 
-    A test that runs when the suite is ended is ended, too, and has no result.
+    If the suite is terminated, running tests are killed and have no result.
     """
     lock = threading.Lock()
     ended = threading.Event()
@@ -205,9 +205,9 @@ def run_all(
 
     pool = ThreadPoolExecutor(jobs)
     try:
-        # Two tests that wait for one tree would leave a processor idle: each waits in the queue
-        # until its tree is there, and while one tree is built others are tested. What may take
-        # longest begins first, so that nobody waits for it at the end.
+        # Two tests that wait for one tree would leave a processor idle: a test stays in the queue
+        # until its tree is built, and while one tree is built others are tested. Tests with the
+        # longest time limits start first, so that none of them is left for the end.
         waiting: dict[tuple[tuple[str, ...], bool], list[Test]] = {}
         for test in sorted(tests, key=lambda one: -one.timeout):
             waiting.setdefault((base_tree(test), test.checked), []).append(test)
@@ -216,7 +216,7 @@ def run_all(
             build_first(builder, group[0])
             return [pool.submit(one, test) for test in group]
 
-        # The tree that most tests wait for comes first.
+        # Build the tree that most tests need first.
         groups = sorted(waiting.values(), key=len, reverse=True)
         built = [pool.submit(build, group) for group in groups]
         return [result.result() for tree in built for result in tree.result()]
@@ -235,7 +235,7 @@ def base_tree(test: Test) -> tuple[str, ...]:
 
 
 def build_first(builder: Builder, test: Test) -> None:
-    """Builds that tree; what goes wrong is the tests' to tell."""
+    """Builds that tree; errors are reported by the tests that need it."""
     if base_tree(test):
         with contextlib.suppress(BuildError):
             builder.tree(replace(test, mutant=""))
@@ -247,41 +247,41 @@ def tests_of(driver: str, suite: str | None) -> list[Test]:
 
 
 def main() -> int:
-    """The command line."""
+    """Parses the command line, and runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="tests; * and ? match")
-    parser.add_argument("--long", action="store_true", help="also those left out of `make test`")
-    parser.add_argument("--list", action="store_true", help="names and what they run")
-    parser.add_argument("--show", action="store_true", help="one at a time, with their output")
+    parser.add_argument("--long", action="store_true", help="also tests that `make test` omits")
+    parser.add_argument("--list", action="store_true", help="list the tests and their commands")
+    parser.add_argument("--show", action="store_true", help="one test at a time, with its output")
     parser.add_argument("--jobs", "-j", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument(
         "--driver", metavar="VERSION", help="the tests of a branch, on this version"
     )
     parser.add_argument(
-        "--kernel", choices=KERNEL_SUITES, help="with --driver: on the kernel of that Debian suite"
+        "--kernel", choices=KERNEL_SUITES, help="with --driver: on that Debian suite's kernel"
     )
     parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="with --driver: adds to a record"
+        "--record", type=Path, metavar="FILE", help="with --driver: add the results to this record"
     )
-    parser.add_argument("--runs", type=Path, metavar="FILE", help="adds a line for each run")
+    parser.add_argument("--runs", type=Path, metavar="FILE", help="append a line for each run")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a parameter of the C programs, as SEED=7",
+        help="a parameter of the C programs, such as SEED=7",
     )
     options = parser.parse_args()
     if options.driver is not None and not is_version(options.driver):
-        parser.error(f"--driver {options.driver!r} is not a version of the driver, as 580.142 is")
+        parser.error(f"--driver {options.driver!r} is not a driver version such as 580.142")
     if options.kernel and not options.driver:
-        parser.error("--kernel is for one driver: --driver VERSION")
+        parser.error("--kernel needs --driver VERSION")
     if options.record and not options.driver:
-        parser.error("--record is of one driver: --driver VERSION")
+        parser.error("--record needs --driver VERSION")
     if options.record and options.set:
-        parser.error("--record is of tests as they are, without --set")
+        parser.error("--record does not accept --set")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     known = tests_of(options.driver, options.kernel) if options.driver else all_tests()
     tests = with_parameters(select(known, options.names, options.long), options.set)

@@ -17,7 +17,7 @@ HEADER = (MODULE / "uvm_vmem_ioctl.h").read_text(encoding="utf-8")
 CODE = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
 PROGRAMS = ROOT / "tests" / "kernel" / "c"
 
-# Kinds of GPUs that the software GPU cannot be.
+# Kinds of GPU that the software GPU cannot imitate.
 NOT_PLAYED = {
     "UVM_VMEM_GPU_CONFIDENTIAL",
     "UVM_VMEM_GPU_NO_64K",
@@ -30,12 +30,12 @@ def module_text() -> str:
 
 
 def programs_text() -> str:
-    """The test programs, without what they all call (abi.h names every field and command)."""
+    """The test programs, without their common header (abi.h names every field and command)."""
     return "".join(path.read_text(encoding="utf-8") for path in sorted(PROGRAMS.glob("*.c")))
 
 
 def errnos() -> set[str]:
-    """Those that the header gives a meaning."""
+    """The errnos that the header documents."""
     listed = HEADER.split("Errors mean the same in all commands", 1)[1].split(" */", 1)[0]
     return set(re.findall(r"^ \*   (E[A-Z0-9]+) ", listed, flags=re.MULTILINE))
 
@@ -65,7 +65,7 @@ def test_each_field_is_wrong_once(struct: str) -> None:
     matrix = (PROGRAMS / "abi_matrix.c").read_text(encoding="utf-8")
     rows = set(re.findall(rf"ROW\(struct {struct}, (\w+),", matrix))
     given = {field for field in structs()[struct] if not field.startswith("out_")} - {"size"}
-    # Any time is right.
+    # Every timeout is valid.
     assert given - rows <= ({"timeout_ns"} if struct == "uvm_vmem_wait" else set())
 
 
@@ -97,6 +97,6 @@ def test_the_library_knows_each_refusal_and_errno() -> None:
     source = (ROOT / "libvmem" / "src" / "backend" / "uvm" / "ioctl.c").read_text(encoding="utf-8")
     refusals = set(re.findall(r"\b(UVM_VMEM_GPU_\w+)\b", CODE)) - {"UVM_VMEM_GPU_OK"}
     assert refusals == set(re.findall(r"\[(UVM_VMEM_GPU_\w+)\] = ", source))
-    # Of another module, of WAIT, which it does not call, and of a process that is killed.
+    # From another module, from WAIT, which the library does not call, and from a killed process.
     unseen = {"ENOTTY", "ETIMEDOUT", "EINTR"}
     assert errnos() - unseen == set(re.findall(r"MEANING\((E\w+),", source))

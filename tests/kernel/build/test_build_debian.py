@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Kernels of other Debian suites: what is unpacked where, and which compiler is used for it."""
+"""Kernels of other Debian suites: where packages are unpacked, and which compiler is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ META = f"Package: linux-headers-cloud-amd64\nDepends: linux-headers-{RELEASE} (=
 
 
 def package(name: str, files: dict[str, str | Path], folder: Path) -> Path:
-    """A package of some files: texts, and copies of others."""
+    """Makes a package of files, each given as its text or as a file to copy."""
     inside = folder / f"{name}.inside"
     for path, content in files.items():
         (inside / path).parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def libc() -> Path:
 
 
 def kernel(*, parts: bool) -> dict[str, dict[str, str | Path]]:
-    """The packages of a kernel; `parts`: its image is in packages of their own."""
+    """The packages of a kernel; `parts`: its image is split into separate packages."""
     image = f"boot/vmlinuz-{RELEASE}"
     files: dict[str, dict[str, str | Path]] = {
         f"linux-headers-{RELEASE}": {
@@ -74,7 +74,7 @@ def kernel(*, parts: bool) -> dict[str, dict[str, str | Path]]:
 
 
 class Area:
-    """An archive that is a dictionary."""
+    """A fake archive: a dictionary of packages."""
 
     packages: dict[str, dict[str, str | Path]]
     asked: list[str]
@@ -134,7 +134,7 @@ def test_a_kernel_is_unpacked_with_its_compiler(area: type[Area], parts: bool) -
     assert (root / "boot" / f"vmlinuz-{RELEASE}").read_text() == "the image"
     if parts:
         assert (root / "lib/modules" / RELEASE / "kernel/x.ko").is_file()
-    # The compiler of the release that the kernel was made for, whatever this system has.
+    # The compiler is of the kernel's own release, whatever this system has.
     assert "gcc-77 of trixie" in area.asked
     assert headers.compiler() == "x86_64-linux-gnu-gcc-77"
     subprocess.run(headers.with_tools(headers.compiler()), check=True)
@@ -149,7 +149,7 @@ def test_programs_use_the_library_that_came_with_them(area: type[Area]) -> None:
         said = subprocess.check_output(["patchelf", "--print-interpreter", program], text=True)
         assert said.strip() == str(libraries / loader().name)
         subprocess.run([program], check=True)
-    # Without its library it does not start: nothing of the system's is taken.
+    # Without its own library the compiler does not start: it does not fall back on the system's.
     (libraries / "libc.so.6").rename(libraries / "gone")
     (libraries / "libc.so.6").write_text("no library")
     assert subprocess.run([modpost], check=False, capture_output=True).returncode != 0
@@ -159,7 +159,7 @@ def test_what_is_there_is_not_fetched_again(area: type[Area]) -> None:
     first = debian_headers("trixie")
     area.asked.clear()
     assert debian_headers("trixie") == first
-    # A second kernel of the same compiler fetches the kernel alone.
+    # For a second kernel with the same compiler only the kernel is fetched.
     debian_headers("trixie-backports")
     assert area.asked == ["update trixie-backports"]
 

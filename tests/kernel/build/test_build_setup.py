@@ -11,7 +11,7 @@ from kernel_common import KernelBuildError
 
 
 def fake_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *absent: str) -> None:
-    """All programs are there but those named; the guest's shell is linked without libraries."""
+    """Pretends that all programs exist except `absent`, and that the guest's shell is static."""
     busybox = tmp_path / "busybox"
     busybox.write_bytes(b"\x7fELF static")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Sources of the driver: versions, places, and Debian's signed archive."""
+"""The driver's sources: versions, locations, and Debian's signed archive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KBUILD = 'ccflags-y += -DNV_VERSION_STRING=\\"{}\\"\n'
 
 
 def write_tree(folder: Path, version: str) -> Path:
-    """The least that is taken for a kernel-open tree."""
+    """Writes the smallest folder that is accepted as a kernel-open tree."""
     (folder / "nvidia-uvm").mkdir(parents=True)
     (folder / "nvidia-uvm" / "uvm.c").write_text("int uvm;\n")
     (folder / "Kbuild").write_text(KBUILD.format(version))
@@ -30,7 +30,7 @@ def write_tree(folder: Path, version: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No place named by the environment, and build folders of the test's own."""
+    """An environment that names no source, and private build folders."""
     build = tmp_path / "build"
     monkeypatch.delenv("NV_SRC", raising=False)
     monkeypatch.delenv("VMEM_DRIVER_SRC_DIR", raising=False)
@@ -58,7 +58,7 @@ def test_a_named_tree_is_copied_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (made / "nvidia-uvm" / "uvm.c").read_text() == "int uvm;\n"
     (tree / "nvidia-uvm" / "uvm.c").write_text("int changed;\n")
     assert (driver_source.driver_source(VERSION) / "nvidia-uvm/uvm.c").read_text() == "int uvm;\n"
-    # Without it what was made is still there.
+    # Without NV_SRC the earlier copy is still found.
     monkeypatch.delenv("NV_SRC")
     assert driver_source.driver_source(VERSION) == made
 
@@ -129,7 +129,7 @@ Suites: bookworm-security
 
 
 def pack(tmp_path: Path, version: str) -> Path:
-    """The archive of Debian's package of a version, as it lies where that is installed."""
+    """Makes the source archive that Debian's package of a version installs."""
     tree = write_tree(tmp_path / version / "modules" / "nvidia-open-kernel", version)
     (tree / "nv.o_binary").write_bytes(b"precompiled")
     archive = tmp_path / "root" / driver_debian.ARCHIVE
@@ -210,7 +210,7 @@ def test_a_system_without_debian_is_told(tmp_path: Path) -> None:
 
 
 def package(folder: Path, version: str) -> Path:
-    """A package like Debian's, with a source of three files."""
+    """Makes a package like Debian's, with a source of three files."""
     tree = write_tree(folder / "modules" / "nvidia-open-kernel", version.split("-")[0])
     (tree / "nvidia").mkdir()
     (tree / "nvidia" / "nv-kernel.o_binary").write_text("left out")
@@ -231,7 +231,7 @@ def package(folder: Path, version: str) -> Path:
 
 
 class Archive:
-    """A Debian archive in a folder, signed by a key of its own."""
+    """A Debian archive in a folder, signed with a key made for it."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "debian"
@@ -286,7 +286,7 @@ def test_a_signed_archive_gives_the_source(archive: Archive, tmp_path: Path) -> 
     tree = driver_source.driver_source(VERSION)
     assert driver_source.version_of(tree) == VERSION
     assert not list(tree.rglob("*.o_binary"))
-    # The second time nothing is asked for.
+    # The second call does not use the archive.
     shutil.rmtree(archive.root)
     assert driver_source.driver_source(VERSION) == tree
 

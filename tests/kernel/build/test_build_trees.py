@@ -29,7 +29,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def headers(tmp_path: Path) -> KernelHeaders:
-    """A kernel's build folder as Debian lays it: apart from the sources, which it includes."""
+    """A kernel's build folder as in Debian: separate from the sources, which it includes."""
     folder = tmp_path / "headers"
     (folder / "include" / "generated").mkdir(parents=True)
     (folder / "include" / "config").mkdir()
@@ -41,7 +41,7 @@ def headers(tmp_path: Path) -> KernelHeaders:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """The least of a kernel-open tree."""
+    """The smallest kernel-open tree."""
     tree = tmp_path / "source"
     for name in ("common/inc", "nvidia", "nvidia-uvm"):
         (tree / name).mkdir(parents=True)
@@ -255,7 +255,7 @@ def test_modules_are_put_out_when_they_are_new(headers: KernelHeaders) -> None:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A build folder whose conftests are answered."""
+    """A build folder whose conftests have been run."""
     folder = tmp_path / "work"
     (folder / "conftest" / "compile-tests").mkdir(parents=True)
     (folder / "conftest" / "generic.h").write_text("#define NV_X\n")
@@ -268,7 +268,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def fresh(work: Path, name: str) -> Path:
-    """Another folder of the same sources, with nothing answered."""
+    """Another folder with the same sources, whose conftests have not been run."""
     other = work.with_name(name)
     shutil.copytree(work, other)
     shutil.rmtree(other / "conftest")
@@ -282,7 +282,7 @@ def test_conftests_are_taken_over(work: Path, headers: KernelHeaders) -> None:
     script = (other / "conftest.sh").stat().st_mtime_ns
     assert take_conftests(other, headers)
     times = {path.stat().st_mtime_ns for path in (other / "conftest").rglob("*.h")}
-    # Were one older than another that it depends on, it would be asked again.
+    # A conftest that is older than its dependency would be run again.
     assert len(times) == 1
     assert times.pop() >= script
 

@@ -73,7 +73,7 @@ static inline struct uvm_vmem_op op_unmap(uint64_t addr, uint32_t count, uint32_
   return (struct uvm_vmem_op){.addr = addr, .op = UVM_VMEM_OP_UNMAP, .flags = flags, .count = count};
 }
 
-/* failed and ticket may be NULL; without a place for the ticket the call is synchronous. */
+/* failed and ticket may be NULL; with a NULL ticket the call is synchronous. */
 static inline int vm_bind(int fd, uint64_t start, const struct uvm_vmem_op *ops, unsigned count, uint32_t *failed,
                           uint64_t *ticket) {
   struct uvm_vmem_bind b = {.size = sizeof(b),
@@ -105,14 +105,14 @@ static inline int vm_wait(int fd, uint64_t ticket, uint64_t timeout_ns) {
   return vm_call(fd, UVM_VMEM_WAIT, &w);
 }
 
-/* gpu may be NULL: of the whole descriptor. */
+/* gpu may be NULL: the whole descriptor. */
 static inline int vm_stat(int fd, const uint8_t *gpu, struct uvm_vmem_stat *s) {
   *s = (struct uvm_vmem_stat){.size = sizeof(*s), .flags = gpu ? UVM_VMEM_STAT_GPU : 0};
   if (gpu) memcpy(s->gpu_uuid, gpu, UVM_VMEM_UUID_BYTES);
   return vm_call(fd, UVM_VMEM_STAT, s);
 }
 
-/* State that a failed call must not change. */
+/* Compares the state that a failed call must not change. */
 static inline bool stat_same(const struct uvm_vmem_stat *a, const struct uvm_vmem_stat *b) {
   return a->out_reserved_bytes == b->out_reserved_bytes && a->out_created_bytes == b->out_created_bytes &&
          a->out_mapped_bytes == b->out_mapped_bytes && a->out_host_bytes == b->out_host_bytes &&

@@ -5,10 +5,10 @@
 #include "matrix.h"
 #include "world.h"
 
-#define RES 0x7c0000000000ull /* pages of 64 KB; its first 4 units are mapped */
+#define RES 0x7c0000000000ull /* a reservation of 64 KB pages; its first 4 units are mapped */
 #define RES_BYTES MIB(64)
-#define COARSE (RES + GIB(1)) /* pages of 128 KB */
-#define SPARE (RES + GIB(2))  /* nothing is there */
+#define COARSE (RES + GIB(1)) /* a reservation of 128 KB pages */
+#define SPARE (RES + GIB(2))  /* not reserved */
 #define LOW (1ull << 44) /* room for the longest reservation */
 #define A_PAGES 16
 #define NO_GPU 0x77
@@ -19,7 +19,7 @@ static uint64_t done_ticket;
 static struct uvm_vmem_query limits;
 
 static void build(void) {
-  if (set_parameter("uvm_vmem_gpu_limit_mb", 0)) hopeless("a parameter of the driver", -EINVAL); /* ENOSPC is wanted */
+  if (set_parameter("uvm_vmem_gpu_limit_mb", 0)) hopeless("a parameter of the driver", -EINVAL); /* to get ENOSPC, not EDQUOT */
   const uint8_t *gpu = world_open(&W, 1)->uuid[0];
   uint32_t gone;
   OK(vm_query(W.uvm, gpu, &limits));
@@ -43,7 +43,7 @@ static void setup(void) {
   if (failures_here) exit(1);
 }
 
-/* The eight commands with arguments that succeed, and their undoing. */
+/* For each of the eight commands, arguments that succeed, and how to undo the call. */
 
 static void query_valid(void *p) {
   struct uvm_vmem_query q = {.size = sizeof(q), .flags = UVM_VMEM_QUERY_GPU};
@@ -201,7 +201,7 @@ static void reserve_fields(void) {
       ROW(struct uvm_vmem_reserve, page_shift, 0xffffffffu, EINVAL),
       ROW(struct uvm_vmem_reserve, gpu_count, 0, EINVAL),
       ROW(struct uvm_vmem_reserve, gpu_count, 0xffffffffu, EMSGSIZE),
-      ROW(struct uvm_vmem_reserve, gpu_count, 2, EINVAL), /* the same one twice */
+      ROW(struct uvm_vmem_reserve, gpu_count, 2, EINVAL), /* the same GPU twice */
       ROW(struct uvm_vmem_reserve, gpus, 0, EFAULT),
       ROW(struct uvm_vmem_reserve, gpus, 0xffff888000000000u, EFAULT),
   };
@@ -214,13 +214,13 @@ static void reserve_fields(void) {
   longer.value = limits.out_max_reserve_bytes + SLOT;
   run_rows(W.uvm, &commands[RESERVE], &over, 1);
   run_rows(W.uvm, &commands[RESERVE], &longer, 1);
-  OK(vm_reserve(W.uvm, W.uuid[0], LOW, limits.out_max_reserve_bytes, 16, 0)); /* just the limit */
+  OK(vm_reserve(W.uvm, W.uuid[0], LOW, limits.out_max_reserve_bytes, 16, 0)); /* exactly the limit */
   OK(vm_free(W.uvm, LOW, 0));
   struct uvm_vmem_reserve eager;
   reserve_valid(&eager);
   eager.flags = UVM_VMEM_RESERVE_EAGER;
   eager.length = limits.out_max_eager_bytes + SLOT;
-  expect(W.uvm, "RESERVE of more tables than may be made at once", UVM_VMEM_RESERVE, &eager, EMSGSIZE);
+  expect(W.uvm, "RESERVE of more tables than EAGER may make", UVM_VMEM_RESERVE, &eager, EMSGSIZE);
   reserve_valid(argument);
   memset(reserve_gpus, NO_GPU, UVM_VMEM_UUID_BYTES);
   expect(W.uvm, "RESERVE on an unknown GPU", UVM_VMEM_RESERVE, argument, ENODEV);
@@ -284,9 +284,9 @@ static void create_fields(void) {
   if (!(limits.out_capabilities & UVM_VMEM_CAP_HOST)) {
     create_valid(&c);
     c.flags = UVM_VMEM_CREATE_HOST;
-    expect(W.uvm, "CREATE in host memory, which QUERY says it cannot", UVM_VMEM_CREATE, &c, EOPNOTSUPP);
+    expect(W.uvm, "CREATE in host memory, which QUERY does not offer", UVM_VMEM_CREATE, &c, EOPNOTSUPP);
   }
-  /* More than there is: a count below the limit where that is possible. */
+  /* More memory than the GPU has, if possible with a count below the limit. */
   create_valid(&c);
   c.page_shift = 21;
   c.count = limits.out_max_create_pages;
@@ -307,7 +307,7 @@ static void release_fields(void) {
   };
   setup();
   for (size_t i = 0; i < ARRAY_SIZE(rows); i++) {
-    /* valid() makes an object for each: it is given back when the call is refused. */
+    /* valid() creates an object for each row, which is released after the refused call. */
     struct uvm_vmem_release r;
     uint32_t handle;
     release_valid(&r);
@@ -345,15 +345,15 @@ static void bind_fields(void) {
   run_rows(W.uvm, &commands[BIND], rows, ARRAY_SIZE(rows));
   over.value = limits.out_max_bind_ops + 1ull;
   run_rows(W.uvm, &commands[BIND], &over, 1);
-  /* An array that ends in nothing: one operation is there, the next is not. */
+  /* An array that ends at an unmapped page: the first operation is readable, the second is not. */
   struct uvm_vmem_bind b = {.size = sizeof(b), .start = RES, .op_count = 2};
   struct uvm_vmem_op *last = (struct uvm_vmem_op *)page_end() - 1;
   *last = op_map(RES + MIB(4), A, 0, 1, 0);
   b.ops = (uintptr_t)last;
-  expect(W.uvm, "BIND, its second operation cannot be read", UVM_VMEM_BIND, &b, EFAULT);
+  expect(W.uvm, "BIND whose second operation cannot be read", UVM_VMEM_BIND, &b, EFAULT);
 }
 
-/* Each wrong operation stands as the first, the second and the third of a batch whose others are right. */
+/* Puts each wrong operation first, second and third in a batch whose other operations are valid. */
 static void bind_wrong_op(int fd, const char *what, uint64_t start, struct uvm_vmem_op wrong, int want) {
   for (unsigned at = 0; at < 3; at++) {
     struct uvm_vmem_op ops[3];
@@ -397,7 +397,7 @@ static void bind_map_fields(void) {
       ROW(struct uvm_vmem_op, addr, 0, ERANGE),
       ROW(struct uvm_vmem_op, addr, 0xffffffffffff0000u, EOVERFLOW), /* two pages wrap */
       ROW(struct uvm_vmem_op, addr, RES, EEXIST),
-      ROW(struct uvm_vmem_op, addr, RES + 3 * UNIT, EEXIST), /* half of it */
+      ROW(struct uvm_vmem_op, addr, RES + 3 * UNIT, EEXIST), /* half of it is mapped */
       ROW(struct uvm_vmem_op, handle, 0, ENOENT),
       ROW(struct uvm_vmem_op, handle, 0xffffffffu, ENOENT),
   };
@@ -458,14 +458,14 @@ static void bind_overlaps(void) {
   bind_overlap("the same mapping twice", op_map(at, A, 4, 1, 0), op_map(at, A, 4, 1, 0));
   bind_overlap("mapped and unmapped", op_map(at, A, 4, 2, 0), op_unmap(at, 2, 0));
   bind_overlap("unmapped twice", op_unmap(at, 8, 0), op_unmap(at, 8, 0));
-  bind_overlap("the last of one is the first of the other", op_map(at, A, 4, 3, 0), op_map(at + 2 * UNIT, A, 8, 2, 0));
+  bind_overlap("the last unit of one is the first of the other", op_map(at, A, 4, 3, 0), op_map(at + 2 * UNIT, A, 8, 2, 0));
   bind_overlap("one within the other", op_unmap(at, 100, 0), op_map(at + 50 * UNIT, A, 4, 1, 0));
-  bind_overlap("a wide one over slots", op_unmap(at, 1024 - 320, 0), op_map(RES + MIB(60), A, 4, 1, 0));
+  bind_overlap("one over several slots", op_unmap(at, 1024 - 320, 0), op_map(RES + MIB(60), A, 4, 1, 0));
   bind_overlap("a large page and a small one in it", op_map(at, BIG, 0, 1, 0), op_map(at + 31 * UNIT, A, 4, 1, 0));
   control(W.uvm, &commands[BIND]);
 }
 
-/* The most operations that QUERY allows; the last has an effect. */
+/* The most operations that QUERY allows; the last one is carried out too. */
 static void bind_most_operations(void) {
   setup();
   const uint32_t most = limits.out_max_bind_ops;
@@ -483,16 +483,16 @@ static void bind_most_operations(void) {
 static void bind_too_many_units(void) {
   uint32_t many;
   setup();
-  /* One page of 2 MB is mapped over and over, and two at last: the operations are as many as may be. */
+  /* The same 2 MB page at each slot, and two pages in the last operation: one slot more than the limit of units. */
   const uint64_t count = limits.out_max_bind_units / SLOT_UNITS, slots = count + 1;
-  if (count > limits.out_max_bind_ops) SKIP("the limit of units is beyond that of operations");
-  if (slots * SLOT > GIB(1) << 10) SKIP("the limit of units is beyond 1 TB of addresses");
+  if (count > limits.out_max_bind_ops) SKIP("the unit limit needs too many operations");
+  if (slots * SLOT > GIB(1) << 10) SKIP("the unit limit needs more than 1 TB of addresses");
   struct uvm_vmem_op *ops = calloc(count, sizeof(*ops));
   OK(vm_reserve(W.uvm, W.uuid[0], SPARE, slots * SLOT, 16, 0));
   OK(vm_create(W.uvm, W.uuid[0], 21, 2, 0, &many));
   for (uint64_t i = 0; i < count; i++) ops[i] = op_map(SPARE + i * SLOT, many, 0, 1 + (i + 1 == count), 0);
   struct uvm_vmem_bind b = {.size = sizeof(b), .start = SPARE, .ops = (uintptr_t)ops, .op_count = (uint32_t)count};
-  expect(W.uvm, "MAPs of more units than the limit together", UVM_VMEM_BIND, &b, EMSGSIZE);
+  expect(W.uvm, "MAPs that together name more units than the limit", UVM_VMEM_BIND, &b, EMSGSIZE);
   EQ(b.out_failed_op, count - 1);
   /* Unmapped units count like mapped units, in one operation or in several. */
   const uint32_t most = limits.out_max_bind_units;
@@ -502,7 +502,7 @@ static void bind_too_many_units(void) {
     bind_wrong_op(W.uvm, "UNMAP of more units than the limit", SPARE, op_unmap(SPARE, most + 1, flags), EMSGSIZE);
     struct uvm_vmem_op two[2] = {op_unmap(SPARE, most, flags), op_unmap(SPARE + most * UNIT, 1, 0)};
     b = (struct uvm_vmem_bind){.size = sizeof(b), .start = SPARE, .ops = (uintptr_t)two, .op_count = 2};
-    expect(W.uvm, "UNMAPs that are more units than the limit together", UVM_VMEM_BIND, &b, EMSGSIZE);
+    expect(W.uvm, "UNMAPs that together name more units than the limit", UVM_VMEM_BIND, &b, EMSGSIZE);
   }
   OK(vm_unmap(W.uvm, SPARE, SPARE, most, 0));
   OK(vm_free(W.uvm, SPARE, UVM_VMEM_FREE_UNMAP));
@@ -533,7 +533,7 @@ static void stat_fields(void) {
   run_rows(W.uvm, &commands[STAT], rows, ARRAY_SIZE(rows));
 }
 
-/* Output fields after a failed command. */
+/* Checks that a failed command leaves the output fields unchanged. */
 static void left_alone(const char *what, unsigned long number, void *argument, size_t size, int want) {
   char before[256];
   memcpy(before, argument, size);
@@ -541,7 +541,7 @@ static void left_alone(const char *what, unsigned long number, void *argument, s
   if (memcmp(before, argument, size)) fail("%s: the struct has changed", what);
 }
 
-/* Of a BIND that fails both are written, once its flags are looked at: the operation's number, and no ticket. */
+/* A failed BIND writes both out_failed_op and out_ticket (0), unless it fails before its flags are checked. */
 static void bind_outputs(const char *what, struct uvm_vmem_bind b, int want, uint32_t failed_op, uint64_t ticket) {
   b.out_failed_op = 4711;
   b.out_ticket = 4711;
@@ -571,13 +571,13 @@ static void outputs_of_a_failure(void) {
   c.out_handle = 4711;
   c.page_shift = 21;
   c.count = limits.out_max_create_pages;
-  left_alone("CREATE that finds no memory", UVM_VMEM_CREATE, &c, sizeof(c), ENOSPC);
+  left_alone("CREATE without enough memory", UVM_VMEM_CREATE, &c, sizeof(c), ENOSPC);
   memset(&s, 0x5a, sizeof(s));
   s.size = sizeof(s);
   s.flags = UVM_VMEM_STAT_GPU;
   memcpy(s.gpu_uuid, nobody, sizeof(nobody));
   left_alone("STAT that fails", UVM_VMEM_STAT, &s, sizeof(s), ENODEV);
-  /* One that succeeds writes all of them, whatever was there. */
+  /* A command that succeeds overwrites all output fields. */
   memcpy(s.gpu_uuid, W.uuid[0], sizeof(s.gpu_uuid));
   OK(vm_call(W.uvm, UVM_VMEM_STAT, &s));
   OK(vm_stat(W.uvm, W.uuid[0], &t));
@@ -592,7 +592,7 @@ static void outputs_of_a_failure(void) {
   b.flags = UVM_VMEM_BIND_ASYNC;
   bind_ops[2].addr = RES - UNIT;
   bind_outputs("BIND whose third operation is wrong", b, ERANGE, 2, 0);
-  /* A command refused before that writes nothing. */
+  /* A command that fails before its flags are checked writes nothing. */
   bind_valid(&longer.bind);
   longer.bind.size = sizeof(longer);
   left_alone("BIND with a dirty tail", UVM_VMEM_BIND, &longer, sizeof(longer), E2BIG);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * When a call may return, and what may be reused when: the engine of the GPU is stopped in between and what
- * happened so far is looked at. "Did not return" is seen by a wait that can be too short, never too long.
+ * When a call may return, and when memory may be reused: the GPU's engine is stopped in between, and the state
+ * so far is checked. "Did not return" is checked by a timed wait: on a slow machine that may miss a bug, but it never
+ * fails a correct driver.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -83,7 +84,7 @@ static void no_ticket(void) {
   world_close(&W);
 }
 
-/* A call in a thread of its own, and whether it has returned. */
+/* A call that runs in its own thread, and whether it has returned. */
 struct call {
   pthread_t thread;
   int (*run)(void);
@@ -123,7 +124,7 @@ static int free_all(void) {
   return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP);
 }
 
-/* The engine stops at `where`; meanwhile run() must not return. */
+/* Stops the engine at `where`; run() must not return meanwhile. */
 static void must_wait(const char *what, unsigned where, int (*run)(void)) {
   struct call c;
   OK(softgpu_hold(W.dev, 0, where));
@@ -133,7 +134,7 @@ static void must_wait(const char *what, unsigned where, int (*run)(void)) {
   bool early = c.returned;
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
   OK(call_join(&c));
-  if (early) fail("%s returned before the GPU had done it", what);
+  if (early) fail("%s returned before the GPU had executed it", what);
 }
 
 static void calls_wait_for_the_gpu(void) {
@@ -156,7 +157,8 @@ static int wait_a_moment(void) {
   return vm_wait(W.uvm, the_ticket, 1000000);
 }
 
-/* WAIT returns when its time is over, though the GPU does not move; a WAIT that does not is let go and has failed. */
+/* WAIT returns when its timeout expires although the GPU is stopped. If it does not, the engine is released, and the
+ * test fails. */
 static void a_wait_ends_with_its_time(void) {
   struct call c;
   world_open(&W, 1);
@@ -181,7 +183,7 @@ static int create_into_nothing(void) {
   return vm_call(W.uvm, UVM_VMEM_CREATE, unmapped_later);
 }
 
-/* The struct can be written when CREATE begins and not when it ends: nobody learns the handle, and nothing stays. */
+/* The struct becomes unwritable while CREATE runs, so no handle can be returned: CREATE must leave nothing behind. */
 static void create_without_a_place_for_its_handle(void) {
   struct uvm_vmem_stat s;
   struct call c;
@@ -207,7 +209,7 @@ static int bind_into_nothing(void) {
   return vm_call(W.uvm, UVM_VMEM_BIND, bind_unmapped_later);
 }
 
-/* The same for BIND: nobody learns that it was done, but it was, and nothing is in the way of what comes next. */
+/* The same for BIND: the result cannot be returned, but the batch was carried out, and later calls work. */
 static void bind_without_a_place_for_its_result(void) {
   struct uvm_vmem_stat s;
   struct call c;
@@ -238,7 +240,7 @@ static int release_it(void) {
   return vm_release(W.uvm, the_object);
 }
 
-/* Memory whose unmapping is on its way is not the GPU's to give to others yet. */
+/* Memory whose unmap is still in flight must not be handed out again. */
 static void not_reused_before_the_invalidate(void) {
   struct softgpu_frame frame;
   struct call c;
@@ -259,7 +261,7 @@ static void not_reused_before_the_invalidate(void) {
   for (int i = 0; i < 2; i++) {
     OK(softgpu_frame(W.dev, 0, pa[i], &frame));
     CHECK(frame.out_allocated);
-    OK(softgpu_check_phys(W.dev, 0, pa[i], UNIT, 0x77, 0)); /* not zeroed for the next either */
+    OK(softgpu_check_phys(W.dev, 0, pa[i], UNIT, 0x77, 0)); /* and not zeroed for the next owner */
   }
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
   OK(call_join(&c));
@@ -268,7 +270,7 @@ static void not_reused_before_the_invalidate(void) {
   world_close(&W);
 }
 
-/* The handle goes while a BIND that looked it up waits for its page tables: the pages stay for the BIND. */
+/* The handle is released while a BIND that looked it up waits for its page tables: the BIND keeps the pages. */
 static void released_during_a_bind(void) {
   struct uvm_vmem_stat s;
   struct call c;
@@ -299,7 +301,7 @@ static void released_during_a_bind(void) {
   world_close(&W);
 }
 
-/* Writes on and on through a mapping that is being taken away, until it is gone. */
+/* Keeps writing through a mapping that is being removed, until that faults. */
 static void *writes_until_gone(void *unused) {
   int result;
   (void)unused;
@@ -307,7 +309,8 @@ static void *writes_until_gone(void *unused) {
   return (void *)(intptr_t)result;
 }
 
-/* Pages are zeroed for the next owner after the last write of the one before, whichever push the GPU would take first. */
+/* Pages are zeroed for the next owner after the previous owner's last write, whichever push the GPU would execute
+ * first. */
 static void zeroed_after_the_last_write(void) {
   enum { ROUNDS = 25 };
   struct softgpu_settings fast, slow;
@@ -345,7 +348,7 @@ static void zeroed_after_the_last_write(void) {
   OK(softgpu_settings(W.dev, &fast, NULL));
   printf("%u of %u got the same memory\n", reused, ROUNDS);
   CHECK(reused > 0);
-  W.base[0].stale = gpu_counters(&W, 0).stale; /* the writer's: between the entry's end and the invalidate */
+  W.base[0].stale = gpu_counters(&W, 0).stale; /* the writer used some between the unmap and the invalidate */
   world_close(&W);
 }
 
@@ -358,8 +361,8 @@ static int read_proc(void) {
   return n > 0 ? 0 : -EIO;
 }
 
-/* The file in /proc does not wait for whoever waits for a GPU. (The thread that reads is left behind if it does: the
- * GPU goes on, and then so does it.) */
+/* Reading the file in /proc does not wait for a call that waits for a GPU. (If it does, the reader thread is left
+ * behind: it continues when the GPU does.) */
 static bool proc_is_readable(void) {
   static struct call c;
   call_start(&c, read_proc);
@@ -367,7 +370,7 @@ static bool proc_is_readable(void) {
   return c.returned && call_join(&c) == 0;
 }
 
-/* Host memory goes back to the kernel, which asks no GPU: not while one may still write there. */
+/* Host memory is returned to the kernel, which knows nothing of GPUs: not while a GPU may still write to it. */
 static void host_memory_waits(void) {
   enum { UNITS = 32 };
   struct call c;
@@ -393,7 +396,7 @@ static void host_memory_waits(void) {
   world_close(&W);
 }
 
-/* The GPU is unregistered with a bind on its way: that one is carried out before, and its ticket is done. */
+/* The GPU is unregistered with a bind in flight: the bind is carried out first, and its ticket is done. */
 static int unregister_it(void) {
   int result = softgpu_uvm_unregister_space(&W.c, 0);
   return result ? result : softgpu_uvm_unregister_gpu(&W.c, 0);
@@ -424,7 +427,7 @@ static void gpu_goes_with_a_bind_in_flight(void) {
   world_close(&W);
 }
 
-/* Threads on one processor, and one that leaves them nothing of it. */
+/* Processors: the threads under test run on THEIRS, where a busy thread can keep them from running. */
 enum { OURS, THEIRS };
 
 static int only_on(int processor) {
@@ -456,7 +459,7 @@ static bool let_it_have_all(bool on) {
   return fclose(file) == 0;
 }
 
-/* The GPU has done what a BIND sent, and the BIND has not seen it yet: the GPU stays until it has. */
+/* The GPU has executed a BIND's pushes, but the BIND has not noticed yet: the GPU stays registered until it has. */
 static void gpu_goes_while_a_bind_waits(void) {
   struct call bind, gone, hog;
   cpu_set_t before;
@@ -468,11 +471,11 @@ static void gpu_goes_while_a_bind_waits(void) {
   OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
   call_start(&bind, bind_there);
-  sleep_ms(2 * A_WHILE); /* it sleeps now, and for 10 ms at a time */
+  sleep_ms(2 * A_WHILE); /* by now it sleeps, 10 ms at a time */
   enough = false;
   CHECK(let_it_have_all(true));
   call_start(&hog, takes_it_all);
-  /* It waits with the address space locked: from here on no new thread, and nothing else that maps memory. */
+  /* It waits with mmap_lock held: from here on create no thread, and map no memory. */
   call_start(&gone, unregister_it);
   sleep_ms(A_WHILE);
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
@@ -480,7 +483,7 @@ static void gpu_goes_while_a_bind_waits(void) {
   bool early = gone.returned && !bind.returned;
   enough = true;
   if (early) {
-    printf("the GPU left before a BIND that waits for it\n"); /* and which may wait for ever */
+    printf("the GPU left before a BIND that waits for it\n"); /* and the BIND may wait forever */
     exit(1);
   }
   OK(call_join(&hog));
@@ -495,7 +498,7 @@ static int create_one(void) {
   return vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object);
 }
 
-/* A handle works when its pages are zero, not before. */
+/* A handle becomes valid only when its pages are zero. */
 static void published_last(void) {
   struct uvm_vmem_stat s;
   struct call c;
@@ -508,7 +511,7 @@ static void published_last(void) {
   sleep_ms(A_WHILE);
   OK(vm_stat(W.uvm, NULL, &s));
   bool early = c.returned;
-  /* Where it can be seen already, releasing it would pull the pages from under the CREATE. */
+  /* If it is valid already, releasing it takes the pages away from the CREATE that is still running. */
   int guessed = s.out_objects == 1 ? vm_release(W.uvm, first + 1) : 0;
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
   OK(call_join(&c));
@@ -519,7 +522,7 @@ static void published_last(void) {
   world_close(&W);
 }
 
-/* One after the other on the same addresses, without waiting between: the last one counts. */
+/* Asynchronous binds of the same addresses, one after another: the last one wins. */
 static void order(void) {
   enum { ROUNDS = 60, PAGES = 8 };
   struct softgpu_settings fast, slow;
@@ -545,7 +548,7 @@ static void order(void) {
     for (unsigned i = 0; i < PAGES; i++) OK(vm_wait(W.uvm, ticket[round % 2 ? i : PAGES - 1 - i], FOREVER));
     OK(gpu_check(&W, 0, RES + MIB(4), UNIT, last, 0));
   }
-  /* A synchronous one after asynchronous ones covers them all. */
+  /* A synchronous bind waits for all asynchronous ones before it. */
   for (unsigned round = 0; round < ROUNDS; round++) {
     for (unsigned i = 0; i < 4; i++) {
       struct uvm_vmem_op op = op_map(RES + MIB(4), object, (round + i) % PAGES, 1, UVM_VMEM_OP_REPLACE);
@@ -561,7 +564,7 @@ static void order(void) {
 static uint64_t *ticket_array;
 static unsigned tickets_given;
 
-/* Binds on and on, as long as there are tickets. */
+/* Binds until the tickets run out. */
 static int use_up_tickets(void) {
   struct uvm_vmem_query q;
   int result = vm_query(W.uvm, NULL, &q);
@@ -586,7 +589,7 @@ static void too_many_tickets(void) {
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
   call_start(&c, use_up_tickets);
   for (unsigned ms = 0; !c.returned && ms < 10000; ms += A_WHILE) sleep_ms(A_WHILE);
-  bool stuck = !c.returned; /* the limit must be below what the GPU's queues hold */
+  bool stuck = !c.returned; /* the ticket limit must be lower than the length of the GPU's queues */
   unsigned open_now = stuck ? 0 : tickets_open();
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
   int result = call_join(&c);
@@ -604,7 +607,7 @@ static void too_many_tickets(void) {
   world_close(&W);
 }
 
-/* FREE, RELEASE and STAT with a bind on its way. */
+/* FREE, RELEASE and STAT with a bind in flight. */
 static void free_with_a_bind_in_flight(void) {
   struct call c;
   uint64_t ticket;
@@ -627,7 +630,7 @@ static void free_with_a_bind_in_flight(void) {
   world_close(&W);
 }
 
-/* Whether a process that was killed comes to give its address space up, which it does before its files. */
+/* Returns true if a killed process gives up its address space, which it does before it closes its files. */
 static bool leaves_its_memory(pid_t pid) {
   char path[64];
   long pages = 1;
@@ -641,7 +644,7 @@ static bool leaves_its_memory(pid_t pid) {
   return !pages;
 }
 
-/* The process goes while its binds are on their way: by exit, or killed while it waits for one. */
+/* The process exits, or is killed while it waits for a bind, with binds in flight. */
 static void end_with_binds_in_flight(void) {
   for (int killed = 0; killed < 2; killed++) {
     struct softgpu_counters base;
@@ -682,7 +685,7 @@ static void end_with_binds_in_flight(void) {
     bool left = leaves_its_memory(child);
     OK(softgpu_hold(dev, 0, SOFTGPU_HOLD_RELEASE));
     EQ(waitpid(child, &status, 0), child);
-    CHECK(left); /* with the GPU standing still: WAIT can be killed */
+    CHECK(left); /* the GPU is stopped: so WAIT can be killed */
     CHECK(killed ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0);
     gpu_check_clean(dev, 0, &base, true);
     close(dev);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * What each command does when it is used rightly, seen from the GPU: through its page tables and its TLB.
+ * Each command used correctly; the results are checked from the GPU's side, through its page tables and its TLB.
  */
 #include "abi.h"
 #include "kcheck.h"
@@ -16,7 +16,7 @@ static bool has(struct world *w, uint64_t capability) {
   return vm_query(w->uvm, w->uuid[0], &q) == 0 && (q.out_capabilities & capability) == capability;
 }
 
-/* All that the header names: the other tests leave out what is not there. */
+/* All capabilities of the header: the other tests skip what is not supported. */
 #define CAPABILITIES                                                                                             \
   (UVM_VMEM_CAP_HOST | UVM_VMEM_CAP_PEER | UVM_VMEM_CAP_MULTI_GPU | UVM_VMEM_CAP_READ_ONLY | UVM_VMEM_CAP_SPARSE | \
    UVM_VMEM_CAP_REPLACE | UVM_VMEM_CAP_BIG | UVM_VMEM_CAP_ASYNC | UVM_VMEM_CAP_LARGE)
@@ -54,11 +54,11 @@ static void map_move_unmap(void) {
   CHECK(x.out_valid && !x.out_read_only && !x.out_sparse);
   EQ(x.out_page_size, UNIT);
   EQ(x.out_aperture, SOFTGPU_APERTURE_VID);
-  EQ(gpu_check(&w, 0, RES + 4 * UNIT, 8, 0, 0), -EFAULT); /* the page after */
+  EQ(gpu_check(&w, 0, RES + 4 * UNIT, 8, 0, 0), -EFAULT); /* the next page is not mapped */
   OK(gpu_fill(&w, 0, RES, 4 * UNIT, PATTERN, 1));
   OK(gpu_check(&w, 0, RES, 4 * UNIT, PATTERN, 1));
 
-  /* Page 1 also elsewhere: both names are one memory. */
+  /* Map page 1 at a second address: both show the same memory. */
   OK(vm_map(w.uvm, RES, RES + MIB(10), object, 1, 1, 0));
   OK(gpu_check(&w, 0, RES + MIB(10), UNIT, PATTERN + UNIT / 8, 1));
   OK(gpu_fill(&w, 0, RES + MIB(10), UNIT, 7, 0));
@@ -69,7 +69,7 @@ static void map_move_unmap(void) {
   EQ(gpu_check(&w, 0, RES + UNIT, 8, 0, 0), -EFAULT);
   OK(gpu_check(&w, 0, RES + MIB(10), UNIT, 7, 0));
 
-  /* Backwards, in one call with an unmap. */
+  /* In reverse order, in one call with an unmap. */
   struct uvm_vmem_op ops[4] = {op_map(RES + 2 * UNIT, object, 0, 1, 0), op_map(RES + UNIT, object, 2, 1, 0),
                                op_map(RES, object, 3, 1, 0), op_unmap(RES + MIB(10), 1, 0)};
   uint32_t failed = 1;
@@ -128,7 +128,7 @@ static void page_sizes(void) {
   world_close(&w);
 }
 
-/* A page begins at a multiple of its size in memory too, whatever smaller ones lie before it. */
+/* A page is aligned to its size in physical memory too, whatever smaller pages were allocated before it. */
 static void alignment(void) {
   enum { EACH = 3 };
   struct world w;
@@ -151,7 +151,7 @@ static void alignment(void) {
   world_close(&w);
 }
 
-/* Larger pages take only what is wholly free between smaller ones that live. */
+/* Larger pages use only aligned holes that are entirely free between live smaller pages. */
 static void holes(void) {
   static const unsigned given_back[] = {0, 1, 3, 6, 7, 9, 12, 13, 14, 15, 20, 21, 22};
   uint32_t small[SLOT_UNITS], at_unit[SLOT_UNITS] = {0}, large[2];
@@ -167,12 +167,12 @@ static void holes(void) {
   bool gone[SLOT_UNITS] = {false};
   for (size_t i = 0; i < ARRAY_SIZE(given_back); i++) {
     const unsigned page = at_unit[given_back[i]];
-    CHECK(!gone[page]); /* the 32 lie in one chunk */
+    CHECK(!gone[page]); /* the 32 pages are in one chunk */
     gone[page] = true;
     OK(vm_unmap(w.uvm, RES, RES + page * UNIT, 1, 0));
     OK(vm_release(w.uvm, small[page]));
   }
-  OK(vm_create(w.uvm, w.uuid[0], 17, 5, 0, &large[0])); /* 0, 6, 12, 14, 20: then nothing fits any more */
+  OK(vm_create(w.uvm, w.uuid[0], 17, 5, 0, &large[0])); /* at 0, 6, 12, 14, 20: then no other fits */
   OK(vm_create(w.uvm, w.uuid[0], 18, 2, 0, &large[1]));
   OK(vm_map(w.uvm, RES, RES + MIB(4), large[0], 0, 5, 0));
   OK(vm_map(w.uvm, RES, RES + MIB(8), large[1], 0, 2, 0));
@@ -185,7 +185,7 @@ static void holes(void) {
   world_close(&w);
 }
 
-/* Small pages and large ones share one reservation, at any multiple of their own size. */
+/* One reservation holds small and large pages, each at any multiple of its size. */
 static void mixed_sizes(void) {
   struct world w;
   uint32_t object[4];
@@ -200,7 +200,7 @@ static void mixed_sizes(void) {
   OK(vm_bind(w.uvm, RES, ops, 4, NULL, NULL));
   for (int i = 0; i < 4; i++) OK(gpu_fill(&w, 0, at[i], 1ull << shifts[i], i + 1, 0));
   for (int i = 0; i < 4; i++) OK(gpu_check(&w, 0, at[i], 1ull << shifts[i], i + 1, 0));
-  /* An unmap that takes a part of a large page leaves the rest. */
+  /* Unmapping part of a large page leaves the rest mapped. */
   OK(vm_unmap(w.uvm, RES, RES + MIB(4) + UNIT, 1, 0));
   OK(gpu_check(&w, 0, RES + MIB(4), UNIT, 4, 0));
   EQ(gpu_check(&w, 0, RES + MIB(4) + UNIT, 8, 0, 0), -EFAULT);
@@ -213,7 +213,7 @@ static void memory_is_zero_again(void) {
   uint32_t object, stays;
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, 0));
-  /* With it a chunk stays, and its units come back without a detour through UVM. */
+  /* Keeps the chunk allocated, so that its units are reused without UVM. */
   OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &stays));
   for (unsigned round = 0; round < 6; round++) {
     unsigned shift = shifts[round % 4], pages = MIB(6) >> shift;
@@ -241,7 +241,7 @@ static void read_only(void) {
   CHECK(gpu_xlate(&w, 0, RES + MIB(4)).out_read_only);
   EQ(gpu_fill(&w, 0, RES + MIB(4), 8, 0, 0), -EROFS);
   OK(gpu_check(&w, 0, RES, 2 * UNIT, PATTERN, 1));
-  /* The same page, the other right, in place. */
+  /* Change the access right of the same page in place. */
   struct uvm_vmem_op ops[2] = {op_map(RES + MIB(4), object, 0, 1, UVM_VMEM_OP_REPLACE),
                                op_map(RES, object, 0, 1, UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_READ_ONLY)};
   OK(vm_bind(w.uvm, RES, ops, 2, NULL, NULL));
@@ -297,12 +297,12 @@ static void replace(void) {
   OK(gpu_check(&w, 0, RES, UNIT, 0xa, 0));
   OK(gpu_check(&w, 0, RES + UNIT, 2 * UNIT, 0xb, 0));
   OK(gpu_check(&w, 0, RES + 3 * UNIT, UNIT, 0xa, 0));
-  OK(vm_map(w.uvm, RES, RES + 3 * UNIT, b, 2, 2, UVM_VMEM_OP_REPLACE)); /* half of it is new ground */
+  OK(vm_map(w.uvm, RES, RES + 3 * UNIT, b, 2, 2, UVM_VMEM_OP_REPLACE)); /* half of it was not mapped */
   OK(gpu_check(&w, 0, RES + 3 * UNIT, 2 * UNIT, 0xb, 0));
   world_close(&w);
 }
 
-/* In a slot that may be one 2 MB entry: to it, to small ones, and back, with the contents kept. */
+/* A slot in a BIG reservation changes to a 2 MB entry, to small entries, and back; the contents are kept. */
 static void big_pages(void) {
   struct world w;
   uint32_t object, other;
@@ -327,12 +327,12 @@ static void big_pages(void) {
     OK(gpu_check(&w, 0, RES + MIB(2) + 7 * UNIT, UNIT, 0, 0));
     OK(gpu_fill(&w, 0, RES + MIB(2) + 7 * UNIT, UNIT, round + 1, 0));
     OK(gpu_check(&w, 0, RES + MIB(2) + 8 * UNIT, 24 * UNIT, PATTERN + 8 * UNIT / 8, 1));
-    /* The whole page over it: one entry again. */
+    /* Mapping the whole page over it gives one entry again. */
     OK(vm_map(w.uvm, RES, RES + MIB(2), object, 0, 1, UVM_VMEM_OP_REPLACE));
     EQ(gpu_xlate(&w, 0, RES + MIB(2) + 7 * UNIT).out_page_size, MIB(2));
     OK(gpu_check(&w, 0, RES + MIB(2), MIB(4), PATTERN, 1));
   }
-  /* Read-only as a whole keeps one entry. */
+  /* The whole page read-only is still one entry. */
   OK(vm_map(w.uvm, RES, RES + MIB(4), object, 1, 1, UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_READ_ONLY));
   EQ(gpu_xlate(&w, 0, RES + MIB(4)).out_page_size, MIB(2));
   EQ(gpu_fill(&w, 0, RES + MIB(4), 8, 0, 0), -EROFS);
@@ -346,7 +346,7 @@ static void big_pages(void) {
   OK(vm_unmap(w.uvm, RES, RES, MIB(16) / UNIT, 0));
   EQ(gpu_check(&w, 0, RES + MIB(2), 8, 0, 0), -EFAULT);
   EQ(gpu_check(&w, 0, RES + MIB(4), 8, 0, 0), -EFAULT);
-  /* Small pages where an entry of 2 MB was. */
+  /* Map small pages where a 2 MB entry was. */
   OK(vm_map(w.uvm, RES, RES + MIB(4), other, 0, 4, 0));
   OK(gpu_check(&w, 0, RES + MIB(4), UNIT, 1, 0));
   EQ(gpu_check(&w, 0, RES + MIB(4) + 4 * UNIT, 8, 0, 0), -EFAULT);
@@ -365,7 +365,7 @@ static void host_memory(void) {
     OK(vm_create(w.uvm, w.uuid[0], shifts[s], 2, UVM_VMEM_CREATE_HOST, &object));
     OK(vm_stat(w.uvm, NULL, &stat));
     EQ(stat.out_host_bytes, 2 * bytes);
-    EQ(stat.out_chunk_bytes, 0); /* of the GPU */
+    EQ(stat.out_chunk_bytes, 0); /* counts GPU memory only */
     OK(vm_map(w.uvm, RES, RES + MIB(2), object, 0, 2, 0));
     EQ(gpu_xlate(&w, 0, RES + MIB(2)).out_aperture, SOFTGPU_APERTURE_SYS);
     OK(gpu_check(&w, 0, RES + MIB(2), 2 * bytes, 0, 0));
@@ -379,7 +379,7 @@ static void host_memory(void) {
   world_close(&w);
 }
 
-/* One entry of 2 MB is for memory that is one piece: of the host's, 64 KB are. */
+/* A 2 MB entry needs contiguous memory; host memory is contiguous only within 64 KB. */
 static void host_memory_in_big(void) {
   struct world w;
   uint32_t object[2];
@@ -400,7 +400,7 @@ static void host_memory_in_big(void) {
   world_close(&w);
 }
 
-/* Tables come with a slot's first BIND, not before, and stay; zeros are no mappings that FREE would mind. */
+/* Page tables are allocated by a slot's first BIND, not earlier, and are kept; sparse ranges do not make FREE fail. */
 static void tables_come_late(void) {
   const uint64_t zeros = RES + MIB(8);
   struct world w;
@@ -449,7 +449,7 @@ static void contiguous(void) {
   uint32_t a, b;
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(16), 16, 0));
-  OK(vm_create(w.uvm, w.uuid[0], 16, 3, 0, &a)); /* makes the next one start inside a chunk */
+  OK(vm_create(w.uvm, w.uuid[0], 16, 3, 0, &a)); /* makes the next object start inside a chunk */
   OK(vm_create(w.uvm, w.uuid[0], 16, 31, UVM_VMEM_CREATE_CONTIGUOUS, &b));
   OK(vm_map(w.uvm, RES, RES, b, 0, 31, 0));
   uint64_t pa = gpu_xlate(&w, 0, RES).out_pa;
@@ -490,7 +490,7 @@ static void statistics(void) {
   OK(vm_release(w.uvm, a));
   OK(vm_release(w.uvm, b));
   OK(vm_stat(w.uvm, NULL, &s));
-  EQ(s.out_created_bytes, 10 * UNIT + MIB(4)); /* all of both objects live while any page is mapped */
+  EQ(s.out_created_bytes, 10 * UNIT + MIB(4)); /* both objects stay whole while any of their pages is mapped */
   OK(vm_unmap(w.uvm, RES, RES, 10, 0));
   OK(vm_stat(w.uvm, NULL, &s));
   EQ(s.out_mapped_bytes, 5 * UNIT + MIB(2));
@@ -522,7 +522,7 @@ static void released_while_mapped(void) {
   OK(vm_release(w.uvm, a));
   EQ(vm_release(w.uvm, a), -ESTALE);
   EQ(vm_map(w.uvm, RES, RES + MIB(4), a, 0, 1, 0), -ESTALE);
-  for (unsigned i = 0; i < 8; i++) { /* new memory is other memory */
+  for (unsigned i = 0; i < 8; i++) { /* the new memory is at different addresses */
     OK(vm_create(w.uvm, w.uuid[0], 16, 32, 0, &b));
     OK(vm_map(w.uvm, RES, RES + MIB(8), b, 0, 32, 0));
     OK(gpu_fill(&w, 0, RES + MIB(8), 32 * UNIT, ~0ull, 0));
@@ -540,7 +540,7 @@ static void released_while_mapped(void) {
   world_close(&w);
 }
 
-/* A batch with one wrong operation moves nothing, in the tables either. */
+/* A batch with one wrong operation changes nothing, not even page tables. */
 static void all_or_nothing(void) {
   struct world w;
   struct softgpu_counters before, after;
@@ -567,7 +567,8 @@ static void all_or_nothing(void) {
   world_close(&w);
 }
 
-/* The tables above a reservation stay for its neighbour: what it mapped is reused only after a membar all the same. */
+/* FREE keeps the tables above a reservation, which its neighbour uses; the freed memory is still reused only after a
+ * membar. */
 static void reused_after_a_membar(void) {
   struct world w;
   uint32_t large[2];

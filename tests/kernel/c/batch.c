@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Batches that do not fit into one push of 128 KB: many 2 MB pages, as tables of 64 KB PTEs and as 2 MB PTEs. All of
- * it is carried out, in several pushes, with one TLB invalidate at the end of the last.
+ * Batches that do not fit into one push of 128 KB: many 2 MB pages, as tables of 64 KB PTEs and as 2 MB PTEs. The whole
+ * batch is carried out, in several pushes, with one TLB invalidate at the end of the last.
  */
 #include "abi.h"
 #include "kcheck.h"
@@ -16,7 +16,7 @@
 struct large {
   struct world w;
   uint32_t object;
-  unsigned ops; /* of PAGES slots each */
+  unsigned ops; /* operations in a batch, of PAGES slots each */
   unsigned shift;
 };
 
@@ -24,7 +24,7 @@ static uint64_t word_of(unsigned page, unsigned unit) {
   return PATTERN + page * SLOT_UNITS + unit;
 }
 
-/* Every unit of the object gets a value of its own, through a mapping at the reservation's end. */
+/* Fills every unit of the object with a different value, through a mapping at the reservation's end. */
 static int furnish(struct large *l, unsigned ops, unsigned shift, unsigned flags) {
   const uint64_t aside = RES + ops * PAGES * SLOT;
   l->ops = ops;
@@ -39,8 +39,8 @@ static int furnish(struct large *l, unsigned ops, unsigned shift, unsigned flags
   return result;
 }
 
-/* What the batch cost, by the driver's count and by the GPU's; a batch that makes no tables is all that the GPU sees.
- * Where two invalidates are right, 2 MB PTEs become tables or tables 2 MB PTEs. */
+/* Binds, and checks the cost by the driver's counters and the GPU's, which agree if the batch makes no tables. Two
+ * invalidates are expected if 2 MB PTEs become tables or the reverse. */
 static int bind(struct large *l, const struct uvm_vmem_op *ops, unsigned count, unsigned invalidates, bool makes_tables) {
   struct uvm_vmem_stat before, after;
   struct softgpu_counters base = gpu_counters(&l->w, 0);
@@ -60,7 +60,7 @@ static int bind(struct large *l, const struct uvm_vmem_op *ops, unsigned count, 
   return result;
 }
 
-/* Maps all slots in one batch, PAGES an operation; backwards: one slot an operation, the object's pages back to front. */
+/* Maps all slots in one batch, PAGES per operation; backwards: one slot per operation, the pages in reverse. */
 static int map_all(struct large *l, bool backwards, unsigned flags, unsigned invalidates, bool makes_tables) {
   static struct uvm_vmem_op ops[MOST_OPS * PAGES];
   unsigned count = 0;
@@ -71,7 +71,7 @@ static int map_all(struct large *l, bool backwards, unsigned flags, unsigned inv
   return bind(l, ops, count, invalidates, makes_tables);
 }
 
-/* Each stride-th slot reads what its page holds, in units_checked of its units; the page size is that of its PTEs. */
+/* Checks the contents of each stride-th slot, in units_checked of its units, and the page size of its PTEs. */
 static void all_there(struct large *l, bool backwards, uint64_t page_size, unsigned stride, unsigned units_checked) {
   EQ(gpu_scan(&l->w, 0, RES, l->ops * PAGES * SLOT).out_bytes, l->ops * PAGES * SLOT);
   for (unsigned i = 0; i < l->ops * PAGES; i += stride) {
@@ -94,7 +94,7 @@ static void none_there(struct large *l) {
   for (unsigned i = 0; i < l->ops * PAGES; i += 7) EQ(gpu_check(&l->w, 0, RES + i * SLOT, 8, 0, 0), -EFAULT);
 }
 
-/* Map, change what is mapped, take away, map again: all but the first on tables that are there. */
+/* Map, remap, unmap, map again: all but the first with existing tables. */
 static void round_trip(struct large *l, uint64_t page_size, unsigned units_checked) {
   const uint64_t bytes = l->ops * PAGES * SLOT;
   struct uvm_vmem_op all = op_unmap(RES, bytes >> l->shift, 0);
@@ -108,7 +108,7 @@ static void round_trip(struct large *l, uint64_t page_size, unsigned units_check
   all_there(l, true, page_size, 11, 1);
 }
 
-/* 32 PTEs a slot: 260 bytes of the push, and the copy of them. */
+/* 32 PTEs per slot: 260 bytes of the push, and the methods that copy them. */
 static void tables_of_small_ptes(void) {
   struct large l;
   OK(furnish(&l, 32, 21, 0));
@@ -116,7 +116,7 @@ static void tables_of_small_ptes(void) {
   world_close(&l.w);
 }
 
-/* 16 bytes a slot; where tables lie side by side one copy goes on from one to the next. */
+/* 16 bytes per slot; if tables are adjacent, one copy continues from one into the next. */
 static void big_ptes(void) {
   struct large l;
   OK(furnish(&l, 384, 21, UVM_VMEM_RESERVE_BIG));
@@ -124,7 +124,8 @@ static void big_ptes(void) {
   world_close(&l.w);
 }
 
-/* 2 MB PTEs that are cut, each at another unit, and made whole: the second invalidate is that between the two states. */
+/* 2 MB PTEs are cut, each at a different unit, and joined again; the second invalidate is the one between the two
+ * states. */
 static void big_ptes_cut_and_made_whole(void) {
   enum { SLOTS = 16 * PAGES };
   static struct uvm_vmem_op ops[SLOTS];
@@ -139,7 +140,7 @@ static void big_ptes_cut_and_made_whole(void) {
     EQ(gpu_scan(&l.w, 0, RES, SLOTS * SLOT).out_64k, SLOTS * (SLOT_UNITS - 1));
     for (unsigned i = 0; i < SLOTS; i++) {
       const unsigned hole = (i + round) % SLOT_UNITS;
-      for (unsigned step = 0; step < SLOT_UNITS; step += 1 + step * 5) { /* the hole, the unit after it, and others */
+      for (unsigned step = 0; step < SLOT_UNITS; step += 1 + step * 5) { /* the hole, the unit after it, and some more */
         const unsigned unit = (hole + step) % SLOT_UNITS;
         const uint64_t at = RES + i * SLOT + unit * UNIT;
         EQ(gpu_check(&l.w, 0, at, 64, word_of(i % PAGES, unit), 0), unit == hole ? -EFAULT : 0);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * What a user can take and how long others wait for him: limits of each user and cgroup, what the memory cgroup is
- * charged, calls that wait for the GPU with no lock held, locks that are let go in steps, a wait that sleeps, and a
- * process that is killed while it waits.
+ * Bounds on what a user can take, and on how long others wait for one: limits of each user and cgroup, charges to the
+ * memory cgroup, calls that wait for the GPU with no lock held, locks that are released in steps, a wait that sleeps,
+ * and a process that is killed while it waits.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -42,7 +42,7 @@ static int write_file(const char *path, const char *text) {
   return fclose(file) ? -errno : result;
 }
 
-/* As the module was loaded. */
+/* Resets the limits to their defaults. */
 static void defaults(void) {
   static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST, TOTAL_TABLES, TOTAL_HOST, GPU_TOTAL};
   char path[96];
@@ -58,8 +58,8 @@ static int wait_for(pid_t pid) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 
-/* Touches one slot in each stride of a reservation, 16 at a time and the last ones singly, until that fails: how many
- * it were. */
+/* Touches one slot in each stride of a reservation, 16 at a time and the last ones singly, until that fails. Returns
+ * how many slots were touched. */
 static unsigned touch_each(struct world *w, uint64_t start, uint64_t stride, uint32_t object, unsigned most, int *error) {
   struct uvm_vmem_op ops[16];
   unsigned n = 0;
@@ -77,7 +77,7 @@ static unsigned touch(struct world *w, uint32_t object, unsigned most, int *erro
   return touch_each(w, RES, SLOT, object, most, error);
 }
 
-/* 64 slots and the directories above them are more than 1 MB. What is left of that is less than LARGE takes. */
+/* 64 slots and the directories above them take more than 1 MB. What remains of 1 MB is less than LARGE needs. */
 #define LARGE GIB(4096)
 
 static int fill_a_megabyte(struct world *w, uint32_t object) {
@@ -86,14 +86,14 @@ static int fill_a_megabyte(struct world *w, uint32_t object) {
   return error;
 }
 
-/* A world with a reservation of 64 GB and a page. */
+/* Opens a world with a reservation of 64 GB and an object. */
 static int furnish(struct world *w, uint32_t *object) {
   world_open(w, 1);
   int result = vm_reserve(w->uvm, w->uuid[0], RES, GIB(64), 16, 0);
   return result ? result : vm_create(w->uvm, w->uuid[0], 16, 64, 0, object);
 }
 
-/* Exceeding the limit changes nothing: a reservation, and a batch that fits in part. */
+/* A call beyond the limit changes nothing: a reservation, and a batch of which only part would fit. */
 static void refused(struct world *w, uint32_t object, unsigned bound) {
   static struct uvm_vmem_op ops[4096];
   struct uvm_vmem_stat before, after;
@@ -112,7 +112,7 @@ static void refused(struct world *w, uint32_t object, unsigned bound) {
   OK(vm_map(w->uvm, RES, RES, object, 1, 1, UVM_VMEM_OP_REPLACE));
 }
 
-/* The limit is of 1 MB; first alone, then beside another descriptor of the same user or cgroup. */
+/* The limit is 1 MB; first with one descriptor, then with a second one of the same user or cgroup. */
 static void fill_tables(const char *limit) {
   struct world a, b;
   struct uvm_vmem_stat s;
@@ -129,10 +129,10 @@ static void fill_tables(const char *limit) {
   CHECK(s.out_table_bytes <= MIB(1) && s.out_table_bytes > KIB(950));
   refused(&a, in_a, alone);
   if (failures_here) return;
-  /* Another one has nothing left, not even for a reservation. */
+  /* Another descriptor has nothing left, not even for a reservation. */
   world_open(&b, 1);
   EQ(vm_reserve(b.uvm, b.uuid[0], RES, GIB(64), 16, 0), -EDQUOT);
-  /* A higher limit at once, none at all, and the lower one again. */
+  /* A higher limit takes effect immediately; then no limit, and the lower one again. */
   OK(set_parameter(limit, 2));
   OK(vm_reserve(b.uvm, b.uuid[0], RES, GIB(64), 16, 0));
   OK(vm_create(b.uvm, b.uuid[0], 16, 64, 0, &in_b));
@@ -155,7 +155,7 @@ static void fill_tables(const char *limit) {
   defaults();
 }
 
-/* 8 MB of host memory, in two descriptors. */
+/* Fills a limit of 8 MB of host memory from two descriptors. */
 static void fill_host(const char *limit) {
   struct uvm_vmem_stat before, after;
   struct world a, b;
@@ -171,7 +171,7 @@ static void fill_host(const char *limit) {
   OK(vm_stat(a.uvm, NULL, &after));
   CHECK(stat_same(&before, &after));
   EQ(after.out_kernel_bytes, before.out_kernel_bytes);
-  OK(vm_create(a.uvm, a.uuid[0], 21, 1, 0, &more)); /* the GPU's memory is not meant */
+  OK(vm_create(a.uvm, a.uuid[0], 21, 1, 0, &more)); /* GPU memory does not count */
   OK(vm_release(b.uvm, second));
   EQ(vm_create(a.uvm, a.uuid[0], 21, 3, UVM_VMEM_CREATE_HOST, &second), -EDQUOT); /* two would fit */
   OK(vm_create(a.uvm, a.uuid[0], 21, 2, UVM_VMEM_CREATE_HOST, &second));
@@ -187,8 +187,8 @@ static uint64_t table_bytes(struct world *w) {
   return vm_stat(w->uvm, NULL, &s) ? ~0ull : s.out_table_bytes;
 }
 
-/* What counts against the limits of page tables: a reservation, each 1 GB and each 2 MB of it from their first BIND on;
- * what is sparse as a whole counts nothing of its own. */
+/* What counts against the limits of page tables: a reservation, and each 1 GB and each 2 MB of it from its first BIND
+ * on; fully sparse slots add nothing. */
 static void what_counts(void) {
   struct world w;
   uint32_t object;
@@ -202,13 +202,13 @@ static void what_counts(void) {
   CHECK(reserved > 0);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0));
   EQ(table_bytes(&w), 2 * reserved);
-  OK(vm_unmap(w.uvm, RES, RES, SLOT_UNITS, 0)); /* nothing was there */
+  OK(vm_unmap(w.uvm, RES, RES, SLOT_UNITS, 0)); /* nothing was mapped */
   EQ(table_bytes(&w), 2 * reserved);
   OK(vm_map(w.uvm, RES, RES, object, 0, 1, 0));
   before = table_bytes(&w);
   OK(vm_map(w.uvm, RES, RES + SLOT, object, 0, 1, 0));
   const uint64_t slot = table_bytes(&w) - before, gib = before - 2 * reserved - slot;
-  CHECK(slot > 512 && gib > 2 * KIB(4)); /* a table and what is written of its PTEs; two directories */
+  CHECK(slot > 512 && gib > 2 * KIB(4)); /* a table and the record of its PTEs; two directories */
   before = table_bytes(&w);
   EQ(vm_map(w.uvm, RES, RES + SLOT, object, 1, 1, 0), -EEXIST);
   OK(vm_map(w.uvm, RES, RES + UNIT, object, 1, 31, 0));
@@ -221,7 +221,7 @@ static void what_counts(void) {
   OK(vm_map(w.uvm, RES, RES + GIB(5), object, 0, 1, 0));
   EQ(table_bytes(&w), before + 3 * gib + slot);
   before = table_bytes(&w);
-  OK(vm_map(w.uvm, RES, RES + 9 * SLOT, object, 0, 1, 0)); /* no longer only sparse */
+  OK(vm_map(w.uvm, RES, RES + 9 * SLOT, object, 0, 1, 0)); /* no longer fully sparse */
   CHECK(table_bytes(&w) >= before + slot);
   before = table_bytes(&w);
   OK(vm_unmap(w.uvm, RES, RES + 9 * SLOT, 1, UVM_VMEM_OP_SPARSE));
@@ -233,8 +233,8 @@ static void what_counts(void) {
   world_close(&w);
 }
 
-/* A process with a descriptor of its own becomes another user: whether a reservation is still root's, who has had all
- * that he may. */
+/* Runs command in a child with its own descriptor, then changes the user id and tries to reserve. Root's account is
+ * full: the result shows whether the reservation is still charged to root. */
 static int becomes_another(int (*command)(int, const uint8_t *), int (*change)(uid_t)) {
   fflush(stdout);
   pid_t child = fork();
@@ -257,7 +257,7 @@ static int a_stat(int fd, const uint8_t *gpu) {
   return vm_stat(fd, gpu, &s);
 }
 
-/* The user is the real one, at the first command that is not QUERY. */
+/* The user is the real user id at the first command other than QUERY. */
 static void whose_limit(void) {
   defaults();
   struct world w;
@@ -270,7 +270,7 @@ static void whose_limit(void) {
   after_stat = becomes_another(a_stat, setuid);
   effective = becomes_another(NULL, seteuid);
   OK(set_parameter(USER_TABLES, 0));
-  OK(set_parameter(CGROUP_TABLES, 1)); /* this process is in the root cgroup, which does not count */
+  OK(set_parameter(CGROUP_TABLES, 1)); /* this process is in the root cgroup, which has no limit */
   small = fill_a_megabyte(&w, object);
   alone = vm_reserve(w.uvm, w.uuid[0], OTHER, GIB(64), 16, 0);
   defaults();
@@ -283,7 +283,7 @@ static void whose_limit(void) {
   world_close(&w);
 }
 
-/* A user's limit is not another's. */
+/* Each user has a separate limit. */
 static void limit_of_a_user(void) {
   defaults();
   struct world w;
@@ -318,7 +318,7 @@ static long parameter_now(const char *name) {
   return atol(text);
 }
 
-/* By default there are limits but those of one descriptor, and they follow the machine's memory and the GPU's: 1/32 for
+/* By default all limits but those of one descriptor are on, and depend on the machine's memory and the GPU's: 1/32 for
  * a user's page tables, half for a user's pinned host memory, 15/16 for the GPU's memory. */
 static void limits_are_on(void) {
   static const struct {
@@ -337,7 +337,7 @@ static void limits_are_on(void) {
   OK(sysinfo(&machine));
   const uint64_t memory = machine.totalram * machine.mem_unit;
   OK(furnish(&w, &object));
-  /* How many slots the limit lets one user have, seen from a few. */
+  /* The number of slots that the limit allows a user, extrapolated from a few. */
   uint64_t before = table_bytes(&w);
   unsigned made = touch(&w, object, 512, &error);
   OK(error);
@@ -345,7 +345,7 @@ static void limits_are_on(void) {
   printf("BOUNDS {\"case\": \"a slot's tables\", \"bytes\": %.0f, \"slots_within_default\": %.0f, \"machine_mb\": %llu}\n", slot,
          (double)memory / 32 / slot, (unsigned long long)(memory >> 20));
   OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
-  /* A slot in each 1 GB, which makes most of a page. */
+  /* One slot in each 1 GB: the most memory for one page. */
   const uint64_t start = 1ull << 44;
   OK(vm_reserve(w.uvm, w.uuid[0], start, start, 16, 0));
   touch_each(&w, start, GIB(1), object, start / GIB(1), &error);
@@ -368,7 +368,7 @@ static void limits_are_on(void) {
   world_close(&w);
 }
 
-/* The next user may have what is left of the machine's, whatever he himself may have. */
+/* A user gets only what is left of the machine's limit, whatever the user's own limit. */
 static int takes_host_memory(unsigned chunks) {
   fflush(stdout);
   pid_t child = fork();
@@ -445,7 +445,7 @@ static uint64_t read_number(const char *path, const char *key) {
   return number;
 }
 
-/* Two cgroups of version 2 with the memory controller. */
+/* Makes two cgroups of version 2 with the memory controller. */
 static bool make_cgroups(void) {
   static bool made;
   if (made) return true;
@@ -462,7 +462,7 @@ static int move_to(const char *cgroup) {
   return write_file(path, "0");
 }
 
-/* run() in a process of the cgroup. */
+/* Runs run() in a process of the cgroup. */
 static int in_cgroup(const char *name, void (*run)(void)) {
   fflush(stdout);
   pid_t child = fork();
@@ -482,7 +482,7 @@ static void fill_the_cgroup(void) {
   if (!failures_here) fill_host(CGROUP_HOST);
 }
 
-/* The user's limit is reached; root in a cgroup does not mind. */
+/* The user's limit is reached, but it does not apply to root in a cgroup. */
 static void above_the_users(void) {
   struct world w;
   uint32_t object;
@@ -491,7 +491,7 @@ static void above_the_users(void) {
   world_close(&w);
 }
 
-/* The errno of a RESERVE by a new process in a cgroup. */
+/* Returns the errno of a RESERVE by a new process in a cgroup. */
 static int reserve_in(const char *cgroup) {
   fflush(stdout);
   pid_t child = fork();
@@ -504,9 +504,9 @@ static int reserve_in(const char *cgroup) {
   return wait_for(child);
 }
 
-/* A refusal by the cgroup charges nothing to the user, who has room. */
+/* A RESERVE that the cgroup's limit refuses is not charged to the user, whose limit is not reached. */
 static void refused_by_the_cgroup(void) {
-  const uint64_t most = GIB(16384); /* of which two are nearly 1 MB */
+  const uint64_t most = GIB(16384); /* two reservations of this size take nearly 1 MB */
   struct world roots, w;
   world_open(&roots, 1);
   for (unsigned i = 1; i < 3; i++) OK(vm_reserve(roots.uvm, roots.uuid[0], i * most, most, 16, 0));
@@ -517,7 +517,7 @@ static void refused_by_the_cgroup(void) {
   OK(vm_reserve(w.uvm, w.uuid[0], most, most, 16, 0));
 }
 
-/* Whoever is not root has both limits; what is left is given back by the end of the process. */
+/* A user other than root is under both limits; the exit of the process frees the rest. */
 static void below_the_users(void) {
   struct world w;
   uint32_t object;
@@ -542,7 +542,7 @@ static void moves_away(void) {
 
 static int say_to, hear_from;
 
-/* Takes all that the cgroup may have and keeps it until told. */
+/* Uses up the cgroup's limit, and holds it until told to stop. */
 static void hold_and_say(void) {
   struct world w;
   uint32_t object;
@@ -573,7 +573,7 @@ static void limit_of_a_cgroup(void) {
   result = in_cgroup("a", moves_away);
   defaults();
   EQ(result, 0);
-  /* One cgroup is full, the other has its own. */
+  /* One cgroup is full, the other has its own limit. */
   OK(pipe(ready));
   OK(pipe(go));
   say_to = ready[1];
@@ -598,7 +598,7 @@ static void limit_of_a_cgroup(void) {
   EQ(result, 0);
 }
 
-/* The memory that STAT reports as ours is what the memory cgroup was charged. */
+/* STAT's kernel memory agrees with what the memory cgroup was charged. */
 static void compare_with_the_cgroup(void) {
   enum { SLOTS = 8192 };
   static struct uvm_vmem_op ops[512];
@@ -622,7 +622,7 @@ static void compare_with_the_cgroup(void) {
   world_close(&w);
 }
 
-/* The cgroup is full: ENOMEM, nothing changed, and nobody killed for it. */
+/* The memory cgroup is full: ENOMEM, nothing is changed, and no process is killed. */
 static void until_the_cgroup_is_full(void) {
   enum { SLOTS = 16384 };
   static struct uvm_vmem_op ops[SLOTS];
@@ -687,11 +687,11 @@ static int create_pages(void) { return vm_create(W.uvm, W.uuid[0], 16, 64, 0, &t
 static int free_mapped(void) { return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP); }
 static int reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], RES + GIB(512), MIB(64), 16, UVM_VMEM_RESERVE_EAGER); }
 
-/* Memory whose mapping is being taken away. */
+/* Releases memory whose unmap is in flight. */
 static int release_host(void) { return vm_release(W.uvm, the_other); }
 static int release_gpu(void) { return vm_release(W.uvm, the_other); }
 
-/* A batch without a wait of its own, which takes the last mapping of released memory away. */
+/* An ASYNC batch that removes the last mapping of a released object. */
 static int bind_the_last(void) {
   struct uvm_vmem_op op = op_unmap(RES + MIB(4), 32, 0);
   uint64_t ticket;
@@ -699,7 +699,7 @@ static int bind_the_last(void) {
   return result ? result : vm_wait(W.uvm, ticket, FOREVER);
 }
 
-/* What others do that needs each of the locks, and the GPU for nothing. */
+/* Other calls: together they need each of the locks, but never the GPU. */
 static int others(void) {
   struct uvm_vmem_stat s;
   int result = vm_reserve(W.uvm, W.uuid[0], OTHER, GIB(2), 16, 0);
@@ -713,9 +713,9 @@ static const struct {
   int (*run)(void);
 } waiters[] = {{"BIND, new tables", bind_first_touch}, {"BIND", bind_steady},        {"CREATE", create_pages},
                {"RESERVE, eager", reserve_eager},      {"RELEASE", release_host},    {"FREE", free_mapped},
-               {"RELEASE of GPU memory", release_gpu}, {"BIND, the last of a chunk", bind_the_last}};
+               {"RELEASE of GPU memory", release_gpu}, {"BIND that empties a chunk", bind_the_last}};
 
-/* The engine stands still: a call waits for it, others need not wait for that call. */
+/* The engine is stopped: a call waits for it, but other calls do not wait for that call. */
 static void no_lock_while_the_gpu_works(void) {
   defaults();
   for (size_t i = 0; i < ARRAY_SIZE(waiters); i++) {
@@ -755,7 +755,7 @@ static void no_lock_while_the_gpu_works(void) {
 
 static int uvm_free_it(void) { return softgpu_uvm_free(&W.c, RES, GIB(64)); }
 
-/* Freeing a reservation waits for the call that has claimed it, and for no other. */
+/* Freeing a reservation waits only for the call that has claimed it. */
 static void uvm_free_waits_for_a_bind(void) {
   struct call bind, gone, create;
   OK(furnish(&W, &the_object));
@@ -784,7 +784,7 @@ static void uvm_free_waits_for_a_bind(void) {
   world_close(&W);
 }
 
-/* Units that one hold of a lock spans, over calls with many times as many. */
+/* One hold of the lock covers a bounded number of units, even in calls on many times as many. */
 static void locks_are_let_go(void) {
   enum { PAGES = 2048, TIMES = 16 }; /* 32,768 units */
   struct uvm_vmem_op ops[TIMES];
@@ -804,7 +804,7 @@ static void locks_are_let_go(void) {
   OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP));
   OK(vm_stat(W.uvm, NULL, &s));
   EQ(s.out_created_bytes, 64 * UNIT);
-  /* One object of more units than a hold may span. */
+  /* One object of more units than one hold may cover. */
   OK(vm_create(W.uvm, W.uuid[0], 16, 6144, 0, &many));
   OK(vm_release(W.uvm, many));
   OK(vm_stat(W.uvm, NULL, &s));
@@ -813,7 +813,7 @@ static void locks_are_let_go(void) {
   world_close(&W);
 }
 
-/* Many slots: FREE, and the end of the descriptor. SLOTS=1048576 for a million. */
+/* Many slots, freed by FREE and by close. SLOTS=1048576 for a million. */
 static void many_slots(void) {
   defaults();
   const unsigned slots = parameter("SLOTS", 4096);
@@ -852,8 +852,8 @@ static int make_sparse(uint64_t start, uint64_t length) { return vm_unmap(W.uvm,
 
 static uint64_t sparse_units(void) { return gpu_scan(&W, 0, RES, GIB(65)).out_sparse; }
 
-/* Slots that are sparse as a whole share one table; each gets its own when something is mapped there. The reservation
- * begins 2 MB after a boundary of 512 MB. */
+/* Fully sparse slots share one table; each gets its own when a page is mapped in it. The reservation begins 2 MB after
+ * a 512 MB boundary. */
 static void sparse_slots_share(void) {
   const uint64_t base = RES + MIB(2);
   struct uvm_vmem_stat before, after;
@@ -864,7 +864,7 @@ static void sparse_slots_share(void) {
     OK(vm_reserve(W.uvm, W.uuid[0], base, GIB(64), 16, big ? UVM_VMEM_RESERVE_BIG : 0));
     OK(vm_create(W.uvm, W.uuid[0], 16, 8, 0, &page));
     OK(vm_create(W.uvm, W.uuid[0], 21, 1, 0, &large));
-    OK(vm_map(W.uvm, base, base + MIB(4), page, 0, 1, 0)); /* a table of its own, which stays */
+    OK(vm_map(W.uvm, base, base + MIB(4), page, 0, 1, 0)); /* gets its own table, which is kept */
     OK(vm_stat(W.uvm, NULL, &before));
     struct softgpu_counters gpu = gpu_counters(&W, 0);
     OK(make_sparse(base, GIB(64)));
@@ -881,7 +881,7 @@ static void sparse_slots_share(void) {
     OK(gpu_check(&W, 0, base, MIB(1), 0, 0));
     OK(gpu_fill(&W, 0, base + GIB(63), MIB(1), 1, 1));
     OK(gpu_check(&W, 0, base + GIB(63), MIB(1), 0, 0));
-    /* One page in each of three slots, beside one that had a table. */
+    /* One page in each of three slots, next to a slot that already had a table. */
     struct uvm_vmem_op ops[4] = {op_map(base, page, 1, 1, 0), op_map(base + MIB(4) + 3 * UNIT, page, 2, 1, 0),
                                  op_map(base + GIB(32) + 31 * UNIT, page, 3, 1, 0),
                                  op_map(base + GIB(64) - UNIT, page, 4, 1, 0)};
@@ -892,9 +892,9 @@ static void sparse_slots_share(void) {
     EQ(sparse_units(), GIB(64) / UNIT - 4);
     OK(vm_stat(W.uvm, NULL, &after));
     EQ(after.out_slots, GIB(64) / SLOT);
-    /* A whole slot is mapped, one is unmapped, one half so; and sparse again. */
+    /* Map one slot entirely, unmap another, and half of a third; then make all sparse again. */
     OK(vm_map(W.uvm, base, base + MIB(32), large, 0, 1, 0));
-    EQ(gpu_xlate(&W, 0, base + MIB(32)).out_page_size, UNIT); /* readers of the zeros did not expect a gap */
+    EQ(gpu_xlate(&W, 0, base + MIB(32)).out_page_size, UNIT); /* 64 KB PTEs: readers of the sparse slot must never fault */
     OK(vm_unmap(W.uvm, base, base + MIB(34), 32, 0));
     OK(vm_unmap(W.uvm, base, base + MIB(36), 16, 0));
     EQ(gpu_check(&W, 0, base + MIB(34), 8, 0, 0), -EFAULT);
@@ -918,7 +918,7 @@ static void sparse_slots_share(void) {
     OK(gpu_check(&W, 0, base + GIB(1), MIB(16), 0, 0));
     OK(vm_bind(W.uvm, base, many, 64, NULL, NULL));
     OK(gpu_check(&W, 0, base + GIB(1) + UNIT, MIB(2) - UNIT, 0, 0));
-    /* A second reservation has the same zeros; the first goes. */
+    /* A second reservation uses the same shared table; the first is freed. */
     OK(vm_reserve(W.uvm, W.uuid[0], OTHER, GIB(1), 16, 0));
     OK(vm_unmap(W.uvm, OTHER, OTHER, GIB(1) / UNIT, UVM_VMEM_OP_SPARSE));
     gpu = gpu_counters(&W, 0);
@@ -943,7 +943,7 @@ static uint64_t now_ms(void) {
   return t.tv_sec * 1000ull + t.tv_nsec / 1000000;
 }
 
-/* Who waits sleeps longer and longer, up to 10 ms: so often at most in the time that it took. */
+/* A waiter sleeps for increasing times, up to 10 ms, which bounds the number of sleeps. */
 static void waiting_sleeps(void) {
   for (int synchronous = 0; synchronous < 2; synchronous++) {
     struct call waiter;
@@ -970,8 +970,8 @@ static void waiting_sleeps(void) {
 
 /* ---- a process that is killed --------------------------------------------------------------------- */
 
-/* Pages of the object that the calls below would map: 8 to 11 at RES (BIND), 0 to 3 at RES + 8 MB (a first touch), 20 at
- * RES + 16 MB (behind another call). */
+/* The calls below would map these pages of the object: 8 to 11 at RES (BIND), 0 to 3 at RES + 8 MB (a first touch), 20
+ * at RES + 16 MB (behind another call). */
 #define FIRST_TOUCH (RES + MIB(8))
 #define BEHIND (RES + MIB(16))
 
@@ -979,7 +979,7 @@ static int bind_behind(void) { return vm_map(W.uvm, RES, BEHIND, the_object, 20,
 static int create_many(void) { return vm_create(W.uvm, W.uuid[0], 21, 256, 0, &the_other); }
 static int reserve_many(void) { return vm_reserve(W.uvm, W.uuid[0], OTHER, GIB(16), 16, UVM_VMEM_RESERVE_EAGER); }
 
-/* The GPU stands still, and another call works with the reservation. */
+/* Stops the GPU while another call has claimed the reservation. */
 static int stands_and_is_taken(void) {
   static struct call first;
   int result = softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH);
@@ -996,16 +996,16 @@ static int stands_with_a_ticket(void) {
   return result ? result : vm_bind(W.uvm, RES, &op, 1, NULL, &the_ticket);
 }
 
-/* Each piece of memory takes its time. */
+/* Makes each allocation take 50 ms. */
 static int slow(void) { return softgpu_inject(W.dev, "PmaAllocPages", 0, 0, 0, 0, 50000); }
 
 static const struct killed {
   const char *name;
   int (*before)(void);
   int (*run)(void);
-  bool at_once;     /* it ends though the GPU stands still */
-  bool committed;   /* RES maps the new pages in the end */
-  bool first_touch; /* and FIRST_TOUCH those of the call before */
+  bool at_once;     /* the killed call ends although the GPU is stopped */
+  bool committed;   /* in the end RES maps the new pages */
+  bool first_touch; /* and FIRST_TOUCH maps the pages of the earlier call */
 } killed[] = {
     {"BIND", stands, bind_steady, true, true, false},
     {"WAIT", stands_with_a_ticket, wait_for_ticket, true, true, false},
@@ -1018,7 +1018,7 @@ static const struct killed {
 /* The child's report about itself. */
 struct told {
   struct softgpu_space space;
-  uint64_t old_pa, new_pa; /* of the page at RES, and of the one that BIND and the ticket put there */
+  uint64_t old_pa, new_pa; /* of the page at RES, and of the one that BIND (or the ticket's BIND) maps there */
 };
 
 static void killed_child(const struct killed *k, int ready, int gate) {
@@ -1029,7 +1029,7 @@ static void killed_child(const struct killed *k, int ready, int gate) {
   told.old_pa = gpu_xlate(&W, 0, RES).out_pa;
   told.new_pa = gpu_xlate(&W, 0, RES + 8 * UNIT).out_pa;
   if (k->before()) _exit(2);
-  if (fork() == 0) { /* has the descriptor until the gate closes, so that nothing is taken apart */
+  if (fork() == 0) { /* keeps the descriptor open until the gate closes, so that nothing is dismantled */
     if (read(gate, &byte, 1) < 0) _exit(1);
     _exit(0);
   }
@@ -1038,7 +1038,7 @@ static void killed_child(const struct killed *k, int ready, int gate) {
   _exit(4);
 }
 
-/* The page tables say this, if not now then soon. */
+/* Returns true if the page tables have this entry, now or soon. */
 static bool comes_to(int dev, struct softgpu_space space, uint64_t va, bool valid, uint64_t pa) {
   for (unsigned tries = 0; tries < 100; tries++) {
     struct softgpu_xlate x;
@@ -1049,7 +1049,8 @@ static bool comes_to(int dev, struct softgpu_space space, uint64_t va, bool vali
   return false;
 }
 
-/* Kills a process that is in a call: what that call gave nobody any more, in *result. false: it has not ended. */
+/* Kills a process that is in a call. *result: the call's result, which the process no longer sees. false: the call did
+ * not end. */
 static bool kill_in_a_call(pid_t pid, bool (*meanwhile)(void *), void *argument, long long *result) {
   struct user_regs_struct registers;
   int status;
@@ -1071,8 +1072,8 @@ static bool kill_in_a_call(pid_t pid, bool (*meanwhile)(void *), void *argument,
 
 static bool goes_on_again(void *dev) { return softgpu_hold(*(int *)dev, 0, SOFTGPU_HOLD_RELEASE) == 0; }
 
-/* A call that waits when its process is killed ends with EINTR: where it can, though the GPU stands still. What a BIND
- * has sent is carried out all the same, and whoever waited behind another call has done nothing. */
+/* A call that waits when its process is killed ends with EINTR, if possible even while the GPU is stopped. A batch that
+ * was sent is still carried out; a call that waited for another call has changed nothing. */
 static void killed_calls(void) {
   for (size_t i = 0; i < ARRAY_SIZE(killed); i++) {
     const struct killed *k = &killed[i];

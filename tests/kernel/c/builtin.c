@@ -4,8 +4,8 @@
  * Run on the driver with and without our patches, with the same expectations. Each result is printed as
  * "RESULT name status", so that two runs can be compared line by line.
  *
- * FULL=1 runs PMM_SANITY in its full mode too: 324,000 pushes, each waited for, which take 20 seconds where the
- * guest's two processors have one each and ten times that where they share theirs with another guest.
+ * FULL=1 runs PMM_SANITY in its full mode too: 324,000 pushes, with a wait for each. That takes 20 seconds if the
+ * guest's two processors have a host processor each, and ten times as long if they share them with another guest.
  *
  * Not run here: CHANNEL_STRESS key rotation, SEC2_*, CE and CHANNEL parts of confidential computing (no such
  * GPU); PMM_INDIRECT_PEERS and NUMA_* (need a coherent platform); access counters (RECONFIGURE_, RESET_,
@@ -43,7 +43,7 @@ static void setup(void) {
   made = true;
 }
 
-/* The status of a UVM ioctl; 0x10000 + errno when it was not carried out at all. */
+/* Returns the status of a UVM ioctl, or 0x10000 + errno if the ioctl itself failed. */
 static unsigned uvm_call(unsigned long number, void *params, const NV_STATUS *status) {
   int error = vm_call(W.uvm, number, params);
   return error ? 0x10000u + (unsigned)-error : *status;
@@ -57,9 +57,9 @@ static unsigned uvm_call(unsigned long number, void *params, const NV_STATUS *st
     if (got_ != NV_OK) fail("%s: 0x%x", #name, got_);                              \
   } while (0)
 
-/* CHANNEL_SANITY makes a channel fail on purpose, which the model takes down, and makes all channels of the GPU anew.
- * UVM does not look for what still names the old ones: in the trackers of memory that was freed they dangle. So it
- * comes first, when nothing was freed yet. */
+/* CHANNEL_SANITY makes a channel fail on purpose, which kills it in the model, and then recreates all channels of the
+ * GPU. UVM does not update references to the old ones: the trackers of freed memory are left with dangling pointers. So
+ * this test comes first, before any memory is freed. */
 static void channels_made_anew(void) {
   setup();
   struct softgpu_counters before = gpu_counters(&W, 0);
@@ -134,7 +134,7 @@ static unsigned migrate(void *at, size_t bytes, NvProcessorUuid to) {
 }
 
 #if defined(UVM_TEST_PMM_SYSMEM) || defined(UVM_TEST_PMM_REVERSE_MAP)
-/* A range of 2 MB cut into four, as the tests of the reverse map want it. */
+/* A range of 2 MB split into four, as UVM's reverse map tests need it. */
 static void *in_four_parts(uint64_t offset) {
   char *at = managed(offset, BYTES_2M);
   for (unsigned part = 1; part < 4; part++) {
@@ -164,7 +164,7 @@ static void managed_blocks(void) {
   printf("RESULT UVM_TEST_RANGE_GROUP_TREE 0x0\n");
 #ifdef UVM_TEST_PMM_SYSMEM
   void *whole = memset(managed(0, BYTES_2M), 1, BYTES_2M), *parts = in_four_parts(2 * BYTES_2M);
-  /* Since 550 it takes only GPUs whose access counters give physical addresses: Volta's. */
+  /* Since 550 this test accepts only GPUs whose access counters report physical addresses: Volta. */
   UVM_TEST_PMM_SYSMEM_PARAMS s = {.range_address1 = (uintptr_t)whole, .range_address2 = (uintptr_t)parts};
   unsigned status = uvm_call(UVM_TEST_PMM_SYSMEM, &s, &s.rmStatus);
   printf("RESULT UVM_TEST_PMM_SYSMEM 0x%x\n", status);
@@ -194,14 +194,14 @@ static void managed_memory(void) {
   OK(gpu_check(&W, 0, (uintptr_t)words, BYTES, 0xabc0000, 1));
   OK(gpu_fill(&W, 0, (uintptr_t)words, BYTES / 2, 5, 2));
   EQ(migrate(words, BYTES / 4, CPU), NV_OK);
-  for (uint64_t i = 0; i < WORDS; i++) { /* the rest comes by faults of the CPU */
+  for (uint64_t i = 0; i < WORDS; i++) { /* the CPU's page faults migrate the others */
     uint64_t want = i < WORDS / 2 ? 5 + 2 * i : 0xabc0000 + i;
     EQ(words[i], want);
   }
   munmap(words, BYTES);
 }
 
-/* HMM: memory that the driver has not allocated. Only a kernel with DEVICE_PRIVATE has it, which HMM=1 says. */
+/* HMM: memory that the driver has not allocated. Needs a kernel with DEVICE_PRIVATE, which HMM=1 declares. */
 static void system_memory(void) {
   enum { BYTES = 4 << 20, WORDS = BYTES / 8 };
   setup();
@@ -216,7 +216,7 @@ static void system_memory(void) {
   EQ(gpu_xlate(&W, 0, (uintptr_t)words).out_aperture, SOFTGPU_APERTURE_VID);
   OK(gpu_check(&W, 0, (uintptr_t)words, BYTES, 0xabc0000, 1));
   OK(gpu_fill(&W, 0, (uintptr_t)words, BYTES / 2, 5, 2));
-  for (uint64_t i = 0; i < WORDS; i++) { /* by faults of the CPU */
+  for (uint64_t i = 0; i < WORDS; i++) { /* migrated by the CPU's page faults */
     uint64_t want = i < WORDS / 2 ? 5 + 2 * i : 0xabc0000 + i;
     EQ(words[i], want);
   }
@@ -254,7 +254,7 @@ static void two_gpus(void) {
   world_open(&two, 2);
   struct world first = W;
   W = two;
-  int peers = softgpu_uvm_enable_peer(&W.c, 0, 1); /* refused where they are peers anyway (NVLink) */
+  int peers = softgpu_uvm_enable_peer(&W.c, 0, 1); /* refused if they are always peers (NVLink) */
   RUN(UVM_TEST_PEER_IDENTITY_MAPPINGS, .gpuA = uuid_of(0), .gpuB = uuid_of(1));
   RUN(UVM_TEST_CE_SANITY, 0);
   RUN(UVM_TEST_TRACKER_SANITY, 0);

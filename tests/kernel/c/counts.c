@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * What growing a request costs, in calls, command buffers, page table entries, TLB invalidates and bytes of
- * kernel memory; the same on the path of the stock driver for comparison. Needs a GPU of 8 GB for live_pages.
+ * The cost of growing a request, in calls, command buffers, page table entries, TLB invalidates and bytes of
+ * kernel memory; and for comparison the same with the stock driver's calls. live_pages needs a GPU of 8 GB.
  *
  * Each measured case is printed as a line "COUNTS {json}".
  */
@@ -10,7 +10,7 @@
 #include "kcheck.h"
 #include "world.h"
 
-/* Llama-3-8B: a K and a V tensor for each of 32 layers; a token is 8 heads x 128 x 2 bytes in each. */
+/* Llama-3-8B: a K and a V tensor for each of 32 layers; a token takes 8 heads x 128 x 2 bytes in each. */
 #define TENSORS 64
 #define TOKEN_BYTES 2048
 #define TOKENS 8192
@@ -20,7 +20,7 @@
 #define LIVE_PAGES 100000
 
 static struct world W;
-static uint64_t calls; /* ioctls made by a case */
+static uint64_t calls; /* the case's ioctls so far */
 
 struct cost {
   uint64_t ioctls, pushes, pte_writes, invalidates, pde_writes, table_waits, methods, membars;
@@ -68,7 +68,7 @@ static int bind(const struct uvm_vmem_op *ops, unsigned n) {
   return vm_bind(W.uvm, RES, ops, n, NULL, NULL);
 }
 
-/* Page number `page` of every tensor: its pages lie in the object at page * TENSORS. */
+/* Maps page number `page` of every tensor; its pages start in the object at page * TENSORS. */
 static int grow(uint32_t object, unsigned page) {
   struct uvm_vmem_op ops[TENSORS];
   for (unsigned t = 0; t < TENSORS; t++) ops[t] = op_map(tensor(t) + page * UNIT, object, page * TENSORS + t, 1, 0);
@@ -122,15 +122,15 @@ static void one_request(void) {
   EQ(c.pushes, 1);
   EQ(c.pte_writes, TENSORS);
   CHECK(c.invalidates <= 1);
-  /* One more than where nothing is taken away: no access through the old translations may be under way. */
+  /* One membar more than without an unmap: accesses through the old translations must have finished. */
   EQ(c.membars, grown.membars + 1);
-  /* The model agrees that the pages are there and nothing else is. */
+  /* The model agrees that these pages are mapped and no others. */
   EQ(gpu_scan(&W, 0, RES, TENSORS * TENSOR_BYTES).out_64k, 3 * TENSORS);
   OK(vm_unmap(W.uvm, RES, RES, TENSORS * TENSOR_PAGES, 0));
   OK(vm_free(W.uvm, RES, 0));
   OK(vm_release(W.uvm, object));
 
-  /* From nothing to 8K tokens, a page of every tensor at a time, in a new reservation. */
+  /* From 0 to 8K tokens, one page of every tensor at a time, in a new reservation. */
   OK(vm_reserve(W.uvm, W.uuid[0], RES, TENSORS * TENSOR_BYTES, 16, 0));
   before = take();
   uint64_t first_touches = 0;
@@ -155,7 +155,7 @@ static void one_request(void) {
   EQ(first_touches, TENSOR_PAGES / SLOT_UNITS);
   EQ(c.pte_writes, TENSORS * TENSOR_PAGES);
 
-  /* The whole request goes in one call: 64 runs of 256 pages. */
+  /* Unmap the whole request in one call: 64 runs of 256 pages. */
   struct uvm_vmem_op ops[TENSORS];
   for (unsigned t = 0; t < TENSORS; t++) ops[t] = op_unmap(tensor(t), TENSOR_PAGES, 0);
   before = take();
@@ -165,7 +165,7 @@ static void one_request(void) {
   EQ(c.ioctls, 1);
   EQ(c.pte_writes, TENSORS * TENSOR_PAGES);
   EQ(c.invalidates, 1);
-  /* And comes back in one call. */
+  /* And map it again in one call. */
   for (unsigned t = 0; t < TENSORS; t++) ops[t] = op_map(tensor(t), whole[t / 16], t % 16 * TENSOR_PAGES, TENSOR_PAGES, 0);
   before = take();
   OK(bind(ops, TENSORS));
@@ -177,7 +177,7 @@ static void one_request(void) {
   world_close(&W);
 }
 
-/* The stock driver's way to map a page: a call of UVM for each, out of one allocation of RM. */
+/* How the stock driver maps pages: one UVM call per page, from one RM allocation. */
 static void the_stock_path(void) {
   struct softgpu_alloc memory;
   struct snapshot before;
@@ -208,7 +208,7 @@ static void the_stock_path(void) {
   world_close(&W);
 }
 
-/* kB of a line of /proc/meminfo. */
+/* The kB of a line of /proc/meminfo. */
 static uint64_t meminfo(const char *name) {
   char line[128];
   uint64_t kb = 0;
@@ -220,7 +220,7 @@ static uint64_t meminfo(const char *name) {
   return kb;
 }
 
-/* 100,000 pages of 64 KB in full slots: kernel memory for each, and growing costs what it cost before. */
+/* 100,000 pages of 64 KB in full slots: kernel memory per page; growing costs the same as without them. */
 static void live_pages(void) {
   enum { SLOTS = LIVE_PAGES / SLOT_UNITS, STEP = 1024 }; /* 3125 slots */
   const uint64_t live = RES + GIB(16);
@@ -278,8 +278,8 @@ static void live_pages(void) {
   world_close(&W);
 }
 
-/* 1 GB, mapped and unmapped by entries of 2 MB and of 64 KB: the same memory, from the first touch on. Of the former a
- * page of each goes and comes, and they are joined again. */
+/* Maps and unmaps 1 GB with 2 MB entries and with 64 KB entries: the same memory, including the first touch. Of each 2
+ * MB entry a page is then unmapped and mapped again, and the entry is joined again. */
 static void a_gigabyte(void) {
   enum { SLOTS = 512, UNITS = SLOTS * SLOT_UNITS };
   static const char *const sizes[] = {"64 KB", "2 MB"};
@@ -305,7 +305,7 @@ static void a_gigabyte(void) {
       publish(name, &c);
       EQ(c.ioctls, 1);
       EQ(c.pte_writes, large ? SLOTS : UNITS);
-      if (again) EQ(c.invalidates, 1); /* where nothing was, tables are made */
+      if (again) EQ(c.invalidates, 1); /* the first touch makes tables */
       before = take();
       OK(bind(&unmap, 1));
       c = since(&before);

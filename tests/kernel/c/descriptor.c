@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Whose descriptor it is: not initialised, inherited by a child, passed to another process, kept through
- * execve, used by a thread, duplicated, closed by its owner while another still has it. And what one may pin at most.
+ * Ownership of a descriptor: not initialised, inherited by a child, passed to another process, kept through
+ * execve, used by a thread, duplicated, closed by its owner while another process still has it. And the limits on what
+ * one descriptor may pin.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -15,7 +16,7 @@
 
 #define RES 0x7c0000000000ull
 
-/* All commands but QUERY, with arguments that would be right; each must give -want. Returns how many did not. */
+/* Tries all commands but QUERY with otherwise valid arguments; each must give -want. Returns how many did not. */
 static int all_give(int fd, const uint8_t *gpu, uint32_t object, int want) {
   struct uvm_vmem_op op = op_unmap(RES, 1, 0);
   struct uvm_vmem_stat stat;
@@ -38,7 +39,7 @@ static int all_give(int fd, const uint8_t *gpu, uint32_t object, int want) {
     printf("%s: %d, should be %d\n", calls[i].name, calls[i].got, -want);
     wrong++;
   }
-  if (failed != 12345) { /* as vm_bind() has set it: a BIND on a wrong descriptor writes nothing */
+  if (failed != 12345) { /* the value that vm_bind() sets: a BIND on a wrong descriptor writes nothing */
     printf("BIND: out_failed_op is %u\n", failed);
     wrong++;
   }
@@ -64,7 +65,7 @@ static void not_initialised(void) {
   world_close(&w);
 }
 
-/* A world with one page mapped at RES that holds a pattern. */
+/* Opens a world with one page mapped at RES that holds a pattern. */
 static int furnish(struct world *w, uint32_t *object) {
   world_open(w, 1);
   int result = vm_reserve(w->uvm, w->uuid[0], RES, MIB(16), 16, 0);
@@ -130,7 +131,7 @@ static int receive_fd(int over) {
   return fd;
 }
 
-/* A process that has its own descriptor, with equal numbers in use, is passed another's. */
+/* A process that has its own descriptor, with the same handles and addresses in use, receives another process's. */
 static int receiver(int over) {
   struct world own;
   uint32_t object;
@@ -230,7 +231,7 @@ static void duplicated(void) {
   world_close(&w);
 }
 
-/* The owner is gone, a child still has the descriptor: nothing is lost before the child's end, all is after. */
+/* The owner exits while a child still has the descriptor: everything is freed when the child exits, not before. */
 static void owner_closes_first(void) {
   struct softgpu_counters base, now;
   struct world w;
@@ -262,7 +263,7 @@ static void owner_closes_first(void) {
   close(dev);
 }
 
-/* A CREATE that is above the limit, and leaves everything as it was. */
+/* A CREATE beyond the limit fails and changes nothing. */
 static void refused(struct world *w, unsigned shift, unsigned count, unsigned flags) {
   struct uvm_vmem_stat before, after;
   struct softgpu_counters base = gpu_counters(w, 0), now;
@@ -278,7 +279,7 @@ static void refused(struct world *w, unsigned shift, unsigned count, unsigned fl
   EQ(now.frames_free_now, base.frames_free_now);
 }
 
-/* The limit is of 8 MB, in GPU memory or (flags) the host's; it counts what is pinned, which is 2 MB at a time. */
+/* The limit is 8 MB of GPU memory or (flags) host memory; it counts pinned memory, which grows in steps of 2 MB. */
 static void fill_to_limit(struct world *w, const char *limit, unsigned flags) {
   uint32_t large, small, mapped, more;
   OK(set_parameter(limit, 8));
@@ -295,7 +296,7 @@ static void fill_to_limit(struct world *w, const char *limit, unsigned flags) {
   OK(vm_create(w->uvm, w->uuid[0], 21, 1, flags ^ UVM_VMEM_CREATE_HOST, &more));
   OK(vm_release(w->uvm, more));
   OK(vm_create(w->uvm, w->uuid[0], 16, 1, flags, &more));
-  /* Room comes when memory is given back: not when it is released while it is mapped. */
+  /* Memory counts until it is freed: releasing an object that is still mapped does not help. */
   OK(vm_reserve(w->uvm, w->uuid[0], RES, MIB(16), 16, 0));
   OK(vm_map(w->uvm, RES, RES, mapped, 0, 16, 0));
   OK(vm_release(w->uvm, mapped));
@@ -306,7 +307,7 @@ static void fill_to_limit(struct world *w, const char *limit, unsigned flags) {
   OK(vm_release(w->uvm, large));
   OK(vm_create(w->uvm, w->uuid[0], 16, 64, flags, &large));
   refused(w, 16, 1, flags);
-  /* A lower one leaves what is held, and what is not a multiple of 2 MB counts down. */
+  /* A lower limit keeps memory already held; a limit that is not a multiple of 2 MB is rounded down. */
   OK(set_parameter(limit, 3));
   OK(vm_map(w->uvm, RES, RES, large, 0, 64, 0));
   OK(vm_unmap(w->uvm, RES, RES, 64, 0));
@@ -335,7 +336,7 @@ static void limits(void) {
     uint32_t large, more;
     world_open(&a, 1);
     fill_to_limit(&a, kinds[i].name, kinds[i].flags);
-    /* Each descriptor has a limit of its own. */
+    /* Each descriptor has a separate limit. */
     world_open(&b, 1);
     int error = set_parameter(kinds[i].name, 8);
     if (!error) error = vm_create(a.uvm, a.uuid[0], 21, 4, kinds[i].flags, &large);
@@ -354,13 +355,13 @@ enum { THREADS = 4 };
 
 static pthread_barrier_t together;
 
-/* Its own page of 2 MB, made at the same time as the others'. */
+/* Creates a 2 MB page at the same time as the other threads. */
 static void *creates_one(void *handle) {
   pthread_barrier_wait(&together);
   return (void *)(intptr_t)vm_create(shared.uvm, shared.uuid[0], 21, 1, 0, handle);
 }
 
-/* How many of THREADS threads that CREATE at the same time succeed; the others must get -EDQUOT. */
+/* THREADS threads CREATE at the same time. Returns how many succeed; the others must get -EDQUOT. */
 static int create_together(uint32_t *handles) {
   pthread_t thread[THREADS];
   int made = 0;
@@ -378,7 +379,7 @@ static int create_together(uint32_t *handles) {
   return made;
 }
 
-/* A descriptor's first command comes from several threads at once: it has one set of books all the same. */
+/* Several threads give a descriptor's first command at the same time: it still gets a single state. */
 static void first_use_by_many(void) {
   for (unsigned round = 0; round < 10; round++) {
     uint32_t handle[THREADS];
@@ -393,14 +394,14 @@ static void first_use_by_many(void) {
   }
 }
 
-/* Threads that get memory from the resource manager at the same time stay below the limit together. */
+/* Threads that allocate from the resource manager at the same time stay below the limit together. */
 static void limit_under_threads(void) {
   enum { SLOW_US = 30000 };
   for (unsigned round = 0; round < 2; round++) {
     uint32_t handle[THREADS] = {0}, more;
     struct uvm_vmem_stat s;
     world_open(&shared, 1);
-    /* All that UVM has at hand goes, so that each thread has to ask. */
+    /* Use up UVM's cached memory, so that each thread has to ask the resource manager. */
     OK(vm_create(shared.uvm, shared.uuid[0], 21, 1, 0, &more));
     OK(set_parameter("uvm_vmem_limit_mb", 6));
     OK(softgpu_inject(shared.dev, "PmaAllocPages", 0, 0, 0, 0, SLOW_US));
@@ -414,7 +415,7 @@ static void limit_under_threads(void) {
   }
 }
 
-/* Live structs of a kind, by the kernel's own books; -1 if it has none. */
+/* The number of live structs of a kind, from the kernel's slab statistics; -1 if they are not available. */
 static long slab_objects(const char *name) {
   char line[256], found[64];
   long active = -1, n;
@@ -426,7 +427,7 @@ static long slab_objects(const char *name) {
   return active;
 }
 
-/* The address space that a descriptor belongs to is held as long as the descriptor, and no longer. */
+/* A descriptor keeps a reference to its address space until it is closed, and no longer. */
 static void address_spaces_come_back(void) {
   enum { CHILDREN = 400, LEFT = 100 };
   long before = slab_objects("mm_struct");
@@ -445,7 +446,7 @@ static void address_spaces_come_back(void) {
   CHECK(after < before + LEFT);
 }
 
-/* A kind of GPU that QUERY refuses: nothing works on it, and the rest goes on. */
+/* A kind of GPU that QUERY refuses: no command works on it, and everything else still works. */
 static void refused_kind(void) {
   struct uvm_vmem_query q;
   struct uvm_vmem_stat s = {0};

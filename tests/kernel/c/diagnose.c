@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * What an administrator sees when something is wrong: the kernel log after a fatal fault, the dump of a reservation in
+ * What an administrator sees when something goes wrong: the kernel log after a fatal fault, the dump of a reservation in
  * /proc/driver/nvidia-uvm/vmem_dump, the tracepoints.
  */
 #define _GNU_SOURCE
@@ -18,14 +18,14 @@
 
 static struct world W;
 
-/* The kernel log from now on. */
+/* Opens the kernel log at its end. */
 static int log_open(void) {
   int fd = open("/dev/kmsg", O_RDONLY | O_NONBLOCK);
   if (fd >= 0) lseek(fd, 0, SEEK_END);
   return fd;
 }
 
-/* The next line with `what` in it, within a while; false: there is none. */
+/* Waits a while for the next line that contains `what`; false: none came. */
 static bool log_line(int fd, const char *what, char *line, size_t size) {
   for (unsigned tries = 0; tries < 100;) {
     ssize_t n = read(fd, line, size - 1);
@@ -41,7 +41,7 @@ static bool log_line(int fd, const char *what, char *line, size_t size) {
   return false;
 }
 
-/* An access that UVM cancels: what the log says about it has all of `wanted`. */
+/* Makes an access that UVM cancels; the log line about it must contain all of `wanted`. */
 static void faults(int log, uint64_t va, bool write, int errno_of_it, const char *const *wanted) {
   struct softgpu_counters before = gpu_counters(&W, 0);
   char line[2048];
@@ -68,7 +68,7 @@ static void fatal_faults(void) {
   world_open(&W, 1);
   OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(64), 16, 0));
   OK(vm_create(W.uvm, W.uuid[0], 16, 8, 0, &object));
-  EQ(softgpu_touch(W.dev, W.c.space[0], RES, false), -ENODEV); /* no channel, nobody to tell */
+  EQ(softgpu_touch(W.dev, W.c.space[0], RES, false), -ENODEV); /* without a channel no fault can be reported */
   OK(softgpu_uvm_register_channel(&W.c, 0));
   snprintf(process, sizeof(process), "process %d (diagnose): ", getpid());
   faults(log, RES + MIB(3) + 0x123, false, -EFAULT,
@@ -82,8 +82,8 @@ static void fatal_faults(void) {
                                "2 operations on 0x7c0000040000-0x7c000011ffff", " us ago", NULL});
   faults(log, RES + 5 * UNIT, true, -EROFS,
          (const char *const[]){process, "write at 0x7c0000050000 ", "there: a read-only page", "last batch: 2 of thread", NULL});
-  faults(log, RES + GIB(1), false, -EFAULT, NULL); /* not ours: UVM's and the resource manager's to tell */
-  /* The reservation is none the worse. */
+  faults(log, RES + GIB(1), false, -EFAULT, NULL); /* not in our reservation: left to UVM and the resource manager */
+  /* The reservation still works. */
   OK(gpu_check(&W, 0, RES, 6 * UNIT, 0, 0));
   OK(vm_map(W.uvm, RES, RES + 20 * UNIT, object, 7, 1, 0));
   OK(softgpu_touch(W.dev, W.c.space[0], RES + 20 * UNIT, true));
@@ -91,7 +91,7 @@ static void fatal_faults(void) {
   close(log);
 }
 
-/* A process's name cannot end a line, nor look like two words. (/dev/kmsg shows a backslash as \x5c.) */
+/* A process's name can neither end a line nor look like two words. (/dev/kmsg shows a backslash as \x5c.) */
 static void name_in_the_log(void) {
   uint32_t object;
   int log = log_open(), status = -1;
@@ -119,8 +119,8 @@ static void *closes(void *unused) {
   return NULL;
 }
 
-/* The descriptor is closed while UVM services a fault that came before: the log says nothing of the reservation's
- * contents, which are being taken apart. */
+/* The descriptor is closed while UVM services an earlier fault: the log line must not read the reservation's contents,
+ * which are being freed. */
 static void fault_at_the_end(void) {
   struct softgpu_injected injected = {0};
   char line[2048];
@@ -128,7 +128,7 @@ static void fault_at_the_end(void) {
   uint32_t object;
   int log = log_open();
   CHECK(log >= 0);
-  world_open_as(&W, 1, softgpu_client_open_shared); /* else the end of the address space comes first */
+  world_open_as(&W, 1, softgpu_client_open_shared); /* otherwise the address space is destroyed first */
   OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(64), 16, 0));
   OK(vm_create(W.uvm, W.uuid[0], 16, 8, 0, &object));
   OK(vm_map(W.uvm, RES, RES, object, 0, 1, 0));
@@ -154,7 +154,7 @@ static void fault_at_the_end(void) {
   close(log);
 }
 
-/* Reads the file after writing `selection` to it: the length, or a negative errno. */
+/* Reads the file after writing `selection` to it. Returns the length, or a negative errno. */
 static int dump(const char *selection, char *text, size_t size) {
   size_t have = 0;
   ssize_t n = 0;
@@ -191,7 +191,7 @@ struct said {
 
 static struct said said[SLOTS * 32];
 
-/* Reads the dump into `said`; how many slots it names, or -1. */
+/* Parses the dump into `said`. Returns the number of slots in it, or -1. */
 static int parse(uint64_t start) {
   int slots = 0;
   unsigned base = 0;
@@ -225,7 +225,7 @@ static int parse(uint64_t start) {
   return slots;
 }
 
-/* The dump and the GPU's page tables say the same of every unit. */
+/* Checks that the dump and the GPU's page tables agree about every unit. */
 static void agrees(uint64_t start, unsigned slots) {
   for (unsigned unit = 0; unit < slots * 32; unit++) {
     struct softgpu_xlate x = gpu_xlate(&W, 0, start + unit * UNIT);
@@ -251,13 +251,13 @@ static void dump_of_a_reservation(void) {
     CHECK(strstr(text, "last batch none\n"));
     OK(vm_create(W.uvm, W.uuid[0], 16, 64, 0, &small));
     OK(vm_create(W.uvm, W.uuid[0], 21, 2, 0, &large));
-    OK(vm_map(W.uvm, RES, RES + 28 * UNIT, small, 3, 8, 0)); /* over two slots */
+    OK(vm_map(W.uvm, RES, RES + 28 * UNIT, small, 3, 8, 0)); /* across two slots */
     OK(vm_map(W.uvm, RES, RES + 10 * SLOT, large, 0, 2, 0));
     OK(vm_map(W.uvm, RES, RES + 20 * SLOT, small, 0, 5, UVM_VMEM_OP_READ_ONLY));
     OK(vm_unmap(W.uvm, RES, RES + 20 * SLOT + 3 * UNIT, 10, UVM_VMEM_OP_SPARSE));
     for (unsigned i = 21; i < SLOTS; i++) OK(vm_map(W.uvm, RES, RES + i * SLOT + i % 32 * UNIT, small, i, 1, 0));
     OK(vm_release(W.uvm, large));
-    CHECK(dump_of(RES + 30 * SLOT + 5) > 0); /* any address of it will do */
+    CHECK(dump_of(RES + 30 * SLOT + 5) > 0); /* any address inside selects it */
     EQ(parse(RES), 2 + 2 + 1 + SLOTS - 21);
     agrees(RES, SLOTS);
     for (unsigned i = 0; i < 8; i++) CHECK(said[28 + i].handle == small && said[28 + i].object_unit == 3 + i);
@@ -268,7 +268,7 @@ static void dump_of_a_reservation(void) {
     CHECK(!big == !strstr(text, "2 MB entry "));
     CHECK(!big == !strstr(text, ": big;"));
     CHECK(strstr(text, "table "));
-    /* Its table is where the GPU finds it: the entry of slot 20, unit 0, lies at the table's beginning. */
+    /* The table's address is the GPU's: the entry of slot 20, unit 0, is the table's first. */
     struct softgpu_xlate x = gpu_xlate(&W, 0, RES + 20 * SLOT);
     const char *slot = strstr(text, "slot 20 "), *table = slot ? strstr(slot, ", table ") : NULL;
     unsigned long long at = 0, pte = 0;
@@ -281,7 +281,7 @@ static void dump_of_a_reservation(void) {
   }
 }
 
-/* Without a selection: a line for each reservation. */
+/* Without a selection the file has a line for each reservation. */
 static void list_of_reservations(void) {
   char expected[2][96];
   uint32_t object;
@@ -298,7 +298,7 @@ static void list_of_reservations(void) {
   }
   world_close(&W);
   CHECK(dump(NULL, text, sizeof(text)) > 0);
-  CHECK(!strchr(strchr(text, '\n') + 1, '\n')); /* the heading alone */
+  CHECK(!strchr(strchr(text, '\n') + 1, '\n')); /* only the heading */
 }
 
 static void selections(void) {
@@ -338,7 +338,7 @@ static void *binds(void *unused) {
   return (void *)(intptr_t)vm_map(W.uvm, RES, RES, the_object, 0, 4, 0);
 }
 
-/* A BIND holds its locks and waits for the GPU: the reader gives up, and neither is in the other's way. */
+/* A BIND has claimed the reservation and waits for the GPU: the reader gives up, and does not disturb the BIND. */
 static void busy(void) {
   pthread_t thread;
   void *result;
@@ -373,7 +373,7 @@ static void *dumps(void *count) {
   return NULL;
 }
 
-/* Dumps of reservations that change, and go, meanwhile. */
+/* Dumps reservations while they are changed and freed. */
 static void under_fire(void) {
   unsigned seen = 0;
   pthread_t thread;
@@ -407,15 +407,15 @@ static bool put(const char *path, const char *value) {
   return good;
 }
 
-/* The kernel patches its text to turn tracepoints on and off. QEMU's emulation may execute the int3 that is there
- * meanwhile for ever on another processor, so there is none then. */
+/* The kernel patches its code to turn tracepoints on and off. Under QEMU's emulation another processor may loop forever
+ * on the int3 that is there meanwhile, so the other processors are taken offline. */
 static bool trace_events(const char *value) {
   static const char second[] = "/sys/devices/system/cpu/cpu1/online";
   bool took = put(second, "0"), good = put(TRACING "/events/uvm_vmem/enable", value);
   return (!took || put(second, "1")) && good;
 }
 
-/* Each operation leaves a line with its arguments and its result. */
+/* Each operation is traced with its arguments and its result. */
 static void tracepoints(void) {
   uint64_t ticket;
   uint32_t object, failed;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Entries of 2 MB that a batch asks for (UVM_VMEM_OP_LARGE): by which operations and over which memory they come about,
- * what is refused, how they are split and joined, and what that costs. gap.c shows what GPU work sees meanwhile, and
- * failnth.c what is left after each failure.
+ * Entries of 2 MB that a batch asks for (UVM_VMEM_OP_LARGE): which operations and which memory produce them,
+ * what is refused, how they are split and joined, and what that costs. gap.c tests what GPU work sees meanwhile, and
+ * failnth.c the state after each failure.
  */
 #include "abi.h"
 #include "kcheck.h"
@@ -34,7 +34,7 @@ static int object(unsigned count, unsigned flags, uint32_t *handle) {
 
 static uint64_t entry(uint64_t va) { return gpu_xlate(&W, 0, va).out_page_size; }
 
-/* A batch's cost, by the driver's counters. */
+/* The cost of a batch, from the driver's counters. */
 struct cost {
   uint64_t pushes, writes, invalidates;
 };
@@ -48,15 +48,15 @@ static struct cost cost_of(const struct uvm_vmem_op *ops, unsigned n, int *resul
                        b.out_invalidates - a.out_invalidates};
 }
 
-/* Each 2 MB of an object made CONTIGUOUS is a chunk, however large it is; what is left is a run. */
+/* Each 2 MB of an object made CONTIGUOUS is a chunk, whatever the object's size; the remainder is one run. */
 static void contiguous_objects(void) {
   enum { CHUNKS = 20, REST = 5 };
   struct uvm_vmem_stat s;
   uint32_t first, whole;
   START();
-  OK(object(7, 0, &first)); /* so that a chunk is begun */
+  OK(object(7, 0, &first)); /* so that the next object starts inside a chunk */
   OK(object(CHUNKS * SLOT_UNITS + REST, UVM_VMEM_CREATE_CONTIGUOUS, &whole));
-  OK(vm_map(W.uvm, RES, RES, whole, 0, CHUNKS * SLOT_UNITS + REST, 0)); /* objects of more than 2 MB: small ones */
+  OK(vm_map(W.uvm, RES, RES, whole, 0, CHUNKS * SLOT_UNITS + REST, 0)); /* without LARGE, objects of more than 2 MB get small entries */
   EQ(gpu_scan(&W, 0, RES, MIB(256)).out_2m, 0);
   OK(vm_map(W.uvm, RES, RES, whole, 0, CHUNKS * SLOT_UNITS, LARGE | REPLACE));
   for (unsigned i = 0; i <= CHUNKS; i++) {
@@ -74,7 +74,7 @@ static void contiguous_objects(void) {
   world_close(&W);
 }
 
-/* One operation or many, one object or several that share a chunk: what counts is that the batch names it all. */
+/* One operation or many, one object or several that share a chunk: the batch only has to name the whole slot. */
 static void by_any_operations(void) {
   const uint64_t slot = RES + SLOT;
   struct uvm_vmem_op ops[SLOT_UNITS];
@@ -95,11 +95,11 @@ static void by_any_operations(void) {
   OK(gpu_fill(&W, 0, slot, SLOT, 1, 1));
   OK(gpu_check(&W, 0, slot, SLOT, 1, 1));
   OK(vm_unmap(W.uvm, RES, slot, SLOT_UNITS, 0));
-  for (unsigned i = 0; i < 2; i++) ops[i].flags = 0; /* without LARGE they are small */
+  for (unsigned i = 0; i < 2; i++) ops[i].flags = 0; /* without LARGE the entries are small */
   OK(vm_bind(W.uvm, RES, ops, 2, NULL, NULL));
   EQ(entry(slot), UNIT);
   OK(gpu_check(&W, 0, slot, SLOT, 1, 1));
-  OK(vm_map(W.uvm, RES, RES + 4 * SLOT, plain, 0, SLOT_UNITS, LARGE)); /* a chunk, as it happens */
+  OK(vm_map(W.uvm, RES, RES + 4 * SLOT, plain, 0, SLOT_UNITS, LARGE)); /* happens to be a whole chunk */
   EQ(entry(RES + 4 * SLOT), SLOT);
   for (unsigned i = 0; i < SLOT_UNITS; i++) ops[i] = op_map(RES + 6 * SLOT + i * UNIT, whole, i, 1, LARGE);
   OK(vm_bind(W.uvm, RES, ops, SLOT_UNITS, NULL, NULL));
@@ -110,7 +110,7 @@ static void by_any_operations(void) {
   world_close(&W);
 }
 
-/* One bad operation among good ones: nothing has changed, and it is named. */
+/* One bad operation among good ones: nothing has changed, and out_failed_op names it. */
 static void refuse(const char *what, const struct uvm_vmem_op *ops, unsigned n, int want, unsigned named) {
   struct uvm_vmem_stat before, after;
   struct softgpu_counters base = gpu_counters(&W, 0);
@@ -142,8 +142,8 @@ static void refused(void) {
   } wrong[] = {
       {"a page less", {op_map(slot, whole, 0, SLOT_UNITS - 1, LARGE)}, -EADDRNOTAVAIL},
       {"a page of the next slot, too", {op_map(slot, whole, 0, SLOT_UNITS + 1, LARGE)}, -EADDRNOTAVAIL},
-      {"an offset that does not agree", {op_map(slot, whole, 1, SLOT_UNITS, LARGE)}, -EADDRNOTAVAIL},
-      {"an address that does not agree", {op_map(slot + UNIT, whole, 0, SLOT_UNITS, LARGE)}, -EADDRNOTAVAIL},
+      {"an offset that does not match", {op_map(slot, whole, 1, SLOT_UNITS, LARGE)}, -EADDRNOTAVAIL},
+      {"an address that does not match", {op_map(slot + UNIT, whole, 0, SLOT_UNITS, LARGE)}, -EADDRNOTAVAIL},
       {"halves in the wrong order",
        {op_map(slot, half[1], 0, 16, LARGE), op_map(slot + SLOT / 2, half[0], 0, 16, LARGE)}, -EADDRNOTAVAIL},
       {"halves of two chunks",
@@ -166,7 +166,7 @@ static void refused(void) {
     struct uvm_vmem_op ops[4] = {op_map(other, two, 0, 2, LARGE)};
     unsigned n = 1;
     for (unsigned k = 0; k < 2 && wrong[i].ops[k].op; k++) ops[n++] = wrong[i].ops[k];
-    /* The last that says LARGE. */
+    /* The failed operation is the last one with LARGE. */
     refuse(wrong[i].what, ops, n, wrong[i].error, n > 2 && ops[2].flags & LARGE ? 2 : 1);
     EQ(gpu_check(&W, 0, other, 8, 0, 0), -EFAULT);
   }
@@ -179,7 +179,8 @@ static void refused(void) {
   world_close(&W);
 }
 
-/* In place and over the same memory, as often as wanted; several slots, other work beside them, one call. */
+/* Split and join in place, over the same memory, repeatedly: several slots and an operation on another slot in one
+ * call. */
 static void split_and_joined(void) {
   enum { SLOTS = 6 };
   struct uvm_vmem_op ops[SLOTS + 1];
@@ -203,7 +204,8 @@ static void split_and_joined(void) {
     c = cost_of(ops, SLOTS + 1, &result);
     OK(result);
     EQ(gpu_scan(&W, 0, RES, SLOTS * SLOT).out_64k, SLOTS * (SLOT_UNITS - 1));
-    /* A table each, the entry above it invalid and then the table's; what is beside is written once. */
+    /* For each slot a table, and the entry above it, first invalid and then pointing to the table; the other slot: one
+     * PTE. */
     EQ(c.writes, SLOTS * (SLOT_UNITS + 2) + 1);
     EQ(c.invalidates, 2);
     EQ(c.pushes, 1);
@@ -223,17 +225,17 @@ static void split_and_joined(void) {
     EQ(c.invalidates, 2);
     EQ(c.pushes, 1);
     OK(gpu_check(&W, 0, RES, SLOTS * SLOT, 5, 3));
-    c = cost_of(ops, 1, &result); /* again: there is nothing to be done */
+    c = cost_of(ops, 1, &result); /* again: nothing to do */
     OK(result);
     EQ(c.pushes + c.writes + c.invalidates, 0);
   }
-  /* Mapped pages, with and without CUT. */
+  /* Replace mapped pages by themselves, with and without CUT. */
   OK(vm_map(W.uvm, RES, RES + 3 * UNIT, whole, 3, 2, REPLACE));
   EQ(entry(RES), SLOT);
   OK(vm_map(W.uvm, RES, RES + 3 * UNIT, whole, 3, 2, REPLACE | UVM_VMEM_OP_CUT));
   EQ(entry(RES), UNIT);
   EQ(gpu_scan(&W, 0, RES, SLOTS * SLOT).out_2m, SLOTS - 1);
-  /* Joined where every page is mapped already; and one operation with CUT is enough, wherever another is without. */
+  /* Join pages that are all mapped already; and one operation with CUT is enough even if another lacks it. */
   OK(vm_map(W.uvm, RES, RES, whole, 0, SLOT_UNITS, LARGE | REPLACE));
   EQ(entry(RES), SLOT);
   ops[0] = op_map(RES + UNIT, whole, 1, 1, REPLACE | UVM_VMEM_OP_CUT);
@@ -244,7 +246,7 @@ static void split_and_joined(void) {
   world_close(&W);
 }
 
-/* A batch that cuts, joins and maps, and whose nth operation is wrong: every entry is as it was. */
+/* A batch that cuts, joins and maps, and whose nth operation is wrong, changes no entry. */
 static void nth_operation_wrong(void) {
   enum { OPS = 8 };
   uint32_t whole, failed;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Each ioctl is made to fail at its 1st, 2nd, nth call into the resource manager, and, where the kernel can
- * (CONFIG_FAULT_INJECTION, /proc/self/fail-nth), at its nth allocation of kernel memory, until it passes.
+ * Each ioctl is made to fail at its 1st, 2nd, nth call into the resource manager, and, if the kernel supports it
+ * (CONFIG_FAULT_INJECTION, /proc/self/fail-nth), at its nth allocation of kernel memory, until it succeeds.
  *
- * A failure must be ENOMEM or ENOSPC, change nothing (STAT and the page tables), and not be in the way of the
- * same call made again. At the end everything is back.
+ * A failure must be ENOMEM or ENOSPC and change nothing (STAT and the page tables), and the same call must
+ * succeed when repeated. At the end all memory must have been returned.
  *
- * Parameters: ACTION (one of them alone, the first is 1).
+ * Parameters: ACTION (runs only this action; the first is 1).
  */
 #include <fcntl.h>
 #include <unistd.h>
@@ -18,16 +18,16 @@
 #define SPARE (RES + GIB(64))
 #define WIDE (RES + GIB(16))
 #define MANY 8400 /* slots; 2 MB hold the tables of 8192 */
-#define LIMIT 2000 /* failures of one call; beyond that it never passes */
+#define LIMIT 2000 /* failures of one call before the test gives up */
 
 static struct world W;
-static uint32_t small, large, made, grown; /* 64 x 64 KB; 4 x 2 MB; of the action; 10 x 2 MB, in pages of 64 KB */
+static uint32_t small, large, made, grown; /* 64 x 64 KB; 4 x 2 MB; made by the action; 10 x 2 MB, in pages of 64 KB */
 static uint64_t capabilities;
-static unsigned many = MANY;   /* slots that a BIND touches first */
-static unsigned eager = 8192;  /* slots of a reservation with all tables at once */
+static unsigned many = MANY;   /* slots that one BIND touches for the first time */
+static unsigned eager = 8192;  /* slots of an EAGER reservation */
 
-/* The furniture: slot 0 of RES has tables and 8 units mapped; slot 2 is mapped whole; of slots 100 to 107 the even ones
- * have entries of 2 MB, and the others the pages for one; the rest is untouched. */
+/* The initial state: slot 0 of RES has tables and 8 units mapped; slot 2 is mapped entirely; of slots 100 to 107 the
+ * even ones have 2 MB entries, and the odd ones the pages for one; all other slots are untouched. */
 static int furnish(void) {
   struct uvm_vmem_query q;
   uint32_t host;
@@ -46,7 +46,7 @@ static int furnish(void) {
     if (!result && i % 2) result = vm_map(W.uvm, RES, RES + (100 + i) * SLOT + 20 * UNIT, grown, i * SLOT_UNITS + 20, 12, 0);
   }
   if (!result) result = gpu_fill(&W, 0, RES, 8 * UNIT, 0xf00d, 1);
-  /* What is made for the first page of host memory stays: whoever fails later has not left it. */
+  /* Memory allocated for the first host page is kept: allocate it now, so that it does not look like a leak. */
   if (!result && capabilities & UVM_VMEM_CAP_HOST) {
     result = vm_create(W.uvm, W.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host);
     if (!result) result = vm_release(W.uvm, host);
@@ -58,7 +58,7 @@ struct action {
   const char *name;
   int (*run)(void);
   void (*undo)(void);
-  bool from_scratch; /* needs a new world for each try: what it does cannot be undone */
+  bool from_scratch; /* needs a new world for each try, since its effect cannot be undone */
 };
 
 static int do_reserve(void) { return vm_reserve(W.uvm, W.uuid[0], SPARE, MIB(64), 16, 0); }
@@ -78,7 +78,7 @@ static void undo_create(void) { vm_release(W.uvm, made); }
 static int do_bind_steady(void) { return vm_map(W.uvm, RES, RES + 16 * UNIT, small, 16, 8, 0); }
 static void undo_bind_steady(void) { vm_unmap(W.uvm, RES, RES + 16 * UNIT, 8, 0); }
 
-/* First touch of slots 8 .. 15, a run over two slots, something replaced and something unmapped. */
+/* First touch of slots 8 .. 15, a run across two slots, one REPLACE and one UNMAP. */
 static int do_bind_new(void) {
   struct uvm_vmem_op ops[11];
   for (unsigned i = 0; i < 8; i++) ops[i] = op_map(RES + (8 + i) * SLOT + i * UNIT, small, 20 + i, 1, 0);
@@ -88,7 +88,7 @@ static int do_bind_new(void) {
   return vm_bind(W.uvm, RES, ops, 11, NULL, NULL);
 }
 
-/* More new tables than UVM has memory at hand for: it has to ask the resource manager. */
+/* More new tables than UVM has cached memory for: it has to ask the resource manager. */
 static int do_bind_many(void) {
   static struct uvm_vmem_op ops[MANY];
   for (unsigned i = 0; i < many; i++) ops[i] = op_map(WIDE + i * SLOT, small, i % 64, 1, 0);
@@ -102,13 +102,14 @@ static int do_bind_async(void) {
   return result ? result : vm_wait(W.uvm, ticket, FOREVER);
 }
 
-/* A 2 MB entry is cut, and an empty slot becomes one. */
+/* One 2 MB entry is cut, and an empty slot gets one. */
 static int do_bind_big(void) {
   struct uvm_vmem_op ops[2] = {op_unmap(RES + MIB(4) + 5 * UNIT, 1, UVM_VMEM_OP_CUT), op_map(RES + MIB(6), large, 2, 1, 0)};
   return vm_bind(W.uvm, RES, ops, 2, NULL, NULL);
 }
 
-/* Four entries are split, four made of small ones, two mapped where nothing was; and pages beside them get tables. */
+/* Four 2 MB entries are split, four are joined from small ones, two are mapped in empty slots; and pages next to them
+ * get tables. */
 static int do_bind_entries(void) {
   struct uvm_vmem_op ops[18];
   if (!(capabilities & UVM_VMEM_CAP_LARGE)) return 0;
@@ -150,11 +151,11 @@ static const struct action actions[] = {
     {"STAT", do_stat, NULL, false},
 };
 
-/* How the nth call is made to fail: armed right before the action, asked right after it. */
+/* Makes the nth call fail: armed right before the action, disarmed right after it. */
 struct injector {
   const char *what;
   bool (*arm)(uint64_t nth);
-  bool (*disarm)(void); /* true: something was made to fail */
+  bool (*disarm)(void); /* true: a call was made to fail */
 };
 
 static bool rm_arm(uint64_t nth) {
@@ -176,7 +177,7 @@ static bool kmalloc_arm(uint64_t nth) {
   return pwrite(fail_nth_fd, text, (size_t)n, 0) == n;
 }
 
-/* The kernel counts down; what is left says if it came to the nth allocation. */
+/* The kernel counts down: the remaining count says if the nth allocation was reached. */
 static bool kmalloc_disarm(void) {
   char text[24] = {0};
   bool fired = pread(fail_nth_fd, text, sizeof(text) - 1, 0) > 0 && atoi(text) == 0;
@@ -186,7 +187,7 @@ static bool kmalloc_disarm(void) {
 
 struct view {
   struct uvm_vmem_stat stat;
-  uint64_t mapped, entries; /* bytes, and entries of 2 MB, by the page tables */
+  uint64_t mapped, entries; /* bytes and 2 MB entries in the page tables */
 };
 
 static struct view look(void) {
@@ -198,7 +199,7 @@ static struct view look(void) {
   return v;
 }
 
-/* How many tries failed; how many passed although something failed (UVM has other memory for its page tables). */
+/* Tries that failed, and tries that succeeded despite the failure (UVM can use other memory for its page tables). */
 struct score {
   int failed, passed;
 };
@@ -221,7 +222,7 @@ static bool sweep(const struct action *a, const struct injector *by, struct scor
       if (!stat_same(&before.stat, &after.stat)) fail("%s, %s %d: STAT changed", a->name, by->what, (int)nth);
       if (before.entries != after.entries) fail("%s, %s %d: entries of 2 MB changed", a->name, by->what, (int)nth);
       if (before.mapped != after.mapped) fail("%s, %s %d: the page tables changed", a->name, by->what, (int)nth);
-      /* A batch may keep the descriptions of slots that it has met first. */
+      /* A batch may keep the structs of slots that it was the first to touch. */
       if (!a->from_scratch && before.stat.out_kernel_bytes != after.stat.out_kernel_bytes) {
         fail("%s, %s %d: kernel memory was %llu bytes and is %llu", a->name, by->what, (int)nth,
              (unsigned long long)before.stat.out_kernel_bytes, (unsigned long long)after.stat.out_kernel_bytes);
@@ -263,7 +264,7 @@ static void resource_manager(void) {
   sweep_all(&by);
 }
 
-/* Lets the allocations that may sleep fail, too: by default they never do. */
+/* Makes allocations that may sleep fail too: by default they never do. */
 static void set(const char *path, const char *value) {
   int fd = open(path, O_WRONLY);
   if (fd < 0) return;
@@ -281,14 +282,14 @@ static void kernel_memory(void) {
   set("/sys/kernel/debug/fail_page_alloc/min-order", "0");
   set("/sys/kernel/debug/failslab/verbose", "0");
   set("/sys/kernel/debug/fail_page_alloc/verbose", "0");
-  /* A few allocations for each slot, and all of them one by one: few slots. */
+  /* Few slots: each takes a few allocations, and every one of them is made to fail in turn. */
   many = 20;
   eager = 20;
   sweep_all(&by);
   close(fail_nth_fd);
 }
 
-/* Memory runs out for good in the middle of what a batch needs: every call from the nth on fails. */
+/* Memory runs out for good in the middle of a batch: every call from the nth on fails. */
 static void from_the_nth_on(void) {
   for (uint64_t nth = 1; nth < 10; nth++) {
     OK(furnish());

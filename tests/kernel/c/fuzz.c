@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Structure-aware ioctl fuzzer: mostly right structs with some fields wrong, from two threads, on descriptors
- * of every kind, with handles of others, addresses that wrap, and memory that cannot be read.
+ * Structure-aware ioctl fuzzer: mostly valid structs with some fields wrong, from two threads, on descriptors
+ * of every kind, with handles of other descriptors, addresses that wrap, and memory that cannot be read.
  *
- * What must hold: only the errnos that the ABI names, no output on failure but out_failed_op, STAT that adds
- * up, and a bystander (another descriptor of the process, with its pages mapped) whose memory stays as it is.
- * The kernel's log, which the runner reads, and the GPU's error counters do the rest.
+ * Checks: only errnos that the ABI documents, no output on failure except out_failed_op, a consistent STAT,
+ * and a bystander (another descriptor of the process, with mapped pages) whose memory never changes.
+ * The runner also checks the kernel's log, and the program the GPU's error counters.
  *
- * Parameters: CALLS (in all), SEED. Every 2,000 calls of a thread the descriptor is closed and opened anew.
+ * Parameters: CALLS (in total), SEED. After every 2,000 calls of a thread its descriptor is closed and reopened.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 #include "world.h"
 
 #define RES 0x7c0000000000ull
-#define STEP GIB(4) /* between places for reservations */
+#define STEP GIB(4) /* between the addresses used for reservations */
 #define PLACES 6
 #define HANDLES 16
 #define THREADS 2
@@ -33,7 +33,7 @@ struct fuzzer {
   struct world *other;     /* the bystander: its handles and addresses are tried on ours */
   uint32_t handle[HANDLES], other_handle;
   uint64_t ticket;
-  char *page; /* 8 KB, then nothing */
+  char *page; /* 8 KB, followed by an unmapped page */
   uint64_t calls, good;
   uint64_t by_errno[200];
   bool failed;
@@ -113,7 +113,7 @@ static uint32_t zero(struct fuzzer *f) {
   return chance(f, 40) ? any32(f) : 0;
 }
 
-/* An array that the kernel shall read: where it is, where only a part is, or where nothing is. */
+/* Places an array for the kernel to read: in readable memory, across its end, or in unmapped memory. */
 static uint64_t array(struct fuzzer *f, const void *content, size_t bytes) {
   if (chance(f, 15)) return any64(f);
   if (chance(f, 15)) { /* its end is beyond the last page */
@@ -136,7 +136,7 @@ static void fill_reserve(struct fuzzer *f, struct uvm_vmem_reserve *r) {
   r->flags = flags(f, UVM_VMEM_RESERVE_EAGER | UVM_VMEM_RESERVE_BIG);
   r->start = a_place(f);
   r->length = chance(f, 12) ? any64(f) : (1 + below(f, 16)) * SLOT;
-  if (r->length > GIB(1) && !(r->length & (SLOT - 1))) r->flags &= ~UVM_VMEM_RESERVE_EAGER; /* tables for ever */
+  if (r->length > GIB(1) && !(r->length & (SLOT - 1))) r->flags &= ~UVM_VMEM_RESERVE_EAGER; /* making the tables would take too long */
   r->page_shift = a_shift(f);
   r->gpu_count = chance(f, 15) ? any32(f) : 1;
   for (unsigned i = 0; i < 4; i++) a_gpu(f, gpus + i * UVM_VMEM_UUID_BYTES);
@@ -270,7 +270,7 @@ static void after(struct fuzzer *f, unsigned kind, const union any *a) {
       printf("CREATE gave handle 0\n");
       f->failed = true;
     }
-    vm_release(f->w.uvm, *place); /* may be released already */
+    vm_release(f->w.uvm, *place); /* may already be released */
     *place = a->create.out_handle;
     uint64_t bytes = (uint64_t)a->create.count << a->create.page_shift;
     if (bytes > MIB(64)) vm_release(f->w.uvm, a->create.out_handle);
@@ -288,7 +288,7 @@ static void one_call(struct fuzzer *f) {
   if (chance(f, 60)) number = _IO(UVM_VMEM_IOCTL_TYPE, below(f, 256));
   if (chance(f, 60)) {
     argument = (void *)(uintptr_t)any64(f);
-  } else if (chance(f, 40)) { /* the struct ends where nothing is */
+  } else if (chance(f, 40)) { /* the struct extends into unmapped memory */
     size_t there = below(f, kinds[kind].size + 1);
     argument = memmove(f->page + 8192 - there, a, there);
   }
@@ -321,7 +321,7 @@ static void begin_round(struct fuzzer *f) {
   for (unsigned i = 0; i < 4; i++) vm_create(f->w.uvm, f->w.uuid[0], 16, 8, 0, &f->handle[i]);
 }
 
-/* STAT must be consistent with itself and with the page tables. */
+/* STAT must be consistent in itself and with the page tables. */
 static void end_round(struct fuzzer *f) {
   struct uvm_vmem_stat s;
   int result = vm_stat(f->w.uvm, NULL, &s);
@@ -341,7 +341,7 @@ static void end_round(struct fuzzer *f) {
   }
   close(f->plain);
   if (softgpu_verify(f->w.dev)) {
-    printf("the model's books differ from the page tables\n");
+    printf("the model's bookkeeping differs from the page tables\n");
     f->failed = true;
   }
   softgpu_client_close(&f->w.c);

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * What GPU work that runs meanwhile sees of a BIND (uvm_vmem_ioctl.h). The engine is stopped before each word of the
- * BIND's pushes; there the addresses that are watched are walked, as a GPU with an empty TLB would, and read through
- * the TLB. In the tests named free_* nothing is stopped: threads read all the time while batches of two and more pushes
- * are carried out, each push some milliseconds late. In all other tests, of all programs, readers.c of the software GPU
+ * What concurrent GPU work sees during a BIND (uvm_vmem_ioctl.h). The engine is stopped before each word of the
+ * BIND's pushes; at each stop the watched addresses are walked, as a GPU with an empty TLB would do, and read through
+ * the TLB. In the tests named free_* nothing is stopped: threads read continuously while batches of two and more pushes
+ * are executed, each push some milliseconds late. In all other tests, of all programs, readers.c of the software GPU
  * watches the page tables.
  *
- * FLIPS of a slot (2), SLOTS and ROUNDS of the free ones (2048, 6). TRACE=1 shows at which words something changes.
+ * Parameters: FLIPS of a slot (2), SLOTS and ROUNDS of the free_* tests (2048, 6). TRACE=1 shows the words at which
+ * something changes.
  */
 #include <pthread.h>
 #include "abi.h"
@@ -17,16 +18,16 @@
 #define MOST_SPOTS 160
 #define READERS 2
 
-/* An address, and what may be read there. */
+/* An address, and the values that a read there may return. */
 struct spot {
   uint64_t va, value[2];
 };
 
 struct seen {
   uint64_t words;              /* places where the engine was stopped */
-  uint64_t walks, walks_none;  /* of the page tables; without a translation */
+  uint64_t walks, walks_none;  /* walks of the page tables; those that found no translation */
   uint64_t reads, faults, wrong, first_seen, second_seen;
-  uint64_t words_none, words_fault; /* places where at least one spot was so */
+  uint64_t words_none, words_fault; /* stops at which at least one spot had no translation, or faulted */
 };
 
 static struct world W;
@@ -34,7 +35,7 @@ static struct spot spots[MOST_SPOTS];
 static unsigned num_spots;
 static struct seen seen;
 static bool trace;
-static struct softgpu_counters readers; /* of the software GPU, at the start */
+static struct softgpu_counters readers; /* the software GPU's counters at the start */
 
 static bool has(uint64_t capability) {
   struct uvm_vmem_query q;
@@ -57,7 +58,7 @@ static void start(void) {
   num_spots = 0;
 }
 
-/* An object whose every unit holds value_of(number, unit), filled through a reservation of its own. */
+/* Makes an object whose units hold value_of(number, unit), filled through a separate reservation. */
 static int furnish(unsigned number, unsigned shift, unsigned count, unsigned flags, uint32_t *object) {
   const uint64_t aside = RES + GIB(64) + number * MIB(64);
   const unsigned units = count << (shift - UVM_VMEM_UNIT_SHIFT);
@@ -128,7 +129,7 @@ static void show(unsigned word, const struct look *l, const struct softgpu_count
          (unsigned long long)c.pde_writes, (unsigned long long)c.invalidates);
 }
 
-/* One BIND, with a look before each word that the engine carries out. */
+/* Runs one BIND, and checks all spots before each word that the engine executes. */
 static int stepped(const struct uvm_vmem_op *ops, unsigned count) {
   struct bind b = {.ops = ops, .count = count};
   struct softgpu_counters base = gpu_counters(&W, 0);
@@ -161,7 +162,7 @@ static int stepped_one(struct uvm_vmem_op op) {
   return stepped(&op, 1);
 }
 
-/* The observations and the verdict: no fault, no wrong data, always a translation. */
+/* Prints the observations and checks them: no fault, no wrong data, always a translation. */
 static void judge(const char *what) {
   printf("%s: %llu words; walks %llu, %llu without a translation (at %llu words); reads %llu, %llu faults (at %llu "
          "words), %llu wrong, %llu as before, %llu as after\n",
@@ -177,12 +178,12 @@ static void judge(const char *what) {
   if (seen.wrong) fail("%s: a read found another unit's word", what);
 }
 
-/* A translation that changes is used until its invalidate, which is right: not counted against the test. */
+/* A changed translation may be used until its invalidate: such stale uses are not counted against the test. */
 static void forgive_stale(void) {
   W.base[0].stale = gpu_counters(&W, 0).stale;
 }
 
-/* A slot that lacks one unit gets it, and loses it again; the looks are at the 31 others. */
+/* The missing unit of a slot is mapped and unmapped again; the 31 others are watched. */
 static void flip(unsigned flags, unsigned create_flags, const char *what) {
   const uint64_t slot = RES + MIB(2);
   uint32_t object;
@@ -230,20 +231,20 @@ static void made_by_one_operation(void) {
   OK(vm_bind(W.uvm, RES, halves, 2, NULL, NULL));
   EQ(gpu_xlate(&W, 0, slot).out_page_size, UNIT);
   OK(vm_unmap(W.uvm, RES, slot, SLOT_UNITS, 0));
-  OK(vm_map(W.uvm, RES, slot, plain, 0, SLOT_UNITS, 0)); /* a run by chance at most */
+  OK(vm_map(W.uvm, RES, slot, plain, 0, SLOT_UNITS, 0)); /* contiguous by chance at most */
   EQ(gpu_xlate(&W, 0, slot).out_page_size, UNIT);
-  OK(vm_map(W.uvm, RES, slot, large, 0, 1, UVM_VMEM_OP_REPLACE)); /* over small ones */
+  OK(vm_map(W.uvm, RES, slot, large, 0, 1, UVM_VMEM_OP_REPLACE)); /* over small entries */
   EQ(gpu_xlate(&W, 0, slot).out_page_size, MIB(2));
   OK(vm_unmap(W.uvm, RES, slot, SLOT_UNITS, 0));
-  OK(vm_map(W.uvm, RES, slot, object, 0, SLOT_UNITS, 0)); /* where nothing was */
+  OK(vm_map(W.uvm, RES, slot, object, 0, SLOT_UNITS, 0)); /* in an empty slot */
   EQ(gpu_xlate(&W, 0, slot).out_page_size, MIB(2));
-  OK(vm_map(W.uvm, RES, slot, plain, 0, SLOT_UNITS, UVM_VMEM_OP_REPLACE)); /* small ones over it, all of it */
+  OK(vm_map(W.uvm, RES, slot, plain, 0, SLOT_UNITS, UVM_VMEM_OP_REPLACE)); /* small entries over all of it */
   EQ(gpu_xlate(&W, 0, slot).out_page_size, UNIT);
   OK(vm_map(W.uvm, RES, slot, object, 0, SLOT_UNITS, UVM_VMEM_OP_REPLACE));
   for (unsigned i = 0; i < 2; i++) halves[i].flags = UVM_VMEM_OP_REPLACE; /* the same again changes nothing */
   OK(vm_bind(W.uvm, RES, halves, 2, NULL, NULL));
   EQ(gpu_xlate(&W, 0, slot).out_page_size, MIB(2));
-  halves[0] = op_unmap(slot, 16, 0); /* two that name all of it together */
+  halves[0] = op_unmap(slot, 16, 0); /* two operations that together name the whole slot */
   halves[1] = op_unmap(slot + MIB(1), 16, 0);
   OK(vm_bind(W.uvm, RES, halves, 2, NULL, NULL));
   EQ(gpu_check(&W, 0, slot, 8, 0, 0), -EFAULT);
@@ -255,7 +256,7 @@ static void made_by_one_operation(void) {
   world_close(&W);
 }
 
-/* The same pages, named by one operation that replaces them with themselves, get one entry; what is beside does not blink. */
+/* Pages that one operation replaces with themselves get one 2 MB entry; slots next to them never become invalid. */
 static void joined_by_name(void) {
   const uint64_t slot = RES + MIB(2);
   uint32_t object;
@@ -276,11 +277,11 @@ static void joined_by_name(void) {
     for (unsigned unit = 0; unit < SLOT_UNITS; unit++) OK(gpu_check(&W, 0, slot + unit * UNIT, 64, value_of(0, unit), 0));
     OK(stepped_one(op_unmap(slot, SLOT_UNITS, 0)));
   }
-  judge("BIG, slots beside one that gets one entry");
+  judge("BIG, slots next to one that gets one entry");
   world_close(&W);
 }
 
-/* Without CUT a part of a 2 MB entry stays as it is, and all else with it. */
+/* Without CUT an operation on part of a 2 MB entry is refused, and the batch changes nothing. */
 static void refused_without_cut(void) {
   const uint64_t slot = RES + MIB(2);
   struct uvm_vmem_stat before, after;
@@ -300,7 +301,7 @@ static void refused_without_cut(void) {
       op_map(slot + 7 * UNIT, object, 7, 1, UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_READ_ONLY),
   };
   for (unsigned i = 0; i < ARRAY_SIZE(wrong); i++) {
-    /* With others that are right, one of which may cut. */
+    /* Together with valid operations, one of which has CUT. */
     struct uvm_vmem_op ops[3] = {op_map(RES + MIB(8), other, 0, 1, 0), wrong[i],
                                  op_unmap(slot + 20 * UNIT, 2, UVM_VMEM_OP_CUT)};
     struct softgpu_counters base = gpu_counters(&W, 0);
@@ -314,14 +315,14 @@ static void refused_without_cut(void) {
     EQ(gpu_check(&W, 0, RES + MIB(8), 8, 0, 0), -EFAULT);
   }
   for (unsigned unit = 0; unit < SLOT_UNITS; unit++) OK(gpu_check(&W, 0, slot + unit * UNIT, 64, value_of(0, unit), 0));
-  /* CUT where there is nothing to cut. */
+  /* CUT without a 2 MB entry to cut. */
   OK(vm_map(W.uvm, RES, RES + MIB(8), other, 0, 1, UVM_VMEM_OP_CUT));
   OK(vm_unmap(W.uvm, RES, RES + MIB(8), 1, UVM_VMEM_OP_CUT));
   OK(vm_unmap(W.uvm, RES, slot, SLOT_UNITS, UVM_VMEM_OP_CUT));
   world_close(&W);
 }
 
-/* With CUT nothing but the slot blinks, and the rest of it reads as before in the end. */
+/* With CUT only the slot becomes invalid for a moment, and its other units read as before in the end. */
 static void cut(void) {
   const uint64_t slot = RES + SLOT;
   uint32_t object;
@@ -350,7 +351,7 @@ static void cut(void) {
     ops[1] = op_unmap(RES + 2 * SLOT + (20 + i % 12) * UNIT, 1, 0);
     OK(stepped(&ops[1], 1));
   }
-  judge("BIG, slots beside the one that is cut, and a small one");
+  judge("BIG, slots next to the one that is cut, and a small one");
   world_close(&W);
 }
 
@@ -400,7 +401,7 @@ static void sparse_pages(unsigned shift, unsigned flags, unsigned count, const c
   OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, flags));
   OK(vm_unmap(W.uvm, RES, RES + MIB(2), 2 * SLOT_UNITS, UVM_VMEM_OP_SPARSE));
   for (unsigned unit = 0; unit < units; unit++) watch(RES + MIB(2) + unit * UNIT, 0, value_of(0, unit));
-  watch(RES + MIB(2) + units * UNIT, 0, 0); /* beside it: sparse all the time */
+  watch(RES + MIB(2) + units * UNIT, 0, 0); /* next to it: always sparse */
   trace = parameter("TRACE", 0);
   for (unsigned i = 0; i < parameter("FLIPS", 2); i++) {
     OK(stepped_one(op_map(RES + MIB(2), object, 0, count, 0)));
@@ -422,7 +423,7 @@ static void sparse_to_mapped_in_big(void) {
   sparse_pages(21, UVM_VMEM_RESERVE_BIG, 1, "BIG, sparse, a page of 2 MB, sparse");
 }
 
-/* ---- beside a reservation that goes --------------------------------------------------------------------------- */
+/* ---- next to a reservation that is freed ---------------------------------------------------------------------- */
 
 #define NEIGHBOUR (RES + MIB(64))
 
@@ -431,9 +432,9 @@ static void *free_thread(void *result) {
   return NULL;
 }
 
-/* FREE takes a directory of 512 MB away, as the last that has tables there, while a BIND gives the reservation at the
- * directory's beginning its first page: the readers take neither for the other. Which of the entries above its tables
- * FREE clears first is not said, so it is done a few times. */
+/* FREE of the last reservation with tables in a 512 MB directory removes the directory, while a BIND gives the
+ * reservation at the directory's beginning its first page: the readers must not blame one for the other's writes. The
+ * order in which FREE clears the entries above its tables is not specified, so the test runs a few times. */
 static void beside_a_free(void) {
   enum { A_WHILE = 100, ROUNDS = 10 };
   uint32_t object;
@@ -464,7 +465,7 @@ static void beside_a_free(void) {
   world_close(&W);
 }
 
-/* ---- with nothing stopped ------------------------------------------------------------------------------------ */
+/* ---- without stopping the engine ------------------------------------------------------------------------------ */
 
 struct reader {
   pthread_t thread;
@@ -489,7 +490,7 @@ static void *reader_thread(void *argument) {
   return NULL;
 }
 
-/* Unit 0 of all slots, which all map one object, in one batch, away and there again; the others are read meanwhile. */
+/* One batch unmaps unit 0 of all slots, the next maps it again, while the other units are read. All map one object. */
 static void free_running(unsigned flags, const char *what) {
   const unsigned slots = parameter("SLOTS", 2048), rounds = parameter("ROUNDS", 6);
   struct uvm_vmem_op *ops = calloc(slots, sizeof(*ops));
@@ -559,8 +560,8 @@ static void *free_elsewhere(void *argument) {
   return NULL;
 }
 
-/* Two descriptors of one process have reservations at the same addresses, each in an address space of its own: what one
- * gives back is no gap beside the other's BIND. */
+/* Two descriptors of one process have reservations at the same addresses, each in its own address space: a FREE on one
+ * is not a gap in the other's BIND. */
 static void beside_a_free_in_another_space(void) {
   enum { A_WHILE = 100, ROUNDS = 5 };
   uint32_t object;
@@ -577,7 +578,7 @@ static void beside_a_free_in_another_space(void) {
     OK(vm_bind(other.uvm, RES, &sparse, 1, NULL, NULL));
     OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
     if (pthread_create(&b.thread, NULL, bind_thread, &b)) abort();
-    OK(softgpu_hold_wait(W.dev, 0, 10000)); /* at the table that the BIND needs */
+    OK(softgpu_hold_wait(W.dev, 0, 10000)); /* stopped at the table that the BIND needs */
     if (pthread_create(&freeing, NULL, free_elsewhere, &freed)) abort();
     sleep_ms(A_WHILE);
     OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));

@@ -31,7 +31,7 @@ static struct softgpu_counters since(void) {
   return softgpu_counters_since(&before, &now);
 }
 
-// The kinds of pages that the resource manager hands out; each is mapped, written, read back and taken away.
+// The kinds of pages that the resource manager hands out: map, write, read back and unmap each.
 static void pages(void) {
   static const struct {
     uint64_t page, size;
@@ -88,7 +88,7 @@ static void pages(void) {
   softgpu_client_close(&C);
 }
 
-// Memory begins as poison, filled memory costs nothing, only data does.
+// Memory starts as poison. Filled memory takes no guest memory, only data does.
 static void contents(void) {
   struct softgpu_alloc memory;
   struct softgpu_frame frame;
@@ -147,7 +147,7 @@ static void fault_is(unsigned kind, uint64_t address) {
   EQ(faults.out[0].address, address);
 }
 
-// What the page tables and the TLB say while a call stands before its invalidate.
+// The page tables' and the TLB's translation while a call is stopped before its invalidate.
 struct between {
   int xlate, peek;
   struct softgpu_xlate x;
@@ -169,7 +169,7 @@ static struct between look_between(struct call *call) {
   return b;
 }
 
-// Between the write of an entry and its invalidate the TLB says what was true before: no translation yet, or the old page.
+// Between the write of an entry and its invalidate the TLB has the old state: no translation yet, or the old page.
 static void stale(void) {
   const uint64_t va = BASE + MIB(1);
   struct softgpu_alloc keep, memory;
@@ -220,7 +220,7 @@ static void *close_after_wait(void *argument) {
   return NULL;
 }
 
-// A hold ends with the descriptor that asked for it.
+// A hold ends when the descriptor that requested it is closed.
 static void hold_ends(void) {
   struct softgpu_alloc memory;
   pthread_t thread;
@@ -267,7 +267,7 @@ static void read_only(void) {
   softgpu_client_close(&C);
 }
 
-// The nth call fails, by number and by name; where the failures are counted, and that they end.
+// The nth call fails, by number and by name; failures are counted, and they stop.
 static void injection(void) {
   struct softgpu_alloc memory;
   struct softgpu_injected injected;
@@ -301,7 +301,7 @@ static void injection(void) {
   softgpu_client_close(&C);
 }
 
-// What is left on a descriptor when it is closed is given back; memory that UVM holds by then lives on until it is unmapped.
+// Closing a descriptor frees what it still holds, except memory that UVM holds, which lives until it is unmapped.
 static void given_back(void) {
   struct softgpu_alloc memory;
   struct softgpu_counters now;
@@ -345,7 +345,7 @@ static void peers(void) {
   close(dev);
   if (info.out_gpus < 2) SKIP("one GPU");
   OK(open_client(2));
-  softgpu_uvm_enable_peer(&C, 0, 1); // refused where they are peers anyway (NVLink)
+  softgpu_uvm_enable_peer(&C, 0, 1); // refused if they are always peers (NVLink)
   OK(softgpu_alloc(C.dev, 1, MIB(2), KIB(64), 0, &memory));
   OK(softgpu_uvm_map_external(&C, 0, BASE, MIB(2), 0, &memory, false));
   OK(softgpu_uvm_map_external(&C, 1, BASE, MIB(2), 0, &memory, false));
@@ -366,7 +366,7 @@ static void peers(void) {
   softgpu_client_close(&C);
 }
 
-// nvidia-uvm.ko goes to sleep and wakes up.
+// nvidia-uvm.ko is suspended and resumed.
 static void suspend(void) {
   struct softgpu_alloc memory;
 

@@ -2,8 +2,8 @@
 /*
  * kcheck.h - a test program is a list of functions; a CHECK that fails ends its function.
  *
- * The program prints "N passed, N failed, N skipped" and exits 0; 1 when one failed; 77 when all were
- * skipped. Arguments that name tests run only these.
+ * The program prints "N passed, N failed, N skipped" and exits with 0, with 1 if a test failed, or with 77 if all
+ * were skipped. If arguments name tests, only these run.
  */
 #ifndef KCHECK_H
 #define KCHECK_H
@@ -61,7 +61,7 @@ __attribute__((format(printf, 1, 2))) static inline void fail(const char *format
     return;                              \
   } while (0)
 
-/* Random numbers that a seed repeats (splitmix64). */
+/* Reproducible random numbers from a seed (splitmix64). */
 struct rng {
   uint64_t state;
 };
@@ -78,7 +78,7 @@ static inline uint64_t rng_below(struct rng *rng, uint64_t n) {
   return rng_next(rng) % n;
 }
 
-/* True once in n calls. */
+/* True with probability 1/n. */
 static inline bool rng_one_in(struct rng *rng, uint64_t n) {
   return rng_below(rng, n) == 0;
 }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A process with several threads at work is killed at a random point, again and again; afterwards everything
- * that it had is back, and nobody sees what it wrote. And /proc/driver/nvidia-uvm/vmem, which shows the living.
+ * A process with several busy threads is killed at a random point, again and again; afterwards everything that it
+ * had has been freed, and no other process sees its data. Also tests /proc/driver/nvidia-uvm/vmem, which lists live
+ * clients.
  *
  * Parameters: KILLS, SEED.
  */
@@ -20,7 +21,7 @@
 
 static struct world W;
 
-/* Makes, binds, writes, unbinds and frees for ever. */
+/* Creates, binds, writes, unbinds and frees forever. */
 static void *work(void *argument) {
   struct rng rng = {.state = (uintptr_t)argument};
   const uint64_t base = RES + ((uintptr_t)argument & 0xff) * GIB(2);
@@ -55,7 +56,7 @@ __attribute__((noreturn)) static void victim(uint64_t seed) {
   for (;;) sleep_ms(1000);
 }
 
-/* Memory that the dead left is zero for the next. */
+/* Memory of killed processes is zeroed for the next owner. */
 static void nothing_shows(struct world *w) {
   unsigned pages = 256;
   uint32_t object;
@@ -73,7 +74,7 @@ static void kill_at_random(void) {
   struct softgpu_counters base;
   struct world stays;
   printf("SEED=%llu KILLS=%llu\n", (unsigned long long)seed, (unsigned long long)kills);
-  /* A client that stays makes opening cheap for the others: UVM's channels are there already. */
+  /* A client that stays open makes opening cheap for the others: UVM's channels already exist. */
   world_open(&stays, 1);
   nothing_shows(&stays);
   base = gpu_counters(&stays, 0);
@@ -82,7 +83,7 @@ static void kill_at_random(void) {
     fflush(stdout);
     pid_t child = fork();
     if (child == 0) victim(seed * 100003 + i);
-    /* Some die while they open, most in the middle of their work. */
+    /* Some are killed while they open, most in the middle of their work. */
     sleep_ms(rng_below(&rng, rng_one_in(&rng, 4) ? 20 : 150));
     kill(child, SIGKILL);
     EQ(waitpid(child, &status, 0), child);
@@ -95,7 +96,7 @@ static void kill_at_random(void) {
   world_close(&stays);
 }
 
-/* The same with no other client: the last one out takes the GPU's channels with it. */
+/* The same without another client: when the last one exits, UVM destroys the GPU's channels. */
 static void kill_the_only_client(void) {
   uint64_t kills = 1 + parameter("KILLS", 50) / 10, seed = parameter("SEED", 1);
   struct rng rng = {.state = seed + 1};
@@ -115,8 +116,8 @@ static void kill_the_only_client(void) {
   close(dev);
 }
 
-/* The same while UVM makes what it keeps of a GPU, which takes a thread of the kernel, and a process that is being killed
- * gets none. Up to 555 UVM forgets the GPU's description then, which its leak checker says at the end. */
+/* The same while UVM adds a GPU. That needs a kernel thread, which a process that is being killed cannot start. Up to
+ * 555 UVM then leaks the GPU's struct, which its leak checker reports at the end. */
 static void killed_while_the_gpu_is_added(void) {
   enum { SLOW_US = 400000, TRIES = 4 };
   struct softgpu_counters base;
@@ -140,7 +141,7 @@ static void killed_while_the_gpu_is_added(void) {
   world_close(&w);
 }
 
-/* A line of the file; busy: of a client that held its lock. */
+/* A line of the file; busy: the client held its lock. */
 struct row {
   int pid;
   bool busy;
@@ -152,7 +153,7 @@ struct row {
 #define COLUMNS \
   "# pid reservations reserved_kb objects created_kb mapped_kb gpu_kb host_kb slots kernel_kb binds command\n"
 
-/* The lines, at most `most` of them; -1 if the file is not as it should be. */
+/* Reads at most `most` lines. Returns their number, or -1 if the file is malformed. */
 static int read_rows(struct row *rows, int most) {
   FILE *file = fopen(PROC_FILE, "r");
   char line[512], rest[8];
@@ -178,7 +179,7 @@ static int read_rows(struct row *rows, int most) {
 
 enum { MOST_ROWS = 64 };
 
-/* The only line of a process; none: false. */
+/* Finds the only line of a process; false: it has none. */
 static bool row_of(pid_t pid, struct row *row) {
   static struct row rows[MOST_ROWS];
   int found = 0, n = read_rows(rows, MOST_ROWS);
@@ -207,7 +208,7 @@ static void row_agrees(const struct row *r, const struct uvm_vmem_stat *s, const
   if (strcmp(r->command, command) != 0) fail("command %s, not %s", r->command, command);
 }
 
-/* A client of its own size and name, which tells what STAT says over the pipe and stays. */
+/* A client whose size and name depend on number: sends its STAT over the pipe and stays alive. */
 __attribute__((noreturn)) static void sits(unsigned number, int pipe) {
   struct uvm_vmem_stat s;
   uint32_t object[3];
@@ -227,19 +228,19 @@ __attribute__((noreturn)) static void sits(unsigned number, int pipe) {
   for (;;) sleep_ms(1000);
 }
 
-/* Lines of killed processes go, if not at once. */
+/* The line of a killed process disappears after a while. */
 static void row_goes(pid_t pid) {
   struct row row;
   for (unsigned tries = 0; row_of(pid, &row); tries++) {
     if (tries == 100) {
-      fail("process %d is dead and still there", pid);
+      fail("process %d is dead and still listed", pid);
       return;
     }
     sleep_ms(50);
   }
 }
 
-/* Each client has its line, with what STAT says; a line goes with its client, and takes nothing along. */
+/* Each client has a line that agrees with its STAT; the line disappears with its client, and no other line does. */
 static void proc_shows_the_living(void) {
   enum { CLIENTS = 3 };
   struct uvm_vmem_stat s, own, none;
@@ -259,7 +260,7 @@ static void proc_shows_the_living(void) {
     if (child[i] == 0) sits(i, ends[1]);
     EQ(read(ends[0], &stat[i], sizeof(stat[i])), sizeof(stat[i]));
   }
-  CHECK(!row_of(getpid(), &row)); /* it has asked for nothing yet */
+  CHECK(!row_of(getpid(), &row)); /* it has given no command yet */
   OK(vm_stat(w.uvm, NULL, &none));
   for (unsigned step = 0; step < 6; step++) {
     if (step == 1) OK(vm_reserve(w.uvm, w.uuid[0], RES, MIB(64), 16, UVM_VMEM_RESERVE_EAGER));
@@ -271,7 +272,7 @@ static void proc_shows_the_living(void) {
     CHECK(row_of(getpid(), &row));
     row_agrees(&row, &own, "kill");
   }
-  EQ(own.out_mapped_bytes, UNIT); /* and it is not all zeros that agree */
+  EQ(own.out_mapped_bytes, UNIT); /* so that not only zeros were compared */
   EQ(own.out_created_bytes, 40 * UNIT);
   for (unsigned dead = 0; dead <= CLIENTS; dead++) {
     for (unsigned i = dead; i < CLIENTS; i++) {
@@ -295,7 +296,7 @@ static void proc_shows_the_living(void) {
   close(ends[1]);
 }
 
-/* Whose memory is where is the administrator's to know. */
+/* Only root may read the file. */
 static void proc_is_for_root(void) {
   int status = -1;
   fflush(stdout);
@@ -311,7 +312,7 @@ static void proc_is_for_root(void) {
 static volatile bool stop;
 static _Atomic unsigned reads, seen, was_busy;
 
-/* What a line of a client of come_and_go can say. */
+/* Checks that a line is possible for a client of come_and_go. */
 static bool plausible(const struct row *r) {
   if (r->busy) return true;
   return strcmp(r->command, "kill") == 0 && r->objects <= 1 && r->host_kb == 0 && (!r->created_kb || r->created_kb == 1024) &&
@@ -337,7 +338,7 @@ static void *reads_on(void *unused) {
   return (void *)wrong;
 }
 
-/* Reads without a look at it: nearly always in the list, and so where a client that goes would be missed. */
+/* Reads without checking, so that it is nearly always walking the list when a client leaves it. */
 static void *reads_only(void *unused) {
   char text[4096];
   uintptr_t wrong = 0;
@@ -367,7 +368,7 @@ static void *come_and_go(void *number) {
   return (void *)wrong;
 }
 
-/* Two threads read while clients come and go, and others are killed. */
+/* Two threads read while clients come and go, and other clients are killed. */
 static void proc_under_fire(void) {
   uint64_t kills = 2 + parameter("KILLS", 50) / 25;
   struct softgpu_counters base;
@@ -401,7 +402,7 @@ static void proc_under_fire(void) {
   EQ(read_rows(rows, MOST_ROWS), 0);
 }
 
-/* Clients without a GPU, which come and go as fast as they can, while the list of them is read all the time. */
+/* Clients without a GPU come and go as fast as they can while their list is read continuously. */
 static void proc_of_the_hasty(void) {
   enum { CLIENTS = 2 };
   const uint64_t rounds = parameter("ROUNDS", 200);

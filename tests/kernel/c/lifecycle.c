@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * What else happens around reservations and pages: other clients, GPUs and address spaces that go, UVM's own
- * calls on our ranges, managed memory that needs the same memory, allocations of the resource manager.
+ * Events around reservations and pages: other clients, removal of GPUs and address spaces, UVM's own calls
+ * on our ranges, managed memory that competes for the same memory, allocations of the resource manager.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -15,7 +15,7 @@
 #define RES 0x7c0000000000ull
 #define PATTERN 0x2222000000000000ull
 
-/* A world with 8 units of one object mapped at RES, and 2 MB at RES + 4 MB, holding patterns. */
+/* Opens a world with 8 units of one object mapped at RES, and 2 MB at RES + 4 MB, holding patterns. */
 static int furnish(struct world *w, uint64_t pattern, uint32_t *small, uint32_t *large) {
   world_open(w, 1);
   int result = vm_reserve(w->uvm, w->uuid[0], RES, MIB(64), 16, 0);
@@ -87,12 +87,12 @@ static void the_gpu_goes(void) {
     OK(softgpu_uvm_unregister_gpu(&w.c, 0));
     OK(vm_stat(w.uvm, NULL, &s));
     EQ(s.out_created_bytes + s.out_mapped_bytes + s.out_chunk_bytes, 0);
-    /* Its memory is free although the descriptor is open. */
+    /* Its memory is free although the descriptor is still open. */
     EQ(gpu_counters(&stays, 0).frames_free_now, base.frames_free_now);
     EQ(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &more), -ENODEV);
     int result = vm_map(w.uvm, RES, RES, small, 0, 1, 0);
     EQ(result, -ENODEV);
-    OK(vm_release(w.uvm, small)); /* handles stay until they are given back */
+    OK(vm_release(w.uvm, small)); /* handles stay valid until they are released */
     OK(vm_release(w.uvm, large));
     OK(vm_stat(w.uvm, NULL, &s));
     EQ(s.out_objects, 0);
@@ -127,7 +127,7 @@ static void uvm_free_of_our_range(void) {
   world_close(&w);
 }
 
-/* UVM's own external mappings are refused on our range, and leave it alone. */
+/* UVM's own external mappings are refused on our range, and do not change it. */
 static void uvm_map_on_our_range(void) {
   struct world w;
   struct softgpu_alloc memory;
@@ -152,7 +152,8 @@ static void uvm_map_on_our_range(void) {
   world_close(&w);
 }
 
-/* CREATE until nothing is left; then what needs memory fails, what gives some works, and all comes back. */
+/* CREATE until memory runs out; then calls that need memory fail, calls that free memory work, and in the end all is
+ * free. */
 static void memory_runs_out(void) {
   enum { MOST = 8192 };
   static uint32_t object[MOST];
@@ -168,12 +169,12 @@ static void memory_runs_out(void) {
   while (n < MOST && (result = vm_create(w.uvm, w.uuid[0], 21, 4, 0, &object[n])) == 0) n++;
   EQ(result, -ENOSPC);
   OK(vm_stat(w.uvm, NULL, &after));
-  EQ(after.out_created_bytes, 8 * UNIT + n * MIB(8)); /* the one that failed kept nothing */
+  EQ(after.out_created_bytes, 8 * UNIT + n * MIB(8)); /* the failed CREATE kept nothing */
   printf("%u objects of 8 MB in %llu MB\n", n, (unsigned long long)(w.vidmem_bytes >> 20));
   CHECK(n * MIB(8) > w.vidmem_bytes / 2);
   while (n < MOST && (result = vm_create(w.uvm, w.uuid[0], 16, 1, 0, &object[n])) == 0) n++;
   EQ(result, -ENOSPC);
-  /* Tables for many slots: UVM takes host memory where the GPU has none. If not, nothing may have changed. */
+  /* Tables for many slots: UVM uses host memory if the GPU has none. If a batch fails, it must have changed nothing. */
   static struct uvm_vmem_op ops[512];
   struct uvm_vmem_query q;
   OK(vm_query(w.uvm, NULL, &q));
@@ -200,8 +201,8 @@ static void memory_runs_out(void) {
   world_close(&w);
 }
 
-/* A contiguous 80 MB for another driver client beside many live pages: the resource manager must not be led to
- * evict what cannot be evicted. */
+/* Another driver client allocates a contiguous 80 MB among many live pages: the resource manager must not try to evict
+ * pages that cannot be evicted. */
 static void contiguous_allocation(void) {
   enum { CHUNKS = 4096 };
   static uint32_t object[CHUNKS];
@@ -209,7 +210,7 @@ static void contiguous_allocation(void) {
   struct world w;
   unsigned n = 0, live = 0;
   world_open(&w, 1);
-  /* Fill the memory, then free every other chunk but for the last 96 MB's worth: holes everywhere. */
+  /* Fill the memory, then free every other chunk: holes everywhere. */
   while (n < CHUNKS && vm_create(w.uvm, w.uuid[0], 21, 1, 0, &object[n]) == 0) n++;
   CHECK(n >= 96);
   for (unsigned i = 0; i < n; i += 2) OK(vm_release(w.uvm, object[i]));
@@ -226,7 +227,7 @@ static void contiguous_allocation(void) {
   world_close(&w);
 }
 
-/* Managed memory fills the GPU; our pages displace it, and it is none the worse. */
+/* Managed memory fills the GPU; our pages evict it, and it keeps its contents. */
 static void managed_memory_gives_way(void) {
   struct world w;
   uint32_t object[2048];
@@ -258,7 +259,7 @@ static void managed_memory_gives_way(void) {
     OK(gpu_check(&w, 0, RES + i * SLOT, SLOT, 0, 0));
     OK(gpu_fill(&w, 0, RES + i * SLOT, SLOT, i, 0));
   }
-  /* Managed memory wants to come back: ours stays. */
+  /* Migrating managed memory back does not evict our pages. */
   vm_call(w.uvm, 51, &m);
   for (uint64_t i = 0; i < bytes / 8; i += 512) EQ(managed[i], PATTERN + i);
   for (unsigned i = 0; i < n; i++) OK(gpu_check(&w, 0, RES + i * SLOT, SLOT, i, 0));
@@ -290,7 +291,7 @@ static void *race_binds(void *argument) {
   return (void *)odd;
 }
 
-/* Address spaces and GPUs come and go under threads that bind. */
+/* Address spaces and GPUs are registered and unregistered while threads bind. */
 static void unregister_under_fire(void) {
   pthread_t thread[2];
   struct world stays;
@@ -329,8 +330,8 @@ static bool readable(const char *path) {
   return good;
 }
 
-/* While the system sleeps everything is EAGAIN; then all is as it was. (UVM lets nobody close then: in a real
- * suspend user space is frozen.) */
+/* While the system is suspended every call fails with EAGAIN; afterwards everything works as before. (UVM does not
+ * allow close meanwhile: in a real suspend user space is frozen.) */
 static void suspended(void) {
   struct world w;
   struct uvm_vmem_query q;
@@ -339,7 +340,7 @@ static void suspended(void) {
   uint64_t ticket = 0;
   OK(furnish(&w, PATTERN, &small, &large));
   struct uvm_vmem_op op = op_map(RES + MIB(8), small, 0, 8, 0);
-  OK(vm_bind(w.uvm, RES, &op, 1, NULL, &ticket)); /* maybe still on its way */
+  OK(vm_bind(w.uvm, RES, &op, 1, NULL, &ticket)); /* may still be in flight */
   OK(softgpu_suspend(w.dev, true));
   const int got[] = {vm_query(w.uvm, NULL, &q),
                      vm_reserve(w.uvm, w.uuid[0], RES + GIB(1), MIB(2), 16, 0),
@@ -361,7 +362,7 @@ static void suspended(void) {
   world_close(&w);
 }
 
-/* Calls again while the system sleeps, and counts that. */
+/* Repeats the call while the system is suspended, and counts the repeats. */
 #define AWAKE(call)                                          \
   ({                                                         \
     int awake_;                                              \
@@ -374,7 +375,7 @@ static void suspended(void) {
 
 static _Atomic unsigned slept, rounds;
 
-/* Its own reservation, pages in the GPU and in the host, a slot that is one 2 MB entry, a ticket each round. */
+/* Works on its own reservation: GPU pages and host pages, a slot that is one 2 MB entry, a ticket in each round. */
 static void *goes_on(void *argument) {
   const uintptr_t number = (uintptr_t)argument;
   const uint64_t base = RES + number * GIB(1);
@@ -404,7 +405,7 @@ static void *goes_on(void *argument) {
   return (void *)(uintptr_t)wrong;
 }
 
-/* The system goes to sleep under threads that map and unmap, again and again: nothing is lost, nothing is done twice. */
+/* The system is suspended again and again while threads map and unmap: no operation is lost or done twice. */
 static void suspended_under_fire(void) {
   struct uvm_vmem_stat s;
   pthread_t thread[2];
@@ -428,7 +429,7 @@ static void suspended_under_fire(void) {
     EQ((uintptr_t)wrong, 0);
   }
   EQ(result, 0);
-  printf("%u rounds, %u calls while the system slept\n", rounds, slept);
+  printf("%u rounds, %u calls while the system was suspended\n", rounds, slept);
   CHECK(slept > 0 && rounds >= 20);
   OK(vm_stat(raced.uvm, NULL, &s));
   EQ(s.out_objects, 4);
@@ -437,7 +438,7 @@ static void suspended_under_fire(void) {
   world_close(&raced);
 }
 
-/* A handle with the index of a live object and a generation that was never given names nothing. */
+/* A handle with the index of a live object and a generation that was never issued is not valid. */
 static void forged_generations(void) {
   struct world w;
   struct uvm_vmem_stat before, after;
@@ -464,7 +465,7 @@ static void forged_generations(void) {
   world_close(&w);
 }
 
-/* A descriptor's indices come round after 32 objects: handles only ever grow, and old ones say that they are old. */
+/* A descriptor's indices wrap after 32 objects: handles still only grow, and old handles give ESTALE. */
 static void indices_come_round(void) {
   enum { OBJECTS = 100 };
   uint32_t handle[OBJECTS], kept;
@@ -478,12 +479,12 @@ static void indices_come_round(void) {
   }
   for (unsigned i = 0; i < OBJECTS; i++) EQ(vm_release(w.uvm, handle[i]), -ESTALE);
   EQ(vm_release(w.uvm, handle[OBJECTS - 1] + 1), -ENOENT);
-  EQ(vm_release(w.uvm, kept - 1), -ENOENT); /* no handle came before the first */
+  EQ(vm_release(w.uvm, kept - 1), -ENOENT); /* no handle was issued before the first */
   OK(vm_release(w.uvm, kept));
   world_close(&w);
 }
 
-/* After 2^INDEX_BITS objects an index comes again: the old handle with it does not name the new object. */
+/* After 2^INDEX_BITS objects an index is used again: the old handle with it does not name the new object. */
 static void handles_come_round(void) {
   struct world w;
   uint32_t keeps_the_chunk, first, handle = 0;
@@ -510,11 +511,11 @@ static void handles_come_round(void) {
     OK(vm_unmap(w.uvm, RES, RES, 1, 0));
     OK(vm_release(w.uvm, handle));
   }
-  OK(vm_map(w.uvm, RES, RES, keeps_the_chunk, 0, 1, 0)); /* its index was passed over */
+  OK(vm_map(w.uvm, RES, RES, keeps_the_chunk, 0, 1, 0)); /* its index was skipped */
   world_close(&w);
 }
 
-/* Every index is taken: CREATE fails with ENOMEM, gives back what it took, and works again when one is free. */
+/* Every index is in use: CREATE fails with ENOMEM, frees what it took, and works again once an index is free. */
 static void no_index_is_left(void) {
   enum { MOST = 1024 };
   static uint32_t handle[MOST];

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The GPU fails: it falls off the bus, or a push dies. After either UVM refuses to work until it is loaded
- * anew, so one of them is run in a guest: `lost gpu_lost`, `lost push_dies`. The kernel's log has the
+ * The GPU fails: it falls off the bus, or a push dies. After either UVM refuses to work until it is reloaded,
+ * so each guest runs only one of these tests: `lost gpu_lost`, `lost push_dies`. The kernel's log has the
  * driver's own lines about it.
  *
- * What must hold: nothing hangs, the calls fail in a defined way, and closing gives all of it back.
+ * Nothing may hang, calls must fail in a defined way, and close must free everything.
  */
 #include <fcntl.h>
 #include <pthread.h>
@@ -31,8 +31,7 @@ static bool defined(int result) {
   return result == -EIO || result == -ENODEV || result == -ENOSPC || result == -ENOMEM;
 }
 
-/* The first call that needs the GPU finds out. From then on nothing is begun: what may still be called is what tells
- * and what gives back. */
+/* The first call that needs the GPU notices the failure. From then on only calls that query or free work. */
 static void calls_after_the_failure(void) {
   struct uvm_vmem_query q;
   struct uvm_vmem_stat s;
@@ -50,10 +49,10 @@ static void calls_after_the_failure(void) {
   OK(vm_stat(W.uvm, NULL, &s));
   OK(vm_stat(W.uvm, W.uuid[0], &s));
   OK(vm_release(W.uvm, object));
-  OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP)); /* what is in an unknown state goes with it */
+  OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP)); /* also frees mappings in an unknown state */
 }
 
-/* Page tables may still name the memory, and user channels run: it is nobody else's until they are stopped. */
+/* Page tables may still map the memory, and user channels run: it is not freed until they are stopped. */
 static void memory_stays_until_close(void) {
   struct uvm_vmem_stat s;
   OK(vm_stat(W.uvm, NULL, &s));
@@ -61,8 +60,8 @@ static void memory_stays_until_close(void) {
   EQ(s.out_chunk_bytes, MIB(2));
 }
 
-/* The descriptors close, without a hang; nothing is left in the resource manager's books. (UVM cannot clear page
- * tables any more, so that memory goes back which entries still name. The model notes it; no GPU runs.) */
+/* The descriptors close without hanging, and nothing stays allocated in the resource manager. (UVM can no longer clear
+ * page tables, so memory is freed that entries still map. The model reports it, but no GPU runs.) */
 static void all_closes(void) {
   struct softgpu_counters base = stays.base[0], now;
   softgpu_client_close(&W.c);
@@ -89,13 +88,13 @@ static void push_dies(void) {
   EQ(result, -EIO);
   softgpu_inject_clear(W.dev);
   uint32_t more;
-  EQ(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &more), -EIO); /* UVM knows: nothing more is begun */
+  EQ(vm_create(W.uvm, W.uuid[0], 16, 1, 0, &more), -EIO); /* UVM has noticed: no new work is begun */
   calls_after_the_failure();
   if (!failures_here) memory_stays_until_close();
   if (!failures_here) all_closes();
 }
 
-/* A process with binds on their way when the GPU goes is not stuck. */
+/* A process with binds in flight when the GPU is lost does not hang. */
 static void lost_in_flight(void) {
   uint64_t ticket = 0;
   OK(furnish());
@@ -116,7 +115,7 @@ static struct world filler[CLIENTS];
 static volatile unsigned filled;
 static volatile bool bound;
 
-/* Batches for GPU 1, which stands still: until its channel takes no more, and then until it is lost. */
+/* Sends batches to GPU 1, which is stopped, until its channel is full; the last waits until the GPU is lost. */
 static void *fills(void *unused) {
   (void)unused;
   for (unsigned i = 0; i < CLIENTS * BINDS; i++, filled++) {
@@ -152,7 +151,7 @@ static bool logged(int fd, const char *what) {
   return false;
 }
 
-/* Half of a batch was sent when the other half's GPU goes: nobody knows what the page tables say. */
+/* The second GPU is lost when half of a batch was sent, to the first: the state of the page tables is unknown. */
 static void broken(void) {
   struct uvm_vmem_stat s;
   pthread_t first, second;

@@ -2,8 +2,8 @@
 /*
  * matrix.h - tables of ioctl structs in which one field is wrong.
  *
- * A struct lies at the end of a readable page, so that a kernel that reads or writes beyond the size
- * that it was told fails with EFAULT. Around every refused call STAT is compared.
+ * Each struct is at the end of a readable page, so that a kernel that reads or writes beyond the given
+ * size fails with EFAULT. STAT is compared before and after every refused call.
  */
 #ifndef MATRIX_H
 #define MATRIX_H
@@ -13,7 +13,7 @@
 #include "abi.h"
 #include "kcheck.h"
 
-/* One wrong field: where, how wide, its value, and the errno that it must give. */
+/* One wrong field: offset, width, value, and the expected errno. */
 struct row {
   const char *what;
   size_t offset, width;
@@ -24,17 +24,17 @@ struct row {
 #define ROW(type, field, value, want) \
   {#field " = " #value, offsetof(type, field), sizeof(((type *)0)->field), (value), (want)}
 
-/* A command with arguments that succeed, and how to take back what it did. */
+/* A command with arguments that succeed, and how to undo it. */
 struct command {
   const char *name;
   unsigned long number;
   size_t size;
   void (*valid)(void *argument);
   void (*undo)(void *argument);
-  size_t least; /* size of the first version of the struct, where it has grown since */
+  size_t least; /* size of the struct's first version, if it has grown since */
 };
 
-/* Two pages, of which the second is not there; returns the end of the first. */
+/* Maps a page followed by an unmapped one; returns the end of the first. */
 static inline char *page_end(void) {
   static char *end;
   if (!end) {
@@ -56,7 +56,7 @@ static inline void poke(void *argument, const struct row *row) {
   }
 }
 
-/* The call must give want and, when that is an error, leave the descriptor's state as it was. */
+/* The call must return want and, if that is an error, leave the descriptor's state unchanged. */
 static inline bool expect(int fd, const char *what, unsigned long number, void *argument, int want) {
   struct uvm_vmem_stat before, after;
   int s1 = vm_stat(fd, NULL, &before);
@@ -85,7 +85,7 @@ static inline bool control(int fd, const struct command *c) {
   return true;
 }
 
-/* Every row must fail in its way, and what is right must work before and after. */
+/* Every row must fail with its errno, and the valid call must work before and after. */
 static inline void run_rows(int fd, const struct command *c, const struct row *rows, size_t n) {
   if (!control(fd, c)) return;
   for (size_t i = 0; i < n; i++) {
@@ -98,7 +98,7 @@ static inline void run_rows(int fd, const struct command *c, const struct row *r
   control(fd, c);
 }
 
-/* The size field alone: too short, longer with a zero tail, longer with a dirty one, reaching into nothing. */
+/* Only the size field is wrong: too short, longer with a zero tail, longer with a dirty tail, into unmapped memory. */
 static inline void run_sizes(int fd, const struct command *c) {
   static const uint32_t longer[] = {8, 24, 2048};
   const size_t least = c->least ? c->least : c->size, short_by[] = {1, 4, 8, least - 4, least};
@@ -110,7 +110,7 @@ static inline void run_sizes(int fd, const struct command *c) {
     snprintf(what, sizeof(what), "%s, struct short by %zu", c->name, short_by[i]);
     if (!expect(fd, what, c->number, argument, EINVAL) && c->undo) c->undo(argument);
   }
-  if (least < c->size) { /* what a program of the first version knows of it */
+  if (least < c->size) { /* as a program compiled with the first version calls it */
     char whole[4096];
     argument = page_end() - least;
     c->valid(whole);
@@ -136,7 +136,7 @@ static inline void run_sizes(int fd, const struct command *c) {
       if (!expect(fd, what, c->number, argument, E2BIG) && c->undo) c->undo(argument);
     }
   }
-  /* Larger than a page is taken for an error of the caller, whatever it holds. */
+  /* A struct larger than a page is always refused, whatever it contains. */
   argument = page_end() - 4097;
   memset(argument, 0, 4097);
   c->valid(argument);
@@ -146,11 +146,11 @@ static inline void run_sizes(int fd, const struct command *c) {
   argument = page_end() - c->size;
   c->valid(argument);
   *(uint32_t *)argument = (uint32_t)(c->size + 8);
-  snprintf(what, sizeof(what), "%s, size reaches into nothing", c->name);
+  snprintf(what, sizeof(what), "%s, size extends into unmapped memory", c->name);
   if (!expect(fd, what, c->number, argument, EFAULT) && c->undo) c->undo(argument);
 }
 
-/* The argument's address: null, nowhere, the kernel's, its first word alone readable. */
+/* The argument's address: null, unmapped, a kernel address, only the first word readable. */
 static inline void run_pointers(int fd, const struct command *c) {
   static const uintptr_t bad[] = {0, 8, 0x00007ffffffff000u, 0xffff888000000000u, 0xffffffffffffff00u};
   char what[160];

@@ -2,10 +2,10 @@
 /*
  * Random operations by several threads of several processes, against a model of what every address must read.
  *
- * A thread owns objects, one reservation of its own and a part of one that its process's threads share. Every
- * page's contents carry the writer's tag; fresh memory must be zero. So a page that another thread or process
- * wrote, a translation that is stale, or an operation that was half done is a wrong value, seen through the
- * GPU's TLB and page tables. The execution of pushes is delayed at random, and copies are reordered.
+ * Each thread has its own objects, its own reservation, and a part of a reservation that its process's threads share.
+ * Every page's contents carry the writer's tag; fresh memory must be zero. So a page that another thread or process
+ * wrote, a stale translation, or an operation that was half done shows as a wrong value, read through the
+ * GPU's TLB and page tables. Pushes are delayed at random, and copies are reordered.
  *
  * Parameters: OPS (for each thread), PROCS, THREADS, SEED, DELAY_US.
  */
@@ -18,20 +18,20 @@
 #define OWN_BASE 0x7c0000000000ull /* + thread * 1 GB */
 #define SHARED_BASE 0x7b0000000000ull
 #define OWN_SLOTS 6
-#define SHARED_SLOTS 2 /* of each thread */
+#define SHARED_SLOTS 2 /* per thread */
 #define MOST_SLOTS (OWN_SLOTS > SHARED_SLOTS ? OWN_SLOTS : SHARED_SLOTS)
 #define OBJECTS 12
-#define MAX_UNITS 96 /* of an object */
+#define MAX_UNITS 96 /* per object */
 #define MAX_OPS 16
 #define TICKETS 4
 
-/* An object's page contents, unit by unit. Lives until released and not mapped. */
+/* The contents of an object's pages, unit by unit. Lives until the object is released and no longer mapped. */
 struct object {
-  uint32_t handle; /* 0: the slot of the table is free */
+  uint32_t handle; /* 0: unused */
   unsigned shift, pages;
-  bool one_run; /* each 2 MB of it may be one entry of the page tables */
+  bool one_run; /* each 2 MB of it may get one 2 MB entry */
   bool released;
-  unsigned mapped; /* units, in all areas */
+  unsigned mapped; /* mapped units, in all areas */
   uint64_t value[MAX_UNITS];
   uint64_t step[MAX_UNITS]; /* 0 or 1 */
 };
@@ -45,13 +45,13 @@ struct unit {
   unsigned index; /* unit of the object */
 };
 
-/* A range of one reservation that this thread alone uses. */
+/* A range of a reservation that only this thread uses. */
 struct area {
   uint64_t reservation, start;
   unsigned shift, units;
   bool big;
   struct unit unit[MOST_SLOTS * SLOT_UNITS];
-  bool one[MOST_SLOTS]; /* the slot is one entry of 2 MB */
+  bool one[MOST_SLOTS]; /* the slot has a 2 MB entry */
 };
 
 struct actor {
@@ -60,7 +60,7 @@ struct actor {
   unsigned process, number;
   uint64_t tags;
   struct object object[OBJECTS];
-  struct area area[2]; /* its own, its part of the shared one */
+  struct area area[2]; /* its own reservation; its part of the shared one */
   uint64_t ticket[TICKETS];
   unsigned tickets;
   uint64_t counts[8];
@@ -82,7 +82,7 @@ static uint64_t below(struct actor *a, uint64_t n) {
   return rng_below(&a->rng, n);
 }
 
-/* All binds on their way are done after this. */
+/* Waits for all binds in flight. */
 static void settle(struct actor *a) {
   while (a->tickets && !a->failed) {
     int result = vm_wait(a->w->uvm, a->ticket[--a->tickets], FOREVER);
@@ -95,7 +95,7 @@ static uint64_t address(const struct area *area, unsigned unit) {
   return area->start + unit * UNIT;
 }
 
-/* The current content of a unit, as the GPU reads it. */
+/* Checks the current content of a unit, as the GPU reads it. */
 static void check_unit(struct actor *a, struct area *area, unsigned i) {
   struct unit *u = &area->unit[i];
   uint64_t value = 0, step = 0;
@@ -178,7 +178,7 @@ static void do_release(struct actor *a) {
   drop_if_dead(o);
 }
 
-/* Fills one operation in; false when none fits. Claims its units in used. */
+/* Makes up one operation and marks its units in used; false if no operation fits. */
 static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op, struct object **object, bool *used) {
   *object = NULL;
   if (below(a, 3) == 0) { /* UNMAP */
@@ -197,7 +197,7 @@ static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op
   struct object *o = &a->object[below(a, OBJECTS)];
   if (!o->handle || o->released || o->shift < area->shift) return false;
   unsigned page = 1u << (o->shift - 16), first = below(a, o->pages), count = 1 + below(a, o->pages - first);
-  if (o->one_run && o->shift < 21 && below(a, 2)) { /* all of it, where it can be one entry */
+  if (o->one_run && o->shift < 21 && below(a, 2)) { /* all of it, if it can be one entry */
     first = 0;
     count = o->pages;
     page = SLOT_UNITS;
@@ -220,7 +220,7 @@ static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op
   return true;
 }
 
-/* One thing that makes the batch fail, and how. */
+/* Changes one field so that the batch must fail. Returns the expected errno. */
 static int spoil(struct actor *a, struct area *area, struct uvm_vmem_op *op) {
   switch (below(a, 6)) {
     case 0: op->count = 0; return -EINVAL;
@@ -253,7 +253,7 @@ static void model_op(struct area *area, const struct uvm_vmem_op *op, struct obj
   }
 }
 
-/* The units of a slot that an operation names: *first <= *last, or false. */
+/* Finds the units of a slot that an operation names: from *first to *last; false if none. */
 static bool units_in_slot(const struct area *area, unsigned slot, const struct uvm_vmem_op *op, const struct object *o,
                           unsigned *first, unsigned *last) {
   unsigned at = (op->addr - area->start) / UNIT, units = op->count << ((o ? o->shift : area->shift) - 16);
@@ -269,7 +269,7 @@ static bool op_changes(const struct area *area, const struct uvm_vmem_op *op, co
   return u->state != MAPPED || u->object != o || u->index != index || u->read_only != !!(op->flags & UVM_VMEM_OP_READ_ONLY);
 }
 
-/* Whether operations map all of a slot, with 2 MB of one object that is a run, in order and with one right. */
+/* Returns true if the operations map the whole slot to a 2 MB run of one object, in order and with one access right. */
 static bool maps_run(const struct area *area, unsigned slot, const struct uvm_vmem_op *ops, struct object *const *object,
                      unsigned n) {
   const struct object *run = NULL;
@@ -277,7 +277,7 @@ static bool maps_run(const struct area *area, unsigned slot, const struct uvm_vm
   for (unsigned i = 0; i < n; i++) {
     if (!units_in_slot(area, slot, &ops[i], object[i], &first, &last)) continue;
     if (!object[i] || !object[i]->one_run) return false;
-    /* The page of the object that the slot's first unit has, or would have. */
+    /* The unit of the object that the operation maps, or would map, at the slot's first unit. */
     unsigned begin = (ops[i].first << (object[i]->shift - 16)) + slot * SLOT_UNITS - (unsigned)((ops[i].addr - area->start) / UNIT);
     if (run && (run != object[i] || begin != begins || (ops[i].flags ^ flags) & UVM_VMEM_OP_READ_ONLY)) return false;
     run = object[i];
@@ -288,8 +288,8 @@ static bool maps_run(const struct area *area, unsigned slot, const struct uvm_vm
   return named == SLOT_UNITS && begins % SLOT_UNITS == 0;
 }
 
-/* What becomes of a slot's entry of 2 MB, or of its small ones; or a part of one is changed by an operation without CUT,
- * or one that LARGE asks for cannot be: those operations are named then. */
+/* Predicts if a slot has a 2 MB entry after the batch. Or the batch is refused, because an operation without CUT
+ * changes part of a 2 MB entry, or because an operation with LARGE cannot get one: that operation is named. */
 static int slot_after(const struct area *area, unsigned slot, const struct uvm_vmem_op *ops, struct object *const *object,
                       unsigned n, bool *one, bool *culprit) {
   unsigned named = 0, first, last;
@@ -326,10 +326,10 @@ static void do_bind(struct actor *a) {
     if (random_op(a, area, &ops[n], &object[n], used)) n++;
   }
   if (!n) return;
-  if (below(a, 5)) { /* else few batches would not be refused */
+  if (below(a, 5)) { /* otherwise nearly all batches would be refused */
     for (unsigned i = 0; i < n; i++) ops[i].flags |= UVM_VMEM_OP_CUT;
   }
-  /* One of a run, of which it is known where it lies: the slot gets an entry, or the batch is refused. */
+  /* LARGE for an operation that maps a contiguous object: the slot gets a 2 MB entry, or the batch is refused. */
   unsigned large = below(a, n);
   if (area->big && capabilities & UVM_VMEM_CAP_LARGE && object[large] && object[large]->one_run && below(a, 2)) {
     ops[large].flags |= UVM_VMEM_OP_LARGE;
@@ -367,7 +367,7 @@ static void do_bind(struct actor *a) {
   if (ticket) a->ticket[a->tickets++] = ticket;
   if (want) return;
   memcpy(area->one, one, sizeof(one));
-  /* What is unmapped gives its object free; so all unmaps come first, for both to be counted once. */
+  /* Unmapping may free an object. So count all unmapped units first, then the mapped ones. */
   for (unsigned i = 0; i < n; i++) {
     if (object[i]) object[i]->mapped++;
   }
@@ -469,7 +469,7 @@ static void *act(void *argument) {
   return NULL;
 }
 
-/* Everything is given back, and STAT says so. */
+/* Frees everything, and checks STAT. */
 static bool put_away(struct actor *actor, unsigned threads) {
   struct uvm_vmem_stat s;
   bool good = true;
@@ -491,7 +491,7 @@ static bool put_away(struct actor *actor, unsigned threads) {
   return good;
 }
 
-/* One process; exit status 0 = all was as the model says. */
+/* One process; exit status 0: everything was as the model predicts. */
 static int process(unsigned number, unsigned threads, uint64_t seed) {
   struct actor *actor = calloc(threads, sizeof(*actor));
   pthread_t thread[16];
@@ -520,7 +520,7 @@ static int process(unsigned number, unsigned threads, uint64_t seed) {
   for (unsigned t = 0; t < threads; t++) pthread_create(&thread[t], NULL, act, &actor[t]);
   for (unsigned t = 0; t < threads; t++) pthread_join(thread[t], NULL);
   for (unsigned t = 0; t < threads; t++) good &= !actor[t].failed;
-  /* Every second process goes without putting anything away. */
+  /* Every second process exits without freeing anything. */
   if (good && number % 2 == 0) good = put_away(actor, threads);
   fflush(stdout);
   return good ? 0 : 1;

@@ -15,7 +15,7 @@ static bool has(struct world *w, uint64_t capability) {
   return vm_query(w->uvm, w->uuid[0], &q) == 0 && (q.out_capabilities & capability) == capability;
 }
 
-/* GPUs on NVLink are peers from the beginning: UVM refuses to be told. */
+/* GPUs on NVLink are always peers: UVM refuses to enable it. */
 static bool always_peers(struct world *w) {
   enum { INVALID_DEVICE = 0x26 };
   int status = softgpu_uvm_enable_peer(&w->c, 0, 1);
@@ -25,7 +25,7 @@ static bool always_peers(struct world *w) {
   return false;
 }
 
-/* Bytes of pages are of the GPU that STAT is asked about, and all else is the descriptor's. */
+/* STAT of one GPU counts only that GPU's pages; all other fields are the descriptor's. */
 static void of_one_gpu(struct world *w) {
   struct uvm_vmem_stat all, one[2];
   uint32_t host;
@@ -34,7 +34,7 @@ static void of_one_gpu(struct world *w) {
   OK(vm_stat(w->uvm, NULL, &all));
   for (unsigned gpu = 0; gpu < 2; gpu++) {
     OK(vm_stat(w->uvm, w->uuid[gpu], &one[gpu]));
-    EQ(one[gpu].out_host_bytes, 0); /* host memory is in neither */
+    EQ(one[gpu].out_host_bytes, 0); /* host memory belongs to no GPU */
     CHECK(one[gpu].out_chunk_bytes == MIB(2) && one[gpu].out_created_bytes == one[gpu].out_mapped_bytes);
     EQ(one[gpu].out_reserved_bytes, all.out_reserved_bytes);
     EQ(one[gpu].out_reservations, 2);
@@ -81,9 +81,9 @@ static void apart(void) {
   OK(vm_stat(w.uvm, NULL, &s));
   EQ(s.out_created_bytes, 12 * UNIT);
   of_one_gpu(&w);
-  /* The other GPU's memory, without peer access. */
+  /* Map the other GPU's memory without peer access. */
   if (!always_peers(&w)) EQ(vm_map(w.uvm, RES, RES + MIB(4), on1, 0, 1, 0), -EXDEV);
-  /* One GPU goes, the other does not notice. */
+  /* One GPU is unregistered, without effect on the other. */
   OK(softgpu_uvm_unregister_space(&w.c, 1));
   OK(softgpu_uvm_unregister_gpu(&w.c, 1));
   OK(gpu_check(&w, 0, RES, 8 * UNIT, PATTERN, 1));
@@ -137,7 +137,7 @@ static void peer_memory(void) {
   OK(vm_create(w.uvm, w.uuid[1], 17, 4, 0, &on1));
   OK(vm_map(w.uvm, RES, RES, on1, 0, 4, 0));
   OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1), on0, 0, 8, 0));
-  /* Mappings of other memory stay in any case. */
+  /* Mappings of other memory are kept in all cases. */
   const uint64_t stays = RES + MIB(12), stays_on_both = RES + GIB(1) + MIB(12);
   uint32_t host;
   OK(vm_create(w.uvm, w.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host));
@@ -155,7 +155,7 @@ static void peer_memory(void) {
     OK(gpu_check(&w, 0, RES + GIB(1), 8 * UNIT, ~PATTERN, 1));
   }
   if (!always) {
-    /* Peer access ends: what lies in the other GPU is not reachable any more, and not mapped. */
+    /* Peer access ends: pages in the other GPU's memory can no longer be reached, and are unmapped. */
     OK(softgpu_uvm_disable_peer(&w.c, 0, 1));
     EQ(gpu_check(&w, 0, RES, 8, 0, 0), -EFAULT);
     for (unsigned gpu = 0; gpu < 2 && has(&w, UVM_VMEM_CAP_MULTI_GPU); gpu++) {
@@ -172,7 +172,7 @@ static void peer_memory(void) {
   }
   OK(vm_map(w.uvm, RES, RES + MIB(4), on1, 0, 4, 0));
   OK(gpu_check(&w, 0, RES + MIB(4), 8 * UNIT, PATTERN, 1));
-  /* The peer is unregistered with its pages mapped here. */
+  /* The peer is unregistered while its pages are mapped here. */
   if (!always) OK(softgpu_uvm_disable_peer(&w.c, 0, 1));
   OK(softgpu_uvm_unregister_space(&w.c, 1));
   OK(softgpu_uvm_unregister_gpu(&w.c, 1));
@@ -181,7 +181,7 @@ static void peer_memory(void) {
   world_close(&w);
 }
 
-/* Entries of 2 MB over memory of each GPU, on both: cut, joined, and gone with the peer access. */
+/* 2 MB entries over memory of each GPU, on both GPUs: cut, joined, and removed when peer access ends. */
 static void large_entries(void) {
   struct world w;
   struct uvm_vmem_stat s;
@@ -221,7 +221,7 @@ static void large_entries(void) {
     for (unsigned gpu = 0; gpu < 2; gpu++) EQ(gpu_scan(&w, gpu, RES, 2 * SLOT).out_2m, 0);
     OK(vm_stat(w.uvm, NULL, &s));
     EQ(s.out_mapped_bytes, 0);
-    /* Nothing is left there that a page would have to cut. */
+    /* No 2 MB entry is left there that mapping a page would have to cut. */
     OK(vm_create(w.uvm, w.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host));
     for (unsigned i = 0; i < 2; i++) OK(vm_map(w.uvm, RES, RES + i * SLOT + 3 * UNIT, host, 0, 1, 0));
     for (unsigned gpu = 0; gpu < 2; gpu++) OK(gpu_check(&w, gpu, RES + 3 * UNIT, UNIT, 0, 0));
@@ -229,7 +229,7 @@ static void large_entries(void) {
   world_close(&w);
 }
 
-/* The administrator's limit is one for each GPU. */
+/* The administrator's limit is per GPU. */
 static void limit_of_each_gpu(void) {
   struct world w;
   uint32_t object[2], more;
@@ -270,7 +270,7 @@ static void *call_on_both(void *call) {
   return (void *)result;
 }
 
-/* One GPU stands still: the call does not return, whichever it is. */
+/* Stops one GPU, the first or the second: the call must not return. */
 static void waits_for(unsigned gpu, const char *what, int (*call)(void)) {
   pthread_t thread;
   void *result;
@@ -283,7 +283,7 @@ static void waits_for(unsigned gpu, const char *what, int (*call)(void)) {
   OK(softgpu_hold(both.dev, gpu, SOFTGPU_HOLD_RELEASE));
   OK(pthread_join(thread, &result));
   EQ((intptr_t)result, 0);
-  if (early) fail("%s returned before GPU %u had done it", what, gpu);
+  if (early) fail("%s returned before GPU %u had executed it", what, gpu);
 }
 
 /* A ticket is open until the last GPU is done. */
@@ -321,7 +321,7 @@ static int release_it(void) {
   return vm_release(both.uvm, on_gpu_0);
 }
 
-/* Memory that both GPUs mapped is not another's before both have unmapped it. */
+/* Memory that both GPUs mapped is not reused before both have unmapped it. */
 static void not_reused_before_both_are_done(void) {
   struct softgpu_frame frame;
   pthread_t thread;
@@ -355,7 +355,7 @@ static void not_reused_before_both_are_done(void) {
   world_close(&both);
 }
 
-/* A GPU of two leaves: what the other maps stays, and is the other's alone. */
+/* One of two GPUs is unregistered: the other keeps its mappings, and the reservation continues on it alone. */
 static void one_of_two_leaves(void) {
   struct uvm_vmem_stat s;
   uint32_t object;
@@ -395,8 +395,8 @@ static void *create_on_1(void *argument) {
   return (void *)(intptr_t)vm_create(w->uvm, w->uuid[1], 16, 4, 0, &object);
 }
 
-/* A BIND is over when its own work is: what another call sent to another GPU meanwhile, and is not done yet, does not
- * make the FREE that follows a gap. */
+/* A BIND is over when its own pushes are executed: pushes that another call sent to another GPU meanwhile, and that are
+ * still pending, must not make the following FREE look like a gap. */
 static void free_while_another_gpu_is_slow(void) {
   struct world w;
   pthread_t bind, create;
@@ -422,8 +422,8 @@ static void free_while_another_gpu_is_slow(void) {
   world_close(&w);
 }
 
-/* Accesses to memory that is not the GPU's own are over when a membar of the system says so, to its own when one of
- * the GPU does: whose page is taken away decides. A reservation that had such memory goes with one more. */
+/* A system membar waits for accesses to memory other than the GPU's own, a GPU membar for those to its own: the owner
+ * of the unmapped page decides which one is used. FREE of a reservation that mapped other memory takes one more. */
 static void membars_by_memory(void) {
   enum { OWN, HOST, PEER, MEMORIES };
   static const char *const name[] = {"its own", "the host's", "the peer's"};
@@ -434,7 +434,7 @@ static void membars_by_memory(void) {
   world_open(&w, 2);
   if (!has(&w, UVM_VMEM_CAP_HOST | UVM_VMEM_CAP_PEER)) SKIP("no host memory, or no peer mappings");
   if (!always_peers(&w)) OK(softgpu_uvm_enable_peer(&w.c, 0, 1));
-  OK(set_parameter("uvm_downgrade_force_membar_sys", 0)); /* by default UVM takes those of the system always */
+  OK(set_parameter("uvm_downgrade_force_membar_sys", 0)); /* by default UVM always uses system membars */
   OK(vm_create(w.uvm, w.uuid[0], 16, 2, 0, &object[OWN]));
   OK(vm_create(w.uvm, w.uuid[0], 16, 2, UVM_VMEM_CREATE_HOST, &object[HOST]));
   OK(vm_create(w.uvm, w.uuid[1], 16, 2, 0, &object[PEER]));

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * What a KV cache does, by the two ways that the library has on a GPU: a batch of the patched driver, and the stock
- * driver's call for each run of pages. Both map the same pages at the same addresses in the same steps; what that takes is
- * counted.
+ * The operations of a KV cache, in the library's two ways of mapping on a GPU: a batch of the patched driver, and a call
+ * of the stock driver for each run of pages. Both map the same pages at the same addresses in the same steps; the cost
+ * is counted.
  *
  * The shape is Qwen2.5-1.5B's: 28 layers, a K and a V tensor each (LAYERS= takes fewer), 2 heads x 128 x 2 bytes a
  * token, so that a page of 64 KB holds 128 tokens. Parameters: LAYERS, REQUESTS, TOKENS. Each case is printed as a line
@@ -15,7 +15,7 @@
 #define TOKEN_BYTES 512
 #define PAGE_TOKENS (UNIT / TOKEN_BYTES)
 #define RES 0x700000000000ull
-#define PROMOTED 0x7c0000000000ull /* where 2 MB entries may be */
+#define PROMOTED 0x7c0000000000ull /* a reservation that may have 2 MB entries */
 #define PREFIX_TOKENS 10240
 #define MOST_OPS 65536
 
@@ -24,9 +24,9 @@ static bool stock;
 static unsigned requests, tensors, tokens;
 static uint64_t calls;
 
-/* The physical pages of both ways have one numbering: object or offset of page n. */
+/* Both ways number physical pages alike: page n is in an object, or at an offset of memory. */
 static struct softgpu_alloc memory;
-static uint32_t *object_of; /* of each group of tensors pages */
+static uint32_t *object_of; /* the object of each group; a group is one page for each tensor */
 
 struct costs {
   uint64_t calls, tables;
@@ -55,7 +55,7 @@ static uint64_t tensor_bytes(void) {
   return (most * TOKEN_BYTES + SLOT - 1) / SLOT * SLOT;
 }
 
-/* Where token `token` of a request lies in a tensor. Request `requests` is the one that begins with a prefix. */
+/* The address of a request's token in a tensor. Request number `requests` is the one that begins with a prefix. */
 static uint64_t place(unsigned request, unsigned tensor, unsigned token) {
   return RES + ((uint64_t)tensor * (requests + 1) + request) * tensor_bytes() + (uint64_t)token * TOKEN_BYTES;
 }
@@ -75,7 +75,7 @@ static void submit(void) {
   batched = 0;
 }
 
-/* Page `tensor` of group `group`, in the batch or at once. */
+/* Maps page `tensor` of group `group`: adds it to the batch, or calls the stock driver. */
 static void map(uint64_t at, unsigned group, unsigned tensor, unsigned flags) {
   if (!stock) {
     if (batched == MOST_OPS) submit();
@@ -99,7 +99,7 @@ static void unmap(uint64_t at, uint64_t bytes) {
   if (result) hopeless("UVM_UNMAP_EXTERNAL", result);
 }
 
-/* A request gets its next page in every tensor. A library keeps pages in slabs: making them is not a part of a step. */
+/* A request gets its next page in every tensor. The library keeps pages in slabs, so creating them does not count. */
 static void grow(unsigned request, unsigned token, unsigned group) {
   for (unsigned t = 0; t < tensors; t++) map(place(request, t, token), group, t, 0);
 }
@@ -129,7 +129,7 @@ static void run(void) {
     OK(vm_create(W.uvm, W.uuid[0], 21, tensors * tensor_bytes() / SLOT, 0, &large_object));
   }
 
-  /* One token a step for all requests, which stand at different places of their pages: two or so get one in a step. */
+  /* One token per step for all requests, whose last pages differ in fill: in each step about two need a page. */
   before = now();
   for (unsigned step = 0; step < tokens; step++) {
     for (unsigned r = step % PAGE_TOKENS; r < requests; r += PAGE_TOKENS) {
@@ -140,7 +140,7 @@ static void run(void) {
   publish("growth", &before);
   EQ(gpu_scan(&W, 0, RES, all_bytes()).out_bytes, (uint64_t)groups * tensors * UNIT);
 
-  /* Request 0 has a prefix's length; a new one begins with its pages: read-only, page by page as they were grown. */
+  /* Request 0 grows to the length of a prefix; a new request maps its pages read-only, in the order they were grown. */
   for (unsigned g = 0; g < more; g++) grow(0, (each + g) * PAGE_TOKENS, groups + each + g);
   submit();
   before = now();
@@ -155,7 +155,7 @@ static void run(void) {
   submit();
   publish("prefix ends", &before);
 
-  /* The first pages of request 0 move elsewhere, under the same addresses. */
+  /* The first pages of request 0 move to other physical pages, at the same addresses. */
   before = now();
   for (unsigned g = 0; g < each; g++) {
     for (unsigned t = 0; t < tensors; t++) map(place(0, t, g * PAGE_TOKENS), groups + g, t, UVM_VMEM_OP_REPLACE);
@@ -163,7 +163,7 @@ static void run(void) {
   submit();
   publish("move", &before);
 
-  /* The full parts of a request become pages of 2 MB. */
+  /* The full 2 MB parts of a request become 2 MB pages. */
   for (unsigned g = 0; g < each; g++) {
     for (unsigned t = 0; t < tensors; t++) map(PROMOTED + t * tensor_bytes() + g * UNIT, g, t, 0);
   }
@@ -184,7 +184,7 @@ static void run(void) {
   publish("promotion", &before);
   EQ(gpu_xlate(&W, 0, PROMOTED).out_page_size, tokens * TOKEN_BYTES >= SLOT ? SLOT : UNIT);
 
-  /* A request of small pages ends. */
+  /* A request with small pages finishes. */
   before = now();
   for (unsigned t = 0; t < tensors; t++) unmap(place(1, t, 0), (uint64_t)each * UNIT);
   submit();

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * world.h - a client of the driver with GPUs of the software kind, and what it sees from the GPU's side.
+ * world.h - a client of the driver with software GPUs, and checks from the GPU's side.
  *
  * world_close() fails the test if the model recorded an error or a stale translation since world_open(),
- * or if what was taken from the GPU did not come back.
+ * or if memory taken from the GPU was not returned.
  */
 #ifndef WORLD_H
 #define WORLD_H
@@ -25,7 +25,7 @@ struct world {
 
 static int worlds_open;
 
-/* Ends the program: the tests have no meaning without it. */
+/* Exits the program: without this the tests are meaningless. */
 __attribute__((noreturn)) static inline void hopeless(const char *what, int result) {
   printf("%s: %s\n", what, result < 0 ? strerror(-result) : "status of the driver");
   if (result > 0) printf("status 0x%x\n", (unsigned)result);
@@ -48,7 +48,7 @@ static inline struct softgpu_counters gpu_counters(struct world *w, unsigned gpu
   return c;
 }
 
-/* A parameter of nvidia-uvm.ko that may change while it is loaded. */
+/* Sets a parameter of nvidia-uvm.ko that may change while it is loaded. */
 static inline int set_parameter(const char *name, uint64_t value) {
   char path[96];
   snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", name);
@@ -94,7 +94,7 @@ static inline struct world *world_open(struct world *w, unsigned gpus) {
   return world_open_as(w, gpus, softgpu_client_open);
 }
 
-/* The records that the model kept of what went wrong on a GPU. */
+/* Prints the model's records of faults and errors on a GPU. */
 static inline void world_show_faults(int dev, unsigned gpu) {
   struct softgpu_faults f;
   if (softgpu_faults(dev, gpu, &f)) return;
@@ -105,7 +105,7 @@ static inline void world_show_faults(int dev, unsigned gpu) {
   }
 }
 
-/* Nothing went wrong on the GPU since base; and, when nobody else is there, nothing is left. */
+/* Checks that the GPU had no faults or errors since base and, with returned, that all memory was returned. */
 static inline void gpu_check_clean(int dev, unsigned gpu, const struct softgpu_counters *base, bool returned) {
   struct softgpu_counters now;
   for (unsigned tries = 0;; tries++) {
@@ -114,7 +114,7 @@ static inline void gpu_check_clean(int dev, unsigned gpu, const struct softgpu_c
     bool back = now.frames_free_now == base->frames_free_now && now.spaces_now <= base->spaces_now &&
                 now.channels_now == base->channels_now && now.rm_memory_now == base->rm_memory_now;
     if (!returned || back || tries == 100) break;
-    sleep_ms(50); /* the end of a process is not waited for by its parent's wait alone */
+    sleep_ms(50); /* a process may still be exiting when its parent's wait() returns */
   }
   if (now.errors != base->errors) fail("gpu %u: %llu errors", gpu, (unsigned long long)(now.errors - base->errors));
   if (now.stale != base->stale) {
@@ -138,7 +138,7 @@ static inline void gpu_check_clean(int dev, unsigned gpu, const struct softgpu_c
 static inline void world_close(struct world *w) {
   unsigned gpus = w->c.gpus;
   int result = softgpu_verify(w->dev);
-  if (result) fail("the model's books differ from the page tables: %s", strerror(-result));
+  if (result) fail("the model's bookkeeping differs from the page tables: %s", strerror(-result));
   softgpu_client_close(&w->c);
   worlds_open--;
   int dev = softgpu_open();
@@ -146,7 +146,7 @@ static inline void world_close(struct world *w) {
   close(dev);
 }
 
-/* As a kernel on the GPU: 0 or a negative errno (see ACCESS in softgpu.h; EBADMSG: another value). */
+/* Accesses memory as a kernel on the GPU: 0 or a negative errno (see ACCESS in softgpu.h; EBADMSG: wrong value). */
 static inline int gpu_fill(struct world *w, unsigned gpu, uint64_t va, uint64_t length, uint64_t value, uint64_t step) {
   return softgpu_fill(w->dev, w->c.space[gpu], va, length, value, step);
 }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Makes the disk image that gives a guest Python and the usual programs.
 
-Everything lies where it lies on this machine: the interpreter, the environment build/venv with
-what the tests import, shared libraries, programs of Debian. The image is read-only and holds
-nothing of the project, which changes from run to run: the runner lays that over it (see `layer`).
-mke2fs fills it from a folder of links, so that neither root nor a mount is needed.
+Everything has the same path as on this machine: the interpreter, the environment build/venv with
+what the tests import, shared libraries, programs of Debian. The image is read-only and does not
+contain the project, which changes from run to run: the runner overlays it (see `layer`).
+mke2fs fills the image from a folder of links, so neither root nor a mount is needed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["layer", "python_image"]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
 PYTHON = ROOT / "build" / "venv" / "bin" / "python"
-# What the tests import; what these require comes with them.
+# What the tests import; their dependencies are added.
 DISTRIBUTIONS = ("pyvmem", "torch", "numpy", "pytest", "pytest-timeout", "hypothesis")
 LEFT_OUT_OF_LIBRARY = {
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter"),
     *("turtledemo", "ensurepip", "pydoc_data"),
 }
-# Programs for the tests of the scripts; those that this machine lacks are left out.
+# Programs for the tests of the scripts; those missing on this machine are skipped.
 PROGRAMS = (
     "awk basename bash cat chmod chown cmp comm cp cut date dd depmod df diff dirname du env "
     "expr false find flock gawk getopt grep gzip head hostname id insmod install ionice kill "
@@ -57,21 +57,21 @@ ETC = {
 
 
 class _Staging:
-    """The folder that mke2fs copies: hard links where the file system allows, copies elsewhere."""
+    """The folder that mke2fs copies: hard links if the file system allows them, else copies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.size = self.count = 0
 
     def place(self, path: Path) -> Path:
-        """The place in the folder of a path of this machine; /lib is /usr/lib on merged systems."""
+        """Maps a path of this machine into the folder; /lib is /usr/lib on merged systems."""
         parts = path.parts[1:]
         if parts and parts[0] in MERGED and Path("/", parts[0]).is_symlink():
             parts = (*Path("/", parts[0]).resolve().parts[1:], *parts[1:])
         return self.folder.joinpath(*parts)
 
     def add(self, path: Path) -> None:
-        """One file or link, and what a link leads to."""
+        """Adds a file, or a link with its target."""
         new = self.place(path)
         if os.path.lexists(new):
             return
@@ -88,7 +88,7 @@ class _Staging:
                 shutil.copy2(path, new)
 
     def tree(self, path: Path, left_out: Iterable[str]) -> None:
-        """All files below a folder, but for some folders."""
+        """Adds all files below a folder, except in the folders `left_out`."""
         for parent, folders, files in os.walk(path):
             folders[:] = [one for one in folders if one not in left_out]
             for one in files:
@@ -97,7 +97,7 @@ class _Staging:
 
 
 def python_image(cache: Path) -> Path:
-    """The image, made when there is none for the present environment. Only the newest is kept."""
+    """Returns this environment's image, and makes it if needed. Keeps only the newest image."""
     if not PYTHON.exists():
         raise GuestError(f"no {PYTHON.relative_to(ROOT)}: run `make setup`")
     asked = [PYTHON, HERE / "python_files.py", *DISTRIBUTIONS]
@@ -148,14 +148,14 @@ def _make(found: dict[str, list[str]], folder: Path, image: Path) -> None:
         staging.add(Path(name))
     for path in _shared_libraries(staging.folder):
         staging.add(path)
-    # Inodes, and a tenth of room for the tables of the file system.
+    # Inodes, and a tenth for the tables of the file system.
     megabytes = (staging.size * 11 // 10 >> 20) + 32
     new = folder / "image"
     command = ["mke2fs", "-q", "-F", "-t", "ext4", "-O", "^has_journal,^resize_inode", "-m", "0"]
     command += ["-N", str(staging.count * 2 + 1000), "-E", "root_owner=0:0", "-d"]
     program = shutil.which("mke2fs", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
     if program is None:
-        raise GuestError("no mke2fs here (Debian: e2fsprogs)")
+        raise GuestError("mke2fs not found (Debian: e2fsprogs)")
     command[0] = program
     command += [str(staging.folder), str(new), f"{megabytes}M"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -165,14 +165,14 @@ def _make(found: dict[str, list[str]], folder: Path, image: Path) -> None:
 
 
 def _shared_libraries(folder: Path) -> list[Path]:
-    """The libraries that the programs and libraries below a folder are linked with."""
+    """The libraries that the programs and libraries below a folder are linked to."""
     elf = []
     for parent, _, files in os.walk(folder):
         for path in (Path(parent, one) for one in files):
             if not path.is_symlink() and (os.access(path, os.X_OK) or ".so" in path.name):
                 with open(path, "rb") as file:
                     if file.read(4) == b"\x7fELF":
-                        # Origin-relative paths must lead where they lead on this machine.
+                        # $ORIGIN-relative paths must resolve as on this machine.
                         elf.append(str(Path("/", path.relative_to(folder))))
     said = subprocess.run(["ldd", *sorted(elf)], capture_output=True, text=True, check=False)
     found = re.findall(r"(?:=> |^\t)(/\S+) \(0x", said.stdout, re.MULTILINE)
@@ -180,7 +180,7 @@ def _shared_libraries(folder: Path) -> list[Path]:
 
 
 def layer(root: Initramfs, prefix: str) -> None:
-    """Puts the project's files, as they are now, below a prefix at their own path."""
+    """Adds the project's current files at their own paths below a prefix."""
     listed = subprocess.check_output(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT
     )

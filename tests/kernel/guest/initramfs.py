@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Writes the guest's first file system, a cpio archive in the kernel's "newc" format.
+"""Writes the guest's initramfs, a cpio archive in the kernel's "newc" format.
 
 Documentation/driver-api/early-userspace/buffer-format.rst of Linux describes the format. Writing it
-here spares a program, a folder to gather the files in, and root for the device nodes.
+here needs no program, no folder to collect the files in, and no root for the device nodes.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ TRAILER = "TRAILER!!!"
 
 
 class Initramfs:
-    """Entries by their path in the guest; parent folders come by themselves."""
+    """The archive's entries by their path in the guest. Adds parent folders automatically."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, Path | bytes, int]] = {}
 
     def folder(self, name: str) -> None:
-        """A folder, and before it the folders above it."""
+        """Adds a folder, and before it its parents."""
         for path in reversed((PurePosixPath(name), *PurePosixPath(name).parents)):
             if str(path) != "/":
                 self._entries.setdefault(str(path), (stat.S_IFDIR | 0o755, b"", 0))
 
     def text(self, name: str, content: str, mode: int = 0o644) -> None:
-        """A file with this content."""
+        """Adds a file with this content."""
         self._put(name, (stat.S_IFREG | mode, content.encode(), 0))
 
     def file(self, name: str, source: Path) -> None:
-        """A copy of a file of the host, with its permissions."""
+        """Adds a copy of a file of the host, with its permissions."""
         mode = source.stat().st_mode & 0o777
         self._put(name, (stat.S_IFREG | mode, source, 0))
 
     def tree(self, name: str, source: Path) -> None:
-        """A copy of what lies below a folder of the host; links stay links."""
+        """Adds a copy of everything below a folder of the host; links stay links."""
         self.folder(name)
         for parent, folders, files in os.walk(source):
             inside = PurePosixPath(name) / Path(parent).relative_to(source).as_posix()
@@ -54,11 +54,11 @@ class Initramfs:
                     self.file(str(inside / one), path)
 
     def link(self, name: str, target: str) -> None:
-        """A symbolic link."""
+        """Adds a symbolic link."""
         self._put(name, (stat.S_IFLNK | 0o777, target.encode(), 0))
 
     def device(self, name: str, major: int, minor: int) -> None:
-        """A character device."""
+        """Adds a character device."""
         self._put(name, (stat.S_IFCHR | 0o600, b"", os.makedev(major, minor)))
 
     def write(self, path: Path) -> None:

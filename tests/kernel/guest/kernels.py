@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Finds the kernel that a pair of modules was built for, and modules of its own."""
+"""Finds the kernel that a pair of modules was built for, and that kernel's own modules."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def release_of(module: Path) -> str:
     """The release of the kernel that a module was built for."""
     found = re.search(rb"\0vermagic=(\S+) ", module.read_bytes())
     if found is None:
-        raise GuestError(f"{module} says no release of a kernel")
+        raise GuestError(f"{module} names no kernel release")
     return found.group(1).decode()
 
 
 def kernel_for(tree: Path | None, build: Path) -> Path:
-    """The image to boot: what VMEM_GUEST_KERNEL names, else an unpacked or an installed one."""
+    """The image to boot: that of VMEM_GUEST_KERNEL, otherwise an unpacked or an installed one."""
     named = os.environ.get("VMEM_GUEST_KERNEL")
     if named:
         return Path(named)
@@ -32,13 +32,13 @@ def kernel_for(tree: Path | None, build: Path) -> Path:
     for folder in (build / "image" / "boot", *suites, Path("/boot")):
         for image in sorted(folder.glob(f"vmlinuz-{release}"), reverse=True):
             return image
-    raise GuestError(f"no kernel {release} here: see scripts/kernel_tree.py")
+    raise GuestError(f"kernel {release} not found: see scripts/kernel_tree.py")
 
 
 def own_modules(kernel: Path, names: Iterable[str], cache: Path) -> list[Path]:
-    """Modules of a kernel and what they need, in the order in which they can be loaded.
+    """Modules of a kernel and their dependencies, in an order in which they can be loaded.
 
-    Those that are not there are left out: they are built in, or what needs them says so.
+    Missing modules are skipped: they are built in, or the code that needs them will fail.
     """
     release = kernel.name.removeprefix("vmlinuz-")
     folder = kernel.resolve().parent.parent / "lib" / "modules" / release / "kernel"
@@ -61,11 +61,11 @@ def own_modules(kernel: Path, names: Iterable[str], cache: Path) -> list[Path]:
 
 
 def _unpacked(module: Path, cache: Path) -> Path:
-    """The module itself, or a plain copy of a compressed one."""
+    """Returns the module itself, or an uncompressed copy of it."""
     if module.suffix == ".ko":
         return module
     if module.suffix != ".xz":
-        raise GuestError(f"{module}: this compression is not known")
+        raise GuestError(f"{module}: unknown compression")
     plain = cache / module.stem
     if not plain.exists():
         cache.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Included before each file of UVM in a tree for the kernel that checks itself. UVM makes all its mutexes in one
- * function, and all its rw semaphores in another, so lockdep would take each kind for one class, report the first
+ * Included before each file of UVM in a tree for the self-checking kernel. UVM initialises all its mutexes in one
+ * function, and all its rw semaphores in another, so lockdep would give each kind a single class, report the first
  * nesting of two, and switch itself off. Here the class is UVM's own lock order, which is the name of that function's
- * argument (uvm_lock.h); nothing else in UVM calls these two macros, but inline functions of the kernel do: class 0.
+ * argument (uvm_lock.h). Nothing else in UVM calls these two macros; inline functions of the kernel do, and get class
+ * 0.
  */
 #pragma once
 #include <linux/mutex.h>

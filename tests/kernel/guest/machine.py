@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One virtual machine: from the description of a run to its result."""
+"""Runs one virtual machine: from the description of a run to its result."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ __all__ = ["Machine", "Outcome", "GuestError"]
 
 HERE = Path(__file__).resolve().parent
 QEMU = "qemu-system-x86_64"
-# All that QEMU can do, but 57-bit user addresses: the drivers' usual case has 47.
+# Everything that QEMU supports except 57-bit user addresses: drivers usually see 47 bits.
 PROCESSOR = "max,la57=off"
-# A busy host is late with the timer that the kernel would check.
+# no_timer_check: on a busy host the timer that the kernel would check is late.
 COMMAND_LINE = (
     "console=ttyS0 quiet panic=-1 oops=panic printk.devkmsg=on no_timer_check watchdog_thresh=60"
     " rcupdate.rcu_cpu_stall_timeout=120"
 )
-# A kernel that has not started its first program by then hangs; on a busy host it takes 10 s.
+# A kernel that has not started its first program after this time hangs; on a busy host it takes 10
+# s.
 UP_TIME = 90.0
-# How long before its time is over a run shows where it hangs.
+# A run shows where it hangs this long before its time limit.
 LAST_WORDS = 10.0
 
 
@@ -72,11 +73,11 @@ class Outcome:
 
     status: int | None
     failures: list[str]
-    up: bool  # the guest came as far as its first program
-    loaded: bool  # the guest came as far as the command
+    up: bool  # the guest reached its first program
+    loaded: bool  # the guest reached the command
     late: bool
     seconds: float
-    processor_seconds: float  # of this machine's processors, however many others used them too
+    processor_seconds: float  # CPU time on this machine, whatever else ran there
     log: Path
 
     @property
@@ -103,7 +104,7 @@ class _Lines:
 
 
 class _Run:
-    """The state of a machine that runs."""
+    """The state of a running machine."""
 
     def __init__(self, machine: Machine, log: BinaryIO, show: Callable[[bytes], None]) -> None:
         self.nonce = secrets.token_hex(8)
@@ -116,11 +117,11 @@ class _Run:
         self._output = _Lines(lambda line: self._write(f"| {line}"))
 
     def console(self, data: bytes) -> None:
-        """The kernel's log."""
+        """Handles output of the kernel's log."""
         self._console.feed(data)
 
     def output(self, data: bytes) -> None:
-        """The command's output."""
+        """Handles output of the command."""
         self._show(data)
         self._output.feed(data)
 
@@ -129,7 +130,7 @@ class _Run:
         self._output.end()
 
     def limit(self, timeout: float) -> float:
-        """The seconds that it has from its start, as far as it has come."""
+        """The time limit in seconds since the start, for the stage that the guest has reached."""
         return timeout if self.words else min(UP_TIME, timeout)
 
     def failures(self) -> list[str]:
@@ -143,7 +144,7 @@ class _Run:
             lines = list(self.scan.findings)
             if self.scan.left_out:
                 lines.append(f"and {self.scan.left_out} more")
-            found.append("\n    ".join(["the kernel's log has", *lines]))
+            found.append("\n    ".join(["the kernel's log contains", *lines]))
         return found
 
     def _kernel_line(self, line: str) -> None:
@@ -162,7 +163,7 @@ class _Run:
 
 
 def stripped(module: Path, cache: Path) -> Path:
-    """A copy of a module without its debug information, which would fill the guest's memory."""
+    """Makes a copy of a module without debug information, which would fill the guest's memory."""
     made = cache / f"{module.parent.resolve().as_posix().replace('/', '%')}%{module.name}"
     if not made.exists() or made.stat().st_mtime_ns != module.stat().st_mtime_ns:
         cache.mkdir(parents=True, exist_ok=True)
@@ -178,7 +179,7 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
     """The guest's initial file system."""
     busybox = shutil.which("busybox")
     if busybox is None:
-        raise GuestError("no busybox here (Debian: busybox-static)")
+        raise GuestError("busybox not found (Debian: busybox-static)")
     root = Initramfs()
     for name in ("dev", "proc", "sys", "tmp", "root", "guest"):
         root.folder(f"/{name}")
@@ -194,7 +195,7 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
             root.file(f"/modules/{name}", stripped(module, cache) if machine.strip else module)
     for module in machine.kernel_modules:
         root.file(f"/modules/{module.name}", module)
-    # Commands that run on the disk image see what lies in /layer as theirs.
+    # Commands that run on the disk image see /layer overlaid on their root.
     prefix = "/layer" if machine.image else ""
     for source, name in machine.files:
         (root.tree if source.is_dir() else root.file)(prefix + name, source)
@@ -218,7 +219,7 @@ def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
 
 
 def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -> list[str]:
-    """The program to start. The serial ports are pipes of this process."""
+    """The QEMU command line. The serial ports are pipes of this process."""
     words = [QEMU, "-accel", "tcg,thread=multi", "-cpu", PROCESSOR, "-smp", str(machine.processors)]
     words += ["-m", str(machine.memory), "-nodefaults", "-no-user-config", "-display", "none"]
     words += ["-no-reboot", "-kernel", str(machine.kernel), "-initrd", str(initramfs)]
@@ -232,24 +233,24 @@ def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -
 
 
 def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]) -> Outcome:
-    """Boots, waits for the end, and says what came of it.
+    """Boots, waits for the end, and returns the outcome.
 
-    A kernel that dies or hangs before its first program is booted once more. Nothing of ours has
-    run in it: on a busy machine QEMU's emulation can run into a place that the kernel is just
-    patching, which is an oops, or a processor stalls.
+    A kernel that dies or hangs before its first program is booted once more. None of our code has
+    run in it: on a busy machine QEMU's emulation can execute code that the kernel is just patching,
+    which causes an oops, or a processor stalls.
     """
     if shutil.which(QEMU) is None:
-        raise GuestError(f"no {QEMU} here (Debian: qemu-system-x86)")
+        raise GuestError(f"{QEMU} not found (Debian: qemu-system-x86)")
     outcome = _boot(machine, log, cache, show)
     if outcome.up:
         return outcome
     fate = "hung" if outcome.late else "died"
-    show(f"the guest's kernel {fate} before its first program: once more\n".encode())
+    show(f"the guest's kernel {fate} before its first program: booting again\n".encode())
     return _boot(machine, log, cache, show)
 
 
 def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]) -> Outcome:
-    """One boot."""
+    """Boots once."""
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with open(log, "wb") as kept, tempfile.TemporaryDirectory(prefix="vmem-guest-") as folder:
@@ -264,7 +265,7 @@ def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=[console, output],
-            # Ctrl-C is for this process, which then ends the machine itself.
+            # Ctrl-C should reach only this process, which then stops the machine.
             start_new_session=True,
         )
         os.close(console)
@@ -286,7 +287,7 @@ def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None
         failures.append(f"not {reached} after {run.limit(machine.timeout):.0f} s")
     elif "end" not in run.words:
         reached = run.words[-1] if run.words else "nothing: it did not boot"
-        failures.append(f"the machine stopped early; the last that it reached: {reached}")
+        failures.append(f"the machine stopped early; the last stage that it reached: {reached}")
     if said:
         failures.append(f"qemu: {said}")
     up, loaded = bool(run.words), "loaded" in run.words
@@ -296,7 +297,7 @@ def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None
 
 
 def _relay(streams: dict[int, Callable[[bytes], None]], deadline: Callable[[], float]) -> bool:
-    """Hands on what comes out of pipes until all are closed; whether time ran out before."""
+    """Relays the output of pipes until all are closed; returns true if time ran out first."""
     with selectors.DefaultSelector() as selector:
         for stream, take in streams.items():
             selector.register(stream, selectors.EVENT_READ, take)

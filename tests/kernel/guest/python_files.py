@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Run by the Python whose environment is to be copied: prints as JSON what belongs to it.
+"""Run by the Python whose environment is to be copied: prints its files as JSON.
 
-`executables` are paths in the order of the links between them, `library` the folder of the standard
-library, `files` those of the distributions asked for and of what they require.
+`executables` are paths in the order of the links between them, `library` is the folder of the
+standard library, `files` are those of the requested distributions and of their dependencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 __all__ = ["main"]
 
 LEFT_OUT = {"bin", "include", "share", "test", "tests"}
-# Programs, one that torch does not load without, and tests that are part of an interface.
+# Exceptions to what is left out: programs, a file that torch needs to load, and tests that are an
+# API.
 KEPT = (
     "../../../bin/",
     "torch/bin/torch_shm_manager",
@@ -27,12 +28,12 @@ KEPT = (
     "torch/_numpy/testing/",
     "numpy/_core/tests/",
 )
-# What torch asks for on machines with a GPU.
+# Distributions that torch requires only for machines with a GPU.
 VENDOR = ("nvidia-", "triton", "cuda-")
 
 
 def distributions(names: list[str]) -> list[importlib.metadata.Distribution]:
-    """Those of the named distributions, and of what they require, that are installed."""
+    """The installed distributions among those named and their dependencies."""
     found: dict[str, importlib.metadata.Distribution] = {}
     todo, seen = list(names), set()
     while todo:
@@ -60,7 +61,7 @@ def wanted(name: str) -> bool:
 
 
 def links(path: Path) -> list[str]:
-    """A path and what it leads to, link by link."""
+    """A path and its targets, link by link."""
     found = [str(path)]
     while path.is_symlink():
         path = path.parent / os.readlink(path)
@@ -69,7 +70,7 @@ def links(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints the answer; the arguments are names of distributions."""
+    """Prints the JSON; the arguments are names of distributions."""
     chosen = distributions(sys.argv[1:])
     files: list[str] = []
     for one in chosen:
@@ -79,7 +80,7 @@ def main() -> None:
             if wanted(str(file))
         ]
     site = Path(sysconfig.get_path("purelib"))
-    # How an environment finds a project that was installed in place.
+    # The files by which an environment finds an editable install.
     files += [str(path) for pattern in ("*.pth", "__editable__*") for path in site.glob(pattern)]
     files += [str(path) for path in Path(sys.prefix).glob("pyvenv.cfg")]
     library = sysconfig.get_config_var("LIBDIR")

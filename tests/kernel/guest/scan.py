@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Looks for what must not be in a kernel's log."""
+"""Searches a kernel's log for failures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["LogScan"]
 
-# One alternative a line: what prints it.
+# One alternative per line, with its source as a comment.
 SUSPECT = re.compile(
     "|".join(
         (
@@ -37,7 +37,7 @@ SUSPECT = re.compile(
             r"Assert failed, condition",  # UVM_ASSERT
             r"nvidia-uvm.*[Pp]anic",
             r"Memory leak of -?\d+ bytes",  # UVM's leak checker, and vmem's
-            r"Leaked \d+ bytes from ",  # what it leaked, with uvm_leak_checker=2
+            r"Leaked \d+ bytes from ",  # each leak, with uvm_leak_checker=2
             r"nvidia-uvm: .*(ERROR|Fatal)",
             r"nvidia-uvm: vmem: ",  # a fatal fault, a batch that failed
             r"(?i:softgpu.*\b(error|leak|leaked|assert)\b)",
@@ -52,7 +52,7 @@ SUSPECT = re.compile(
 
 
 class LogScan:
-    """Goes through a kernel's log line by line and keeps the lines that are a failure."""
+    """Scans a kernel's log line by line and collects the lines that report a failure."""
 
     MOST = 20
 
@@ -62,7 +62,7 @@ class LogScan:
         self.left_out = 0
 
     def line(self, text: str) -> bool:
-        """True if a line is a failure; keeps it if so."""
+        """Returns true if a line reports a failure, and collects it."""
         if not SUSPECT.search(text) or any(one.search(text) for one in self._allowed):
             return False
         if len(self.findings) < self.MOST:
@@ -72,6 +72,6 @@ class LogScan:
         return True
 
     def lines(self, texts: Iterable[str]) -> None:
-        """The same for several lines."""
+        """Scans several lines."""
         for text in texts:
             self.line(text)

@@ -9,7 +9,7 @@ from guest.initramfs import Initramfs
 
 
 def entries(archive: Path) -> list[tuple[str, int, bytes]]:
-    """Name, mode and content of what is in an archive, read by the format's description."""
+    """Parses an archive, by the format's description, into name, mode and content of entries."""
     data, found, offset = archive.read_bytes(), [], 0
     while True:
         assert data[offset : offset + 6] == b"070701"

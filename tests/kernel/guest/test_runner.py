@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The runner itself: what it hands on, and that nothing bad is taken for good.
+"""The runner itself: it relays output and status, and takes no failure for a success.
 
-These guests load no module, so the newest kernel that is there will do.
+These guests load no module, so the newest available kernel is used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_signal_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_line_of_the_log_fails_a_command_that_passed(tmp_path: Path) -> None:
-    # In one guest: what is allowed is let pass, the other is not.
+    # In one guest: the allowed warning is ignored, the other is reported.
     say = 'echo "WARNING: one" >/dev/kmsg; echo "WARNING: two" >/dev/kmsg'
     ran = run(tmp_path, say, "--allow", "WARNING: one")
     assert ran.report["status"] == 0
@@ -92,7 +92,7 @@ def test_a_crash_is_a_failure_though_the_command_printed_success(tmp_path: Path)
 def test_a_kernel_that_dies_or_hangs_before_its_first_program_is_booted_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, fate: bytes, failure: str
 ) -> None:
-    """In QEMU's place a program that ends at once, or never."""
+    """A program replaces QEMU that exits immediately, or never."""
     program, boots = tmp_path / "qemu", tmp_path / "boots"
     program.write_text(f"#!/bin/sh\necho boot >>{boots}\n{then}\n")
     program.chmod(0o755)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds libvmem's tests for the guest, with /dev/softgpu as the way to look at memory.
+"""Builds libvmem's tests for the guest, which read GPU memory through /dev/softgpu.
 
 Into build/kernel/lib: the C tests that can run on a GPU, static, and pyvmem's extension module.
-What the library links is the same objects that users get; only `vm_uvm_contents` is added.
+The library consists of the same objects that users get; only `vm_uvm_contents` is added.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOFTGPU = ROOT / "tests" / "kernel" / "softgpu"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-pthread"]
 INCLUDES = ["libvmem/include", "libvmem/src", "kernel_module", "tests/kernel/softgpu"]
 ACCESSOR = [Path(__file__).resolve().parent / "contents_softgpu.c", SOFTGPU / "softgpu_user.c"]
-# What needs nothing of host but that it is a back end.
+# Tests that use `host` only as an ordinary back end, so that they run on any other.
 TESTS = (
     "accounting",
     "async",
@@ -45,7 +45,7 @@ OWN_TESTS = ("uvm",)
 
 
 def run(*words: str | Path) -> None:
-    """Runs a command in the repository; its output is shown when it fails."""
+    """Runs a command in the repository; shows its output if it fails."""
     done = subprocess.run(
         [str(word) for word in words],
         cwd=ROOT,
@@ -67,7 +67,7 @@ def stale(target: Path, sources: Iterable[Path]) -> bool:
 
 
 def compiler() -> list[str]:
-    """The C compiler with what everything here is compiled with."""
+    """The C compiler with the common flags."""
     return ["gcc", *FLAGS, *(f"-I{ROOT / folder}" for folder in INCLUDES)]
 
 
@@ -88,7 +88,7 @@ def c_tests(objects: list[Path]) -> None:
         if not stale(target, [*sources, *objects, tests / "check.h", *SOFTGPU.glob("softgpu*.h")]):
             continue
         part = OUT / f".test_{name}"
-        # The library looks for libcuda at run time; in the guest there is none to find.
+        # The library looks for libcuda at run time; the guest has none.
         run(
             *compiler(),
             "-static",
@@ -103,7 +103,7 @@ def c_tests(objects: list[Path]) -> None:
 
 
 def extension(objects: list[Path]) -> None:
-    """pyvmem's extension module, as setup.py builds it but for the accessor."""
+    """Builds pyvmem's extension module as setup.py does, except for the memory accessor."""
     target = OUT / "_vmem.abi3.so"
     script = ROOT / "pyvmem" / "_build.py"
     built = runpy.run_path(str(script))
@@ -125,9 +125,9 @@ def main() -> None:
     """Builds what is out of date."""
     python = ROOT / "build" / "venv" / "bin" / "python"
     if Path(sys.prefix).resolve() != python.parent.parent.resolve():
-        os.execv(python, [str(python), *sys.argv])  # cffi is there
+        os.execv(python, [str(python), *sys.argv])  # this Python has cffi
     OUT.mkdir(parents=True, exist_ok=True)
-    # Tests that run side by side call this, each for itself.
+    # Tests that run in parallel each call this.
     with (OUT / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         objects = library()

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Gives libvmem's back end "uvm" a way to look at memory where there is no CUDA: /dev/softgpu, as a kernel
- * running on devices[0] would. Linked into test programs only; takes the place of vm_uvm_contents.
+ * Lets libvmem's back end "uvm" access GPU memory without CUDA: through /dev/softgpu, as a kernel running on
+ * devices[0] would. Linked into test programs only, where it replaces vm_uvm_contents.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -90,7 +90,7 @@ static int contents_write(void *state, uint64_t addr, const void *src, uint64_t 
   return failed(err, addr, bytes, done, "write");
 }
 
-/* The software GPU fills words; what sticks out at either end is written. */
+/* The software GPU fills whole words; the bytes before the first and after the last are written separately. */
 static int contents_fill(void *state, uint64_t addr, uint64_t bytes, uint8_t value) {
   struct state *s = state;
   uint64_t head = -addr & 7, middle, word = 0x0101010101010101u * value;

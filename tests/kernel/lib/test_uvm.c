@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: libvmem's back end uvm on the patched driver: how many calls a batch becomes, what is left after
- * failures of the driver and of the GPU, limits of one call, and that everything goes back.
+ * Description: libvmem's back end uvm on the patched driver: the number of calls that a batch takes, the state after
+ * failures of the driver and of the GPU, the limits of one call, and that all memory is returned.
  *
  *   test_uvm             all of it
  *   test_uvm gpu-fails   a push that dies, after which UVM gives the GPU up
@@ -87,11 +87,11 @@ static void automatic(void) {
 #define TENSORS 64
 #define STRIDE MIB(2)
 
-/* What comes back is zeroed in the background, by calls of its own: not while the calls of a batch are counted. */
+/* Stops the background zeroing of returned pages, whose calls would be counted with those of a batch. */
 static void no_background(vmem_t vm) { OK(vmem_inject(vm, VMEM_INJECT_CLEAN, 0, UINT64_MAX, EIO)); }
 
-/* A page more in each of 64 tensors is one BIND, one push, 64 entries and one invalidate; and so is taking them
- * away, or both at once, by the caller's thread or the worker's. */
+/* Growing each of 64 tensors by a page takes one BIND, one push, 64 entries and one invalidate. So does unmapping the
+ * pages, or both in one batch, in the caller's thread or in the worker's. */
 static void growth_is_one_call(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -160,19 +160,19 @@ static void everything_goes_back(void) {
   OK(vMemReserve(vm, MIB(32), NULL, &va));
   op.addr = va;
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
-  OK(vmem_close(vm)); /* with all of it alive */
+  OK(vmem_close(vm)); /* while everything is still allocated */
   EQ(gpu_free(watch), before);
   OK(vmem_close(watch));
 }
 
-/* As a kernel on the GPU reads it; the library reads what is mapped alone. */
+/* Reads a word as a kernel on the GPU would; the library reads mapped memory only. */
 static int64_t sparse_word(uint64_t va) {
   uint64_t word = 0;
   int err = softgpu_peek(dev, (struct softgpu_space){0}, va, &word);
   return err ? err : (int64_t)word;
 }
 
-/* Runs cross from one of the kernel's objects into the next, and one batch takes several calls. */
+/* With small limits, runs cross from one kernel object into the next, and one batch takes several calls. */
 static void small_limits(void) {
   vmem_t vm = open_vm(0);
   struct uvm *u = state_of(vm);
@@ -197,7 +197,7 @@ static void small_limits(void) {
   CHECK(driver_stat(vm).out_binds > 5);
   for (uint64_t i = 0; i < 55; i++) PUT(va + i / 11 * MIB(4) + i % 11 * PAGE + 17, 1 + i);
   for (uint64_t i = 0; i < 55; i++) EQ(GET(va + i / 11 * MIB(4) + i % 11 * PAGE + 17), 1 + i);
-  /* A later call of the batch finds the GPU's memory full: what the earlier ones did is taken back. */
+  /* A later call of the batch finds the GPU's memory full: the earlier calls are rolled back. */
   ops[1] = ops[0];
   ops[1].addr = va + MIB(32);
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE, .count = 5, .stride = MIB(4)};
@@ -220,14 +220,13 @@ static void small_limits(void) {
   OK(vmem_close(vm));
 }
 
-/* A large page is one entry of the page tables, where the reservation says that there are such and is not sparse; else
- * 32. */
+/* A large page takes one page table entry if the reservation has VMEM_RESERVE_LARGE and is not sparse; otherwise 32. */
 static void large_pages(void) {
   static const uint32_t flags[] = {0, VMEM_RESERVE_LARGE, VMEM_RESERVE_LARGE | VMEM_RESERVE_SPARSE};
   for (int i = 0; i < 3; i++) {
     vmem_t vm = open_vm(0);
     const bool large = flags[i] == VMEM_RESERVE_LARGE;
-    /* A sparse slot gets a table of its own, which is filled in one write more. */
+    /* A sparse slot gets its own table, which takes one more write to fill. */
     const uint64_t wanted = large ? 2 : flags[i] & VMEM_RESERVE_SPARSE ? 66 : 64;
     struct vmem_reserve_opts o = {.size = sizeof(o), .flags = flags[i]};
     struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(4), .page_size = MIB(2)};
@@ -253,8 +252,8 @@ static struct softgpu_counters gpu_counters(void) {
   return c;
 }
 
-/* A large page takes the place of small ones, and goes as a whole; all else reads as before at every moment, which the
- * software GPU watches. */
+/* A large page replaces small ones, and is unmapped as a whole. All other pages read as before at every moment, which
+ * the software GPU checks. */
 static void promoted(void) {
   vmem_t vm = open_vm(0);
   struct vmem_reserve_opts o = {.size = sizeof(o), .flags = VMEM_RESERVE_LARGE};
@@ -282,7 +281,7 @@ static void promoted(void) {
   for (uint64_t i = 0; i < 96; i++) EQ(GET(va + i * PAGE + 9), i);
   EQ(vMemUnmap(vm, va + MIB(2) + PAGE, PAGE), -EINVAL);
   OK(vmem_join(vm, va, MIB(6), &calls));
-  OK(vMemUnmap(vm, va + MIB(1), MIB(4))); /* with parts of small ones on both sides */
+  OK(vMemUnmap(vm, va + MIB(1), MIB(4))); /* with some small pages on both sides */
   for (uint64_t i = 0; i < 16; i++) EQ(GET(va + i * PAGE + 9), i);
   for (uint64_t i = 80; i < 96; i++) EQ(GET(va + i * PAGE + 9), i);
   OK(vmem_check(vm));
@@ -292,7 +291,7 @@ static void promoted(void) {
   EQ(now.errors, before.errors);
 }
 
-/* More addresses than one call of the driver takes. */
+/* More addresses than one call of the driver accepts. */
 static void wide_sparse(void) {
   vmem_t vm = open_vm(0);
   struct vmem_reserve_opts o = {.size = sizeof(o), .flags = VMEM_RESERVE_SPARSE};
@@ -312,7 +311,7 @@ static void wide_sparse(void) {
   OK(vmem_close(vm));
 }
 
-/* Pages of two tensors move in one call. */
+/* Moving pages of two tensors takes one call. */
 static void a_move_is_one_call(void) {
   vmem_t vm = open_vm(0);
   struct vmem_op copy = {.op = VMEM_OP_POPULATE, .bytes = 3 * PAGE, .count = 2, .stride = MIB(4), .src_stride = MIB(4)};
@@ -345,7 +344,7 @@ static void a_move_is_one_call(void) {
   OK(vmem_close(vm));
 }
 
-/* A reservation a call: the kernel takes no batch over several. */
+/* One call per reservation: the kernel accepts no batch over several. */
 static void several_reservations(void) {
   vmem_t vm = open_vm(0);
   uint64_t va[3];
@@ -363,7 +362,7 @@ static void several_reservations(void) {
   OK(vmem_close(vm));
 }
 
-/* The GPU fails in the middle: the addresses and pages of that call are quarantined until close. */
+/* The GPU fails during a batch: the addresses and pages of that call are quarantined until close. */
 static void gpu_fails(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -457,7 +456,7 @@ static void pages_in_host_memory(void) {
   PUT(va + PAGE, 9);
   EQ(GET(va + PAGE), 9);
   EQ(GET(va + 3 * PAGE), 0);
-  CHECK(before - gpu_free(vm) < MIB(4)); /* page tables at most */
+  CHECK(before - gpu_free(vm) < MIB(4)); /* at most page tables */
   OK(vmem_close(vm));
 }
 
@@ -477,7 +476,7 @@ static void forked_child(void) {
     uint64_t own;
     struct uvm_vmem_stat s = {.size = sizeof(s)};
     bool good = vMemUnmap(vm, va, PAGE) == -ECHILD && ioctl(3, UVM_VMEM_STAT, &s) < 0;
-    mine = open_vm(0); /* a context of its own works */
+    mine = open_vm(0); /* its own context works */
     good = good && mine && !vMemReserve(mine, MIB(4), NULL, &own);
     op.addr = own;
     good = good && !vmem_batch(mine, &op, 1, NULL, 0, 0) && get_byte(mine, own) == 0 && put_byte(mine, own, 7);

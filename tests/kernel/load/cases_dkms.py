@@ -20,7 +20,7 @@ STOCK = {"VMEM_UVM": "stock"}
 
 
 def install(machine: Machine, rules: str = DEBIAN_RULES, **files: str) -> None:
-    """Lays out what the package installs, and unloads UVM."""
+    """Installs the files of the package, and unloads UVM."""
     machine.run("rmmod", "nvidia_uvm").expect(0)
     named = {f"{name.replace('_', '-')}.ko": which for name, which in files.items()}
     machine.lay_out(named, rules)
@@ -30,7 +30,7 @@ def install(machine: Machine, rules: str = DEBIAN_RULES, **files: str) -> None:
 
 
 def debian(machine: Machine, ours: str) -> None:
-    """On a machine with Debian's package."""
+    """Installs on a machine with Debian's package of the driver."""
     install(
         machine,
         nvidia_current_open="nvidia.ko",
@@ -48,7 +48,7 @@ def patched_module_is_loaded(machine: Machine) -> None:
 
 
 def with_the_driver_itself(machine: Machine) -> None:
-    """modprobe nvidia-uvm on a machine that has just started loads nvidia too."""
+    """On a freshly booted machine modprobe nvidia-uvm loads nvidia too."""
     debian(machine, "ours.ko")
     machine.clear()
     machine.run("modprobe", "nvidia-uvm").expect(0)
@@ -56,7 +56,7 @@ def with_the_driver_itself(machine: Machine) -> None:
 
 
 def generic_names(machine: Machine) -> None:
-    """NVIDIA's installer keeps the modules' own names and has no rules."""
+    """NVIDIA's installer uses the modules' own names and installs no rules."""
     install(machine, rules="", nvidia="nvidia.ko", nvidia_uvm="stock.ko", nvidia_uvm_vmem="ours.ko")
     machine.run("modprobe", "nvidia-uvm").expect(0)
     assert machine.system.uvm_is_ours()
@@ -89,14 +89,14 @@ def load_that_fails_brings_the_stock_module(machine: Machine) -> None:
 
 
 def driver_was_upgraded(machine: Machine) -> None:
-    """The patched module is for a version that is gone: the stock one is loaded, and it is said."""
+    """The patched module is for an older driver: the stock module is loaded, the reason logged."""
     version = read_module(machine.ours).version
     wrong = version[:-1] + "9"
     other = other_text(machine.ours, Path("/tmp/old.ko"), f"version={version}", f"version={wrong}")
     debian(machine, str(other))
     machine.run("modprobe", "nvidia-uvm").expect(
         0,
-        f"the patched nvidia-uvm is for driver {wrong}, not {version}: the stock module is loaded",
+        f"the patched nvidia-uvm is for driver {wrong}, not {version}: loading the stock module",
     )
     assert machine.system.loaded("nvidia_uvm")
     assert not machine.system.uvm_is_ours()
@@ -105,7 +105,7 @@ def driver_was_upgraded(machine: Machine) -> None:
 
 def not_built_for_this_kernel(machine: Machine) -> None:
     install(machine, nvidia_current_open="nvidia.ko", nvidia_current_open_uvm="stock.ko")
-    machine.run("modprobe", "nvidia-uvm").expect(0, "is not there for kernel .*: the stock module")
+    machine.run("modprobe", "nvidia-uvm").expect(0, "is installed for kernel .*: loading the stock")
     assert machine.system.loaded("nvidia_uvm")
     assert not machine.system.uvm_is_ours()
 
@@ -114,13 +114,13 @@ def patched_module_does_not_start(machine: Machine) -> None:
     debian(machine, "ours.ko")
     with failing_call(REGISTER):
         outcome = machine.run("modprobe", "nvidia-uvm")
-    outcome.expect(0, "could not be loaded: the stock module is")
+    outcome.expect(0, "could not be loaded: loading the stock module")
     assert machine.system.loaded("nvidia_uvm")
     assert not machine.system.uvm_is_ours()
 
 
 def uninstalled(machine: Machine) -> None:
-    """Without rule and file everything is as it was."""
+    """Without the rule and the module file everything is as before."""
     debian(machine, "ours.ko")
     RULE.unlink()
     PROGRAM.unlink()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Loads that fail half-way: the machine has what it had before, or is told that it has not."""
+"""Loads that fail half-way: the former module is restored, or a message says that it is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOOLS = Path("/tmp/tools")
 
 
 def with_tool(name: str, script: str) -> Callable[[], None]:
-    """Puts a program of ours before one of kmod's, for the program under test alone."""
+    """Replaces one of kmod's programs by a script, only for the program under test."""
     TOOLS.mkdir(exist_ok=True)
     for old in TOOLS.iterdir():
         old.unlink()
@@ -33,7 +33,7 @@ def with_tool(name: str, script: str) -> Callable[[], None]:
 
 
 def restored(machine: Machine) -> None:
-    """The stock module is there, and nothing is left to be done."""
+    """Checks that the stock module is loaded, and that no cleanup is pending."""
     assert machine.is_stock()
     assert not Path("/run/vmem-module.json").exists()
     machine.unload().expect(1, "the loaded nvidia-uvm is the stock module")
@@ -66,7 +66,7 @@ def selftest_hangs(machine: Machine) -> None:
 
 
 def selftest_leaves_a_process(machine: Machine) -> None:
-    """Processes that hold the module after the self-test are ended, too."""
+    """Processes that still hold the module after the self-test are killed too."""
     test = "sh -c 'sleep 1000 </dev/nvidia-uvm & exit 1'"
     machine.load(selftest=test).expect(2, "the self-test failed")
     restored(machine)
@@ -79,7 +79,7 @@ def parameter_is_wrong(machine: Machine) -> None:
 
 
 def module_does_not_start(machine: Machine) -> None:
-    """The driver's own start fails: the kernel has loaded it and takes it away again."""
+    """The module's init function fails: the kernel loads the module and removes it again."""
     with failing_call(REGISTER):
         outcome = machine.load()
     outcome.expect(2, "insmod .*could not insert module", "the stock module is back")
@@ -87,7 +87,7 @@ def module_does_not_start(machine: Machine) -> None:
 
 
 def node_cannot_be_made(machine: Machine) -> None:
-    """A folder where the node ought to be."""
+    """There is a folder in the place of the device node."""
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
         Path("/dev", name).unlink()
     Path("/dev/nvidia-uvm").mkdir()
@@ -96,13 +96,13 @@ def node_cannot_be_made(machine: Machine) -> None:
         outcome.expect(3, "the stock module could not be loaded again")
     finally:
         Path("/dev/nvidia-uvm").rmdir()
-    # The module itself is there; only its nodes are to be made.
+    # The module itself is loaded; only its nodes are missing.
     assert machine.system.loaded("nvidia_uvm")
     assert not machine.system.uvm_is_ours()
 
 
 def another_module_was_loaded_meanwhile(machine: Machine) -> None:
-    """A program that starts CUDA loads the stock module between our two steps."""
+    """A program that starts CUDA loads the stock module between unload and load."""
     script = "case $1 in /load/*) [ -d /sys/module/nvidia_uvm ] || modprobe nvidia-uvm;; esac\n"
     outcome = machine.swap(
         *("load", "--module", str(machine.ours), "--selftest", "true"),
@@ -126,7 +126,7 @@ def ended_by_a_signal(machine: Machine) -> None:
 
 
 def killed_in_the_selftest(machine: Machine) -> None:
-    """Nothing can be undone then; unload does it."""
+    """A killed load cannot undo anything; a later unload does."""
     marker = Path("/tmp/in-selftest")
     marker.unlink(missing_ok=True)
     test = f"sh -c 'touch {marker}; exec sleep 3'"
@@ -140,7 +140,7 @@ def killed_in_the_selftest(machine: Machine) -> None:
 
 
 def killed_between_the_modules(machine: Machine) -> None:
-    """The stock module is out and ours not in: unload, and a failing load, bring it back."""
+    """The stock module is unloaded, ours not yet loaded: unload and a failing load restore it."""
     script = '[ -d /sys/module/nvidia_uvm ] && exec /usr/sbin/insmod "$@"; kill -9 $PPID; exit 1'
     for undo in (machine.unload, lambda: machine.load(selftest="false")):
         words = ("load", "--module", str(machine.ours), "--selftest", "true")
@@ -166,7 +166,7 @@ def stock_module_does_not_come_back(machine: Machine) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Until a file is there."""
+    """Waits until a file exists."""
     deadline = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path}"

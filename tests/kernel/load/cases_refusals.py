@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Refusals before any change: a single fault, and the stock module stays."""
+"""Refusals before any change: one fault each, and the stock module stays loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SYMBOL = "nvUvmInterfaceRegisterGpu"
 
 
 def refused(machine: Machine, path: Path, *patterns: str) -> None:
-    """Loading a module is refused for that reason alone, and nothing has changed."""
+    """Checks that loading a module is refused for that reason alone, and changes nothing."""
     before = machine.system.source_version("nvidia_uvm")
     outcome = machine.load(module=path)
     outcome.expect(1, "refused; nothing was changed", *patterns)
@@ -95,7 +95,7 @@ def other_symbol_versions(machine: Machine) -> None:
 
 
 def kernel_refuses_other_symbol_versions(machine: Machine) -> None:
-    """The reason for the refusal above: the kernel refuses, too, but only after UVM is unloaded."""
+    """Why the refusal above exists: the kernel refuses too, but only after UVM is unloaded."""
     other_crc(machine.ours, EDITED, SYMBOL)
     machine.run("rmmod", "nvidia_uvm").expect(0)
     machine.run("insmod", str(EDITED)).expect(1, "could not insert module")
@@ -109,7 +109,7 @@ def no_symbol_versions(machine: Machine) -> None:
 
 
 def never_tried(machine: Machine) -> None:
-    """No kernel of the table, then none of its branches: refused, and loaded when told to."""
+    """A kernel, then a branch, missing in the table: refused, and loaded with ALLOW."""
     command = ("load", "--module", str(machine.ours), "--selftest", "true")
     for table, word, reason in (
         ({"5.4": {"535.261.03": ""}}, "kernel", f"never run on a kernel like {machine.release}"),
@@ -136,7 +136,7 @@ def file_of_driver_gone(machine: Machine) -> None:
 
 
 def file_of_driver_replaced(machine: Machine) -> None:
-    """A driver was installed anew: its file is not what is loaded."""
+    """The driver was reinstalled: its file differs from the loaded module."""
     machine.changed = True
     source = read_module(GIVEN / "nvidia.ko").first("srcversion")
     path = machine.modules / "nvidia-current-open.ko"
@@ -153,7 +153,7 @@ def gpu_in_use(machine: Machine) -> None:
 
 
 def gpu_in_use_under_another_name(machine: Machine) -> None:
-    """A container has its own nodes: the number counts."""
+    """A container has its own nodes: they are recognised by their device number."""
     major = os.major(os.stat("/dev/nvidia0").st_rdev)
     node = Path("/tmp/gpu")
     machine.node(node, major, 0)
@@ -162,7 +162,7 @@ def gpu_in_use_under_another_name(machine: Machine) -> None:
 
 
 def used_out_of_sight(machine: Machine) -> None:
-    """No process has UVM open, the descriptor lies in a socket: only the kernel's count tells."""
+    """No process has UVM open, but a socket holds a descriptor: only the kernel counts that."""
     one, other = socket.socketpair()
     with one, other:
         file = os.open("/dev/nvidia-uvm", os.O_RDWR)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A kernel that takes signed modules only. It cannot be told otherwise again: this comes last."""
+"""A kernel that accepts signed modules only. This cannot be switched off again, so it runs last."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def signatures(machine: Machine) -> None:
     )
     assert machine.is_stock()
 
-    # A signature that means nothing to the kernel: only the kernel can tell, and it is asked while
-    # the stock module is still there.
+    # An invalid signature: only the kernel can detect it, so it is asked while the stock module is
+    # still loaded.
     sign_badly(machine.ours)
     outcome = machine.load(module=SIGNED)
     outcome.expect(2, "the kernel rejects the module")
@@ -31,7 +31,8 @@ def signatures(machine: Machine) -> None:
     assert machine.system.source_version("nvidia_uvm") == source
     assert machine.is_stock()
 
-    # What the refusals are for: neither is taken, nor would the stock module be taken again.
+    # Why the refusals exist: the kernel rejects both modules, and would now reject the stock module
+    # too.
     machine.run("rmmod", "nvidia_uvm").expect(0)
     for path in (machine.ours, SIGNED, GIVEN / "stock.ko"):
         assert machine.run("insmod", str(path)).status == 1
@@ -39,8 +40,8 @@ def signatures(machine: Machine) -> None:
 
 
 def sign_badly(module: Path) -> None:
-    """Puts at the end of a module what looks like a signature."""
-    # struct module_signature: PKCS#7, and the length of what comes before it.
+    """Appends a fake signature to a module."""
+    # struct module_signature: PKCS#7, and the length of the signature before it.
     junk = b"no signature at all"
     trailer = bytes([0, 0, 2, 0, 0, 0, 0, 0]) + len(junk).to_bytes(4, "big")
     SIGNED.write_bytes(module.read_bytes() + junk + trailer + SIGNATURE_MAGIC)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Loads and unloads that end well."""
+"""Loads and unloads that succeed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parameters_are_carried_over(machine: Machine) -> None:
 
 
 def permissions_are_kept(machine: Machine) -> None:
-    """Nodes whose number is of no use any more are made anew, with the same owner and mode."""
+    """Nodes with an outdated device number are remade, with the same owner and mode."""
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
         path = Path("/dev", name)
         machine.node(path, 240, 7, mode=0o640)
@@ -49,7 +49,7 @@ def permissions_are_kept(machine: Machine) -> None:
 
 
 def nodes_as_those_of_the_driver(machine: Machine) -> None:
-    """If UVM had no nodes, their permissions are those of the driver's nodes."""
+    """If UVM had no nodes, the new ones get the permissions of the driver's nodes."""
     machine.clear()
     machine.start_driver(uvm=False)
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
@@ -76,7 +76,7 @@ def persistence_daemon_does_not_count(machine: Machine) -> None:
 
 
 def selftest_decides_on_the_patched_module(machine: Machine) -> None:
-    """The self test runs when module and nodes are there."""
+    """The self test runs once module and nodes exist."""
     test = 'sh -c "ls /sys/module/nvidia_uvm/parameters/uvm_vmem_* && test -c /dev/nvidia-uvm"'
     machine.load(selftest=test).expect(0, "/parameters/uvm_vmem_")
 

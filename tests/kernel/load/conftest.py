@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paths of the programs under test, and a machine of plain files."""
+"""Import paths for the programs under test, and a machine made of plain files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from module_system import System  # noqa: E402
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a word about it (-m), what takes minutes is left out."""
+    """Skips tests that take minutes, unless -m is given."""
     if not config.getoption("markexpr"):
         for item in items:
             if item.get_closest_marker("long"):
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def lay(tmp_path: Path) -> Lay:
-    """Makes a machine: the usual one with some files changed, or taken away (None)."""
+    """Makes a machine: the usual one with some files changed or removed (None)."""
 
     def make(changes: dict[str, str | bytes | None] | None = None) -> System:
         root = tmp_path / "machine"
@@ -65,7 +65,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, headers: KernelHeaders) 
 
 @pytest.fixture
 def machine(tmp_path: Path, installed: Path, headers: KernelHeaders) -> System:
-    """A machine with that driver as Debian installs it, not loaded."""
+    """A machine with that driver installed as by Debian, not loaded."""
     modules = tmp_path / "root/lib/modules" / headers.release / "updates/dkms"
     modules.mkdir(parents=True)
     shutil.copyfile(installed / "nvidia.ko", modules / "nvidia-current.ko")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Modules that are wrong in one thing: the right one with a few bytes of its file changed."""
+"""Modules with one fault each: the good module with a few bytes of its file changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def entry_of(image: bytes, symbol: str) -> int:
 
 
 def other_crc(module: Path, new: Path, symbol: str) -> Path:
-    """A module that demands another version of one symbol."""
+    """Makes a module that requires another version of one symbol."""
     image = bytearray(module.read_bytes())
     at = entry_of(bytes(image), symbol)
     crc = struct.unpack_from("<Q", image, at)[0]
@@ -39,16 +39,16 @@ def other_crc(module: Path, new: Path, symbol: str) -> Path:
 
 
 def without_crc(module: Path, new: Path, symbol: str) -> Path:
-    """A module that demands no version of one symbol, as one built without nvidia.ko."""
+    """Makes a module that requires no version of one symbol, as if built without nvidia.ko."""
     image = bytearray(module.read_bytes())
     at = entry_of(bytes(image), symbol)
-    image[at + 8 : at + 9] = b"-"  # the name of nothing that is looked up
+    image[at + 8 : at + 9] = b"-"  # a name that is never looked up
     new.write_bytes(image)
     return new
 
 
 def other_text(module: Path, new: Path, old: str, text: str) -> Path:
-    """A module with other words in a field of modinfo (`key=` included), of the same length."""
+    """Makes a module with another text of the same length in a modinfo field (`key=` included)."""
     image = module.read_bytes()
     before, after = old.encode(), text.encode()
     assert len(before) == len(after), (old, text)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Swaps the real modules in a guest: every refusal, every way to fail half-way, DKMS's rule.
+"""Swaps the real modules in a guest: every refusal, every half-way failure, DKMS's rule.
 
-The software GPU's nvidia.ko and the unpatched nvidia-uvm.ko are laid out as Debian's package lays
-its own out; /load holds them and what `make module` built for them (prepare.py).
+The software GPU's nvidia.ko and the unpatched nvidia-uvm.ko are installed as Debian's package
+installs its modules; /load holds them and the module that `make module` built (prepare.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import cases_signatures  # noqa: E402
 import cases_swap  # noqa: E402
 from guest_machine import Machine  # noqa: E402
 
-# What cannot be taken back (the kernel's demand for signatures) is last.
+# The group that cannot be undone (the kernel then requires signatures) is last.
 GROUPS = (cases_refusals, cases_swap, cases_failures, cases_dkms, cases_signatures)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The guest as a user's machine with Debian's driver: its files, and how the cases look at it."""
+"""The guest as a user's machine with Debian's driver: its files, and the cases' view of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["DEBIAN_RULES", "GIVEN", "Machine", "Outcome", "Running", "process"]
 GIVEN = Path("/load")
 SWITCHED = ("nvidia-uvm", "nvidia-uvm-tools")
 
-# Debian's rules, shortened to what matters here, and parameters that ours has to be given too.
+# Debian's rules, shortened, and module parameters that our module has to get too.
 DEBIAN_RULES = """\
 install nvidia modprobe -i nvidia-current-open $CMDLINE_OPTS
 install nvidia-uvm modprobe nvidia ; modprobe -i nvidia-current-open-uvm $CMDLINE_OPTS
@@ -40,13 +40,13 @@ options nvidia-uvm uvm_leak_checker=1
 
 @dataclass
 class Outcome:
-    """The outcome of a program."""
+    """The exit status and output of a program."""
 
     status: int
     output: str
 
     def expect(self, status: int, *patterns: str) -> None:
-        """Fails unless the exit status is that and the output matches everything."""
+        """Fails unless the exit status matches, and the output matches all patterns."""
         assert self.status == status, f"exit status {self.status}, not {status}:\n{self.output}"
         for pattern in patterns:
             assert re.search(pattern, self.output), f"no {pattern!r} in:\n{self.output}"
@@ -63,7 +63,7 @@ class Machine:
         self.ours = GIVEN / "ours.ko"
         self.changed = True  # since the last reset
 
-    # Laying it out
+    # Setting up
 
     def run(self, *words: str, env: dict[str, str] | None = None) -> Outcome:
         """Runs a program to its end."""
@@ -79,7 +79,7 @@ class Machine:
         return Outcome(done.returncode, done.stdout)
 
     def clear(self) -> None:
-        """Takes both modules away."""
+        """Unloads both modules."""
         self.changed = True
         for module in (UVM, "nvidia"):
             deadline = time.monotonic() + 20
@@ -88,7 +88,7 @@ class Machine:
                 assert time.monotonic() < deadline, f"{module} stays: {done.output}"
 
     def lay_out(self, files: dict[str, str], rules: str = DEBIAN_RULES) -> None:
-        """Installs modules under the names given (name: which of /load) and rules for modprobe."""
+        """Installs modules (file name: which module of /load), and modprobe's rules."""
         self.changed = True
         for folder in (self.modules, self.modprobe):
             shutil.rmtree(folder, ignore_errors=True)
@@ -96,13 +96,13 @@ class Machine:
         for name, which in files.items():
             shutil.copyfile(which if "/" in which else GIVEN / which, self.modules / name)
         (self.modprobe / "nvidia.conf").write_text(rules + OPTIONS, encoding="utf-8")
-        # depmod wants to know which modules are a part of the kernel.
+        # depmod needs the lists of the kernel's own modules.
         for name in ("modules.order", "modules.builtin", "modules.builtin.modinfo"):
             (self.modules.parent.parent / name).touch()
         self.run("depmod", "-a", self.release).expect(0)
 
     def debian(self, **more: str) -> None:
-        """The usual layout, and more files (name without .ko: which)."""
+        """Installs the usual modules and `more` (name without .ko: which module of /load)."""
         files = {
             "nvidia-current-open.ko": "nvidia.ko",
             "nvidia-current-open-uvm.ko": "stock.ko",
@@ -122,14 +122,14 @@ class Machine:
                 self.node(Path("/dev") / name, majors["nvidia-uvm"], minor)
 
     def node(self, path: Path, major: int, minor: int, mode: int = 0o666) -> None:
-        """A device node, made anew."""
+        """Makes a device node, replacing an old one."""
         self.changed = True
         path.unlink(missing_ok=True)
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(major, minor))
         path.chmod(mode)
 
     def reset(self) -> None:
-        """The initial state of every case: the stock driver, loaded and idle."""
+        """Restores the initial state of every case: the stock driver, loaded and idle."""
         for left in ("run/vmem-module.json", "run/vmem-module.lock"):
             Path("/", left).unlink(missing_ok=True)
         if not self.changed and self.is_stock():
@@ -144,12 +144,12 @@ class Machine:
     # The program under test
 
     def swap(self, *arguments: str, before: Callable[[], None] | None = None) -> Outcome:
-        """Runs module_load.py in a process of its own (forked: Python starts slowly here)."""
+        """Runs module_load.py in a child process (forked: Python starts slowly here)."""
         process = self.start_swap(*arguments, before=before)
         return process.wait()
 
     def start_swap(self, *arguments: str, before: Callable[[], None] | None = None) -> Running:
-        """The same, without waiting for its end."""
+        """Starts module_load.py in a child process without waiting for it."""
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -177,7 +177,7 @@ class Machine:
         """`make unload`."""
         return self.swap("unload")
 
-    # What is there
+    # State
 
     def kernel_log(self) -> str:
         """The kernel's log since boot."""
@@ -192,32 +192,32 @@ class Machine:
             os.close(file)
 
     def is_stock(self) -> bool:
-        """True if the stock module is loaded and its nodes lead to it."""
+        """True if the stock module is loaded and the nodes have its device number."""
         return self.system.loaded(UVM) and not self.system.uvm_is_ours() and self.nodes_fit()
 
     def is_ours(self) -> bool:
-        """True if the patched module is loaded and answers, and its nodes lead to it."""
+        """True if the patched module is loaded and answers, and its nodes are correct."""
         if not (self.system.loaded(UVM) and self.system.uvm_is_ours() and self.nodes_fit()):
             return False
         return query(Path("/dev/nvidia-uvm")).abi > 0
 
     def nodes_fit(self) -> bool:
-        """True if both nodes exist and have UVM's number."""
+        """True if both nodes exist and have UVM's device number."""
         majors = {name: number for number, name in self.system.device_majors().items()}
         wanted = [os.makedev(majors["nvidia-uvm"], minor) for minor in (0, 1)]
         nodes = [Path("/dev", name) for name in SWITCHED]
         return [node.stat().st_rdev for node in nodes if node.exists()] == wanted
 
     def parameter(self, name: str) -> str:
-        """A parameter of the loaded UVM."""
+        """The value of a parameter of the loaded UVM."""
         return self.system.text(f"sys/module/{UVM}/parameters/{name}")
 
 
 @contextmanager
 def process(*words: str, stdin: str = "/dev/null", name: str = "") -> Iterator[int]:
-    """A process that runs beside, with a file as its standard input; ended at the end.
+    """Runs a process in the background, with a file as its standard input; killed on exit.
 
-    With a name it calls itself that.
+    If given, `name` is the process's name.
     """
     command = ["bash", "-c", f'exec -a {name} "$0" "$@"', *words] if name else list(words)
     file = os.open(stdin, os.O_RDONLY)
@@ -234,13 +234,13 @@ def process(*words: str, stdin: str = "/dev/null", name: str = "") -> Iterator[i
 
 @dataclass
 class Running:
-    """A process that was forked off."""
+    """A forked child process."""
 
     pid: int
     output: int
 
     def wait(self) -> Outcome:
-        """Its exit status (negative: the signal) and all it wrote."""
+        """Waits; returns the exit status (negative: the signal) and all output."""
         text = b""
         while data := os.read(self.output, 65536):
             text += data
@@ -249,5 +249,5 @@ class Running:
         return Outcome(os.waitstatus_to_exitcode(status), text.decode(errors="replace"))
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends it a signal."""
+        """Sends the process a signal."""
         os.kill(self.pid, number)

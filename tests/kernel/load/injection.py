@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["REGISTER", "failing_call"]
 
-# What UVM registers itself with when it is loaded (until branch 580).
+# The call by which UVM registers itself when it is loaded (until branch 580).
 REGISTER = "RegisterUvmCallbacks"
 
 HEADER = Path(__file__).resolve().parent.parent / "softgpu" / "softgpu.h"
@@ -21,7 +21,7 @@ DEVICE = Path("/dev/softgpu")
 
 
 def constant(pattern: str) -> int:
-    """A number of the header, by the expression that finds it."""
+    """Extracts a number from the header with a regular expression."""
     found = re.search(pattern, HEADER.read_text(encoding="utf-8"), re.MULTILINE)
     assert found, pattern
     return ord(found.group(1)) if found.group(1).isalpha() else int(found.group(1), 0)
@@ -29,7 +29,7 @@ def constant(pattern: str) -> int:
 
 @contextmanager
 def failing_call(name: str) -> Iterator[None]:
-    """The next call of that name fails, whoever makes it, as long as the context lasts."""
+    """Within the context, the next call of that name fails, from any process."""
     length = constant(r"^#define SOFTGPU_NAME_BYTES (\d+)")
     kind = constant(r"^#define SOFTGPU_IOCTL_TYPE '?(\w+)'?")
     number = constant(r"_IOW\(SOFTGPU_IOCTL_TYPE, (\d+), struct softgpu_inject\)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tests' machines, as files."""
+"""Machines for the tests, made of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["USUAL", "VERSION", "Lay", "found"]
 
 VERSION = "535.261.03"
 
-# A machine where the patched module can be loaded.
+# A machine on which the patched module can be loaded.
 USUAL = {
     "proc/sys/kernel/osrelease": "6.1.0-1-amd64\n",
     "proc/sys/kernel/modules_disabled": "0\n",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A driver source of two small modules in the shape of NVIDIA's, which builds in seconds.
+"""A driver source of two small modules, laid out like NVIDIA's, which builds in seconds.
 
 nvidia.ko exports one function; nvidia-uvm.ko calls it. Tests of what surrounds a driver (finding
-it, symbol versions, DKMS) need no more; what a real driver does is tested in the guest.
+it, symbol versions, DKMS) need no more; the real driver's behaviour is tested in the guest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ nvidia-y := nvidia/nv.o
 NV_CONFTEST_FUNCTION_COMPILE_TESTS += mini
 """
 
-# What the fields are is what the symbol's version is made from.
+# The symbol's version is computed from the fields.
 HEADER = """\
 /* SPDX-License-Identifier: MIT OR GPL-2.0 */
 struct mini_info {{ {fields} }};
@@ -95,7 +95,7 @@ def write_driver(
     patched: bool = True,
     proprietary: bool = False,
 ) -> Path:
-    """Writes a driver source; other `fields` give the exported symbol another version."""
+    """Writes a driver source; different `fields` give the exported symbol a different version."""
     licence, words = ("NVIDIA", "none") if proprietary else ("Dual MIT/GPL", "MIT OR GPL-2.0")
     files = {
         "Kbuild": KBUILD.format(version=version),
@@ -116,7 +116,7 @@ def write_driver(
 
 
 def make_driver(tree: Path, source: Path, build: Path) -> None:
-    """Builds both modules of a driver source, as an installed driver would have been."""
+    """Builds both modules of a driver source, like an installed driver."""
     command = ["make", "modules", f"SYSSRC={source}", f"SYSOUT={build}"]
     command.append("NV_KERNEL_MODULES=nvidia nvidia-uvm")
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes what the guest's cases swap: build/kernel/load with nvidia.ko, stock.ko and ours.ko.
+"""Builds the modules for the guest's cases: nvidia.ko, stock.ko and ours.ko in build/kernel/load.
 
 The software GPU's nvidia.ko is the installed driver, the unpatched nvidia-uvm.ko the stock module.
-Ours is what `make module` makes for that nvidia.ko, by the same program and options as a user's.
+Ours is built as `make module` builds it for that nvidia.ko, by the same program and options.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def prepare(version: str, jobs: int) -> Path:
 
 
 def check(folder: Path) -> None:
-    """The build is what a user gets: the driver's symbol versions, our parameters."""
+    """Checks that the build is what a user gets: the driver's symbol versions, our parameters."""
     nvidia, ours = read_module(folder / "nvidia.ko"), read_module(folder / "ours.ko")
     wanted = {name: crc for name, crc in ours.imports.items() if name.startswith("nvUvm")}
     if not wanted or any(nvidia.exports[name].crc != crc for name, crc in wanted.items()):
-        raise KernelBuildError("the module does not demand nvidia.ko's symbol versions")
+        raise KernelBuildError("the module does not require nvidia.ko's symbol versions")
     if not any(name.startswith("uvm_vmem_") for name in ours.parameters):
         raise KernelBuildError("the module has no parameter uvm_vmem_*")
 
 
 def main() -> int:
-    """Prints the folder."""
+    """Builds the modules and prints their folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", nargs="?", default=DEFAULT_VERSION)
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1)

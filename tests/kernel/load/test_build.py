@@ -28,7 +28,7 @@ SYMBOL = "nvUvmInterfaceMini"
 
 @pytest.fixture(scope="session")
 def another(tmp_path_factory: pytest.TempPathFactory, headers: KernelHeaders) -> KernelModule:
-    """nvidia.ko of the same version whose function takes another struct."""
+    """An nvidia.ko of the same version whose function has another struct as its argument."""
     fields = "int value; long more;"
     tree = write_driver(tmp_path_factory.mktemp("another"), fields=fields, patched=False)
     make_driver(tree, headers.source, headers.build)
@@ -39,7 +39,7 @@ def test_reading_a_module(installed: Path, headers: KernelHeaders) -> None:
     module = read_module(installed / "nvidia.ko")
     assert (module.name, module.version, module.release) == ("nvidia", VERSION, headers.release)
     assert not module.signed
-    # What the kernel's own build wrote down.
+    # As recorded by the kernel's own build.
     line = (installed / "Module.symvers").read_text(encoding="utf-8").split("\t")
     assert {SYMBOL: int(line[0], 16)} == {n: e.crc for n, e in module.exports.items()}
     assert symvers_text(module) == f"{line[0]}\t{SYMBOL}\tnvidia\tEXPORT_SYMBOL\t\n"
@@ -83,7 +83,7 @@ def test_another_driver_is_noticed(
     built = read_module(build_uvm(staged, headers.build, headers.source, another))
     (reason,) = wrong_symbols(built, nvidia)
     assert "linked against another nvidia.ko" in reason
-    # The same tree, for the right one: the versions are not those of the earlier build.
+    # The same tree, built for the right nvidia.ko: it does not keep the earlier build's versions.
     built = read_module(build_uvm(staged, headers.build, headers.source, nvidia))
     assert wrong_symbols(built, nvidia) == []
 
@@ -129,7 +129,7 @@ def test_nvidia_ko_given(machine: System, installed: Path, headers: KernelHeader
             meeting(machine, release, version, path)
 
 
-# Where the source comes from
+# The source of the driver
 
 
 def test_nv_src_first(machine: System, tmp_path: Path, headers: KernelHeaders) -> None:

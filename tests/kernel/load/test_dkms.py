@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The DKMS package, by the real dkms in folders of its own, on a driver of two small modules."""
+"""The DKMS package, with the real dkms in private folders, on a driver of two small modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def modules_of(machine: System) -> set[str]:
     return {path.name for path in (machine.root / "lib/modules").rglob("*.ko*")}
 
 
-# As Debian's package for the driver has it. In the order of the names ours would come first.
+# Like Debian's package of the driver. In alphabetical order our package would come first.
 OTHER = "nvidia-workstation"
 DRIVER_CONF = """\
 PACKAGE_NAME="{name}"
@@ -65,10 +65,10 @@ def test_dkms_there_and_back(
     (ours,) = (machine.root / "lib/modules").rglob("nvidia-uvm-vmem.ko")
     built = read_module(ours)
     assert wrong_symbols(built, found(machine, headers.release)) == []
-    # DKMS signs with the machine's key, if it can; under Secure Boot that is the one enrolled.
+    # DKMS signs with the machine's key if it can; under Secure Boot that key is the enrolled one.
     assert built.signed == (dkms.tree / "mok.pub").exists()
     assert (machine.root / RULE).is_file()
-    # Again, as after an update of this project.
+    # Install again, as after an update of this project.
     dkms.install(package, headers.release, headers.build)
     assert dkms.versions() == [VERSION]
     assert dkms.uninstall() == [VERSION]
@@ -83,7 +83,7 @@ def test_dkms_there_and_back(
 def test_a_distributions_package_has_the_rule_itself(
     machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
 ) -> None:
-    """Neither made nor taken away: the file is another's."""
+    """The rule's file belongs to that package: it is neither created nor removed."""
     theirs = machine.root / RULE
     theirs.parent.mkdir(parents=True)
     theirs.write_text("theirs", encoding="utf-8")
@@ -99,7 +99,7 @@ def test_a_distributions_package_has_the_rule_itself(
 def test_dkms_after_the_driver_was_upgraded(
     machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
 ) -> None:
-    """The package is for a driver that is gone: it does not build, and nothing of it is left."""
+    """The package is for an older driver: it does not build, and leaves no files."""
     (nvidia,) = (machine.root / "lib/modules").rglob("nvidia-current.ko")
     content = nvidia.read_bytes()
     nvidia.write_bytes(content.replace(b"version=535.261.03", b"version=535.261.99"))
@@ -114,7 +114,7 @@ def test_dkms_after_the_driver_was_upgraded(
 def test_dkms_for_another_kernel(
     machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
 ) -> None:
-    """On installation of a new kernel the driver's package is built first, then ours."""
+    """When a new kernel is installed, the driver's package is built first, then ours."""
     for path in (machine.root / "lib/modules").rglob("*.ko"):
         path.unlink()
     driver = write_driver(machine.root / f"usr/src/{OTHER}-{VERSION}", patched=False)
@@ -148,7 +148,7 @@ def test_package_names_the_drivers_package(tmp_path: Path, staged: Path) -> None
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_dkms_with_the_real_driver(tmp_path: Path, headers: KernelHeaders) -> None:
-    """NVIDIA's sources with our patches, for the software GPU's nvidia.ko as the installed one."""
+    """NVIDIA's sources with our patches; the installed driver is the software GPU's nvidia.ko."""
     if not shutil.which("dkms"):
         pytest.skip("dkms is not installed")
     tree = build_tree(Tree(version=VERSION, headers=headers, patched=False))
@@ -157,7 +157,7 @@ def test_dkms_with_the_real_driver(tmp_path: Path, headers: KernelHeaders) -> No
     for folder in (modules, root / "usr/src", root / "var/lib/dkms"):
         folder.mkdir(parents=True)
     shutil.copyfile(tree / "nvidia.ko", modules / "nvidia-current.ko")
-    stage(DriverSource(driver_source(VERSION), VERSION, "as it is published"), tmp_path / "tree")
+    stage(DriverSource(driver_source(VERSION), VERSION, "as published"), tmp_path / "tree")
     package = make_package(tmp_path / "tree", tmp_path / "packages", [])
     machine = System(root)
     Dkms(machine, own_folders=True).install(package, headers.release, headers.build)

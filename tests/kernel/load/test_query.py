@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The question that `make load` asks the driver has the layout that the compiler gives it."""
+"""The QUERY struct that `make load` packs has the compiler's layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_layout(tmp_path: Path) -> None:
     subprocess.run(["gcc", f"-I{HEADER.parent}", "-o", program, source], check=True)
     said = subprocess.run([program], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     assert [int(said[0]), int(said[1])] == [layout.request, layout.packing.size]
-    # Fields that follow one another without gaps have the offsets that their codes add up to.
+    # For consecutive fields without gaps, the offsets are the sums of the codes' sizes.
     codes = layout.packing.format[1:]
     offsets, offset, count = [], 0, ""
     for code in codes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Each thing that speaks against a load, alone wrong on a machine that is right otherwise."""
+"""Each reason to refuse a load, as the only fault of an otherwise good machine."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_never_tried(lay: Lay, release: str, version: str, word: str, reason: st
 
 
 def test_another_version_of_a_branch_that_ran(lay: Lay) -> None:
-    """580.95.05 is in series.json's lists; of its branch 580.142 was run."""
+    """580.95.05 is in series.json; another version of its branch, 580.142, was run."""
     version = {"version": ["580.95.05"]}
     module, nvidia = (replace(one, info={**one.info, **version}) for one in (OURS, NVIDIA))
     machine = lay({"sys/module/nvidia/version": "580.95.05\n"})
@@ -223,7 +223,7 @@ def test_what_cannot_be_allowed(
 
 
 def test_the_table_names_its_evidence() -> None:
-    """Each record that the table names is of that driver on such a kernel, and nothing failed."""
+    """Each record in the table is for that driver on such a kernel, and has no failure."""
     table = json.loads((PATCHES / "kernels.json").read_text(encoding="utf-8"))
     assert "535.261.03" in table["6.1"]
     for series, drivers in table.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tests that run in a guest: every module of this folder has a list TESTS."""
+"""The tests that run in a guest: every module of this package has a list TESTS."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["DRIVER", "Test", "all_tests", "branch_tests", "kernel_tests"]
 
 
 def all_tests() -> list[Test]:
-    """Those of all modules, in the order of the modules' names."""
+    """The tests of all modules, in the order of the modules' names."""
     tests: list[Test] = []
     for found in sorted(pkgutil.iter_modules(__path__), key=lambda one: one.name):
         if found.name != "entry":
             tests += importlib.import_module(f"{__name__}.{found.name}").TESTS
     twice = [name for name, count in Counter(test.name for test in tests).items() if count > 1]
     if twice:
-        raise ValueError(f"two tests have one name: {', '.join(twice)}")
+        raise ValueError(f"duplicate test names: {', '.join(twice)}")
     return tests

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The required tests of each driver branch, on each architecture it supports, in both builds.
 
-Debian's versions are in the long run; for one that Debian does not carry see suite.py --driver.
+The long run has Debian's versions; for any other version see suite.py --driver.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ARCHITECTURES = ("ampere", "hopper")
 BLACKWELL = ("blackwell", "gb20x")
 SINCE_BLACKWELL = 570
 
-FORMAT = ("basic", "gap")  # what depends on the format of page tables
+FORMAT = ("basic", "gap")  # depend on the page table format
 
-# UVM's CHANNEL_SANITY takes a channel down and destroys the others without waiting for them: with
-# pushes that begin late they still work then, which channel_destroy asserts that they do not.
+# UVM's CHANNEL_SANITY kills a channel and destroys the others without waiting for them. With
+# delayed pushes they are still busy then, and channel_destroy asserts that they are not.
 IN_TIME = ("builtin",)
 
 EACH = [
@@ -31,18 +31,18 @@ EACH = [
     Test(name="fuzz", program="fuzz", args=["CALLS=8000", "SEED=6"]),
     Test(name="kill", program="kill", args=["KILLS=12", "SEED=6"], **KILLED),
 ]
-# Once in each build.
+# Run once in each build.
 ONCE = [test for test in PROGRAMS if test.name not in FORMAT]
 
 
 def architectures(version: str) -> tuple[str, ...]:
-    """Those of the software GPU that a version's UVM knows."""
+    """The software GPU's architectures that a version's UVM supports."""
     known = int(version.split(".", 1)[0]) >= SINCE_BLACKWELL
     return ARCHITECTURES + (BLACKWELL if known else ())
 
 
 def branch_tests(version: str) -> list[Test]:
-    """The tests of one version; release first, which takes less."""
+    """The tests of one version; the release build first, which is faster."""
     newest = architectures(version)[-1]
     found = []
     for kind in ("release", "debug"):

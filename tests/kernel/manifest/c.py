@@ -10,36 +10,37 @@ from manifest.entry import DELAYS, Test
 
 __all__ = ["BUILTIN_NOISE", "KILLED", "PROGRAMS", "TESTS"]
 
-# The driver's own lines about a GPU that failed, as asked for by the test.
+# The driver's own log lines about a GPU that the test makes fail.
 FAILING_GPU = (
     r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",
     r"softgpu: error: .* freed while .* live entries",
 )
 
-# Else UVM takes host memory for page tables when the GPU's runs out, and BIND never fails for it.
+# Otherwise UVM uses host memory for page tables when the GPU's runs out, and BIND never fails for
+# lack of it.
 TABLES_IN_GPU = "uvm_page_table_location=vid"
 
-# What UVM's own tests provoke.
+# Log lines that UVM's own tests provoke.
 BUILTIN_NOISE = (
     r"update_completed_value_locked.* Assert failed, condition new_value - old_value",
     r"uvm_channel_update_progress_with_max.* Assert failed, condition completed_value",
     r"softgpu: error: .*memset to or near ffffffff",
-    # The debug build's words for the same.
+    # The debug build's line for the same event.
     r"uvm_channel_check_errors.* likely caused by push 'Fatal push 0xBAD' started at uvm_channel_",
     r"uvm_global_set_fatal_error.* Encountered a global fatal error: Generic RC error",
-    # 595 waits there for what the old channels do, and takes locks of fault handling below that of
-    # the address space.
+    # 595 waits there for the old channels, and takes fault handling locks while it holds the
+    # address space's lock.
     r"uvm_gpu_isr\.c:\d+ uvm_parent_gpu_(non_)?replayable_faults_isr_(un)?lock.* Assert failed",
-    # The GPUs that the test of page trees makes up have no memory, of which 550's late versions
-    # assert that it has a largest page. A registered GPU meets the assert in every other test.
+    # The fake GPUs of UVM's page tree test have no memory, but late versions of 550 assert that
+    # their memory has a largest page size. Registered GPUs pass the assert in every other test.
     r"uvm_page_tree_init.* Assert failed, condition gpu->mem_info\.max_vidmem_page_size & tree",
 )
 
-# For peers over PCIe 550.163.01 asserts a count there that it raises afterwards.
+# For PCIe peers 550.163.01 asserts a reference count there that it increments only afterwards.
 PEERS_NOISE = (r"set_optimal_p2p_write_ces.* Assert failed, condition peer_caps->ref_count",)
 
-# A process that is killed while UVM adds a GPU: alloc_parent_gpu gets no kernel thread, and add_gpu
-# forgets what that has allocated (535 to 555; 580 frees it). Nothing else may be on the list.
+# A process is killed while UVM adds a GPU: alloc_parent_gpu cannot start a kernel thread, and
+# add_gpu leaks what that has allocated (535 to 555; 580 frees it). No other leak is allowed.
 KILLED: dict[str, Any] = {
     "uvm_args": "uvm_leak_checker=2",
     "allow": (
@@ -68,14 +69,14 @@ PROGRAMS = [
     Test(name="failnth", program="failnth", uvm_args=TABLES_IN_GPU, timeout=300),
 ]
 
-# The debug build shows all that the release build does, and UVM's asserts and lock orders besides:
-# `make test` has each program once, in that. What depends on the format of page tables, or on how
-# fast the driver is, runs in the release build and on the other architecture too. The long run has
-# all of them in both.
+# The debug build detects all that the release build does, and also checks UVM's asserts and lock
+# orders, so `make test` runs each program once, in the debug build. Programs that depend on the
+# page table format or on the driver's speed also run in the release build and on the other
+# architecture. The long run has all programs in both builds.
 BOTH = ("async", "basic")
-# Each step makes the driver look at thousands of slots, which the release build does faster.
+# Each step makes the driver process thousands of slots, which the release build does faster.
 RELEASE = ("failnth",)
-# `peers` once more, whose peers are reached another way.
+# `peers` again, over another kind of link.
 TWICE = ("nvlink",)
 
 
@@ -177,7 +178,8 @@ HEAVY = [
     ),
 ]
 
-# What our hooks lie in; engine and physical memory are NVIDIA's alone, and the rest of the time.
+# Leaves out UVM's tests of code without our hooks (engine, physical memory), which take most of the
+# time.
 HOOKED = ("-channels_made_anew", "-engine", "-physical_memory")
 
 BUILTIN = [
@@ -194,10 +196,11 @@ BUILTIN = [
     for patched in (True, False)
 ]
 
-# Not the debug build for failnth: UVM's lock checker needs memory itself, and asserts without it.
-# Not `suspended`: uvm_resume takes the global lock under those that uvm_suspend took; UVM keeps
-# that from its own lock checker, but not from lockdep. Not `address_spaces_come_back`: KASAN keeps
-# what was freed, and the kernel's books count it as in use.
+# failnth does not run in the debug build: UVM's lock checker allocates memory itself, and asserts
+# if that fails. `suspended` is left out: uvm_resume takes the global lock while it holds those that
+# uvm_suspend took; UVM hides that from its own lock checker, but not from lockdep.
+# `address_spaces_come_back` is left out: KASAN keeps freed memory for a while, and the slab
+# statistics count it as in use.
 LEFT_OUT = {
     "lifecycle": ["-suspended", "-suspended_under_fire"],
     "descriptor": ["-address_spaces_come_back"],
@@ -242,7 +245,7 @@ LONG = [
         memory=3072,
         timeout=1800,
     ),
-    # benchmarks/results/softgpu-workloads.jsonl is what it prints.
+    # benchmarks/results/softgpu-workloads.jsonl is its output.
     *(
         Test(
             name=f"workloads-{layers}",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 __all__ = ["DELAYS", "DRIVER", "Test"]
 
-# The version whose tests are all run; the others are built, and some of the tests run on them.
+# The version on which all tests are run; the others are built, and run some of the tests.
 DRIVER = "535.261.03"
-# Of the software GPU, for the driver that checks itself: each push begins up to so much later.
+# A parameter of the software GPU for debug builds: delays each push by up to 200 us.
 DELAYS = "delay_us=200"
 
 
@@ -18,13 +18,13 @@ DELAYS = "delay_us=200"
 class Test:
     """One boot of a guest: which modules on which software GPUs, and the command to run.
 
-    `program` is a C program of tests/kernel/c, with `args`; `command` is anything else that the
-    guest has. With neither, the tree is built and that is all. Exit status 0 is passed, 77 is
-    skipped with the last line of the output as the reason, anything else is failed, and so is
-    whatever tests/kernel/run.py finds in the kernel's log.
+    `program` is a C program of tests/kernel/c, with `args`; `command` is any other command of the
+    guest. With neither, the tree is only built. Exit status 0 means passed, 77 skipped, with the
+    last line of the output as the reason. Any other status is a failure, and so is a line in the
+    kernel's log that tests/kernel/run.py reports.
 
-    `caught`, for a driver with a bug seeded on purpose, turns this round: the test has passed when
-    command or log have failed (not when time ran out), and the output matches this expression.
+    `caught`, for a driver with a deliberate bug, inverts this: the test passes if the command or
+    the log check fails (but not on a timeout), and the output matches this expression.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Test:
     type: str = "release"
     mutant: str = ""
     patched: bool = True
-    load: bool = True  # load both modules before, unload them after
-    suite: str = ""  # of Debian, on whose kernel it runs; none: on the guest's usual one
+    load: bool = True  # load both modules first, and unload them at the end
+    suite: str = ""  # run on this Debian suite's kernel; empty: the guest's usual kernel
     checked: bool = False  # on the kernel with KASAN, lockdep, kmemleak, UBSAN, fault injection
     arch: str = "hopper"
     gpus: int = 1
@@ -47,12 +47,12 @@ class Test:
     uvm_args: str = ""
     append: str = ""
     env: Sequence[str] = ()
-    build: Sequence[str] = ()  # a command that makes what is needed, on this side, once a run
+    build: Sequence[str] = ()  # a command on the host that builds what is needed, once per run
     files: Sequence[str] = ()  # HOST[:GUEST], relative to the repository
-    allow: Sequence[str] = ()  # regular expressions of lines that the kernel's log may have
+    allow: Sequence[str] = ()  # regular expressions of allowed lines in the kernel's log
     timeout: float = 120.0
     caught: str = ""
-    long: bool = False  # left to `make test-long`
+    long: bool = False  # only in `make test-long`
 
     @property
     def tree(self) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The software GPU itself, without a call of ours: what it claims to notice, it notices."""
+"""The software GPU itself, without our ioctls: it detects what it claims to detect."""
 
 from __future__ import annotations
 

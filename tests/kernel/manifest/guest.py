@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The guest itself: a boot in which nothing is done but what every test does first and last."""
+"""The guest itself: a boot that does only what every test does first and last."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests on the kernels of newer Debian releases: the short run, and those required to count.
+"""Tests on kernels of newer Debian releases: the short run, and those required as evidence.
 
 Debian's own pair of kernel and driver is in the long run; for others see suite.py --kernel.
 """
@@ -14,11 +14,11 @@ from manifest.entry import Test
 
 __all__ = ["TESTS", "kernel_tests"]
 
-# The kernel of a Debian suite, and the driver that the same suite has.
+# A Debian suite, for its kernel, and the driver of the same suite.
 DEBIAN = (("trixie", "550.163.01"),)
 # Suites whose kernel has DEVICE_PRIVATE, and so HMM.
 WITH_HMM = ("trixie-backports",)
-# Evidence counts a version as run where all of EACH has passed; the short run has most in debug.
+# A version counts as run if all of EACH passed in these; the short run has most of them in debug.
 COUNTED = (("hopper", "release"), ("hopper", "debug"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The user's way: `make module` for the software GPU's nvidia.ko, then loads of every kind."""
+"""What users do: `make module` for the software GPU's nvidia.ko, then loads of every kind."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ TESTS = [
         env=("VMEM_TEST_BACKEND=uvm",),
         command=("python3", f"{HERE}/guest_load.py"),
         timeout=900,
-        long=True,  # two more builds of the driver: the stock module, and what `make module` makes
+        long=True,  # needs two more driver builds: the stock module and that of `make module`
     ),
 ]

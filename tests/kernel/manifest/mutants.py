@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Bugs put into the driver on purpose (tests/kernel/mutants), and the test that must catch each.
+"""Deliberate bugs in the driver (tests/kernel/mutants), and the test that must catch each.
 
-The expression is what the test, the software GPU or the driver's own checks must say of it: a test
-that fails for another reason has caught nothing.
+The expression must match the output of the test, the software GPU or the driver's own checks: a
+test that fails for another reason has not caught the bug.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def mutant(
     )
 
 
-# A sample: a bug that the GPU's side sees, a wait that is missing, a check. The long run has all.
+# A sample: a bug that the GPU detects, a missing wait, a missing check. The long run has all.
 IN_TEST = {"no_invalidate", "returns_early", "no_owner_check"}
 
 TWO_GPUS = {"gpus": 2, "module_args": "p2p=pcie"}
 FAILING_GPU = {"allow": (r"nvidia-uvm: (.*(ERROR|Fatal)|vmem: process)",)}
-# What stands in the kernel's log when memory was not given back.
+# In the kernel's log when memory was leaked.
 LEFT = r"leak|left over|Leak|LEFT"
 
 STALE = r"stale translations? used|stale translation"
@@ -90,7 +90,7 @@ TESTS = [
     ),
     mutant("commit_unlocked", "basic", ["map_move_unmap"], r"Assert failed", kind="debug"),
     mutant("limit_exceeded", "descriptor", ["limits"], r"not -122"),
-    mutant("dead_shown", "kill", ["proc_shows_the_living"], r"is dead and still there"),
+    mutant("dead_shown", "kill", ["proc_shows_the_living"], r"is dead and still listed"),
     mutant("inline_not_counted", "batch", ["big_ptes"], r"pushes: one does not hold"),
     mutant("range_not_checked", "abi_matrix", ["bind_map_fields"], r"should be Numerical result"),
     mutant("waits_locked", "bounds", ["no_lock_while_the_gpu_works"], r"BIND kept others waiting"),
@@ -99,7 +99,7 @@ TESTS = [
         "chunk_freed_locked",
         "bounds",
         ["no_lock_while_the_gpu_works"],
-        r"(RELEASE of GPU memory|BIND, the last of a chunk) kept others waiting",
+        r"(RELEASE of GPU memory|BIND that empties a chunk) kept others waiting",
         vidmem=2048,
     ),
     mutant("forgotten_in_one_hold", "basic", ["map_move_unmap"], r"Assert failed", kind="debug"),
@@ -131,7 +131,7 @@ TESTS = [
     mutant("user_of_the_moment", "bounds", ["whose_limit"], r"effective is 0"),
     mutant("root_cgroup_counts", "bounds", ["whose_limit"], r"error is 0 .*EDQUOT"),
     mutant("overlap_not_checked", "abi_matrix", ["bind_overlaps"], r"should be Invalid argument"),
-    # What GPU work that runs meanwhile would see.
+    # What concurrent GPU work would see.
     mutant("big_by_neighbour", "gap", ["parts_in_big"], r"gap at .* becomes nothing"),
     mutant("neighbour_cleared", "gap", ["parts"], r"gap at .* becomes nothing"),
     mutant("cut_unasked", "gap", ["refused_without_cut"], r"not -98|gap at"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""libvmem and pyvmem on the patched driver: the suites of both, where they need no CUDA."""
+"""libvmem and pyvmem on the patched driver: those tests of both suites that need no CUDA."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ C_TESTS = (
     "threads",
     "zeroing",
 )
-# Those of them whose subject is what the back end is asked to do. The others' is what the library
-# does above it, which they show on the host.
+# Those that test the library's requests to the back end. The others test the library above it,
+# which their runs on `host` cover.
 CHANGES = ("batch", "entries", "large", "move", "threads")
-# Steps and rounds of those at random; the long run makes all of them.
+# Fewer steps and rounds for the random tests; the long run makes all of them.
 FEWER = ("ENTRIES_STEPS=100", "THREADS_ROUNDS=30")
-# A GPU that has failed for good keeps its page tables as they are: nothing can be written there.
+# The page tables of a failed GPU stay as they are: nothing can be written to them.
 AFTER_A_FAILURE = (
     r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",
     r"nvidia-uvm: vmem: process \d+ \(test_uvm\): a batch failed on a GPU",
@@ -52,7 +52,7 @@ def _uvm(name: str, argument: str = "", **options: object) -> Test:
 
 
 def _suite(name: str, tests: tuple[str, ...], **options: object) -> Test:
-    """The C tests of libvmem, one after the other in one boot."""
+    """The C tests of libvmem, one after another in one boot."""
     script = " ".join(f"echo == {test}; /test/test_{test} || bad=1;" for test in tests)
     values: dict[str, object] = {
         "name": f"lib-{name}",
@@ -67,7 +67,7 @@ def _suite(name: str, tests: tuple[str, ...], **options: object) -> Test:
 
 
 def _python(name: str, words: str, **options: object) -> Test:
-    """A command where Python and the project are, with the extension that sees the software GPU."""
+    """A command on the disk image, with the extension that accesses the software GPU."""
     values: dict[str, object] = {
         "name": f"pyvmem-{name}",
         "command": ["sh", "-c", f"cp /test/_vmem.abi3.so pyvmem/ && {words}"],
@@ -82,7 +82,7 @@ def _python(name: str, words: str, **options: object) -> Test:
 
 
 def _commit() -> str:
-    """The commit of this tree, which the guest's copy comes without; "" where it has none."""
+    """The commit of this tree, since the guest's copy has no repository; "" if there is none."""
     words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -92,7 +92,7 @@ def _pytest(*files: str) -> str:
     return f"python -m pytest -q -rs -m 'not long' -p no:cacheprovider {paths}"
 
 
-# A child process of a test writes to a page that is read-only.
+# A child process of a test writes to a read-only page.
 WRITES_TO_SHARED = (r"python\[\d+\]: segfault at ",)
 
 TESTS = [
@@ -115,7 +115,7 @@ TESTS = [
     _suite("c", C_TESTS, long=True),
     _suite("c-debug", C_TESTS, type="debug", module_args=DELAYS, long=True),
     _suite("stress", ("stress",), long=True),
-    # docs/compatibility.md's column uvm is made from its record.
+    # The column uvm of docs/compatibility.md is made from this record.
     _python(
         "features",
         "vmem probe && vmem selftest --backend uvm --samples 0 --out /tmp/report.json &&"

@@ -13,7 +13,7 @@ struct work {
 	u64 words[SG_PAGE_4K / sizeof(u64)];
 };
 
-/* The cached translation against the page tables: a difference is recorded, the cached one is used. */
+/* Compares the cached translation with the page tables: a difference is recorded, and the cached one is used. */
 static void check_stale(struct sg_space *space, u64 va, const struct sg_translation *cached)
 {
 	struct sg_translation now;
@@ -25,7 +25,7 @@ static void check_stale(struct sg_space *space, u64 va, const struct sg_translat
 	sg_fault(space->gpu, SOFTGPU_FAULT_STALE, va, cached->pte, space->pid, 0);
 }
 
-/* The errno of a fault, of which UVM is told if that is asked for. */
+/* Returns the errno of a fault, and delivers the fault to UVM if that was requested. */
 static int told(struct work *w, struct sg_space *space, u64 va, bool write, int fault)
 {
 	int result = w->a->flags & SOFTGPU_ACCESS_DELIVER ? sg_fault_deliver(space, va, write) : 0;
@@ -79,7 +79,7 @@ static int compare(struct work *w, u64 n)
 	return 0;
 }
 
-/* n bytes of one page, the lock is held; what goes out or came in lies in w->words */
+/* Accesses n bytes of one page, through the buffer w->words. Lock held. */
 static int piece(struct work *w, u64 n)
 {
 	struct softgpu_access *a = w->a;
@@ -150,7 +150,7 @@ static int step(struct work *w)
 	mutex_lock(&model.lock);
 	result = place_of(w, va, write);
 	if (!result && reach > SG_PAGE_4K && !(a->flags & SOFTGPU_ACCESS_PHYSICAL)) {
-		/* never past a page, which may be smaller than the reach */
+		/* not across a page, which may be smaller than the translation's range */
 		n = min(n, SG_PAGE_4K - (va & (SG_PAGE_4K - 1)));
 		if (IS_ALIGNED(va, SOFTGPU_FRAME_SIZE) && a->length - a->out_done >= SOFTGPU_FRAME_SIZE && !w->sparse) {
 			struct sg_space *space = sg_space_find(&a->space);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * calls.c - counting of the calls that UVM makes, and failures and delays made on purpose.
+ * calls.c - counts the calls that UVM makes, and injects failures and delays.
  *
- * One rule at a time (softgpu.h, INJECT). Also as a module parameter, inject=NAME:NTH[:STATUS], for calls made while
- * nvidia-uvm.ko is being loaded.
+ * One rule at a time (softgpu.h, INJECT). For calls made while nvidia-uvm.ko is loaded the rule is a module parameter,
+ * inject=NAME:NTH[:STATUS].
  */
 #include <linux/atomic.h>
 #include <linux/delay.h>
@@ -107,7 +107,7 @@ void sg_injected(struct softgpu_injected *out)
 	spin_unlock(&rule_lock);
 }
 
-/* The rule matched: does this one fail? */
+/* The rule matched: returns true if this call must fail. */
 static bool strike(const char *name)
 {
 	u64 n = ++rule.calls;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT OR GPL-2.0 */
 /*
- * calls.h - the calls of the resource manager that UVM makes, in all branches together (nv_uvm_interface.h).
- * X(name, can_fail): those that take something down, or whose result UVM only asserts on, are not made to fail.
+ * calls.h - the resource manager calls that UVM makes, of all branches (nv_uvm_interface.h).
+ * X(name, can_fail): calls that destroy something, or whose result UVM only asserts on, are never made to fail.
  */
 #ifndef SOFTGPU_CALLS_H
 #define SOFTGPU_CALLS_H

@@ -5,10 +5,10 @@
  * Sources: kernel-open/nvidia-uvm/clc8b5.h (Hopper) and clc6b5.h (Ampere); the fields used here are the same in both but for
  * MEMORY_SCRUB_ENABLE, which Hopper added. Blackwell's (clc9b5.h, clcab5.h) are those of Hopper.
  *
- * Order: a transfer is only noted when it is launched. It is carried out when something waits for it: a transfer that
- * is not pipelined, a semaphore of this engine, a WFI of the host, or when the channel has nothing else to do. Pipelined
- * transfers with nothing in between are carried out in random order; if two of them write the same bytes the
- * submitter has made a mistake, and is told so.
+ * Order: a launched transfer is only queued. It is carried out when something waits for it (a transfer that is not
+ * pipelined, a semaphore of this engine, a WFI of the host) or when the channel has nothing else to do. Pipelined
+ * transfers with nothing in between are carried out in random order; if two of them write the same bytes, that is an
+ * error of the submitter (SOFTGPU_ERROR_OVERLAP).
  */
 #include <linux/bitfield.h>
 #include <linux/bitops.h>
@@ -77,7 +77,7 @@ static u64 ce_address(struct sg_channel *channel, u32 upper)
 
 /* ---- carrying transfers out ---------------------------------------------------------------------- */
 
-/* Where a side of a transfer lies; at most *n bytes of it, shrunk to what is in one piece. */
+/* Finds the place of the source or destination; *n is reduced to the bytes that are contiguous there. */
 static bool side(struct sg_channel *channel, bool physical, bool sys, bool peer, u8 peer_id, u64 address, u64 *n, struct sg_place *out)
 {
 	u64 contiguous;
@@ -168,7 +168,7 @@ static bool copy_run(struct sg_channel *channel, const struct sg_transfer *t)
 	return true;
 }
 
-/* Which memory a transfer writes: addresses of different kinds cannot be compared. */
+/* The kind of memory that a transfer writes: addresses of different kinds cannot be compared. */
 static u32 dst_kind(const struct sg_transfer *t)
 {
 	return t->dst_physical | t->dst_sys << 1 | t->dst_peer << 2 | t->dst_peer_id << 3;
@@ -183,7 +183,7 @@ static int by_destination(const void *left, const void *right)
 	return a->dst < b->dst ? -1 : a->dst > b->dst;
 }
 
-/* Transfers with no order among them may not write the same bytes. */
+/* Unordered transfers must not write the same bytes. */
 static void check_overlap(struct sg_channel *channel)
 {
 	struct sg_transfer **sorted = channel->sorted;
@@ -200,7 +200,7 @@ static void check_overlap(struct sg_channel *channel)
 		if (i && dst_kind(t) == dst_kind(sorted[i - 1]) && t->dst < end) {
 			table = t->dst_physical && !t->dst_peer && sg_tables_holds(channel->gpu, t->dst_sys, t->dst, t->length);
 			sg_error(channel->gpu, table ? SOFTGPU_ERROR_TWICE : SOFTGPU_ERROR_OVERLAP, t->dst, 0,
-				 "channel %u: %s at %llx + %llx is written twice without order", channel->id,
+				 "channel %u: %s at %llx + %llx is written twice without ordering", channel->id,
 				 table ? "page table" : "memory", t->dst, t->length);
 		}
 		if (!i || dst_kind(t) != dst_kind(sorted[i - 1]))
@@ -235,7 +235,7 @@ void sg_ce_flush(struct sg_channel *channel)
 
 /* ---- launching --------------------------------------------------------------------------------------- */
 
-/* false: a combination that the model does not know */
+/* false: a combination that the model does not support */
 static bool pattern_of(struct sg_channel *channel, u32 launch, struct sg_transfer *t)
 {
 	u32 components = ce(channel, SET_REMAP_COMPONENTS);

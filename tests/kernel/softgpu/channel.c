@@ -14,7 +14,7 @@ struct group {
 	u32 engine_index;
 };
 
-#define NOTIFIERS 2 /* errors; rotation of keys, which never happens */
+#define NOTIFIERS 2 /* for errors, and for key rotation, which never happens */
 
 NV_STATUS nvUvmInterfaceTsgAllocate(uvmGpuAddressSpaceHandle handle, const UvmGpuTsgAllocParams *parameters, uvmGpuTsgHandle *out)
 {
@@ -155,7 +155,7 @@ NV_STATUS nvUvmInterfaceRetainChannel(uvmGpuAddressSpaceHandle space, NvHandle c
 NV_STATUS nvUvmInterfaceBindChannelResources(void *channel, UvmGpuChannelResourceBindParams *parameters)
 {
 	SG_CALL(BindChannelResources, NULL);
-	return NV_OK; /* there are none */
+	return NV_OK; /* no resources */
 }
 
 void nvUvmInterfaceReleaseChannel(void *channel)
@@ -174,7 +174,7 @@ void nvUvmInterfaceStopChannel(void *channel, NvBool immediate)
 	struct sg_user_channel *user = channel;
 
 	mutex_lock(&model.lock);
-	user->space = NULL; /* it may go before the channel */
+	user->space = NULL; /* the space may be destroyed before the channel */
 	mutex_unlock(&model.lock);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
-/* chardev.c - /dev/softgpu (softgpu.h). Everything that an open descriptor asked for ends when it is closed. */
+/* chardev.c - /dev/softgpu (softgpu.h). Closing a descriptor undoes everything that was requested through it. */
 #include <linux/fs.h>
 #include <linux/miscdevice.h>
 #include <linux/module.h>
@@ -130,7 +130,7 @@ static long do_alloc(struct file *file, void *argument)
 	return object ? 0 : -ENOMEM;
 }
 
-/* Each allocation and each space has a client of its own, which goes with it. */
+/* Each allocation and each space has its own client, which is freed with it. */
 static long do_free(struct file *file, void *argument)
 {
 	struct softgpu_handle *h = argument;
@@ -364,7 +364,7 @@ static const struct {
 	{ SOFTGPU_SUSPEND, true, do_suspend },
 };
 
-/* The struct goes both ways, on failure too: ACCESS says how far it came. */
+/* The struct is copied in and out, even on failure: ACCESS reports how far it got. */
 static long run_command(struct file *file, u32 i, void __user *user)
 {
 	size_t size = _IOC_SIZE(commands[i].command);

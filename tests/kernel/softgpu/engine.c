@@ -4,8 +4,8 @@
  *
  * Sources: kernel-open/nvidia-uvm/clc86f.h and clc56f.h (GP_ENTRY*, DMA_*).
  *
- * The thread polls GPPut; it works under model.lock, a channel at a time. With delay_us set each push begins up to so
- * much later, with the lock dropped: a caller that does not wait for its push is then seen to return early.
+ * The thread polls GPPut; it works under model.lock, on one channel at a time. With delay_us set each push starts up to
+ * that much later, with the lock dropped: this exposes a caller that does not wait for its push.
  */
 #include <linux/bitfield.h>
 #include <linux/delay.h>
@@ -41,14 +41,14 @@
 #define SUBCHANNEL_CE    4 /* UVM_SUBCHANNEL_CE */
 #define SUBCHANNEL_SW    5 /* UVM_SW_OBJ_SUBCHANNEL */
 
-#define POLL_BUSY_ROUNDS 400 /* without sleep after work was seen */
+#define POLL_BUSY_ROUNDS 400 /* polls without sleeping after the last work */
 #define POLL_MIN_US      50
 #define POLL_MAX_US      1000
 
 #define NOTIFIER_ERROR   0xffff
 #define ROBUST_CHANNEL_FAULT 31 /* ROBUST_CHANNEL_FIFO_ERROR_MMU_ERR_FLT */
 
-/* kind 0: not the model's finding, but something that a test asked for */
+/* kind 0: not an error found by the model, but requested by a test */
 void sg_channel_die(struct sg_channel *channel, u32 kind, const char *what, u64 value)
 {
 	if (kind)
@@ -61,7 +61,7 @@ void sg_channel_die(struct sg_channel *channel, u32 kind, const char *what, u64 
 	channel->pending_count = 0;
 }
 
-/* Does the engine stop at this kind of place? */
+/* Returns true if the engine must stop at this kind of place. */
 bool sg_holds(struct softgpu *gpu, u32 where)
 {
 	if (gpu->hold != where)
@@ -89,7 +89,7 @@ static bool method(struct sg_channel *channel, u32 subchannel, u32 number, u32 v
 	return done;
 }
 
-/* Copies the segment's words: the memory may be anywhere, and is small. */
+/* Copies the segment's words: they are few, and may be in any memory. */
 static bool segment_load(struct sg_channel *channel, u64 va, u32 words)
 {
 	u64 left = (u64)words * sizeof(u32);
@@ -122,7 +122,7 @@ bad:
 	return false;
 }
 
-/* One entry of the ring: a segment to run, or a control entry. */
+/* Fetches one entry of the ring: a segment to run, or a control entry. */
 static void entry_fetch(struct sg_channel *channel)
 {
 	u64 raw = READ_ONCE(channel->gpfifo[channel->get]);
@@ -215,7 +215,7 @@ static bool channel_has_work(const struct sg_channel *channel)
 	return !channel->dead && (channel->segment || READ_ONCE(channel->userd[SG_USERD_PUT]) != channel->get);
 }
 
-/* Works on a channel until it is empty or waits, or for one segment. True if something was done. */
+/* Runs a channel until it is empty or waits, or for one segment. Returns true if any work was done. */
 static bool channel_run(struct sg_channel *channel, bool one_segment)
 {
 	struct softgpu *gpu = channel->gpu;
@@ -226,7 +226,7 @@ static bool channel_run(struct sg_channel *channel, bool one_segment)
 
 		sg_readers_channel_runs(channel);
 		if (!channel->segment) {
-			smp_rmb(); /* GPPut was written after the entry */
+			smp_rmb(); /* pairs with the writer: the entry was written before GPPut */
 			if (sg_holds(gpu, SOFTGPU_HOLD_PUSH) || sg_holds(gpu, SOFTGPU_HOLD_NOW))
 				return progress;
 			at = 0;

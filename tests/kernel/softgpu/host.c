@@ -3,11 +3,11 @@
  * host.c - methods of the host class: semaphores, membars, TLB invalidates, waits for idle.
  *
  * Sources: kernel-open/nvidia-uvm/clc96f.h (Blackwell), clc86f.h (Hopper), clc56f.h (Ampere); the fields used here are the same
- * in all. UVM's invalidates carry their membar themselves on Blackwell; before it one follows as an operation of its own.
+ * in all. On Blackwell UVM's invalidates include their membar; on earlier GPUs a separate membar operation follows.
  *
- * Order: the copy engine works behind the host's back. Only a WFI, or a semaphore release with WFI, waits for its
- * transfers; a membar or TLB invalidate does not. An invalidate while entries of page tables are still being written
- * is an error of whoever submitted it (SOFTGPU_ERROR_UNORDERED).
+ * Order: the copy engine runs asynchronously to the host. Only a WFI, or a semaphore release with WFI, waits for its
+ * transfers; a membar or TLB invalidate does not. An invalidate while page table entries are still being written
+ * is an error of the submitter (SOFTGPU_ERROR_UNORDERED).
  */
 #include <linux/bitfield.h>
 #include <linux/ktime.h>
@@ -43,7 +43,7 @@ enum {
 #define OP_C_PDB_ALL     BIT(0)
 #define OP_C_REPLAY      GENMASK(4, 2)
 #define REPLAY_NONE      0
-#define REPLAY_CANCEL_FIRST 3           /* this and above: the level's field means something else */
+#define REPLAY_CANCEL_FIRST 3           /* from this value on, the level field has another meaning */
 #define REPLAY_CANCEL_VA_GLOBAL 5
 #define OP_C_LEVEL       GENMASK(9, 7)  /* TLB_INVALIDATE_PAGE_TABLE_LEVEL */
 #define LEVEL_ALL        0
@@ -88,7 +88,7 @@ bool sg_semaphore_write(struct sg_channel *channel, u64 va, u64 value, bool two_
 	sg_place_advance(&stamp, 8);
 	if (timestamp)
 		sg_mem_write(&stamp, &now, sizeof(now));
-	smp_wmb(); /* all that was done before is seen before the semaphore */
+	smp_wmb(); /* earlier writes become visible before the semaphore */
 	if (sg_mem_write(&place, &value, two_words ? sizeof(u64) : sizeof(u32))) {
 		sg_channel_die(channel, SOFTGPU_ERROR_COPY, "semaphore release at", va);
 		return false;
@@ -108,7 +108,7 @@ bool sg_semaphore_read(struct sg_channel *channel, u64 va, u64 *value)
 		return false;
 	}
 	*value = word;
-	smp_rmb(); /* what comes after is done after */
+	smp_rmb(); /* later accesses follow the acquire */
 	return true;
 }
 
@@ -171,7 +171,7 @@ static void tlb_invalidate(struct sg_channel *channel, bool targeted)
 	u64 start = 0, last = U64_MAX;
 
 	if (FIELD_GET(OP_C_REPLAY, c) != REPLAY_NONE) {
-		/* a replay of faults, which UVM aims at no page directory */
+		/* a fault replay, for which UVM names no page directory */
 		if (FIELD_GET(OP_C_REPLAY, c) == REPLAY_CANCEL_VA_GLOBAL)
 			sg_faults_cancel(gpu, ((u64)b << 32) | (a & OP_A_ADDRESS_LO));
 		if (FIELD_GET(OP_C_REPLAY, c) >= REPLAY_CANCEL_FIRST)
@@ -228,7 +228,7 @@ static void mem_op(struct sg_channel *channel)
 	case OP_L2_FLUSH_DIRTY:
 	case OP_L2_WAIT_FOR_SYS_PENDING_READS:
 	case OP_ACCESS_COUNTER_CLR:
-		break; /* no caches of data, no access counters here */
+		break; /* the model has neither data caches nor access counters */
 	default:
 		sg_channel_die(channel, SOFTGPU_ERROR_METHOD, "unknown memory operation", d);
 	}

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: MIT OR GPL-2.0 */
 /*
- * impl.h - inside of the software GPU: all types, and what each file offers to the others.
+ * impl.h - internals of the software GPU: all types, and the functions that the files share.
  *
  * Objects
  *   softgpu   one GPU: video memory, TLB, channels, one thread that executes pushbuffers.
  *   space     a GPU address space. UVM makes some for itself (channels, copies) and duplicates those that
- *             processes register ("user" spaces). Has a root of page tables, which UVM writes.
+ *             processes register ("user" spaces). Has a root page table, which UVM writes.
  *   channel   a ring of pushbuffer segments; executed by the GPU's thread.
- *   table     our note about one page table or directory that is reachable from the root of a user space.
+ *   table     our record of one page table or directory that is reachable from the root of a user space.
  *   memory    memory of the resource manager that a process allocated (a handle in a client).
  *
  * Locks
- *   model.lock protects everything here, except what is said otherwise. It is a mutex, and dropped around calls back
- *   into UVM (eviction), around delays and while the engine is held. Nothing is called under it that could
- *   sleep on UVM. calls.c has a spinlock of its own for the injection of failures, readers.c one for the BINDs in flight.
+ *   model.lock protects everything here, unless noted otherwise. It is a mutex, and dropped around calls back into
+ *   UVM (eviction), around delays and while the engine is held. Nothing is called under it that could wait for UVM.
+ *   calls.c has its own spinlock for failure injection, readers.c one for the BINDs in flight.
  *
  * Names: sg_ for functions; the nvUvmInterface* functions are the resource manager's interface, declared by NVIDIA's
  * nv_uvm_interface.h.
@@ -40,7 +40,7 @@
 #error SOFTGPU_BRANCH is the number of the driver branch, for example 535
 #endif
 
-/* SG_HAS_*: what differs between versions of nv_uvm_interface.h, see FEATURES in scripts/kernel_tree.py. */
+/* SG_HAS_*: differences between versions of nv_uvm_interface.h, see FEATURES in scripts/kernel_tree.py. */
 #include "softgpu_features.h"
 
 /* UVM knows the classes of both kinds of Blackwell. */
@@ -62,13 +62,13 @@
 
 /* 64 KB of video memory. Its 4 KB parts are backed by guest memory only when their contents are not `word`. */
 struct sg_frame {
-	u64 word;           /* contents of the parts that are not backed, in each 64 bits */
+	u64 word;           /* value of each 64-bit word in the parts that are not backed */
 	void **part;        /* NULL or SG_SUBPAGES pointers, each NULL or 4 KB */
 	u32 mappings;       /* PTEs of user spaces that map a part of it */
-	u64 cleared[SOFTGPU_MAX_GPUS]; /* when each GPU lost a translation to it (membars.c) */
-	u16 tables;         /* live tables that lie in it (tables.c) */
+	u64 cleared[SOFTGPU_MAX_GPUS]; /* when each GPU last lost a translation to it (membars.c) */
+	u16 tables;         /* live tables in it (tables.c) */
 	u8 poison;          /* `word` is the poison: never written */
-	u8 cpu_mapped;      /* its backing must stay where it is */
+	u8 cpu_mapped;      /* its backing must not move */
 };
 
 /* A place in memory that a GPU can touch. */
@@ -85,12 +85,12 @@ int sg_vidmem_init(struct softgpu *gpu);
 void sg_vidmem_exit(struct softgpu *gpu);
 bool sg_place_ok(const struct sg_place *place, u64 length);
 void sg_place_advance(struct sg_place *place, u64 length);
-/* Any length within the place. The write functions keep the books of page tables. -EIO: nothing is there. */
+/* Any length within the place. The write functions update the records of page tables. -EIO: no memory there. */
 int sg_mem_read(const struct sg_place *place, void *buf, u64 length);
 int sg_mem_write(const struct sg_place *place, const void *buf, u64 length);
-int sg_mem_fill(const struct sg_place *place, u64 word, u64 length); /* the word begins at place, repeated */
+int sg_mem_fill(const struct sg_place *place, u64 word, u64 length); /* repeats the word, starting at place */
 void sg_frame_poison(struct softgpu *gpu, u64 pa);
-void *sg_vidmem_map(struct softgpu *gpu, u64 pa, u64 length); /* for the CPU; vunmap() it */
+void *sg_vidmem_map(struct softgpu *gpu, u64 pa, u64 length); /* maps it for the CPU; undo with vunmap() */
 
 /* ---- page table formats and walks (mmu.c) ------------------------------------------------------ */
 
@@ -101,9 +101,9 @@ struct sg_entry {
 	u8 aperture;     /* LEAF: SOFTGPU_APERTURE_*; TABLE: _VID or _SYS */
 	u8 peer;         /* LEAF, aperture peer */
 	bool read_only;
-	bool cached;     /* LEAF: in the GPU's L2 */
-	bool no_small;   /* INVALID in a table of 64 KB entries: the small table is not looked at */
-	u64 pa;          /* of the page or of the table */
+	bool cached;     /* LEAF: cached in the GPU's L2 */
+	bool no_small;   /* INVALID in a table of 64 KB entries: the 4 KB table is not consulted */
+	u64 pa;          /* address of the page or of the table */
 	u64 page_size;   /* LEAF */
 };
 
@@ -117,13 +117,13 @@ struct sg_mmu_format {
 	u8 root_level;
 	u8 shift[SG_LEVELS_MAX]; /* of the lowest address bit that indexes this level; [PTE]: not used */
 	u8 bits[SG_LEVELS_MAX];
-	/* half: PDE0 has two words an entry (0: 2 MB page or 64 KB table, 1: 4 KB table); tables of PTEs: half 0 = 64 KB */
+	/* half: PDE0 has two words per entry (0: 2 MB page or 64 KB table, 1: 4 KB table); tables of PTEs: half 0 = 64 KB */
 	void (*decode)(u8 level, u8 half, u64 raw, struct sg_entry *out);
 	u64 (*make_pte)(u8 aperture, u8 peer, u64 pa, bool read_only);
 };
 extern const struct sg_mmu_format sg_mmu_ver2; /* Pascal to Ada */
 extern const struct sg_mmu_format sg_mmu_ver3; /* Hopper, GB20x */
-extern const struct sg_mmu_format sg_mmu_ver3_256g; /* GB10x: version 3, and pages of 256 GB */
+extern const struct sg_mmu_format sg_mmu_ver3_256g; /* GB10x: version 3 with 256 GB pages */
 
 struct sg_root {
 	u64 pa;
@@ -134,11 +134,11 @@ struct sg_translation {
 	bool valid, sparse, read_only, has_table;
 	u8 aperture, peer;
 	u8 level;      /* where the walk ended: SG_LEVEL_* of the entry that decided */
-	u64 pte, pa;   /* pa of the address itself */
-	u64 page_size; /* also of an absence: how far it reaches */
+	u64 pte, pa;   /* the raw entry; pa of the address itself */
+	u64 page_size; /* for an absent translation: the size of its range */
 };
 
-/* cached: use and fill the cache of directory entries. */
+/* cached: uses and fills the cache of directory entries. */
 void sg_walk(struct softgpu *gpu, struct sg_root root, u64 va, bool cached, struct sg_translation *out);
 bool sg_read_entry(struct softgpu *gpu, bool sys, u64 pa, u64 *raw);
 bool sg_translation_place(struct softgpu *gpu, const struct sg_translation *t, struct sg_place *out);
@@ -149,21 +149,21 @@ bool sg_translation_place(struct softgpu *gpu, const struct sg_translation *t, s
 
 struct sg_tlb {
 	DECLARE_HASHTABLE(entries, SG_TLB_HASH_BITS);
-	struct list_head roots; /* of struct tlb_root */
+	struct list_head roots; /* struct tlb_root */
 	u64 count;
 };
 
 void sg_tlb_init(struct softgpu *gpu);
 void sg_tlb_exit(struct softgpu *gpu);
 void sg_tlb_translate(struct softgpu *gpu, struct sg_root root, u64 va, struct sg_translation *out);
-/* max_level: entries of this SG_LEVEL_* and below go; [start, last]; */
+/* Drops entries of SG_LEVEL_* max_level and below in [start, last]. */
 void sg_tlb_invalidate(struct softgpu *gpu, struct sg_root root, u8 max_level, u64 start, u64 last);
 void sg_tlb_invalidate_root(struct softgpu *gpu, struct sg_root root);
 void sg_tlb_flush(struct softgpu *gpu);
 bool sg_tlb_directory(struct softgpu *gpu, struct sg_root root, u64 va, u8 level, u64 raw[2]);
 void sg_tlb_add_directory(struct softgpu *gpu, struct sg_root root, u64 va, u8 level, const u64 raw[2]);
 
-/* ---- books of page tables (tables.c) --------------------------------------------------------------- */
+/* ---- records of page tables (tables.c) ------------------------------------------------------------- */
 
 struct sg_space;
 int sg_tables_set_root(struct sg_space *space);
@@ -172,7 +172,7 @@ void sg_tables_written(struct softgpu *gpu, bool sys, u64 pa, u64 length);
 bool sg_tables_holds(struct softgpu *gpu, bool sys, u64 pa, u64 length);
 int sg_tables_verify(void);
 void sg_tables_scan(struct sg_space *space, struct softgpu_scan *scan);
-/* A TLB invalidate of entries of this level and below. */
+/* To be called after a TLB invalidate of entries of this level and below. */
 void sg_tables_invalidated(struct softgpu *gpu, struct sg_root root, u8 max_level, u64 start, u64 last);
 
 /* ---- membars (membars.c) --------------------------------------------------------------------------- */
@@ -180,7 +180,7 @@ void sg_tables_invalidated(struct softgpu *gpu, struct sg_root root, u8 max_leve
 struct sg_membars {
 	u64 clock;
 	u64 invalidated;            /* the last TLB invalidate */
-	u64 own_until, peers_until; /* invalidates up to here were followed by a membar that waits for accesses to such memory */
+	u64 own_until, peers_until; /* invalidates up to here were followed by a membar for such memory */
 };
 
 void sg_membars_cleared(struct softgpu *by, struct softgpu *owner, u64 frame);
@@ -201,9 +201,9 @@ struct sg_sight {
 
 int sg_readers_init(void);
 void sg_readers_exit(void);
-/* Is any BIND in flight? Only then units have to be shown. */
+/* Returns true if a BIND is in flight: only then changed units have to be reported. */
 bool sg_readers_watch(const struct sg_space *space);
-/* The translation of va changes, because an entry of this level is written. */
+/* Reports that the translation of va changes, because an entry of this level is written. */
 void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_sight *before, const struct sg_sight *after);
 void sg_readers_counters(struct softgpu_counters *out);
 struct sg_channel;
@@ -218,20 +218,20 @@ void sg_readers_channel_advance(struct sg_channel *channel);
 struct sg_space {
 	struct list_head node;
 	struct softgpu *gpu;
-	bool user;             /* duplicated from a process's */
+	bool user;             /* duplicated from a process's space */
 	u32 client, vaspace;
 	pid_t pid;
-	const void *descriptor; /* of UVM, by which it was registered */
+	const void *descriptor; /* the UVM descriptor that registered it */
 	struct sg_root root;
 	bool has_root;
 	u64 root_entries;
-	struct list_head tables;      /* of the books */
-	struct xarray resized;        /* slots whose entry is invalid, and what TLBs may hold of it yet; by address >> 21 */
+	struct list_head tables;      /* struct table */
+	struct xarray resized;        /* slots whose entry is invalid, and what TLBs may still hold of it; by address >> 21 */
 	u64 rm_base, rm_size, rm_next; /* addresses that the resource manager maps itself */
 	struct list_head allocations;  /* struct sg_allocation */
 };
 
-/* Backing of memory that UVM asked the resource manager for, with an address (pushbuffers, semaphores). */
+/* Backing of memory with a GPU address that UVM got from the resource manager (pushbuffers, semaphores). */
 struct sg_backing {
 	int users;
 	struct softgpu *gpu;
@@ -262,7 +262,7 @@ struct sg_memory {
 	u64 pa[];
 };
 
-/* Called without the lock: UVM may have to evict (counts: may be NULL). NULL: none, *error says why. */
+/* Called without the lock: UVM may have to evict. counts may be NULL. Returns NULL on failure, with the reason in *error. */
 struct sg_memory *sg_memory_new(struct softgpu *gpu, bool sys, u64 size, u64 page_size, bool contiguous,
 				struct softgpu_alloc *counts, int *error);
 void sg_memory_put(struct sg_memory *memory);
@@ -292,7 +292,7 @@ struct sg_client *sg_client_new(const void *owner, u32 handle);
 struct sg_client *sg_client_find(u32 handle);
 struct sg_object *sg_object_find(struct sg_client *client, u32 handle);
 struct sg_object *sg_object_new(struct sg_client *client, u32 handle, enum sg_object_kind kind, struct softgpu *gpu);
-int sg_object_free(const void *owner, u32 client, u32 handle); /* and its children; the client itself if equal */
+int sg_object_free(const void *owner, u32 client, u32 handle); /* frees the object and its children; if handle equals client, the client */
 void sg_client_free_all(const void *owner);
 
 /* ---- video memory's owner: the PMA (pma.c) --------------------------------------------------------- */
@@ -301,7 +301,7 @@ int sg_pma_init(struct softgpu *gpu);
 void sg_pma_exit(struct softgpu *gpu);
 bool sg_pma_take(struct softgpu *gpu, u64 size, u64 align, bool top, bool pin, u64 lo, u64 hi, u64 *pa);
 void sg_pma_put(struct softgpu *gpu, u64 pa, u64 size);
-/* As RM allocates for others: may ask UVM to evict. Takes the lock itself. 0 or -ENOSPC. */
+/* Allocates as RM does for other clients: may ask UVM to evict. Takes the lock. 0 or -ENOSPC. */
 int sg_pma_alloc(struct softgpu *gpu, u64 page_size, u64 pages, bool contiguous, bool pin, u64 *pa, struct softgpu_alloc *counts);
 
 /* ---- channels and the engine (channel.c, engine.c, host.c, ce.c) ------------------------------------- */
@@ -328,11 +328,11 @@ struct sg_channel {
 	volatile u32 *userd;       /* SG_USERD_* */
 	u64 *gpfifo;
 	u32 entries, get;
-	u64 fetched;               /* entries, since it was made */
+	u64 fetched;               /* entries, since its creation */
 	NvNotification *error;
 	bool dead;
 	u64 segment_base;          /* Hopper: the address bits above 40 */
-	u32 *segment;              /* pushbuffer in work, copied */
+	u32 *segment;              /* copy of the current pushbuffer segment */
 	u32 segment_words, segment_at;
 	/* decoder */
 	u32 method, subchannel, left;
@@ -343,11 +343,11 @@ struct sg_channel {
 	/* state of the copy engine */
 	u32 ce[SG_CE_METHODS];
 	struct sg_transfer *pending;
-	struct sg_transfer **sorted; /* room for as many pointers */
+	struct sg_transfer **sorted; /* room for one pointer to each */
 	u32 pending_count;
 };
 
-/* A channel of a process, as UVM knows it: nothing but what faults of its kernels are told by. */
+/* A process's channel, as UVM knows it: only what identifies it in faults of its kernels. */
 struct sg_user_channel {
 	struct list_head node;
 	struct softgpu *gpu;
@@ -355,7 +355,7 @@ struct sg_user_channel {
 	u64 instance;
 };
 
-/* An access that waits for UVM. */
+/* An access that waits for UVM to service its fault. */
 struct sg_waiting_fault {
 	struct sg_user_channel *channel;
 	u64 va;
@@ -367,7 +367,7 @@ enum { SG_USERD_GET, SG_USERD_PUT, SG_USERD_DOORBELL, SG_USERD_TOKEN, SG_USERD_D
 int sg_engine_start(struct softgpu *gpu);
 void sg_engine_stop(struct softgpu *gpu);
 void sg_channel_die(struct sg_channel *channel, u32 kind, const char *what, u64 value);
-/* false: the channel waits (semaphore, hold); the same word comes again later */
+/* false: the channel waits (semaphore, hold); the same word is executed again later */
 bool sg_holds(struct softgpu *gpu, u32 where);
 bool sg_host_method(struct sg_channel *channel, u32 method, u32 value);
 void sg_ce_method(struct sg_channel *channel, u32 method, u32 value);
@@ -382,7 +382,7 @@ bool sg_semaphore_read(struct sg_channel *channel, u64 va, u64 *value);
 
 /* Differences between architectures that are visible to UVM. */
 struct sg_arch {
-	const char *name;    /* of the parameter arch= */
+	const char *name;    /* as in the parameter arch= */
 	const char *product;
 	u32 id;              /* SOFTGPU_ARCH_* */
 	u32 channel_class, copy_class, compute_class;
@@ -401,16 +401,16 @@ struct softgpu {
 	const struct sg_arch *arch;
 	const struct sg_mmu_format *format; /* of arch */
 	bool lost;
-	bool died;        /* a channel was killed on purpose: UVM can submit nothing any more, so it cannot unmap either */
+	bool died;        /* a channel was killed on purpose: UVM can no longer submit work, so it cannot unmap either */
 
 	u64 vidmem;
 	u64 frames;
 	struct sg_frame *frame;
 	u64 backing_bytes;
 
-	unsigned long *pma_used;   /* a bit for each frame: given out, or being evicted for somebody */
-	unsigned long *pma_pinned; /* of those: UVM cannot be asked to evict it */
-	u8 *pma_chunk_used;        /* how many frames of each 2 MB */
+	unsigned long *pma_used;   /* a bit for each frame: allocated, or being evicted for an allocation */
+	unsigned long *pma_pinned; /* of those, frames that UVM cannot be asked to evict */
+	u8 *pma_chunk_used;        /* used frames in each 2 MB */
 	u64 pma_free, pma_free_2m;
 	UvmPmaStatistics pma_stats;
 	uvmPmaEvictPagesCallback evict_pages;
@@ -421,20 +421,20 @@ struct softgpu {
 	struct sg_membars membars;
 	struct list_head channels;
 	u32 next_channel;
-	u64 live_tables;           /* of user spaces */
+	u64 live_tables;           /* in user spaces */
 	u64 live_ptes;
 
 	struct task_struct *thread;
-	wait_queue_head_t wait;    /* for: held, released */
+	wait_queue_head_t wait;    /* wakes on: held, released */
 	u32 hold;                  /* SOFTGPU_HOLD_* */
 	bool held;
-	bool hold_pass;            /* where it stands now it does not stop again */
+	bool hold_pass;            /* it does not stop again at the current place */
 	const void *hold_owner;
 	u8 *bounce;                /* one page, for copies */
 
 	struct list_head user_channels; /* struct sg_user_channel */
 	struct sg_waiting_fault waiting[SG_WAITING_FAULTS];
-	volatile u32 *registers;   /* what UVM believes to be registers */
+	volatile u32 *registers;   /* memory that UVM takes for registers */
 	void *fault_buffer, *shadow_buffer, *access_buffer;
 
 	struct softgpu_counters count;
@@ -446,12 +446,12 @@ struct softgpu {
 #define SG_REGISTER_TIME 64 /* two words: nanoseconds */
 void sg_registers_settle(struct softgpu *gpu);
 
-/* Faults that UVM is told of (rmfault.c). deliver: -ENODEV without a channel, -EBUSY when too many wait. */
+/* Faults that are delivered to UVM (rmfault.c). deliver: -ENODEV without a channel, -EBUSY if too many wait. */
 int sg_fault_deliver(struct sg_space *space, u64 va, bool write);
 void sg_faults_replay(struct softgpu *gpu);
 void sg_faults_cancel(struct softgpu *gpu, u64 va);
 void sg_faults_forget(struct softgpu *gpu, const struct sg_user_channel *channel);
-/* Called without the lock: UVM's interrupt handler, while there is something in the fault buffer. */
+/* Calls UVM's interrupt handler while the fault buffer is not empty. Called without the lock. */
 void sg_faults_interrupt(struct softgpu *gpu);
 
 struct sg_settings {
@@ -463,7 +463,7 @@ struct sg_settings {
 	uint check_ordering;
 };
 
-/* All state that is not of one GPU. */
+/* All state that does not belong to one GPU. */
 struct sg_model {
 	struct mutex lock;
 	struct softgpu *gpu[SOFTGPU_MAX_GPUS];
@@ -487,14 +487,14 @@ u32 sg_peers_of(const struct softgpu *gpu);
 /* ---- faults and broken rules (report.c) ------------------------------------------------------------- */
 
 void sg_fault(struct softgpu *gpu, u32 kind, u64 address, u64 pte, u32 pid, u32 channel);
-/* SOFTGPU_ERROR_*: recorded, counted, and in the kernel log */
+/* SOFTGPU_ERROR_*: recorded, counted, and logged */
 __printf(5, 6) void sg_error(struct softgpu *gpu, u32 kind, u64 address, u64 pte, const char *format, ...);
 
 /* ---- calls and injected failures (calls.c, calls.h) -------------------------------------------------- */
 
 #include "calls.h"
 
-/* The status that the call shall fail with, or NV_OK. May sleep. gpu may be NULL. */
+/* Returns the status that the call must fail with, or NV_OK. May sleep. gpu may be NULL. */
 NV_STATUS sg_call(enum sg_call_id id, const struct softgpu *gpu);
 bool sg_push_fails(void);
 

@@ -2,8 +2,8 @@
 /*
  * main.c - the software GPU: loading, unloading, parameters. See README.md and impl.h.
  *
- * A GPU takes the place of a PCI device (QEMU's `edu`, which does nothing by itself): UVM wants one to map
- * host memory for, and there is no other use of it.
+ * Each GPU has a PCI device (QEMU's `edu`), only because UVM needs a device to map host memory for; the device
+ * itself does nothing.
  */
 #include <linux/delay.h>
 #include <linux/dma-mapping.h>
@@ -24,7 +24,7 @@ module_param(arch, charp, 0444);
 MODULE_PARM_DESC(arch, "ampere (GA100, page tables version 2), hopper (GH100, version 3); since 570 blackwell (GB100), gb20x");
 static uint gpus;
 module_param(gpus, uint, 0444);
-MODULE_PARM_DESC(gpus, "number of GPUs, 1 to 4; 0: as many as there are PCI devices for");
+MODULE_PARM_DESC(gpus, "number of GPUs, 1 to 4; 0: one for each PCI device");
 static uint vidmem_mb = 256;
 module_param(vidmem_mb, uint, 0444);
 MODULE_PARM_DESC(vidmem_mb, "video memory of each GPU in MB, even; costs guest memory only where it holds data");
@@ -49,7 +49,7 @@ static const u8 uuid_base[SOFTGPU_UUID_BYTES] = {
 	0x50, 0x0f, 0x70, 0x90, 0x11, 0x22, 0x43, 0x44, 0x95, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xc0,
 };
 
-/* xorshift64*: the seed gives the same choices again; timing does not. */
+/* xorshift64*: a seed reproduces the choices, but not the timing. */
 u32 sg_random(u32 below)
 {
 	u64 x = model.random;
@@ -91,7 +91,7 @@ static void gpu_free(struct softgpu *gpu)
 	kvfree(gpu);
 }
 
-/* Takes the reference to the PCI device over, also on failure. */
+/* Takes over the reference to the PCI device, even on failure. */
 static struct softgpu *gpu_new(u32 index, struct pci_dev *pci, const struct sg_arch *chosen)
 {
 	struct softgpu *gpu = kvzalloc(sizeof(*gpu), GFP_KERNEL);
@@ -197,7 +197,7 @@ no_devices:
 	return result;
 }
 
-/* nvidia-uvm.ko is gone, and no descriptor is open: nothing may be left of what they had. */
+/* nvidia-uvm.ko is unloaded and no descriptor is open: everything they had must be freed. */
 static void __exit softgpu_exit(void)
 {
 	u32 i;
@@ -221,7 +221,7 @@ static void __exit softgpu_exit(void)
 module_init(softgpu_init);
 module_exit(softgpu_exit);
 MODULE_LICENSE("Dual MIT/GPL");
-MODULE_DESCRIPTION("Software GPU in nvidia.ko's place, for tests of nvidia-uvm.ko");
+MODULE_DESCRIPTION("Software GPU that replaces nvidia.ko, for tests of nvidia-uvm.ko");
 MODULE_VERSION(NV_VERSION_STRING);
 
 #include "softgpu_exports.h"

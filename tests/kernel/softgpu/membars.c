@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * membars.c - is memory reused while accesses through a translation that was taken away may be under way?
+ * membars.c - detects reuse of memory while accesses through a removed translation may still be in flight.
  *
- * A TLB invalidate keeps later accesses from using the old translation. Those under way are waited for by a membar after
- * it: the GPU's for its own memory, the system's for another GPU's (uvm_hal_downgrade_membar_type). Each GPU has a clock
- * of what it does about that; each frame, when each GPU lost a translation to it. Memory is reused when it is freed, and
- * when a copy engine writes it by physical address while nothing maps it.
+ * A TLB invalidate keeps later accesses from using the old translation. A membar after it waits for accesses in flight: a
+ * GPU membar for the GPU's own memory, a system membar for another GPU's (uvm_hal_downgrade_membar_type). Each GPU has a
+ * clock of these operations; each frame records when each GPU lost a translation to it. Memory counts as reused when it is
+ * freed, and when a copy engine writes it by physical address while nothing maps it.
  */
 #include "impl.h"
 
@@ -39,6 +39,6 @@ void sg_membars_reused(struct softgpu *owner, u64 frame)
 		f->cleared[i] = 0;
 		if (cleared <= (by == owner ? by->membars.own_until : by->membars.peers_until) || by->lost || by->died)
 			continue;
-		sg_error(owner, SOFTGPU_ERROR_NO_MEMBAR, pa, i, "frame %llx reused, and no membar followed gpu %u's invalidate", pa, i);
+		sg_error(owner, SOFTGPU_ERROR_NO_MEMBAR, pa, i, "frame %llx reused, but no membar followed gpu %u's invalidate", pa, i);
 	}
 }

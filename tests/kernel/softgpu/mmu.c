@@ -21,8 +21,8 @@
 #define PDE_APERTURE_VID     1
 
 /* Version 2 */
-#define V2_PTE_VOL        BIT_ULL(3)     /* not cached; of an invalid entry: sparse */
-#define V2_PTE_PRIVILEGE  BIT_ULL(5)     /* of an invalid 64 KB entry: ignore the 4 KB table */
+#define V2_PTE_VOL        BIT_ULL(3)     /* not cached; in an invalid entry: sparse */
+#define V2_PTE_PRIVILEGE  BIT_ULL(5)     /* in an invalid 64 KB entry: ignore the 4 KB table */
 #define V2_PTE_READ_ONLY  BIT_ULL(6)
 #define V2_ADDRESS_SYS    GENMASK_ULL(53, 8)
 #define V2_ADDRESS_VID    GENMASK_ULL(32, 8)
@@ -37,8 +37,8 @@
 #define V3_PTE_PCF          GENMASK_ULL(7, 3)
 #define V3_PCF_SPARSE       1
 #define V3_PCF_NO_VALID_4KB 3
-#define V3_PCF_READ_ONLY    BIT(2)       /* set in all PCF values of a valid entry that are RO */
-#define V3_PCF_UNCACHED     BIT(0)       /* the same for UNCACHED */
+#define V3_PCF_READ_ONLY    BIT(2)       /* set in all read-only PCF values of valid entries */
+#define V3_PCF_UNCACHED     BIT(0)       /* set in all uncached PCF values of valid entries */
 #define V3_PCF_REGULAR_RW_ATOMIC_UNCACHED_ACE    0x01
 #define V3_PCF_REGULAR_RO_NO_ATOMIC_CACHED_ACE   0x0c
 #define V3_PTE_KIND_SHIFT   8
@@ -153,7 +153,7 @@ static void decode_ver3_256g(u8 level, u8 half, u64 raw, struct sg_entry *out)
 		decode_ver3(level, half, raw, out);
 		return;
 	}
-	decode_ver3(SG_LEVEL_PDE1, half, raw, out); /* the fields of a page are where they are in each level */
+	decode_ver3(SG_LEVEL_PDE1, half, raw, out); /* the fields of a page are the same in each level */
 	out->page_size = SG_PAGE_256G;
 }
 
@@ -286,7 +286,7 @@ static void walk_tables(struct softgpu *gpu, const u64 dual[2], u64 va, struct s
 	}
 }
 
-/* Only then is a dual entry one of a directory; a 2 MB page is kept as a page. */
+/* Returns true if a dual entry is a directory entry; a 2 MB page is cached as a page. */
 static bool points_to_tables(const struct sg_mmu_format *format, const u64 dual[2])
 {
 	struct sg_entry big, small;

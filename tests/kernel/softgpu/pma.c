@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * pma.c - the owner of video memory: gives out frames, and asks UVM to evict when it has none.
+ * pma.c - the allocator of video memory: hands out frames, and asks UVM to evict if none are free.
  *
  * Modelled on RM's physical memory allocator (src/nvidia/src/kernel/gpu/mem_mgr/phys_mem_allocator/): frames are free,
  * unpinned or pinned. A call that finds too little memory tries to evict once: for single pages UVM chooses; for a
- * contiguous block the allocator chooses the first window that has no pinned frame in it, and UVM has to empty just that
- * one. Frames that UVM holds without having told so that they are pinned look evictable.
+ * contiguous block the allocator chooses the first window without a pinned frame, and UVM has to empty exactly that
+ * window. Frames that UVM keeps without declaring them pinned look evictable.
  *
- * What is freed, and what is given out, is poison; nothing is ever reported as zero.
+ * Freed and newly allocated memory is poison; no memory is ever reported as zero.
  */
 #include <linux/bitmap.h>
 #include <linux/mm.h>
@@ -87,7 +87,7 @@ static bool find_run(struct softgpu *gpu, u64 frames, u64 align_mask, bool top, 
 	}
 }
 
-/* One contiguous run in [lo, hi). */
+/* Takes one contiguous run in [lo, hi). */
 bool sg_pma_take(struct softgpu *gpu, u64 size, u64 align, bool top, bool pin, u64 lo, u64 hi, u64 *pa)
 {
 	u64 frames = DIV_ROUND_UP(size, SOFTGPU_FRAME_SIZE);
@@ -106,7 +106,7 @@ bool sg_pma_take(struct softgpu *gpu, u64 size, u64 align, bool top, bool pin, u
 	return true;
 }
 
-/* Checks when the contents of a frame are discarded; then the frame is poisoned. */
+/* Checks that a frame may be discarded, and poisons it. */
 static void wipe(struct softgpu *gpu, u64 frame)
 {
 	struct sg_frame *f = &gpu->frame[frame];
@@ -144,7 +144,7 @@ struct request {
 	u64 evict_calls, evict_failed;
 };
 
-/* As many pages as there are, up to the count; contiguous: all or none. */
+/* Takes the available pages, up to the count; contiguous: all or none. */
 static u64 take_pages(struct softgpu *gpu, const struct request *r, u64 *pages)
 {
 	u64 i;
@@ -157,7 +157,7 @@ static u64 take_pages(struct softgpu *gpu, const struct request *r, u64 *pages)
 	return i;
 }
 
-/* UVM chooses pages, evicts what is in them, and leaves them to us as they are. */
+/* UVM chooses pages, evicts their contents, and hands them to us. */
 static bool evict_pages(struct softgpu *gpu, struct request *r, u64 *pages)
 {
 	u64 i, f;
@@ -209,7 +209,7 @@ static bool evict_window(struct softgpu *gpu, struct request *r, u64 *pages)
 	return false;
 }
 
-/* The number of pages; 0: none. Called with the lock, which is dropped around eviction. */
+/* Returns the number of pages taken. Called with the lock, which is dropped around eviction. */
 static u64 allocate(struct softgpu *gpu, struct request *r, u64 *pages)
 {
 	u64 taken = take_pages(gpu, r, pages);

@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * readers.c - what GPU work that reads without pause sees of a BIND of the patched driver.
+ * readers.c - checks what continuously reading GPU work would see during a BIND of the patched driver.
  *
- * A reader looks up an address in the page tables, so what it sees changes with the writes to them and at no other
- * moment. Each entry that the engine writes comes by here while BINDs are in flight, and every unit (64 KB) whose
- * translation the entry decides is looked at before and after: all addresses, at every moment, as a GPU with empty TLBs
- * sees them. What TLBs keep beyond that is tlb.c's.
+ * A reader looks up an address in the page tables, so its view changes only when they are written. While BINDs are in
+ * flight, each entry that the engine writes passes through here, and every unit (64 KB) whose translation depends on the
+ * entry is compared before and after. That covers all addresses at every moment, as a GPU with empty TLBs sees them.
+ * Stale TLB entries are the subject of tlb.c.
  *
  * Rules (uvm_vmem_ioctl.h), for the reservations that a BIND in flight works on:
- *   - what no BIND in flight names does not change (SOFTGPU_ERROR_GAP);
- *   - what one names changes once, from the old translation to the new one (SOFTGPU_ERROR_NEITHER). Only where a slot's
- *     2 MB page becomes a table, or a table a 2 MB page, it is absent in between; a sparse unit not even there;
- *   - what one maps is cached by the GPU if it is its own memory, and else not (SOFTGPU_ERROR_CACHED), as UVM has it.
+ *   - a unit that no BIND in flight names does not change (SOFTGPU_ERROR_GAP);
+ *   - a unit that a BIND names changes once, from the old translation to the new one (SOFTGPU_ERROR_NEITHER). It may be
+ *     absent in between only if its slot changes between a 2 MB page and a table, and never if it was sparse;
+ *   - a mapped unit is cached by the GPU if it is the GPU's own memory, and otherwise not (SOFTGPU_ERROR_CACHED), as UVM
+ *     does it.
  *
- * The driver's tracepoints tell: uvm_vmem_bind_op comes before anything is written, uvm_vmem_bind_sent when all is in
- * the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the engine has passed what was put into the
- * rings between the first two, whatever was returned: a call that a signal ends leaves its pushes behind. What others put
- * there meanwhile counts too, nothing tells it apart; so once the call has returned, the BIND answers for what pushes of
- * that time write and for nothing later, as a FREE that has waited for it.
+ * BINDs are observed through the driver's tracepoints: uvm_vmem_bind_op comes before anything is written,
+ * uvm_vmem_bind_sent when all pushes are in the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the
+ * engine has executed the entries put into the rings between the first two, whatever the call returned: a call that a
+ * signal ends leaves its pushes behind. Entries that other calls put there meanwhile count too, as they cannot be told
+ * apart. So once the call has returned, the BIND is held responsible for writes of pushes from that time only, and not for
+ * later ones, such as those of a FREE that has waited for it.
  */
 #include <linux/file.h>
 #include <linux/module.h>
@@ -34,13 +36,13 @@
 
 #include "impl.h"
 
-/* Of the patched driver's uvm_vmem_ioctl.h, which is not there beside an unpatched one. */
+/* From the patched driver's uvm_vmem_ioctl.h, which an unpatched driver does not have. */
 #define OP_CUT (1u << 3)
 
 #define RANGES_PER_CHUNK 254
-#define MARKS_MAX        64 /* channels of all GPUs */
-#define REPORTS_MAX      8 /* of one BIND */
-#define GPU_SHIFT        48 /* above 57 - 16 bits of a unit's number */
+#define MARKS_MAX        64 /* most channels, of all GPUs */
+#define REPORTS_MAX      8 /* most reports for one BIND */
+#define GPU_SHIFT        48 /* above the 57 - 16 bits of a unit's number */
 
 struct named {
 	u64 first, last;
@@ -48,15 +50,15 @@ struct named {
 
 struct chunk {
 	struct list_head node;
-	u64 low, high; /* of all its ranges */
+	u64 low, high; /* bounds of all its ranges */
 	u32 count;
 	struct named range[RANGES_PER_CHUNK];
 };
 
-/* A place in a channel's ring. */
+/* A position in a channel's ring. */
 struct mark {
 	struct sg_channel *channel;
-	u64 first, fetched; /* entries of its time: from first, which is one of them, to fetched, which is not */
+	u64 first, fetched; /* the ring entries of the BIND's time: [first, fetched) */
 };
 
 /* The history of a named unit. */
@@ -64,23 +66,23 @@ enum { UNTOUCHED, CHANGED, GONE_WITH_PAGE, GONE_WITH_TABLE, GONE_SPARSE };
 
 struct bind {
 	struct list_head node;
-	struct task_struct *task; /* whose call it is, until it returns: compared, never used */
-	const void *descriptor;   /* of the driver's, which has one address space on each GPU */
-	u64 start, last;          /* of the reservation */
+	struct task_struct *task; /* the calling thread, until the call returns: only compared, never dereferenced */
+	const void *descriptor;   /* the driver's descriptor, which has one address space on each GPU */
+	u64 start, last;          /* the reservation's bounds */
 	struct list_head chunks;
-	const struct named *hint; /* that held an address last */
+	const struct named *hint; /* the range found by the last lookup */
 	bool sent;
 	u32 marks;
 	struct mark mark[MARKS_MAX];
-	struct xarray units;      /* by GPU and address >> 16 */
+	struct xarray units;      /* state of named units, by GPU and address >> 16 */
 	u32 reports;
 };
 
-/* Protects all that is below, and how far channels are (channel->get, ->fetched). Taken under model.lock or without. */
+/* Protects everything below, and the channels' positions (channel->get, ->fetched). Taken with or without model.lock. */
 static DEFINE_SPINLOCK(lock);
-static LIST_HEAD(binds); /* the oldest first */
+static LIST_HEAD(binds); /* BINDs in flight, oldest first */
 static u64 binds_seen, units_seen;
-/* The ring whose entry the engine works on, and its number. Protected by model.lock. */
+/* The ring entry that the engine executes, and its number. Protected by model.lock. */
 static struct {
 	const struct sg_channel *channel;
 	u64 entry;
@@ -144,7 +146,7 @@ static void mark_rings(struct bind *bind)
 				bind->mark[bind->marks++] = (struct mark){ channel, filled(channel), 0 };
 }
 
-/* Those into which nothing was put meanwhile are not waited for. */
+/* Rings that got no entries meanwhile are not waited for. */
 static void mark_what_was_sent(struct bind *bind)
 {
 	u32 i;
@@ -172,7 +174,7 @@ static bool passed(const struct bind *bind)
 	return bind->sent;
 }
 
-/* Whether what the engine writes now may be the BIND's, or whoever else writes has no right to while it is in flight. */
+/* Returns true if the BIND is held responsible for the engine's current write. */
 static bool answers(const struct bind *bind)
 {
 	u32 i;
@@ -187,8 +189,8 @@ static bool answers(const struct bind *bind)
 
 /* ---- descriptors --------------------------------------------------------------------------------------- */
 
-/* The file whose ioctl the calling thread is in: two of one process may have reservations at the same addresses, which
- * nothing else tells apart here. It is compared, never used. */
+/* Returns the file whose ioctl the calling thread is in: two descriptors of one process may have reservations at the same
+ * addresses, and nothing else distinguishes them here. It is only compared, never dereferenced. */
 const void *sg_descriptor_of_caller(void)
 {
 	unsigned long args[6];
@@ -297,7 +299,7 @@ bool sg_readers_watch(const struct sg_space *space)
 	return space->user && !list_empty(&binds);
 }
 
-/* The next state of a unit that a BIND names, or -1: this must not be. No BIND takes a directory's tables away. */
+/* Returns the next state of a unit that a BIND names, or -1 for a forbidden change. No BIND removes a directory's tables. */
 static int next_state(unsigned long state, u8 level, const struct sg_sight *before, const struct sg_sight *after)
 {
 	bool whole = level == SG_LEVEL_PDE0;
@@ -379,8 +381,8 @@ void sg_readers_counters(struct softgpu_counters *out)
 /* ---- the driver's tracepoints -------------------------------------------------------------------------- */
 
 /*
- * A tracepoint runs as the process whose allocations a test lets fail one by one (fail-nth). Ours are spared: a BIND that
- * is not noted looks like a gap.
+ * A tracepoint runs in the process whose allocations a test makes fail one by one (fail-nth). Our allocations are exempt:
+ * a BIND that is not recorded would look like a gap.
  */
 static unsigned int spare(void)
 {
@@ -407,7 +409,7 @@ static void probe_op(void *data, u64 start, u64 length, u64 addr, u64 bytes, u32
 	unsigned int nth = spare();
 	struct bind *bind;
 
-	/* what a cut changes is a slot */
+	/* a cut changes the whole slot */
 	if (flags & OP_CUT) {
 		first = max(start, round_down(first, SG_PAGE_2M));
 		last = last | (SG_PAGE_2M - 1);
@@ -483,7 +485,7 @@ int sg_readers_init(void)
 	return register_tracepoint_module_notifier(&notifier);
 }
 
-/* nvidia-uvm.ko is gone. */
+/* Called when nvidia-uvm.ko is unloaded. */
 void sg_readers_exit(void)
 {
 	struct bind *bind, *next;

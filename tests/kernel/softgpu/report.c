@@ -12,7 +12,7 @@ void sg_fault(struct softgpu *gpu, u32 kind, u64 address, u64 pte, u32 pid, u32 
 		gpu->count.faults++;
 	if (kind == SOFTGPU_FAULT_STALE)
 		gpu->count.stale++;
-	/* reads of poison come in crowds; they leave room for what matters */
+	/* reads of poison are frequent; leave room in the log for other faults */
 	if (kind == SOFTGPU_FAULT_POISON && gpu->fault_head - gpu->fault_tail >= SG_FAULT_LOG / 2)
 		return;
 	if (gpu->fault_head - gpu->fault_tail == SG_FAULT_LOG) {

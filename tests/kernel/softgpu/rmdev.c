@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * rmdev.c - /dev/nvidiactl, /dev/nvidia0, ..., /proc/driver/nvidia/version: as much of the resource manager's own interface as
- * a program needs that brings its own clients, devices and address spaces to UVM, as libvmem does.
+ * rmdev.c - /dev/nvidiactl, /dev/nvidia0, ..., /proc/driver/nvidia/version: the part of the resource manager's own interface
+ * that a program needs if it makes its own clients, devices and address spaces for UVM, as libvmem does.
  *
  * Sources: kernel-open/common/inc/nv-ioctl.h and nv-ioctl-numbers.h, src/nvidia/arch/nvalloc/unix/include/nv_escape.h,
  * src/common/sdk/nvidia/inc/nvos.h with its folders class/ and ctrl/ (named at each number below).
@@ -82,11 +82,11 @@ struct api_version { /* nv_ioctl_rm_api_version_t */
 	char text[64];
 };
 
-struct device_parameters { /* NV0080_ALLOC_PARAMETERS, its first field is all that matters here */
+struct device_parameters { /* NV0080_ALLOC_PARAMETERS; only the first field is used here */
 	u32 device_id;
 };
 
-struct memory_parameters { /* NV_MEMORY_ALLOCATION_PARAMS up to the size; the rest is not looked at */
+struct memory_parameters { /* NV_MEMORY_ALLOCATION_PARAMS up to the size; later fields are ignored */
 	u32 owner, type, flags, width, height;
 	s32 pitch;
 	u32 attr, attr2, format, compr_covg, zcull_covg, pad0;
@@ -122,7 +122,7 @@ struct fb_get_info { /* NV2080_CTRL_FB_GET_INFO_V2_PARAMS */
 
 enum { FB_INFO_RAM_SIZE = 0x07, FB_INFO_TOTAL_RAM_SIZE = 0x08, FB_INFO_HEAP_SIZE = 0x09, FB_INFO_HEAP_FREE = 0x16 };
 
-/* A number for each GPU, as RM makes them of the PCI address. */
+/* A number for each GPU, derived from the PCI address as in RM. */
 static u32 gpu_id(const struct softgpu *gpu)
 {
 	return (pci_domain_nr(gpu->pci->bus) << 16) | (gpu->pci->bus->number << 8) | PCI_SLOT(gpu->pci->devfn);

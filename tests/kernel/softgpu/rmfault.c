@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * rmfault.c - the resource manager's interface: fault buffers (replayable faults that a test asks for are put there),
- * access counters (there is a buffer, and nothing is ever put into it), confidential computing and access bits (there
- * are none).
+ * rmfault.c - the resource manager's interface: fault buffers (for replayable faults that a test requests), access
+ * counters (there is a buffer, which stays empty), confidential computing and access bits (not supported).
  *
  * Sources: clc369.h, hwref/hopper/gh100/dev_fault.h and hwref/ampere/ga100/dev_fault.h in kernel-open/nvidia-uvm.
  */
@@ -20,7 +19,7 @@
 #define SHADOW_FAULTS      1024
 #define ACCESS_PACKETS     1024
 
-/* Words of softgpu.registers; SG_REGISTER_TIME is another. */
+/* Words of softgpu.registers, in addition to SG_REGISTER_TIME. */
 enum {
 	FAULT_GET,
 	FAULT_PUT,
@@ -55,7 +54,7 @@ static volatile NvU32 *reg(struct softgpu *gpu, u32 number)
 /* NV_PFB_PRI_MMU_FAULT_BUFFER_GET_GETPTR_CORRUPTED and _OVERFLOW (dev_fb.h of gv100): written as 1 to clear, read as 0 then. */
 #define FAULT_GET_CLEAR GENMASK(31, 30)
 
-/* Done at once by hardware, but not by memory that emulates a register. */
+/* Completes register writes that hardware would complete itself. */
 void sg_registers_settle(struct softgpu *gpu)
 {
 	volatile u32 *get = &gpu->registers[FAULT_GET];
@@ -81,7 +80,7 @@ void sg_registers_settle(struct softgpu *gpu)
 #define ENGINE_GRAPHICS_HOPPER 384 /* and later */
 #define ENGINE_GRAPHICS_AMPERE 64
 
-/* One packet, by client 0 of GPC 0. */
+/* Writes one packet, from client 0 of GPC 0. */
 static void fault_put(struct softgpu *gpu, const struct sg_waiting_fault *fault, bool read_only)
 {
 	u32 put = *reg(gpu, FAULT_PUT);
@@ -95,14 +94,14 @@ static void fault_put(struct softgpu *gpu, const struct sg_waiting_fault *fault,
 	word[4] = lower_32_bits(now);
 	word[5] = upper_32_bits(now);
 	word[6] = gpu->arch->id == SOFTGPU_ARCH_AMPERE ? ENGINE_GRAPHICS_AMPERE : ENGINE_GRAPHICS_HOPPER;
-	smp_wmb(); /* VALID comes last */
+	smp_wmb(); /* VALID is written last */
 	word[7] = FIELD_PREP(FAULT7_TYPE, read_only ? FAULT_TYPE_RO_VIOLATION : FAULT_TYPE_PTE) | FAULT7_REPLAYABLE |
 		  FIELD_PREP(FAULT7_ACCESS, fault->write ? FAULT_ACCESS_WRITE : FAULT_ACCESS_READ) | FAULT7_ENABLED | FAULT7_VALID;
 	smp_wmb();
 	*reg(gpu, FAULT_PUT) = (put + 1) % REPLAYABLE_FAULTS;
 }
 
-/* Does the access fault still? */
+/* Returns true if the access still faults. */
 static bool faults_now(const struct sg_waiting_fault *fault, bool *read_only)
 {
 	struct sg_translation t;
@@ -150,7 +149,7 @@ void sg_faults_replay(struct softgpu *gpu)
 		if (!gpu->waiting[i].channel)
 			continue;
 		if (!gpu->waiting[i].channel->space) {
-			/* stopped: its context is taken off the GPU, but what it waited for may have faulted once more before */
+			/* stopped: its context leaves the GPU, but the access may have faulted once more before that */
 			fault_put(gpu, &gpu->waiting[i], false);
 			waiting_end(gpu, i);
 		} else if (faults_now(&gpu->waiting[i], &read_only)) {

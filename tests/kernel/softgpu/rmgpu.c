@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
-/* rmgpu.c - the resource manager's interface: sessions, devices, what a GPU is and can do, peers. */
+/* rmgpu.c - the resource manager's interface: sessions, devices, GPU properties and capabilities, peers. */
 #include <linux/dma-mapping.h>
 #include <linux/moduleparam.h>
 #include <linux/slab.h>
@@ -86,10 +86,10 @@ MODULE_PARM_DESC(p2p, "peers: nvlink (UVM enables them itself), pcie (on request
 
 static char *kind = "";
 module_param(kind, charp, 0444);
-MODULE_PARM_DESC(kind, "what the GPUs say they are: virtual (SR-IOV), mig (one partition of all), integrated (no memory), "
-		       "coherent (the CPU has their memory too)");
+MODULE_PARM_DESC(kind, "what the GPUs claim to be: virtual (SR-IOV), mig (one partition of all), integrated (no memory), "
+		       "coherent (their memory is in the CPU's address space)");
 
-/* Where the CPU would see a coherent GPU's memory: nothing looks there before the GPU has a NUMA node. */
+/* The CPU address of a coherent GPU's memory: never accessed before the GPU has a NUMA node. */
 #define COHERENT_WINDOW (1ull << 46)
 
 static bool is_kind(const char *name)
@@ -102,7 +102,7 @@ static struct softgpu *to_gpu(uvmGpuDeviceHandle device)
 	return (struct softgpu *)device;
 }
 
-/* All bits of GPUs that can be peers of this one. Peer number = GPU number. */
+/* A bitmap of the GPUs that can be peers of this one. Peer number = GPU number. */
 u32 sg_peers_of(const struct softgpu *gpu)
 {
 	if (!strcmp(p2p, "none"))
@@ -142,7 +142,7 @@ NV_STATUS nvUvmInterfaceSessionDestroy(uvmGpuSessionHandle session)
 	return NV_OK;
 }
 
-/* The device handle is the GPU itself: nothing is kept for one device. */
+/* The device handle is the GPU itself: a device has no state of its own. */
 NV_STATUS nvUvmInterfaceDeviceCreate(uvmGpuSessionHandle session, const UvmGpuInfo *info, const NvProcessorUuid *uuid,
 				     uvmGpuDeviceHandle *out, NvBool smc)
 {
@@ -278,7 +278,7 @@ NV_STATUS nvUvmInterfaceGetNvlinkInfo(uvmGpuDeviceHandle device, UvmGpuNvlinkInf
 	return NV_OK;
 }
 
-/* After it UVM does nothing more until it is loaded again. Not an error of the model: a test may have asked for it. */
+/* After this UVM does nothing more until it is reloaded. Not an error for the model: a test may have caused it. */
 void nvUvmInterfaceReportFatalError(NV_STATUS error)
 {
 	sg_call(SG_CALL_ReportFatalError, NULL);

@@ -9,11 +9,11 @@
 #include "impl.h"
 
 #define MAPPING_READ_ONLY 3 /* UvmRmGpuMappingTypeReadOnly, UvmGpuMappingTypeReadOnly */
-#define DUAL_PTE_BYTES    16 /* a 2 MB entry lies in a dual slot */
+#define DUAL_PTE_BYTES    16 /* a 2 MB entry takes a dual entry */
 #define PTE_BYTES         8
 #define KIND_GENERIC      6  /* NV_MMU_PTE_KIND_GENERIC_MEMORY, dev_mmu.h */
 
-/* Host memory comes in pages of its own; all zero. */
+/* Allocates host memory in separate pages, zeroed. */
 static int sys_fill(struct sg_memory *memory)
 {
 	u64 i;

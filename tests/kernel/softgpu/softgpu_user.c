@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 // softgpu_user.c - see softgpu_user.h.
 //
-// The structs of UVM's own ioctls are repeated here (sources named at each), because they differ between
-// driver branches and one test binary serves all: the branch is asked from the software GPU.
+// The structs of UVM's own ioctls are repeated here (each names its source), because they differ between driver
+// branches, but one test binary serves all branches: the software GPU reports the branch.
 
 #define _GNU_SOURCE
 #include "softgpu_user.h"
@@ -28,7 +28,7 @@ static int call(int fd, unsigned long request, void *argument) {
 
 // ---- device nodes ------------------------------------------------------------------------------
 
-// The number that /proc/devices or /proc/misc gives to name, or -1.
+// The device number of name in /proc/devices or /proc/misc, or -1.
 static int number_of(const char *table, const char *name) {
   char line[256], found[128];
   int number, result = -1;
@@ -301,7 +301,7 @@ const char *softgpu_fault_name(unsigned kind) {
   case SOFTGPU_FAULT_READ_ONLY:
     return "write to a read-only page";
   case SOFTGPU_FAULT_BAD_ADDRESS:
-    return "translation to where no memory is";
+    return "translation to nonexistent memory";
   case SOFTGPU_FAULT_STALE:
     return "stale translation";
   case SOFTGPU_FAULT_POISON:
@@ -321,11 +321,11 @@ const char *softgpu_fault_name(unsigned kind) {
   case SOFTGPU_ERROR_TABLE_FREED:
     return "page table freed while reachable";
   case SOFTGPU_ERROR_COPY:
-    return "copy engine address that is not there";
+    return "invalid copy engine address";
   case SOFTGPU_ERROR_METHOD:
     return "unknown method";
   case SOFTGPU_ERROR_TWICE:
-    return "one entry written twice without order";
+    return "one entry written twice without ordering";
   case SOFTGPU_ERROR_MODEL:
     return "the model contradicts itself";
   case SOFTGPU_ERROR_GAP:
@@ -333,11 +333,11 @@ const char *softgpu_fault_name(unsigned kind) {
   case SOFTGPU_ERROR_NEITHER:
     return "neither old nor new during a BIND";
   case SOFTGPU_ERROR_RESIZED:
-    return "entry of another size while TLBs may hold the old one";
+    return "entry changes its page size while TLBs may hold the old one";
   case SOFTGPU_ERROR_NO_MEMBAR:
     return "reused before a membar";
   case SOFTGPU_ERROR_CACHED:
-    return "cached against the rules";
+    return "wrong caching of an entry";
   case SOFTGPU_ERROR_BAD_FREE:
     return "free of an RM object that does not exist";
   case SOFTGPU_ERROR_LEAK:

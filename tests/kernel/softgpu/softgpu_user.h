@@ -3,8 +3,8 @@
  * softgpu_user.h - a small C library for tests: the software GPU (softgpu.h), and a client of the real
  * nvidia-uvm.ko on it. Static, no dependency beyond libc, nothing printed, no exit.
  *
- * Every function returns 0 (or a descriptor) or a negative errno. Calls of UVM that answer with an NV_STATUS
- * return that as a positive number: 0 is success, > 0 an NV_STATUS, < 0 an errno.
+ * Every function returns 0 (or a descriptor) or a negative errno. UVM calls that fail with an NV_STATUS return it
+ * as a positive number: 0 is success, > 0 an NV_STATUS, < 0 an errno.
  *
  *     struct softgpu_client c;
  *     if (softgpu_client_open(&c, 1))                  // gpu 0, ready for the ioctls on c.uvm
@@ -32,7 +32,7 @@ extern "C" {
 int softgpu_open(void); /* makes the device node if there is none */
 int softgpu_info(int dev, unsigned gpu, struct softgpu_info *out);
 int softgpu_counters(int dev, unsigned gpu, struct softgpu_counters *out);
-/* now - before, member by member; the "now" ones are not subtracted but taken from now */
+/* now - before, member by member; the "now" members are copied from now */
 struct softgpu_counters softgpu_counters_since(const struct softgpu_counters *before, const struct softgpu_counters *now);
 
 int softgpu_xlate(int dev, struct softgpu_space space, uint64_t va, struct softgpu_xlate *out);
@@ -43,13 +43,13 @@ int softgpu_frame(int dev, unsigned gpu, uint64_t pa, struct softgpu_frame *out)
 int softgpu_read(int dev, struct softgpu_space space, uint64_t va, void *buf, size_t length, uint64_t *done);
 int softgpu_write(int dev, struct softgpu_space space, uint64_t va, const void *buf, size_t length, uint64_t *done);
 int softgpu_fill(int dev, struct softgpu_space space, uint64_t va, uint64_t length, uint64_t value, uint64_t step);
-/* -EBADMSG: a word differs; where (may be NULL): out_done and out_found are filled in */
+/* -EBADMSG: a word differs; out_done and out_found are set in *where, which may be NULL */
 int softgpu_check(int dev, struct softgpu_space space, uint64_t va, uint64_t length, uint64_t value, uint64_t step,
                   struct softgpu_access *where);
-/* One word at an address through the TLB model: 0 and *value, or the fault's errno. */
+/* Reads one word through the TLB model: 0 and *value, or the fault's errno. */
 int softgpu_peek(int dev, struct softgpu_space space, uint64_t va, uint64_t *value);
 int softgpu_poke(int dev, struct softgpu_space space, uint64_t va, uint64_t value);
-/* The same by a kernel of a process: UVM gets the fault and cancels it. Needs softgpu_uvm_register_channel. */
+/* Accesses memory as a process's kernel: UVM gets the fault and cancels it. Needs softgpu_uvm_register_channel. */
 int softgpu_touch(int dev, struct softgpu_space space, uint64_t va, bool write);
 /* Video memory by its physical address. */
 int softgpu_read_phys(int dev, unsigned gpu, uint64_t pa, void *buf, size_t length);
@@ -93,7 +93,7 @@ struct softgpu_client {
 int softgpu_client_open(struct softgpu_client *client, unsigned gpus);
 /* The same with UVM_INIT_FLAGS_MULTI_PROCESS_SHARING_MODE: the address space lives until the descriptor is closed. */
 int softgpu_client_open_shared(struct softgpu_client *client, unsigned gpus);
-/* Closes the descriptors, without unregistering: what a process's end does. */
+/* Closes the descriptors without unregistering, as the exit of a process does. */
 void softgpu_client_close(struct softgpu_client *client);
 
 int softgpu_uvm_open(void); /* /dev/nvidia-uvm, without UVM_INITIALIZE; makes the device node if there is none */
@@ -105,7 +105,7 @@ int softgpu_uvm_register_gpu(struct softgpu_client *client, unsigned gpu);
 int softgpu_uvm_unregister_gpu(struct softgpu_client *client, unsigned gpu);
 int softgpu_uvm_register_space(struct softgpu_client *client, unsigned gpu); /* makes client->space[gpu] */
 int softgpu_uvm_unregister_space(struct softgpu_client *client, unsigned gpu);
-int softgpu_uvm_register_channel(struct softgpu_client *client, unsigned gpu); /* one that runs kernels in the space */
+int softgpu_uvm_register_channel(struct softgpu_client *client, unsigned gpu); /* registers a channel that runs kernels in the space */
 int softgpu_uvm_enable_peer(struct softgpu_client *client, unsigned a, unsigned b);
 int softgpu_uvm_disable_peer(struct softgpu_client *client, unsigned a, unsigned b);
 

@@ -7,7 +7,7 @@
 
 #include "impl.h"
 
-#define RM_FIRST_OFFSET (4ull << 30) /* of what is given out in UVM's own spaces; any place does */
+#define RM_FIRST_OFFSET (4ull << 30) /* the first address allocated in UVM's own spaces; arbitrary */
 #define RM_ALIGNMENT    SG_PAGE_2M
 
 static struct sg_space *to_space(uvmGpuAddressSpaceHandle handle)
@@ -45,7 +45,7 @@ static void space_info(struct softgpu *gpu, UvmGpuAddressSpaceInfo *info)
 	info->smcGpcCount = 8;
 }
 
-/* The newest that fits, so handles 0, 0 mean the caller's last one. */
+/* The newest match, so that handles 0, 0 mean the caller's last one. */
 struct sg_space *sg_space_find(const struct softgpu_space *name)
 {
 	bool mine = !name->client && !name->vaspace;
@@ -70,7 +70,7 @@ static struct sg_allocation *allocation_at(struct sg_space *space, u64 va)
 	return NULL;
 }
 
-/* Where an address of a space lies, for the engine: memory of the resource manager, or what the page tables say. */
+/* Translates an address of a space for the engine: resource manager memory, or through the page tables. */
 bool sg_space_place(struct sg_space *space, u64 va, struct sg_place *out, u64 *contiguous)
 {
 	struct sg_translation t;

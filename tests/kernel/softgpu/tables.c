@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * tables.c - books of the page tables of user spaces.
+ * tables.c - records of the page tables of user spaces.
  *
- * A table enters the books when an entry of a reachable directory begins to point to it (or a root is set), with all
- * that it holds, and leaves them when that entry changes. Each write of the engine into memory that holds a table comes
- * by here: entry by entry the old value (kept) and the new one are compared. From this follow, exactly,
- *   - how many page table entries were written, and how many of them changed;
- *   - how many live entries map each frame of video memory, so that freeing a mapped frame is an error at once;
- *   - which frames hold live tables, so that freeing or reusing one of them is an error at once.
- * sg_tables_verify() compares the books with the memory.
+ * A table is recorded, with all its entries, when an entry of a reachable directory begins to point to it (or a root is
+ * set), and forgotten when that entry changes. Each write of the engine into memory that holds a table passes through
+ * here: entry by entry the recorded value and the new one are compared. This gives exact numbers of
+ *   - page table entries written, and those whose value changed;
+ *   - live entries that map each frame of video memory, so that freeing a mapped frame is detected immediately;
+ *   - live tables in each frame, so that freeing or reusing such a frame is detected immediately.
+ * sg_tables_verify() compares the records with the memory.
  */
 #include <linux/mm.h>
 #include <linux/slab.h>
@@ -20,14 +20,14 @@
 
 struct table {
 	struct hlist_node hash;
-	struct list_head node; /* of its space */
+	struct list_head node; /* in space->tables */
 	struct sg_space *space;
-	struct softgpu *where; /* whose video memory; NULL: host memory */
+	struct softgpu *where; /* the GPU whose memory holds it; NULL: host memory */
 	u64 pa;
-	u64 va;                /* that its first entry stands for */
+	u64 va;                /* the address that its first entry translates */
 	u8 level, half;
 	u32 refs;              /* entries that point to it */
-	bool shared;           /* were more than one at some time: va is one of several */
+	bool shared;           /* refs was once above 1: va is one of several */
 	u32 words;
 	u64 word[];
 };
@@ -62,7 +62,7 @@ static u8 word_half(const struct table *t, u32 i)
 	return t->level == SG_LEVEL_PDE0 ? i % 2 : t->half;
 }
 
-/* Addresses that one word stands for. */
+/* The bytes of addresses that one word translates. */
 static u64 word_reach(const struct table *t)
 {
 	if (t->level == SG_LEVEL_PTE)
@@ -80,7 +80,7 @@ static void decode(const struct table *t, u32 i, u64 raw, struct sg_entry *out)
 	t->space->gpu->format->decode(t->level, word_half(t, i), raw, out);
 }
 
-/* The frames that a leaf maps: *first <= *last, or false. */
+/* Finds the frames that a leaf maps, *first to *last; false: none. */
 static bool leaf_frames(struct sg_space *space, const struct sg_entry *leaf, struct softgpu **gpu, u64 *first, u64 *last)
 {
 	u64 pa = leaf->pa & ~(leaf->page_size - 1);
@@ -181,7 +181,7 @@ static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 h
 	}
 	t = kvzalloc(struct_size(t, word, words), GFP_KERNEL);
 	if (!t) {
-		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "no memory for the books");
+		sg_error(gpu, SOFTGPU_ERROR_MODEL, pa, 0, "no memory for the records");
 		return;
 	}
 	t->refs = 1;
@@ -242,7 +242,7 @@ void sg_tables_drop_root(struct sg_space *space)
 		table_leave(root);
 	if (!list_empty(&space->tables))
 		sg_error(space->gpu, SOFTGPU_ERROR_MODEL, space->root.pa, 0, "tables left without a root");
-	/* which is the resource manager's work, with all that belongs to it */
+	/* the resource manager does this, including the membars */
 	sg_membars_invalidated(space->gpu);
 	sg_membars_done(space->gpu, true);
 }
@@ -267,7 +267,7 @@ static void count_word(struct table *t, u32 i, u64 raw)
 	}
 }
 
-/* ---- what readers see of it ----------------------------------------------------------------------- */
+/* ---- what readers see ----------------------------------------------------------------------------- */
 
 static void sight_of(const struct sg_entry *entry, u64 va, struct sg_sight *out)
 {
@@ -284,7 +284,7 @@ static void sight_of(const struct sg_entry *entry, u64 va, struct sg_sight *out)
 	}
 }
 
-/* A unit below an entry of PDE0. in_memory: the table that it points to is not in the books yet. */
+/* A unit below an entry of PDE0. in_memory: the table that it points to is not yet recorded. */
 static void sight_below(const struct table *t, const struct sg_entry *entry, u64 va, bool in_memory, struct sg_sight *out)
 {
 	struct sg_entry below = { .kind = SG_ENTRY_INVALID };
@@ -313,7 +313,7 @@ static bool same_sight(const struct sg_sight *a, const struct sg_sight *b)
 	       a->read_only == b->read_only;
 }
 
-/* The directory above is about to forget a table of PDE0 entries, and with it every unit that is seen through them. */
+/* The directory above is about to drop a table of PDE0 entries, and with it every unit seen through them. */
 static void show_forgotten(const struct table *t, u8 level)
 {
 	const struct sg_sight nothing = { .kind = SG_ENTRY_INVALID };
@@ -336,7 +336,7 @@ static void show_forgotten(const struct table *t, u8 level)
 	}
 }
 
-/* Word i is about to become `raw`, in the books; in memory it is already. */
+/* Word i is about to become `raw` in the records; in memory it already is. */
 static void show_readers(struct table *t, u32 i, u64 raw)
 {
 	u64 va = word_va(t, i), end = va + word_reach(t);
@@ -363,9 +363,9 @@ static void show_readers(struct table *t, u32 i, u64 raw)
 }
 
 /*
- * Between a page of 2 MB and a table an entry has to be invalid until the TLBs have forgotten what it was: else they
- * could hold an address twice, in sizes that differ, and accesses to it lose their order (block_gpu_pte_finish_split_2m
- * in uvm_va_block.c).
+ * When an entry changes between a 2 MB page and a table, it has to be invalid until the TLBs have dropped the old value:
+ * otherwise they could hold an address twice, with different page sizes, and accesses to it would be unordered
+ * (block_gpu_pte_finish_split_2m in uvm_va_block.c).
  */
 static void check_resize(struct table *t, u32 i, u64 raw)
 {
@@ -410,7 +410,7 @@ void sg_tables_invalidated(struct softgpu *gpu, struct sg_root root, u8 max_leve
 
 /* ---- writes ---------------------------------------------------------------------------------------- */
 
-/* [pa, pa + length) was written, of which a part may lie in the table. */
+/* Handles a write to [pa, pa + length), of which part may be in the table. */
 static void table_written(struct table *t, u64 pa, u64 length)
 {
 	u64 bytes = t->words * sizeof(u64);
@@ -437,7 +437,7 @@ static void table_written(struct table *t, u64 pa, u64 length)
 	}
 }
 
-/* The table that holds some of the block at pa (BLOCK aligned): it starts there, or at the 4 KB before. */
+/* The table that covers the block at pa (BLOCK aligned): it starts there, or at the 4 KB boundary before. */
 static struct table *table_of_block(struct softgpu *where, u64 pa)
 {
 	struct table *t = table_at(where, pa);
@@ -478,7 +478,7 @@ bool sg_tables_holds(struct softgpu *gpu, bool sys, u64 pa, u64 length)
 
 /* ---- looking -------------------------------------------------------------------------------------- */
 
-/* The sparse entries of shared tables that a directory points to. */
+/* Counts the sparse entries of shared tables that a directory points to. */
 static void scan_shared(const struct table *t, struct softgpu_scan *scan, u64 last)
 {
 	u32 i, j;
@@ -551,7 +551,7 @@ static int verify_table(struct table *t, u32 **mappings)
 		if (!sg_read_entry(space->gpu, !t->where, t->pa + i * sizeof(u64), &raw))
 			return -EIO;
 		if (raw != t->word[i]) {
-			sg_error(space->gpu, SOFTGPU_ERROR_MODEL, t->pa, raw, "books: table %llx word %u is %llx, was %llx",
+			sg_error(space->gpu, SOFTGPU_ERROR_MODEL, t->pa, raw, "records: table %llx word %u is %llx, was %llx",
 				 t->pa, i, raw, t->word[i]);
 			return -EIO;
 		}
@@ -586,7 +586,7 @@ int sg_tables_verify(void)
 		for (f = 0; !result && f < model.gpu[i]->frames; f++) {
 			if (mappings[i][f] == model.gpu[i]->frame[f].mappings)
 				continue;
-			sg_error(model.gpu[i], SOFTGPU_ERROR_MODEL, f << SOFTGPU_FRAME_SHIFT, 0, "books: frame %llx has %u mappings, not %u",
+			sg_error(model.gpu[i], SOFTGPU_ERROR_MODEL, f << SOFTGPU_FRAME_SHIFT, 0, "records: frame %llx has %u mappings, not %u",
 				 f << SOFTGPU_FRAME_SHIFT, mappings[i][f], model.gpu[i]->frame[f].mappings);
 			result = -EIO;
 		}

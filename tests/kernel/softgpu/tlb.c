@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 /*
- * tlb.c - what the hardware remembers of page tables, until a TLB invalidate covers it.
+ * tlb.c - translations that the hardware caches until a TLB invalidate covers them.
  *
- * Kept are, for each root: pages (present, sparse and absent ones) and directory entries. Nothing is evicted, so that a
- * forgotten invalidate shows each time; only at ENTRIES_MAX is all dropped, and a line in the log says so.
+ * For each root it caches pages (present, sparse and absent) and directory entries. Nothing is evicted, so that a missing
+ * invalidate always shows; only at ENTRIES_MAX are all entries dropped, and a line is logged.
  *
  * Levels: an entry carries the level of the page table entry that decided it: a page of 64 KB or 4 KB PTE, a page of
  * 2 MB PDE0, an absence the level where the walk ended, a directory entry its own. An invalidate names the highest level
@@ -27,14 +27,14 @@ enum entry_kind { ENTRY_PAGE, ENTRY_DIRECTORY };
 
 struct tlb_entry {
 	struct hlist_node hash;
-	struct list_head node; /* of its root */
+	struct list_head node; /* in its root's list */
 	struct tlb_root *root;
 	u64 number;            /* address >> shift */
 	u8 shift;
 	u8 kind;
 	u8 level;
 	u64 raw[2];            /* DIRECTORY */
-	u64 pa;                /* PAGE: of the page's start */
+	u64 pa;                /* PAGE: address of the page's start */
 	bool valid, sparse, read_only;
 	u8 aperture, peer;
 };
@@ -148,7 +148,7 @@ void sg_tlb_exit(struct softgpu *gpu)
 
 static const u8 page_shifts[] = { 16, 21, 12, 29 };
 
-/* The most entries that [start, last] can have. */
+/* The maximum number of entries in [start, last]. */
 static u64 probes_for(struct softgpu *gpu, u64 start, u64 last)
 {
 	u64 probes = 0;

@@ -3,8 +3,8 @@
  * vidmem.c - video memory, and access to all places in memory that a GPU can touch.
  *
  * A frame (64 KB) is either one repeated 64-bit word, which costs nothing, or that word with some of its 4 KB parts
- * backed by guest memory. Poison is the word that a frame begins with and goes back to when it is freed: so an
- * 8 GB GPU fits into a small guest, and missing zeroing shows.
+ * backed by guest memory. The word is poison when a frame is new, and again when it is freed: so an 8 GB GPU fits
+ * into a small guest, and missing zeroing shows.
  */
 #include <linux/mm.h>
 #include <linux/slab.h>
@@ -28,7 +28,7 @@ int sg_vidmem_init(struct softgpu *gpu)
 	return 0;
 }
 
-/* Gives the backing of a frame up and makes all of it `word`. */
+/* Frees the backing of a frame and sets all its words to `word`. */
 static void frame_uniform(struct softgpu *gpu, struct sg_frame *frame, u64 word, bool poison)
 {
 	u32 i;
@@ -65,7 +65,7 @@ void sg_vidmem_exit(struct softgpu *gpu)
 	gpu->frame = NULL;
 }
 
-/* The backing of the 4 KB at pa; makes it if needed, filled unless all of it is about to be written. NULL: no guest memory. */
+/* Returns the backing of the 4 KB at pa, and allocates it if needed; fill: with the frame's word. NULL: no guest memory. */
 static u8 *frame_part(struct softgpu *gpu, u64 pa, bool fill)
 {
 	struct sg_frame *frame = &gpu->frame[pa >> SOFTGPU_FRAME_SHIFT];
@@ -106,7 +106,7 @@ void sg_place_advance(struct sg_place *place, u64 length)
 		place->cpu += length;
 }
 
-/* Fills buf with a repeated word, beginning with its byte number `phase`. */
+/* Fills buf with a repeated word, starting at its byte `phase`. */
 static void repeat_word(u8 *buf, u64 word, u32 phase, u64 length)
 {
 	u64 i;
