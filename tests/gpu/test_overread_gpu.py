@@ -196,7 +196,7 @@ def test_a_tile_reader_is_refused_where_its_rows_are_missing(context: Context) -
         assert cache.step([100] + [0] * (SLOTS - 1)) == 0
         (mapped,) = cache.slots.readable_rows([0])
         with pytest.raises(
-            pyvmem.InvalidArgument, match="whole tiles in decoding: it needs overread_decode"
+            pyvmem.InvalidArgument, match="whole tiles in decoding and needs overread_decode"
         ):
             Attention(cache, "fa3")
         auto = Attention(cache)

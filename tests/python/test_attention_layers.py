@@ -204,7 +204,7 @@ def test_a_tile_before_the_window_needs_its_rows(
     shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": "float32"}
     shape |= {"max_batch": 1, "max_seq_len": 4096, "window": 64}
     with KVCache(KVCacheConfig(**shape), host) as cache:
-        text = "it reads whole tiles before a window: it needs window_tile of 255, .* has 192"
+        text = "it reads whole tiles before a window and needs window_tile of 255, .* has 192"
         with pytest.raises(InvalidArgument, match=text):
             Attention(cache, "fa2")
     with KVCache(KVCacheConfig(**shape, window_tile=256), host) as cache:
@@ -246,7 +246,7 @@ def test_what_cannot_be_is_named(cache: LayeredCache, host: pyvmem.Context) -> N
     row = torch.zeros(2, 1, LATENT + 8)
     with pytest.raises(InvalidArgument, match="layer 2 has one tensor"):
         attend.write(2, row, row, batch)
-    with pytest.raises(InvalidArgument, match="layer 0 has values, too"):
+    with pytest.raises(InvalidArgument, match="layer 0 has values; pass value="):
         attend.write(0, torch.zeros(2, 2, 32), None, batch)
     attend.write(2, row + 1, None, batch)
     assert bool((cache.k(2)[0, 0] == 1).all())

@@ -156,7 +156,7 @@ def test_the_backup_of_a_tensor(saver: TorchMemorySaver) -> None:
 
 
 def test_what_is_not_allowed(host: pyvmem.Context, saver: TorchMemorySaver) -> None:
-    with pytest.raises(BadHandle, match="no region was used"):
+    with pytest.raises(BadHandle, match="no region has been used"):
         saver.get_cpu_backup(torch.zeros(1))
     with pytest.raises(InvalidArgument, match=r"disable\(\) outside a region"), saver.disable():
         pass

@@ -115,7 +115,7 @@ def test_runs_join_neighbours() -> None:
 
 
 def test_a_tensor_that_is_no_whole_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="1001 bytes is not 10 equal blocks"):
+    with pytest.raises(ValueError, match="1001 bytes cannot be divided into 10 equal blocks"):
         Geometry.of(10, PAGE, [1001])
 
 
