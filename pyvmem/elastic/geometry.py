@@ -124,7 +124,7 @@ class Geometry:
         return self.classes[self._sharing].block_bytes, self.page_size
 
     def touching(self, group: int) -> range:
-        """Returns the blocks that touch a group's page; it can be unmapped only if all are empty."""
+        """Returns the blocks that touch a group's page, which can be unmapped if all are empty."""
         size, page = self.group_unit
         return range(group * page // size, min(-(-(group + 1) * page // size), self.num_blocks))
 
@@ -155,7 +155,7 @@ class Geometry:
         return total
 
     def scattered_bytes(self, blocks: int) -> int:
-        """Returns the bytes that `blocks` blocks need if no two of their shared pages are adjacent."""
+        """Returns the bytes that `blocks` blocks need if no two shared pages are adjacent."""
         size, page = self.group_unit
         pages = -(-blocks // (page // size))
         return self.most_bytes(-(-pages * page // size))

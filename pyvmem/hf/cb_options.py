@@ -202,20 +202,20 @@ def make_requests(
     dtype: torch.dtype,
     logits_of_all: bool,
 ) -> NamedRequests:
-    """Creates the cache for a model and its requests object.
+    """Creates the cache for a model and the `NamedRequests` on it.
 
     Args:
-        options: as installed.
+        options: the installed options.
         config: configuration of the text model.
         cb_config: transformers' ``ContinuousBatchingConfig``, resolved.
-        block_tokens: tokens of a block, in which ``num_blocks`` counts memory.
+        block_tokens: tokens per block, the unit of ``num_blocks``.
         device, dtype: device and type of the model.
         logits_of_all: the model computes scores for every token of a batch, not only the last of
-            each request; leave memory for them.
+            each request, so memory is left for them.
 
     Raises:
-        InvalidArgument: a value that the model or the context cannot serve. NotSupported: a layer
-            has a state.
+        InvalidArgument: a value that the model or the context does not support. NotSupported: a
+            layer has a state.
     """
     slots, longest = request_limits(options, config, cb_config)
     windows = [shape.window for shape in row_shapes(config, "continuous batching")]
@@ -259,7 +259,7 @@ def make_requests(
 
 
 def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
-    """Memory available for a cache in the context, or in a new context of this back end."""
+    """Returns the bytes available to a cache, in the context or in a new one of this back end."""
     if context is not None:
         return free_bytes(context)
     with Context(backend, device=ordinal or 0) as opened:
@@ -267,7 +267,7 @@ def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
 
 
 def _elements(shape: LayerShape) -> int:
-    """Elements per token in a layer."""
+    """Returns the elements per token in a layer."""
     return shape.num_kv_heads * (shape.head_dim + (shape.v_head_dim or 0))
 
 

@@ -30,9 +30,9 @@ _SLICE_NS = 200_000_000
 class Pages(Scoped):
     """A reference to physical pages, made by `Context.create` or `Context.retain`.
 
-    The pages live while a handle or a mapping refers to them. End the reference with `release` or
-    `drop`; leaving a ``with`` block releases it. A reference that is never ended keeps its pages
-    until the context closes, and warns (ResourceWarning).
+    The pages live as long as a handle or a mapping refers to them. End the reference with `release`
+    or `drop`; leaving a ``with`` block releases it. A reference that is never ended keeps its pages
+    until the context is closed, and causes a ResourceWarning.
     """
 
     __slots__ = ("_context", "_done", "_nbytes", "_outcome")
@@ -45,12 +45,12 @@ class Pages(Scoped):
 
     handle: int = property(  # type: ignore[assignment]
         attrgetter("_outcome.cell.value"),
-        doc="libvmem's handle; 0: the call that makes it has not been made.",
+        doc="libvmem's handle; 0: the call that creates it has not returned.",
     )
 
     @property
     def nbytes(self) -> int:
-        """Length of the pages together."""
+        """Total length of the pages."""
         return self._nbytes
 
     @property

@@ -475,7 +475,7 @@ def test_keys_of_a_layer_that_keeps_nothing_are_refused(model: Any, host: pyvmem
     with (
         make(host, config) as cache,
         pytest.raises(
-            InvalidArgument, match=f"layer {last} stores nothing according to the configuration"
+            InvalidArgument, match=f"layer {last} received keys, but stores nothing"
         ),
     ):
         model(ids, **{CACHE: cache})
