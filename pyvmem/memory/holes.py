@@ -69,9 +69,7 @@ def _leave(thread: int, read: Any) -> None:
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
-        """Becomes a `NotMapped` in the other thread, where Python instantiates it without
-        arguments.
-        """
+        """Turns into `NotMapped` in the other thread: Python instantiates it without arguments."""
 
         def __new__(cls) -> NotMapped:  # type: ignore[misc]  # returns another class
             _holes.conceal()

@@ -109,7 +109,7 @@ class HostMemory:
                 self.close()
                 raise MemoryError(
                     f"{nbytes} bytes of host memory for KV offloading cannot be page-locked: "
-                    f"{failure}; ask for less"
+                    f"{failure}; request less"
                 )
             registered.append(self.addr + at)
 
@@ -174,7 +174,7 @@ class Copies(Protocol):
         """
 
     def events(self) -> tuple[Any, ...]:
-        """Returns events that later work must wait for; on the CPU, waits itself and returns none."""
+        """Returns events that later work must wait for. On the CPU, waits, and returns none."""
 
     def fence(self, stream: Any) -> None:
         """Makes a stream wait for the copies started so far."""

@@ -320,7 +320,7 @@ class OpBatch:
 
 
 def _bad_number(error: Exception, **values: int) -> NoReturn:
-    """Raises an error for the value that is not an unsigned 64-bit number; the batch is unchanged."""
+    """Raises for the value that is not an unsigned 64-bit int; the batch is unchanged."""
     for name, value in values.items():
         if not isinstance(value, int):
             raise TypeError(f"{name}: expected int, not {value!r}") from error

@@ -560,10 +560,10 @@ def test_layers_of_a_transformers_model() -> None:
 
 def test_layers_that_are_refused() -> None:
     for values, text in (
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the model has 4"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, but the model has 4"),
         (
             {"layer_types": ["linear_attention"] * 4},
-            "layer 0 is linear_attention: its configuration does not describe the state",
+            "layer 0 is linear_attention: the state's description in its configuration",
         ),
         (
             {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
