@@ -345,8 +345,7 @@ class StreamCopies:
         """Launches a copy."""
         import torch
 
-        # type: ignore[no-untyped-call]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         # Copies to the device wait, too: a running step may still read the blocks' old contents.
         if (after := after or self.now()) is not None:
             self.stream.wait_event(after)

@@ -27,7 +27,7 @@ class Scoped:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raises an error: the object cannot be copied or pickled."""
-        raise TypeError(f"cannot copy or pickle {self!r:.80}: what it holds has one owner")
+        raise TypeError(f"cannot copy or pickle {self!r:.80}: its resources have a single owner")
 
     def __enter__(self) -> Self:
         return self

@@ -104,8 +104,8 @@ def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Pat
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise InvalidArgument(
-            f"{variable}={text}: {text.partition('/')[0]} is the home of no user here; name the "
-            "folder in full",
+            f"{variable}={text}: {text.partition('/')[0]} is not a user's home directory; write "
+            "the full path",
             errno=errno.EINVAL,
             op=variable,
         )

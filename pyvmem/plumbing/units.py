@@ -27,7 +27,7 @@ def parse_bytes(text: str, name: str = "size") -> int:
 
 
 def counted(number: int, what: str) -> str:
-    """ "1 request", "2,000 requests"."""
+    """Returns, for example, "1 request" or "2,000 requests"."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 

@@ -182,7 +182,9 @@ def test_a_nested_configuration_has_the_types_of_the_whole(tmp_path: Path) -> No
     assert [getattr(one, "window", None) for one in shape.layers] == [64] * 5 + [0]
     del values["torch_dtype"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(InvalidArgument, match="it does not name a dtype; pass the dtype of keys and values"):
+    with pytest.raises(
+        InvalidArgument, match="it does not name a dtype; pass the dtype of keys and values"
+    ):
         shape_of(str(tmp_path))
     assert shape_of(str(tmp_path), "float8_e4m3fn").dtype == "float8_e4m3fn"
     values["text_config"] = {**text, "num_hidden_layers": "six"}
