@@ -201,7 +201,7 @@ class Reentered(RuntimeError):
 
     def __init__(self, op: str = "", interrupted: str = "") -> None:
         super().__init__(
-            f"{op}: called in the midst of {interrupted}, of the same cache or budget, by a signal "
+            f"{op}: called during {interrupted} of the same cache or budget, by a signal "
             "handler, a finalizer or a log handler; let another thread call it, or set a flag"
         )
         self.op = op

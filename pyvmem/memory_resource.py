@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VMemResource"]
 
-# Reservations kept per size for reuse: a new reservation may cost a driver call.
+# Most reservations kept for reuse, all sizes together: a new one may cost a driver call.
 _KEPT = 64
 _UNKNOWN: Any = object()  # unknown GPU work: an exception prevented the recording of an event
 
@@ -300,8 +300,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return block
 
     def _reap(self) -> None:
-        """Cleans up after interrupted calls, and marks blocks as free once their pages are
-        unmapped.
+        """Cleans up after interrupted calls, and marks blocks with unmapped pages as free.
 
         May be called again after an exception: every step is idempotent.
         """

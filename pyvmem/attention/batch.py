@@ -69,7 +69,7 @@ class Batch:
     """The new tokens of a step's requests, one request after the other; the same for all layers.
 
     The last ``q_lens[i]`` of a request's ``kv_lens[i]`` tokens are the new ones: 1 in decoding, all
-    in a prefill, some in a chunked one. A token sees its own request up to itself.
+    in a prefill, some in a chunked prefill. A token attends to its own request up to itself.
 
     Args:
         parts: one per form of layer, at least one; all their caches must have been stepped to these
@@ -205,7 +205,7 @@ class Batch:
                 )
 
     def _check_firsts(self, part: Part, cache: GroupView) -> None:
-        """Raises if rows that a kernel reads in or before the window have been freed."""
+        """Raises if rows that a kernel reads, in or before the window, have been freed."""
         firsts = cache.first_rows(self.reqids)
         for reqid, q_len, kv_len, there in zip(
             self.reqids, self.q_lens, self.kv_lens, firsts, strict=True
@@ -293,7 +293,7 @@ class Batch:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The batch split into the fewest dense batches that keep its order."""
+        """The batch, split into as few dense batches as possible in its order."""
         runs: list[Run] = []
         start = 0
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):

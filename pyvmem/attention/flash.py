@@ -59,7 +59,7 @@ def _why_not_here(
 
 @functools.cache
 def _fa3() -> tuple[Any, str]:
-    """FlashAttention-3's entry point, or None and the reason it is missing."""
+    """Returns FlashAttention-3's entry point and "", or None and the reason it is missing."""
     library = os.environ.get("VMEM_FA3", "")
     if not hasattr(torch.ops, _VLLM) or not hasattr(getattr(torch.ops, _VLLM), "fwd"):
         path = Path(library) if library else _in_vllm()
@@ -104,7 +104,7 @@ def _in_vllm() -> Path | None:
 
 
 def _vllm_call(op: Any) -> tuple[Any, str]:
-    """Calls vLLM's op by argument name, since its schema grows from release to release."""
+    """Returns a call of vLLM's op by argument names, since its schema grows with each release."""
     arguments = op.default._schema.arguments
     names = {argument.name for argument in arguments}
     needed = {"q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}

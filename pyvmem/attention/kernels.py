@@ -4,14 +4,14 @@
 A kernel reads either exactly the valid rows or whole tiles (`Reads`). FlashAttention-3's contiguous
 call loads tiles of up to 192 rows (``tile_size.h`` of its ``hopper`` folder) with TMA, bounded by
 the tensor and not by the request's length; FlexAttention reads blocks of 128. The rows past the
-length must then be mapped and finite: `KVCacheConfig.overread_rows`, or a sparse cache where that
+length must then be mapped and finite: use `KVCacheConfig.overread_rows`, or a sparse cache if that
 is enough (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
 blocks, and SDPA over a view of the valid rows read only valid rows.
 
-"auto" chooses a kernel for each phase. For decoding it takes one that reads only valid rows: the
-paged call over the trivial block table of a contiguous slot is at least as fast as the contiguous
-one. For a prefill it takes the contiguous call, which is 6 to 25 % faster there, if the cache maps
-the rows that it may read.
+"auto" chooses a kernel for each phase. For decoding it picks a kernel that reads only valid rows:
+the paged call over the trivial block table of a contiguous slot is at least as fast as the
+contiguous call. For a prefill it picks the contiguous call, which is 6 to 25 % faster there, if the
+cache maps the rows that it may read.
 """
 
 from __future__ import annotations

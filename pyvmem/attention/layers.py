@@ -90,8 +90,8 @@ def forms_of(
         wide = keys.config.head_dim
         if values is None and not 1 <= v_head_dim <= wide:
             raise invalid(
-                f"layer {layer} has one tensor of {wide} elements a row; give v_head_dim, how many "
-                f"of them, from the first on, are its values, not {v_head_dim}",
+                f"layer {layer} has one tensor of {wide} elements per row; v_head_dim, the "
+                f"number of leading elements that are its values, cannot be {v_head_dim}",
                 limit=wide,
                 op="Attention",
             )

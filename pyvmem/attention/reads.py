@@ -41,9 +41,7 @@ class Reads:
         return min(-(-length // self.block) * self.block + self.tile, longest)
 
     def first(self, length: int, new: int, window: int) -> int:
-        """Returns the first row that the last `new` of `length` tokens may read; window 0: all
-        rows.
-        """
+        """Returns the first row that the last `new` of `length` tokens may read; window 0: row 0."""
         return max(0, length - new - window + 1 - self.before) if window else 0
 
 
@@ -83,9 +81,7 @@ class Blocks(NamedTuple):
         return (slots - 1) * self.slot + (self.per_slot - 1) * self.step
 
     def wanted(self, length: int) -> int:
-        """Returns the block table's width: a power of two, to keep few distinct ones, or
-        `per_slot`.
-        """
+        """Returns the block table's width: a power of two, so that few occur, or `per_slot`."""
         needed = -(-length // self.rows)
         return min(1 << (needed - 1).bit_length(), self.per_slot)
 

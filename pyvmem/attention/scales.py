@@ -29,9 +29,7 @@ class Scales:
     value: torch.Tensor
 
     def of_queries(self, q: torch.Tensor) -> torch.Tensor:
-        """Returns one scale for queries ``[tokens, heads, head_dim]``: float32 ``[1]``, on their
-        device.
-        """
+        """Returns a scale, float32 ``[1]``, for queries ``[tokens, heads, head_dim]``."""
         largest = q.abs().amax().float().clamp(min=1e-12)
         return (largest / _LARGEST).reshape(1)
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["causal", "sdpa"]
 
-_SCORES = 1 << 26  # most scores that a block of tokens may have torch's matrix product with
-# results of float32 (2.8 and later; GPUs alone have one)
+_SCORES = 1 << 26  # most scores of a block of tokens
+# torch's matrix product with float32 results (2.8 and later; only on GPUs)
 _TO_FLOAT = hasattr(torch.ops.aten.bmm, "dtype")
 
 
@@ -38,8 +38,7 @@ def sdpa(
 def causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Attends from ``[requests, tokens, heads, dim]``, the last tokens of ``[requests, rows,
-    ...]``.
+    """Attends from ``[requests, tokens, heads, dim]``, the last of ``[requests, rows, ...]``.
 
     A token sees the last `window` rows up to its own; 0: all of them.
     """

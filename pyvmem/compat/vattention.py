@@ -130,7 +130,7 @@ def init_kvcache(
         page_size: bytes. A bool, as in the artifact's demos and earlier versions, says whether to
             use its UVM driver: True means pages of 64 KiB, False pages of 2 MiB.
         megacache: one K and one V tensor for all layers; caches of more than 8 GiB should use
-                pages of 2 MiB: with smaller ones attention takes several times as long.
+            pages of 2 MiB: with smaller ones attention takes several times as long.
 
     Returns:
         The K tensors of all layers, then the V tensors, each ``[max_batch_size,
@@ -267,8 +267,7 @@ def map_common_pages(num_tokens: int) -> None:
 
     Rows up to the end of the last of these pages are common; a request's own rows follow, and its
     length counts both. The pages stay mapped until `cleanup`: the end of a request frees only its
-        own
-    pages, and `free_batch_idx` then waits for its GPU work.
+    own pages, and `free_batch_idx` then waits for its GPU work.
 
     Args:
         num_tokens: number of common tokens; 0 does nothing.

@@ -152,7 +152,7 @@ class Backing:
         kinds = range(len(self.geometry.classes))
         pages = [self.geometry.num_pages(kind) for kind in kinds]
         self._state = [np.zeros(count, dtype=np.uint8) for count in pages]
-        # Number of backed or growing blocks that overlap each page.
+        # Number of backed or growing blocks that touch each page.
         self._users = [np.zeros(count, dtype=np.int64) for count in pages]
         self._blocks = bytearray(self.geometry.num_blocks)  # the state of each block
         self._blocks[0] = _GROWING
@@ -167,7 +167,7 @@ class Backing:
     # ---- growth ----------------------------------------------------------------------------------
 
     def begin_null(self) -> Growth:
-        """Begins the growth of the null block, which the ranks have already mapped by themselves.
+        """Begins the growth of the null block, which the ranks have already mapped.
 
         Raises:
             MemoryError: the quota has too little room.
@@ -175,14 +175,14 @@ class Backing:
         if not self.quota.take(self._null.nbytes, self._handles(self._null)):
             raise MemoryError(
                 f"the null block needs {self._null.nbytes} bytes, "
-                f"{self.quota.room()} are available (VMEM_LIMIT, or the memory of the GPU)"
+                f"but {self.quota.room()} are available (VMEM_LIMIT, or the memory of the GPU)"
             )
         self._reserve(self._null)
         self._null.failure = None
         return self._null
 
     def back_null(self, patience: float) -> None:
-        """Records the null block as backed; waits until other engines leave room for it.
+        """Waits until other engines leave room for the null block, and records it as backed.
 
         Raises:
             MemoryError: there was no room within `patience` seconds; the quota is closed.
@@ -290,9 +290,7 @@ class Backing:
         self.mapped_bytes += growth.nbytes
 
     def finish(self, growth: Growth) -> list[int]:
-        """Records the result of a growth; returns the blocks now backed, an empty list if it
-        failed.
-        """
+        """Records the result of a growth; returns its blocks, or an empty list if it failed."""
         if growth.nbytes:
             self.quota.end_pending(growth.nbytes)
         if growth.failure is None:
@@ -340,7 +338,7 @@ class Backing:
     def emptied_by(self, blocks: Iterable[int]) -> list[int]:
         """Returns those of `blocks` whose retirement would free a page.
 
-        Such a block overlaps a page that no backed block outside `blocks` uses.
+        Such a block touches a page that no backed block outside `blocks` uses.
         """
         each = np.fromiter(blocks, dtype=np.int64)
         found = np.zeros(len(each), dtype=bool)

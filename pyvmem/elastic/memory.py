@@ -273,9 +273,7 @@ class KVMemory:
             one.fence(self._stream)
 
     def finished(self) -> dict[int, str]:
-        """Returns the releases done or failed since the last call, with ``""`` or the error
-        message.
-        """
+        """Returns the releases that finished since the last call: ``""`` or the error message."""
         with self._lock:
             still = []
             for one in self._under_way:
@@ -413,9 +411,7 @@ class KVMemory:
         return found.hexdigest()
 
     def total(self) -> int:
-        """Returns the total bytes of the device; on the CPU, of host memory, within the cgroup
-        limit.
-        """
+        """Returns the total bytes of the device; on the CPU, of host memory in the cgroup."""
         return self.context.memory().total_bytes
 
     def compact(self, nbytes: int, step: int) -> int:

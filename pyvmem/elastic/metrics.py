@@ -25,8 +25,7 @@ def identity_of(instance: str, replica: int = 0) -> int:
     """Returns the number that identifies an engine's account in the ledger.
 
     Args:
-        instance: a string that is the same in all processes of the engine and differs between
-            engines.
+        instance: a string that all processes of the engine share and no other engine uses.
         replica: index of the account, if the engine has several.
     """
     digest = hashlib.sha256(f"{instance}/{replica}".encode()).digest()

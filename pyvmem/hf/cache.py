@@ -136,10 +136,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
     @property
     def kvcache(self) -> KVCache | None:
-        """The underlying cache, for its `stats`; None before the first keys arrive.
-
-        Do not step it.
-        """
+        """The underlying cache, for its `stats`, not to be stepped; None before the first keys."""
         return self._rows.cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMemCache:

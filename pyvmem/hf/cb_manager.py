@@ -63,7 +63,7 @@ def _attention(
     """transformers' attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
 
     Raises:
-        NotSupported: called without a cache of this plugin, or for attention other than causal.
+        NotSupported: called without a cache of this plug-in, or for attention that is not causal.
     """
     cache = kwargs.get("cache")
     if not isinstance(cache, _slot_cache):
@@ -77,7 +77,7 @@ def _attention(
     asked, window = kwargs.get("sliding_window"), cache.requests.window(layer)
     if asked is not None and asked != window:
         raise NotSupported(
-            f"layer {layer} wants a window of {asked}, but its configuration says {window}",
+            f"layer {layer} uses a window of {asked}, but its configuration has {window}",
             op=ATTENTION,
         )
     q, k, v = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
@@ -85,7 +85,7 @@ def _attention(
 
 
 def _guard(scheduler: Any, requests: NamedRequests) -> None:
-    """Makes a scheduler refuse requests that can never fit in memory.
+    """Makes a scheduler reject requests that can never fit in memory.
 
     Otherwise transformers would find nothing left to preempt and would abort all requests. A
     request without a limit on new tokens finishes when its slot or all memory is full.
@@ -99,8 +99,8 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
             state.__post_init__()  # resolves max_new_tokens
         if prompt + max(0, state.max_new_tokens) > longest:
             raise invalid(
-                f"a prompt of {prompt} tokens and {state.max_new_tokens} new ones; the memory of "
-                f"continuous batching holds {longest}",
+                f"{prompt} prompt tokens and {state.max_new_tokens} new tokens exceed the "
+                f"{longest} tokens that memory can hold",
                 limit=longest,
                 op="vmem_continuous_batching",
             )
@@ -188,8 +188,8 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             new = 1 if new is None else new
             if len(input_ids) + max(0, new) > longest:
                 raise invalid(
-                    f"a prompt of {len(input_ids)} tokens and {new} new ones; max_seq_len is "
-                    f"{longest}, which install takes",
+                    f"{len(input_ids)} prompt tokens and {new} new tokens exceed max_seq_len "
+                    f"{longest}, an argument of install",
                     limit=longest,
                     op="vmem_continuous_batching",
                 )

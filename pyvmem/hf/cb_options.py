@@ -118,7 +118,7 @@ def check_attention(model: Any) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise NotSupported(
             f"continuous batching over virtual memory: {type(model).__name__} attends by itself, "
-            "and not by transformers' AttentionInterface",
+            "not through transformers' AttentionInterface",
             op="continuous batching",
         )
 
@@ -174,7 +174,7 @@ def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, 
     longest = options.max_seq_len or getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise invalid(
-            f"{type(config).__name__} has no max_position_embeddings; give max_seq_len",
+            f"{type(config).__name__} has no max_position_embeddings; pass max_seq_len",
             op="vmem_continuous_batching",
         )
     return slots, longest
@@ -242,7 +242,7 @@ def make_requests(
     try:
         if cache.context.cuda_device != ordinal:
             raise invalid(
-                f"the model is on {device}; back end {cache.context.info.backend} has memory of "
+                f"the model is on {device}, but back end {cache.context.info.backend} is on "
                 f"CUDA device {cache.context.cuda_device}",
                 op="vmem_continuous_batching",
             )

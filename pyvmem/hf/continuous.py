@@ -51,8 +51,8 @@ def _adapter() -> Any:
     module = CHECKED.get(".".join(version.split(".")[:2]))
     if module is None:
         raise NotSupported(
-            f"transformers {version}: continuous batching over virtual memory was checked with "
-            f"{', '.join(CHECKED)} only, and its inside changes from release to release",
+            f"transformers {version}: continuous batching over virtual memory was checked only "
+            f"with {', '.join(CHECKED)}, and its internals change from release to release",
             op="continuous batching",
         )
     return importlib.import_module(module).SlotCache
@@ -114,7 +114,7 @@ def install(
         check_attention(model)
         if getattr(model, "_cached_continuous_batching_manager", None) is not None:
             raise invalid(
-                "the model has a manager of continuous batching that was kept; call "
+                "the model still has a persistent continuous-batching manager; call "
                 "destroy_cached_continuous_batching_manager first",
                 op="vmem_continuous_batching",
             )
@@ -153,8 +153,6 @@ def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None
 
 
 def kvcache_of(manager: Any) -> KVCache | None:
-    """Returns a manager's KV cache, for its `stats`; None before the first request, or if it has
-    none.
-    """
+    """Returns a manager's KV cache, for its `stats`; None if it has none yet."""
     cache = getattr(manager, "_vmem_cache", None)
     return None if cache is None else cache.requests.kvcache

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Attention over MLA's latent in an unmodified model.
 
-transformers computes every head's keys and values from the latents of the whole past, in every
+transformers computes every head's keys and values from the latents of all past tokens, in every
 layer and step. Here the attention function receives and caches the latents themselves: one KV head
-    of
-``kv_lora_rank + qk_rope_head_dim`` elements, of which the first ``kv_lora_rank`` are the values. It
-also receives the up-projections, and applies them to queries and result or to the rows
+of ``kv_lora_rank + qk_rope_head_dim`` elements, of which the first ``kv_lora_rank`` are the values.
+It also receives the up-projections, and applies them to queries and result or to the rows
 (`pyvmem.attention.latent`). The results are the same up to rounding.
 
 The function registered under the model's ``attn_implementation`` gets ``query [1, heads, tokens,

@@ -7,9 +7,9 @@ transformers; the sibling modules adapt it to each version.
 
 A step of the engine:
 
-    hold(name, tokens)           gives each request of the next batch a slot and pages; False: no
-    room queue(name, past, new)       builds the batch, request by request attend(layer, q, k, v)
-    in every layer; the first call after `queue` steps the cache and
+    hold(name, tokens)           gives a request of the next batch a slot and pages; False: no room
+    queue(name, past, new)       adds a request to the batch
+    attend(layer, q, k, v)       in every layer; the first call after `queue` steps the cache and
                                  starts mapping memory for the next token
     computed(name, new, tokens)  once the batch's results are known: these rows may be recorded
     drop(name)                   when a request has finished
@@ -293,8 +293,9 @@ class NamedRequests:
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
         """Notes that a request's next rows are computed; records a prompt when it is complete.
 
-        With windowed layers the prompt is recorded after each chunk, while the rows of that window
-        are still mapped, so that another prompt may diverge there.
+        With windowed layers the prompt is recorded after each chunk: another prompt may diverge
+            there,
+        and the rows of that window are still mapped.
 
         Args:
             name: the request; ignored if it has no slot.
@@ -365,7 +366,7 @@ class NamedRequests:
     def close(self) -> None:
         """Frees everything and closes the cache. Idempotent.
 
-        If tensors of the cache are still alive elsewhere, it stays open and logs a warning.
+        If tensors of the cache are still alive elsewhere, it stays open, and a warning is logged.
         """
         if self._finalizer.detach() is None:
             return

@@ -78,7 +78,7 @@ class TakesRows:
             raise invalid(
                 f"row {wrong[0]} is not between 0 and {self.batch_size - 1}"
                 if wrong
-                else "no row is left; use reset",
+                else "no rows remain; use reset",
                 limit=self.batch_size,
                 op="VMemCache",
             )
@@ -171,8 +171,8 @@ class Rows:
             sizes: shape of the state to keep.
 
         Raises:
-            InvalidArgument: a shape, type or device other than the configuration's. BadHandle:
-                closed.
+            InvalidArgument: a shape, type or device other than the configuration's. BadHandle: the
+                cache is closed.
         """
         cache = self._opened(layer, None, new)
         shape = self.shapes[layer]
@@ -286,8 +286,8 @@ class Rows:
         window = shape.window if isinstance(shape, LayerShape) else 0
         if window and max(0, length - window + 1) < first:
             raise invalid(
-                f"{length} tokens: the window of {window} of layer {layer} begins in rows that are "
-                f"unmapped, those before {first}; window_tile is how many can be taken back",
+                f"{length} tokens: the window of {window} of layer {layer} begins in unmapped "
+                f"rows, before {first}; window_tile limits how many can be removed",
                 limit=self._part(layer).config.window_tile,
                 op="VMemCache",
             )
@@ -407,7 +407,7 @@ class Rows:
         self._closed = True
 
     def close_quietly(self) -> None:
-        """Closes for a collected `VMemCache`; the cache stays open while tensors are alive."""
+        """Closes after a `VMemCache` was garbage-collected; stays open while tensors are alive."""
         with suppress(Busy):
             self.close()
 

@@ -89,8 +89,7 @@ def _refuse_with_400(server: Any) -> None:
 
 
 def _named(app: Any, theirs: Sequence[str]) -> bool:
-    """Returns true if the arguments name a model, according to the parser of ``transformers
-    serve``.
+    """Returns true if the parser of ``transformers serve`` finds a model in the arguments.
 
     Without a model, the server would load every model that a request names, and map memory for it.
     """
@@ -103,7 +102,7 @@ def _named(app: Any, theirs: Sequence[str]) -> bool:
     command = app.commands["serve"]
     try:
         found = command.make_context("serve", list(theirs)).params
-    except Exception:  # from click or typer's copy of it; `serve` reports the error itself
+    except Exception:  # any error of click, or of typer's copy of it; `serve` reports it itself
         return True
     return bool(found.get("force_model", True))
 
@@ -131,11 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse_with_400(server)
         try:
             app(["serve", *theirs], standalone_mode=False)
-        except RuntimeError as error:  # includes Abort, from click or typer's copy of it
+        except RuntimeError as error:  # includes Abort of click, or of typer's copy of it
             if type(error).__name__ != "Abort":
                 raise
             return 130
-    except (VMemError, ImportError, OSError) as error:  # OSError: no such model
+    except (VMemError, ImportError, OSError) as error:  # OSError: the model does not exist
         print(f"pyvmem.hf.serve: {error}", file=sys.stderr)
         return 2
     return 0

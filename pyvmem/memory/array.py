@@ -118,8 +118,7 @@ class VirtualArray:
         return self.reservation.addr + self.offset
 
     def index_of(self, offset: int) -> tuple[int, ...] | None:
-        """Returns the index of the element that contains a byte of the reservation; None: no
-        element.
+        """Returns the index of the element that contains byte `offset` of the reservation, or None.
 
         If several elements overlap there, returns any of them.
         """
@@ -198,8 +197,7 @@ class VirtualArray:
         return self._interface()
 
     def buffer(self) -> memoryview:
-        """Returns a writable memoryview of the bytes that the array spans; it keeps the array
-        alive.
+        """Returns a writable memoryview of the array's bytes, which keeps the array alive.
 
         Raises:
             NotSupported: the CPU cannot reach this back end's memory.

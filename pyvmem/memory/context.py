@@ -310,9 +310,8 @@ class Context(AddressSpace, Closable):
         """Retains `count` ranges whose starts are `stride` apart, with one handle for all of them.
 
         Range i begins ``i * size`` bytes into the handle, so that one `OpBatch.map` of `count`
-        pieces can map all of them elsewhere. `pages`: the object to initialise as the handle, for a
-            caller
-        that must hold it before the call; None: create one.
+        pieces can map all of them elsewhere. `pages`: the object to initialise as the handle, for
+        a caller that must hold it before the call; None: create one.
         """
         size, count, stride = map(operator.index, (size, count, stride))
         pages = pages or Pages(self, Outcome(), size * count)

@@ -100,9 +100,7 @@ class OpBatch:
         return self._array
 
     def wrote(self, count: int) -> None:
-        """Sets the batch to the `count` operations that C has written, which must not consume
-        pages.
-        """
+        """Sets the batch to `count` operations that C has written, none of which consumes pages."""
         end = operator.index(count) * _SIZE
         if not 0 <= end <= self._limit:
             _native.fail(
@@ -134,8 +132,8 @@ class OpBatch:
         offset_stride: int = 0,
         split: bool = False,
     ) -> None:
-        """Maps at ``addr + i * stride`` the pages at ``offset + i * offset_stride``, for each piece
-        i.
+        """Maps, for each piece i, the pages at ``offset + i * offset_stride`` at ``addr + i *
+        stride``.
 
         Args:
             addr: first address, a multiple of the pages' page size, like `size` and `offset`.

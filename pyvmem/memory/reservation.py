@@ -38,8 +38,8 @@ def warn_plain(size: int) -> None:
     warnings.warn(
         f"{size} bytes were reserved plain: visible reservations together must stay below "
         "the card's free memory. CUDA's kernels, DLPack, index_copy_ and strided copies work; "
-        "Triton's launcher refuses these addresses, and so does cudaMemcpy, by which contiguous "
-        "copy_, clone, .cpu() and .item() copy: use Context.copy, read, write and fill instead, or "
+        "Triton's launcher rejects these addresses, and so does cudaMemcpy, which contiguous "
+        "copy_, clone, .cpu() and .item() use: call Context.copy, read, write and fill instead, or "
         "reserve less.",
         PlainReservationWarning,
         stacklevel=3,
@@ -120,7 +120,7 @@ class Reservation(Closable):
         return [array for one in self._arrays.valuerefs() if (array := one()) is not None]
 
     def _at(self, offset: int, size: int, op: str) -> int:
-        """Returns the address at `offset`; raises unless `size` bytes from there are in the
+        """Returns the address at `offset`; raises if `size` bytes from there exceed the
         reservation.
         """
         if self._closed or self._closing:

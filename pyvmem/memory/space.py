@@ -76,7 +76,7 @@ class AddressSpace:
         return bytes(_native.ffi.buffer(buffer, size))
 
     def read_into(self, addr: int, data: Any) -> None:
-        """Copies from the device into `data`, a writable buffer, which may be pinned host memory.
+        """Fills `data`, a writable buffer, from the device; it may be pinned host memory.
 
         Raises:
             NotMapped: a byte is not mapped.

@@ -136,8 +136,7 @@ class KeptEvents:
         with self._lock:
             kept = self._kept
             # Checks two entries per new entry, round-robin, so that a batch that never finishes
-            # does
-            # not block the others.
+            # does not block the others.
             for one in list(islice(kept, 2)):
                 if one[0]._over():
                     with suppress(ValueError):  # a call from a finalizer may have removed it
@@ -410,8 +409,7 @@ def refuse_captured_handle(handle: int) -> None:
 
 
 def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Waits until a descriptor polls readable or fails. Interrupted by a signal handler's
-    exception.
+    """Waits until a descriptor polls readable or fails, or a signal handler raises.
 
     Args:
         fd: the descriptor.

@@ -182,9 +182,10 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
             return answer(Request(self.command, self.path.partition("?")[0], body))
 
         def _discard(self) -> None:
-            """Reads the remaining body of a rejected request; otherwise the client's send fails and
-                it gets
-            no reply."""
+            """Reads the remaining body of a rejected request.
+
+            Otherwise the client's send would fail, and it would get no reply.
+            """
             left = _MOST_DISCARDED
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_WR)

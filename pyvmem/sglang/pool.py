@@ -288,7 +288,7 @@ class PagePool:
         self.short = need > 0
 
     def wait_for(self, count: int) -> bool:
-        """Calls `prepare` until it succeeds, for up to 2 seconds while other engines free memory."""
+        """Calls `prepare` until it succeeds; other engines have up to 2 seconds to free memory."""
         for _ in range(int(_LAST_PATIENCE / _BACKOFF)):
             self._refused = -math.inf
             if self.prepare(count, ask=True):

@@ -228,7 +228,9 @@ def test_a_tile_before_the_window_needs_its_rows(
 
 
 def test_what_cannot_be_is_named(cache: LayeredCache, host: pyvmem.Context) -> None:
-    with pytest.raises(InvalidArgument, match="layer 2 has one tensor of 48 elements a row; give"):
+    with pytest.raises(
+        InvalidArgument, match="layer 2 has one tensor of 48 elements per row; v_head_dim"
+    ):
         Attention(cache)
     with pytest.raises(InvalidArgument, match="not 49"):
         Attention(cache, v_head_dim=49)

@@ -389,7 +389,7 @@ def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
             cache.reorder_cache(torch.tensor([0, 2]))
         with pytest.raises(InvalidArgument, match=r"rows \[0, 7\] of a batch of 2: index 7 is out"):
             cache.batch_select_indices(torch.tensor([0, 7]))
-        with pytest.raises(InvalidArgument, match="no row is left"):
+        with pytest.raises(InvalidArgument, match="no rows remain"):
             cache.batch_select_indices(torch.tensor([], dtype=torch.long))
         with pytest.raises(InvalidArgument, match=rf"a batch of {2 << 40} rows; .* 2"):
             cache.batch_repeat_interleave(1 << 40)

@@ -406,7 +406,9 @@ def test_a_request_that_no_slot_holds_is_refused(model: Any, context: pyvmem.Con
     model = on(context, model)
     with vmem_continuous_batching(model, **options(context, max_seq_len=32)):
         manager = model.init_continuous_batching(generation(None), config())
-        with pytest.raises(InvalidArgument, match="30 tokens and 3 new ones; max_seq_len is 32"):
+        with pytest.raises(
+            InvalidArgument, match="30 prompt tokens and 3 new tokens exceed max_seq_len 32"
+        ):
             manager.add_request([1] * 30, max_new_tokens=3)
         with pytest.raises(InvalidArgument, match="33 tokens and -100 new ones"):
             manager.add_request([1] * 33, max_new_tokens=-100)

@@ -232,7 +232,7 @@ def test_a_window_that_the_configuration_does_not_tell_is_refused(
             [[5] * 9], generation_config=generation(), continuous_batching_config=config()
         )
     (bad,) = found.values()
-    text = f"layer 1 wants a window of {WINDOW + 1}, but its configuration says {WINDOW}"
+    text = f"layer 1 uses a window of {WINDOW + 1}, but its configuration has {WINDOW}"
     assert text in bad.error
     assert not bad.generated_tokens
 

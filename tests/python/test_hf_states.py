@@ -168,7 +168,7 @@ def test_rows_that_a_batch_does_not_have_are_refused(host: pyvmem.Context) -> No
                 cache.reorder_cache(torch.tensor([0, row]))
         with pytest.raises(InvalidArgument, match=r"rows \[7\] of a batch of 2: index 7 is out of"):
             cache.batch_select_indices(torch.tensor([7]))
-        with pytest.raises(InvalidArgument, match="no row is left"):
+        with pytest.raises(InvalidArgument, match="no rows remain"):
             cache.batch_select_indices(torch.tensor([], dtype=torch.long))
         assert {layer.batch_size for layer in cache.layers} == {2}
 

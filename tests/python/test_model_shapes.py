@@ -40,7 +40,7 @@ NOT_MADE = {"gemma4_assistant", "musicgen", "musicgen_melody", "vision-encoder-d
 
 REFUSED = {
     "bart": "a decoder that attends to an encoder also stores the encoder's rows",
-    "deepseek_v32": r"layer 0 is (indexed|deepseek_sparse)_attention: this kind of layer is not supported",
+    "deepseek_v32": r"layer 0 is (indexed|deepseek_sparse)_attention: this kind of layer is not",
     "falcon_h1": "layer 0 is hybrid: a layer with both keys and values and a state",
     "mamba": "layer 0 is linear_attention: the state's description in its configuration",
     "minimax": "layer 1 is linear_attention: the state's description in its configuration",

@@ -44,7 +44,7 @@ def test_all_hooks_are_in_this_version() -> None:
         ({"enable_lmcache": True}, "enable_lmcache"),
         (
             {"speculative_algorithm": "EAGLE3"},
-            r"speculative_algorithm=EAGLE3 \(a draft model's KV tensors use the target's page numbers",
+            r"speculative_algorithm=EAGLE3 \(a draft model's KV tensors use the target's page",
         ),
         ({"pp_size": 2, "enable_pdmux": True}, "pp_size=2.*; enable_pdmux"),
     ],
