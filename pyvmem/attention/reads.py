@@ -41,7 +41,7 @@ class Reads:
         return min(-(-length // self.block) * self.block + self.tile, longest)
 
     def first(self, length: int, new: int, window: int) -> int:
-        """Returns the first row that the last `new` of `length` tokens may read; window 0: row 0."""
+        """Returns the first row that the last `new` of `length` tokens may read; window 0: 0."""
         return max(0, length - new - window + 1 - self.before) if window else 0
 
 

@@ -195,7 +195,7 @@ def test_caches_that_end_are_forgotten_and_names_are_checked(context: Context) -
     numbers = Telemetry()
     with small_cache(context) as first:
         numbers.add(first, 'odd "name"\n\\')
-        with pytest.raises(InvalidArgument, match="added already"):
+        with pytest.raises(InvalidArgument, match="already been added"):
             numbers.add(first, 'odd "name"\n\\')
         labels = {s.labels["cache"] for one in families(numbers.text()) for s in one.samples}
         assert labels == {'odd "name"\n\\'}
