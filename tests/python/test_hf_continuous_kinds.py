@@ -215,7 +215,7 @@ def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Con
             continuous_batching_config=config(),
         )
     bad, good = found.values()
-    assert "60 tokens and 133 new ones" in bad.error
+    assert "60 prompt tokens and 133 new tokens" in bad.error
     assert "holds 192" in bad.error
     assert len(good.generated_tokens) == 133
 

@@ -570,7 +570,10 @@ def test_layers_that_are_refused() -> None:
             "layer 1 is sliding_attention, but sliding_window is None",
         ),
         ({"kv_lora_rank": 512}, "no qk_rope_head_dim"),
-        ({"layers_block_type": ["attention", *["recurrent"] * 3]}, "layer 1 is recurrent: what it"),
+        (
+            {"layers_block_type": ["attention", *["recurrent"] * 3]},
+            "layer 1 is recurrent: this kind",
+        ),
     ):
         with pytest.raises(InvalidArgument, match=text):
             layer_shapes(model(**values))

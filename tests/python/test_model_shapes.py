@@ -46,7 +46,7 @@ REFUSED = {
     "minimax": "layer 1 is linear_attention: the state's description in its configuration",
     "mllama": "layer 3 attends only to an image",
     "musicgen": "Multiple valid text configs",
-    "recurrent_gemma": "layer 0 is (linear_attention: its configuration|recurrent: what it keeps)",
+    "recurrent_gemma": "layer 0 is (linear_attention: the state|recurrent: this kind of layer)",
     "zamba2": "layer 6 is hybrid: a layer with both keys and values and a state",
 }
 # fmt: off
@@ -218,7 +218,7 @@ def test_models_of_unlike_layers_are_no_plain_cache() -> None:
     jamba, gemma = CONFIGS["jamba"](dtype="bfloat16"), CONFIGS["gemma4_text"](dtype="bfloat16")
     with pytest.raises(InvalidArgument, match="has layers of kind linear_attention, which"):
         KVCacheConfig.from_hf(jamba)
-    with pytest.raises(InvalidArgument, match="its layers differ in head_dim; layer_shapes tells"):
+    with pytest.raises(InvalidArgument, match="its layers differ in head_dim; use layer_shapes"):
         KVCacheConfig.from_hf(gemma)
     found = Model.of(gemma)
     assert {(one.head_dim, one.window) for one in found.layers} == {(256, 512), (512, 0)}
