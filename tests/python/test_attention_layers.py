@@ -220,7 +220,7 @@ def test_a_tile_before_the_window_needs_its_rows(
         assert there
         attend.batch([0], [1], [2049])
         new = 2049 - 64 + 1 - there  # the window itself is there, the tile before it is not
-        with pytest.raises(OverRead, match=f"fa2 may read from row .* rows before {there} are"):
+        with pytest.raises(OverRead, match=f"fa2 may read from row .* rows before {there} have"):
             attend.batch([0], [new], [2049])
         attend.close()
     assert Reads(before=191).first(1000, 1, 64) == 1000 - 64 - 191

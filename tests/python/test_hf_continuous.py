@@ -435,7 +435,7 @@ def test_a_request_that_memory_never_holds_fails_alone(model: Any, context: pyvm
         ).values()
         assert [first.generated_tokens, last.generated_tokens] == want
         assert f"{rows - 5} tokens and 6 new ones" in bad.error
-        assert f"holds {rows}" in bad.error
+        assert f"exceed the {rows} tokens" in bad.error
         manager = model.init_continuous_batching(generation(None), config())
         manager.start()
         manager.add_request([7] * (rows - 5))  # no number: until memory is full

@@ -216,7 +216,7 @@ def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Con
         )
     bad, good = found.values()
     assert "60 prompt tokens and 133 new tokens" in bad.error
-    assert "holds 192" in bad.error
+    assert "exceed the 192 tokens" in bad.error
     assert len(good.generated_tokens) == 133
 
 

@@ -239,7 +239,7 @@ def test_an_idle_engine_that_is_asked_again_gives_twice_as_much() -> None:
 
 def test_null_block_beyond_the_limit() -> None:
     backing = Backing(geometry_of("several pages"), LocalQuota(PAGE))
-    with pytest.raises(MemoryError, match="null block needs 196608 bytes, 65536 are available"):
+    with pytest.raises(MemoryError, match="null block needs 196608 bytes, but 65536 are available"):
         backing.begin_null()
 
 
