@@ -410,7 +410,7 @@ def test_a_request_that_no_slot_holds_is_refused(model: Any, context: pyvmem.Con
             InvalidArgument, match="30 prompt tokens and 3 new tokens exceed max_seq_len 32"
         ):
             manager.add_request([1] * 30, max_new_tokens=3)
-        with pytest.raises(InvalidArgument, match="33 tokens and -100 new ones"):
+        with pytest.raises(InvalidArgument, match="33 prompt tokens and -100 new tokens"):
             manager.add_request([1] * 33, max_new_tokens=-100)
         with pytest.raises(InvalidArgument, match="the prompt is empty"):
             manager.add_request([])
@@ -434,7 +434,7 @@ def test_a_request_that_memory_never_holds_fails_alone(model: Any, context: pyvm
             inputs, generation_config=generation(6), continuous_batching_config=config()
         ).values()
         assert [first.generated_tokens, last.generated_tokens] == want
-        assert f"{rows - 5} tokens and 6 new ones" in bad.error
+        assert f"{rows - 5} prompt tokens and 6 new tokens" in bad.error
         assert f"exceed the {rows} tokens" in bad.error
         manager = model.init_continuous_batching(generation(None), config())
         manager.start()
