@@ -2,7 +2,7 @@
 """Builds the extension module ``pyvmem._vmem`` from libvmem's sources (cffi, API mode).
 
 The declarations are libvmem/include/vmem.h itself, stripped of comments and preprocessor lines, so
-so no second copy can become outdated; in API mode the C compiler checks every structure,
+no second copy can become outdated; in API mode the C compiler checks every structure,
 enumeration and prototype against the header. Run by setup.py, never imported by the package.
 """
 
@@ -33,7 +33,7 @@ def library_version() -> str:
     """Reads the version from its single source, VMEM_VERSION in vmem.h."""
     match = re.search(r'#define VMEM_VERSION "([^"]+)"', HEADER.read_text(encoding="utf-8"))
     if match is None:
-        raise RuntimeError(f"{HEADER} defines no VMEM_VERSION")
+        raise RuntimeError(f"{HEADER} does not define VMEM_VERSION")
     return match.group(1)
 
 

@@ -17,7 +17,7 @@
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* The largest power of two that is not above a number; 0 for 0. */
+/* Rounds down to a power of two; 0 for 0. */
 static uint64_t floor_power(uint64_t number) { return number ? 1ull << (63 - __builtin_clzll(number)) : 0; }
 
 static uint64_t ceil_power(uint64_t number) { return number < 2 ? 1 : floor_power(number - 1) * 2; }
@@ -31,7 +31,7 @@ struct row { /* the fields of a Slot of slots.py, except those that C does not r
   /* Scans of all slots read these 64 bytes. */
   char active, broken, writer, rows_lost, kept;
   uint64_t mapped, granted, head, dirty;
-  PyObject *job, *span, *tier_map; /* never NULL but while the slot is made or collected */
+  PyObject *job, *span, *tier_map; /* NULL only while the slot is being created or collected */
   uint64_t index, addr, large_end, block, owner, freed_at, freed_order;
 };
 
@@ -60,7 +60,7 @@ static void row_dealloc(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* An attribute that is a number, or true or false. */
+/* Reads an attribute that is an int or a bool; 0 on an error. */
 static uint64_t number(PyObject *owner, const char *name) {
   PyObject *found = PyObject_GetAttrString(owner, name);
   uint64_t value = found ? PyLong_AsUnsignedLongLong(found) : 0;
@@ -69,11 +69,11 @@ static uint64_t number(PyObject *owner, const char *name) {
   return value;
 }
 
-/* Reads slots one after the other, with the GIL; caches the objects of the previous slot, as many
- * share them. */
+/* Reads slots one after the other, with the GIL held. Caches the previous slot's objects, since many slots share
+ * them. */
 struct look {
-  PyObject *span, *tier_map;              /* of the slot before */
-  uint64_t shared, off_device_end, noted; /* read from these: pages, and the number of intervals in `noted` */
+  PyObject *span, *tier_map;              /* the previous slot's */
+  uint64_t shared, off_device_end, noted; /* read from them: two page counts, and the number of intervals */
   PyObject *stretches;                    /* borrowed */
 };
 
@@ -89,7 +89,7 @@ static void look_again(struct look *look, const struct row *row) {
   if (look->span != row->span) look->shared = number(row->span, "pages");
   if (look->tier_map != row->tier_map) {
     look->stretches = PyObject_GetAttrString(row->tier_map, "noted");
-    Py_DECREF(look->stretches); /* the slot has it */
+    Py_DECREF(look->stretches); /* the slot keeps it alive */
     uint64_t low;
     look->noted = (uint64_t)PySequence_Size(look->stretches);
     look->off_device_end = 0;
@@ -103,7 +103,7 @@ static inline void look_at(struct look *look, const struct row *row) {
   if (look->span != row->span || look->tier_map != row->tier_map) look_again(look, row);
 }
 
-/* True if shared pages, or pages that are elsewhere or missing, lie beyond the owner's. */
+/* True if there are shared, off-device or missing pages beyond the owner's. */
 static inline int stale(struct look *look, const struct row *row) {
   look_at(look, row);
   return look->shared > row->granted || row->head > row->granted || look->off_device_end > row->granted;
@@ -136,7 +136,7 @@ static PyObject *row_stale(PyObject *self, void *closure) {
   return PyBool_FromLong(stale(&look, (struct row *)self));
 }
 
-/* Returns a new reference to the base class of Slot. Called with the GIL, as
+/* Returns a new reference to the base class of Slot. Called with the GIL held, as
  * `pyvmem_dlpack_capsule` is. */
 void *pyvmem_row_type(void) {
 #define MEMBER(type, name)                                                                                             \
@@ -210,9 +210,9 @@ uint32_t pyvmem_pick(const struct pyvmem_columns *columns, uint32_t all, uint32_
 }
 
 /*
- * Chooses, among the slots that `pyvmem_pick` finds, the slot with the fewest mapped pages of at
- * least `pages`, else the one with the most; ties go to the least recently used. Returns the
- * number of slots if none is found.
+ * Chooses, among the slots that `pyvmem_pick` finds, the one with the fewest mapped pages, but at least `pages`;
+ * failing that, the one with the most. Ties go to the least recently used. Returns the number of
+ * slots if none is found.
  */
 uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t none, uint64_t pages) {
   struct look look = {0};
@@ -230,8 +230,8 @@ uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t
 }
 
 /*
- * Counts the device pages of slots beyond those of their owners, without the rest of a partly used
- * large entry. Leaves out slots with a growth in flight, and those that lost rows.
+ * Counts the device pages of slots beyond those of their owners. Does not count the unused pages of a partly used
+ * large entry, slots with a growth in flight, and slots that lost rows.
  */
 uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
   struct look look = {0};
@@ -260,10 +260,11 @@ uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
 /* ---- a step ---- */
 
 /*
- * Reads a list with a length for each slot. `rows` gets the rows that each slot holds afterwards,
- * max(length, held), `total` their sum; `needs` the rows for which it must have pages, more for a
- * prefill; and `beyond` the indices of slots where these exceed the capacity, in order. `beyond`
- * has room for one more than there are slots.
+ * Reads a list with a length for each slot, and writes:
+ * - `rows`: the rows that each slot holds afterwards, max(length, held); `total`: their sum;
+ * - `needs`: the rows for which each slot must have pages, more for a prefill;
+ * - `beyond`: the indices of the slots whose needs exceed their capacity, in order. It has room for one index more
+ *    than there are slots.
  *
  * Returns the number of indices in `beyond`; -1 - i if entry i is not an int from 0 to 2^64 - 1; or
  * -1 - slots - i if entry i is above a slot's limit, or above 0 for a free slot.
@@ -279,7 +280,7 @@ int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct p
   PyObject *last = NULL;
   for (uint32_t i = 0; i < slots; i++) {
     PyObject *item = PyList_GetItem(list, i);
-    if (item != last) /* the zeros of free slots are one object */
+    if (item != last) /* free slots share one object, the int 0: do not convert it again */
       length = PyLong_AsUnsignedLongLong(item);
     last = item;
     if (length == UINT64_MAX && PyErr_Occurred()) {
@@ -303,7 +304,7 @@ int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct p
 }
 
 /*
- * Chooses for each slot how many pages to map, at least `pages`. Slots that lack none are
+ * Chooses for each slot how many pages to map, at least `pages`. Slots that have enough are
  * unchanged. Returns the surplus pages of all slots.
  */
 uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_columns *columns, uint64_t count,
@@ -333,9 +334,9 @@ uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_column
 }
 
 /*
- * Finds slots that the last scan named, whose pages end within `ahead` rows after the rows held.
- * `found` gets them and `needs` the rows for which each is to have pages, as long as they lack no
- * more than `room` pages together. Leaves out slots that are not plain.
+ * Finds the slots in use in the last scan that will run out of pages within `ahead` more rows. Writes them to `found`,
+ * and to `needs` the rows for which each is to have pages; skips a slot if the pages would exceed `room` in total, or
+ * if it is not plain.
  *
  * Returns their number.
  */
@@ -364,7 +365,7 @@ uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_colum
  * Plans the growth of the slots in `growth->slot` to their needs, one POPULATE each. Changes only
  * `growth` and `ops`.
  *
- * Returns 0; or -1 if a slot is not plain, or more pages are lacking than `runs` says are free.
+ * Returns 0; or -1 if a slot is not plain, or more pages are missing than `runs` says are free.
  */
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops) {
@@ -433,8 +434,7 @@ static void commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
   }
 }
 
-/* The worker and other users share the context: never counts more driver time than the wait took.
- * */
+/* Never counts more driver time than the wait took: other threads use the context, too. */
 void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns) {
   unsigned power = ns > 1 ? 64 - (unsigned)__builtin_clzll(ns - 1) : 0;
   waits->count++;
@@ -481,10 +481,10 @@ void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint6
 
 /*
  * Runs the `n` map operations of growths that were planned together, as one batch, and records them
- * as mapped and granted; `outcome` has the edits of the other records.
+ * as mapped and granted; `outcome` holds the edits to all other records.
  *
- * Returns the result of vmem_batch. If it is not 0 nothing changed, and the caller must end `wait`,
- * after it has read the error.
+ * Returns the result of vmem_batch. If it is not 0, nothing changed, and the caller must first read the error and
+ * then call pyvmem_wait_end on `wait`.
  */
 int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_grown *groups, uint64_t count,
                   const struct vmem_op *ops, uint64_t n, struct pyvmem_waits *waits, struct pyvmem_wait *wait) {

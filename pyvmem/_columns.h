@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: MIT */
-/* Per-slot work of a step of the KV cache, in C: see _native/columns.py. cffi reads the part after
- * the
+/* Per-slot work of a step of the KV cache, in C: see _native/columns.py. cffi reads the part after the
  * includes (see _build.py). Arrays have one item per slot unless stated otherwise. */
 #include <vmem.h>
 
-#define PYVMEM_WAIT_COUNTS 40 /* up to nine minutes */
+#define PYVMEM_WAIT_COUNTS 40 /* the last bounded one: 2^39 ns, nine minutes */
 
 /* Limits on the pages that a growth maps beyond a request's need; runs.py explains it. Pages are per tensor. */
 struct pyvmem_runs {
-  double fraction;  /* of a request's pages: the length of its next run */
-  uint64_t longest; /* most pages of a run; 1: growth maps only what is needed */
+  double fraction;  /* length of a request's next run, as a fraction of its pages */
+  uint64_t longest; /* maximum pages per run; 1: growth maps only what is needed */
   uint64_t last;    /* pages of a full slot */
   uint64_t tensors;
   uint64_t free; /* pages that can be mapped now */
@@ -28,49 +27,49 @@ struct pyvmem_place {
   uint64_t overread; /* rows mapped after every length */
   uint64_t guard;    /* further rows mapped after the length that a prefill ends at */
   uint64_t prefill;  /* a step that adds more rows than this is a prefill */
-  uint64_t fixed;    /* pages of every request, whatever its length; 0: as many as its rows need */
-  uint64_t block;    /* pages of a large entry of the GPU's page tables, where slots have some; else 0 */
-  uint32_t op_flags; /* of the POPULATE of new pages */
+  uint64_t fixed;    /* pages of every request, whatever its length; 0: it depends on the rows */
+  uint64_t block;    /* pages per large entry of the GPU's page tables, if slots use them; else 0 */
+  uint32_t op_flags; /* flags of the POPULATE operations */
   uint32_t reserved;
 };
 
 /* Flags of a slot; see slots.py. */
-#define PYVMEM_FREE 1        /* a request may get it */
-#define PYVMEM_STALE 2       /* has an earlier owner's shared or moved pages, or lacks its first ones */
+#define PYVMEM_FREE 1        /* can be given to a request */
+#define PYVMEM_STALE 2       /* has an earlier owner's shared or moved pages, or its first pages are missing */
 #define PYVMEM_LOSING 4      /* growing it means waiting for a batch that unmaps */
 #define PYVMEM_BUSY 8        /* a batch is in flight over its addresses */
-#define PYVMEM_CACHED 16     /* without an owner, with pages */
-#define PYVMEM_LEFT 32       /* active, with mapped pages that were not granted, and no batch in flight */
-#define PYVMEM_PLAIN 64      /* active, and growing it takes only a map call */
+#define PYVMEM_CACHED 16     /* no owner, but mapped pages */
+#define PYVMEM_LEFT 32       /* active, with mapped pages beyond the granted ones, and no batch in flight */
+#define PYVMEM_PLAIN 64      /* active, and a map call is enough to grow it */
 #define PYVMEM_ROWS_LOST 128 /* its pages stay mapped until the cache is closed */
 
 struct pyvmem_columns {
   uint64_t *capacity; /* rows that fit the granted pages */
   uint64_t *calls;    /* map calls since the slot's pages were last joined */
   uint64_t *joined;   /* end of the joined pages */
-  uint8_t *named;     /* 1: the last scan asked for rows of it */
+  uint8_t *named;     /* 1: its length was not 0 in the last scan */
   void **row;         /* objects of `pyvmem_row_type`: the slots themselves */
   void **found;       /* scratch */
   uint32_t count;     /* slots */
 };
 
-struct pyvmem_wait { /* the beginning of a wait */
+struct pyvmem_wait { /* clocks at the start of a wait */
   uint64_t start_ns, driver_ns;
 };
 
-/* One growth; arrays of the slots that grow, room for all slots. */
+/* One growth. Arrays have an item per growing slot, and room for all slots. */
 struct pyvmem_growth {
   uint32_t *slot;
   uint64_t *pages;  /* granted afterwards */
   uint64_t *goal;   /* mapped afterwards, at least `pages` */
-  uint64_t *mapped; /* before */
+  uint64_t *mapped; /* before the growth */
   uint64_t *head;
   uint64_t *large_end; /* afterwards */
   uint64_t count;
-  uint64_t ops;     /* written */
-  uint64_t lacking; /* pages that are not mapped */
-  uint64_t added;   /* pages that the growth maps: the lacking ones, and surplus */
-  uint64_t reused;  /* pages granted that are mapped */
+  uint64_t ops;     /* operations written */
+  uint64_t lacking; /* missing pages: needed but not mapped */
+  uint64_t added;   /* pages that the growth maps: the missing ones and the surplus */
+  uint64_t reused;  /* newly granted pages that were mapped already */
 };
 
 /* A group of layers that grows. */
@@ -83,9 +82,9 @@ struct pyvmem_grown {
 /* Waits of the cache's calls for the driver, or for GPU work. */
 struct pyvmem_waits {
   uint64_t count, ns;
-  uint64_t last_ns;   /* of the last step only */
-  uint64_t driver_ns; /* the driver's part */
-  /* item k: more than 2^(k-1) ns and at most 2^k; the last: all that were longer */
+  uint64_t last_ns;   /* in the last step only */
+  uint64_t driver_ns; /* spent in the driver */
+  /* histogram: item k counts waits of more than 2^(k-1) ns and at most 2^k; the last item, all longer ones */
   uint64_t lengths[PYVMEM_WAIT_COUNTS];
 };
 

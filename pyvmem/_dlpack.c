@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Tensors over addresses, by DLPack. The structures are those of DLPack 1.x and of the unversioned form
- * before it (dmlc/dlpack, include/dlpack/dlpack.h); nothing here touches the memory that they describe.
+ * before it (dmlc/dlpack, include/dlpack/dlpack.h). No code in this file accesses the memory that they describe.
  * A managed tensor owns one reference to a Python object, which keeps the reservation alive.
  */
 #if !defined(Py_LIMITED_API) && !defined(_CFFI_NO_LIMITED_API)
@@ -45,8 +45,8 @@ _Static_assert(sizeof(struct dl_managed_versioned) == 80, "DLManagedTensorVersio
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
                             uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned);
 
-/* The consumer may release the tensor in any thread, holding the GIL or not, and after the
- * interpreter's end. */
+/* The consumer may release the tensor in any thread, with or without the GIL, even after the
+ * interpreter has finished. */
 static void drop_owner(void *owner) {
   if (!Py_IsInitialized()) return;
   PyGILState_STATE state = PyGILState_Ensure();
@@ -66,7 +66,7 @@ static void delete_versioned(struct dl_managed_versioned *managed) {
   free(managed);
 }
 
-/* A capsule that was never consumed still has its first name; its tensor must be deleted here. */
+/* A capsule that was never consumed still has its original name; its tensor must be deleted here. */
 static void destroy_plain(PyObject *capsule) {
   if (PyCapsule_IsValid(capsule, "dltensor")) delete_plain(PyCapsule_GetPointer(capsule, "dltensor"));
 }
@@ -77,10 +77,9 @@ static void destroy_versioned(PyObject *capsule) {
 }
 
 /*
- * Returns a new capsule with a new tensor, as a new reference; called with the GIL, unlike the rest
- * of what cffi declares. NULL, with MemoryError set, when the heap is exhausted. Tensor and
- * capsule are made in one call, since a signal's exception between two calls would leave a tensor
- * with no owner, or with two.
+ * Returns a new reference to a capsule with a new tensor; NULL, with MemoryError set, if the heap is exhausted.
+ * Called with the GIL held, unlike the other functions that cffi declares. Tensor and capsule are made in one call,
+ * since a signal's exception between two calls would leave a tensor with no owner, or with two.
  */
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
                             uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned) {

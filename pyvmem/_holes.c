@@ -4,13 +4,13 @@
  * process.
  *
  * The read may be anywhere: in a kernel of torch on one of OpenMP's threads, in numpy, in memcpy.
- * Nothing may jump out of these, so the handler of SIGSEGV lets the read complete, with zeros
+ * A handler cannot longjmp out of such code, so the handler of SIGSEGV lets the read complete, with zeros
  * (vmem_reveal), records it, and has the interpreter call holes.py in the main thread, which
  * makes holes fault again and raises.
  *
  * The handler assumes that a fault in a reservation comes from an instruction of the thread itself
- * that reads a tensor, and that no thread does that while it holds a lock of libvmem, or the lock
- * below. So it may take them. It touches nothing before it knows that the faulting address is
+ * that reads a tensor, and that no thread reads tensors while it holds a lock of libvmem or the lock
+ * below, so the handler may take these locks. It does so only once it knows that the faulting address is
  * watched. Other faults, and signals sent by kill or raise, go to the previous handler.
  *
  * A write to a hole, or to a page that requests share, cannot complete: its bytes have no memory.
@@ -32,10 +32,11 @@
 
 #include "_holes.h"
 
-#define KEPT 32u     /* reads that are recorded; further ones are dropped */
-#define DISPLACED 8u /* handlers that replaced ours and were chained behind it */
-#define TRIES 4u     /* consecutive faults at an address that reads as zeros: it is a write */
-#define WAITS 10000u /* of 0.1 ms, for a call that changes the page */
+#define KEPT 32u     /* most reads that are recorded; further ones are dropped */
+#define DISPLACED 8u /* most handlers that we replaced and chain to */
+/* an access that faults this many times in a row, though the address reads as zeros, is a write */
+#define TRIES 4u
+#define WAITS 10000u /* most sleeps of 0.1 ms, while another call changes the page */
 #define WAIT_NS 100000l
 
 struct range {
@@ -46,10 +47,10 @@ struct range {
 
 static struct {
   pthread_mutex_t lock;
-  bool asked, off; /* VMEM_HOLES was read; it is "fault" */
+  bool asked, off; /* VMEM_HOLES was read; its value is "fault" */
   struct range *ranges;
   size_t n, cap;
-  struct sigaction before[DISPLACED]; /* the oldest first */
+  struct sigaction before[DISPLACED]; /* oldest first */
   size_t handlers;
   struct pyvmem_hole kept[KEPT];
   size_t num_kept;
@@ -60,10 +61,10 @@ static struct {
 static _Thread_local struct {
   uint64_t addr, conceals;
   unsigned faults, waits;
-  unsigned depth; /* of handlers that call one another */
+  unsigned depth; /* nesting depth of chained handlers */
 } last;
 
-/* The child has no reservations of the parent. */
+/* A forked child inherits none of the parent's reservations. */
 static void in_child(void) {
   pthread_mutex_init(&guard.lock, NULL);
   guard.n = guard.num_kept = 0;
@@ -77,7 +78,7 @@ __attribute__((constructor)) static void set_up(void) { pthread_atfork(NULL, NUL
 static int call_python(void *unused) {
   PyObject *module, *done;
   (void)unused;
-  __atomic_store_n(&guard.told, false, __ATOMIC_RELAXED); /* first: what follows may be interrupted */
+  __atomic_store_n(&guard.told, false, __ATOMIC_RELAXED); /* cleared first: the code below may be interrupted */
   module = PyImport_ImportModule("pyvmem.memory.holes");
   done = module ? PyObject_CallMethod(module, "tell", NULL) : NULL;
   Py_XDECREF(module);
@@ -129,7 +130,7 @@ static void say(const struct range *r, uint64_t addr, const char *what) {
   if (n > 0 && write(STDERR_FILENO, text, (size_t)n) < 0) return;
 }
 
-/* Returns whether the instruction may be run again. */
+/* Returns true if the instruction may be restarted. */
 static bool resolve(uint64_t addr) {
   struct timespec pause = {.tv_nsec = WAIT_NS};
   uint64_t start, bytes;
@@ -144,7 +145,7 @@ static bool resolve(uint64_t addr) {
     say(&r, addr, "a write to a row that has no page: map it first (KVCache.step)");
     return false;
   case -EACCES:
-    say(&r, addr, "a write to a page that can only be read: requests share it, or it has none (sparse)");
+    say(&r, addr, "a write to a read-only page: requests share it, or no memory backs it (sparse)");
     return false;
   case -EEXIST: /* mapped since the fault */
   case -EBUSY:
@@ -179,8 +180,8 @@ static void pass_on(int sig, siginfo_t *info, void *context, size_t which) {
 static void on_fault(int sig, siginfo_t *info, void *context) {
   int err = errno;
   size_t handlers = __atomic_load_n(&guard.handlers, __ATOMIC_ACQUIRE);
-  /* A signal that a chained handler passes on goes to the handlers after it: faulthandler raises it
-   * again. */
+  /* A signal that was sent, and not raised by a fault, goes to the oldest handler: a chained handler may have sent it
+   * to pass a fault on, as faulthandler does. */
   if (info->si_code <= 0)
     pass_on(sig, info, context, 0);
   else if (last.depth || !resolve((uint64_t)(uintptr_t)info->si_addr)) {
@@ -228,7 +229,7 @@ void pyvmem_holes_watch(vmem_t vm, uint64_t addr, uint64_t bytes) {
     guard.off = wish && !strcmp(wish, "fault");
     guard.asked = true;
   }
-  drop(addr, bytes); /* of contexts that were closed */
+  drop(addr, bytes); /* left by a closed context */
   if (guard.n == guard.cap) {
     size_t cap = guard.cap ? 2 * guard.cap : 16;
     struct range *more = guard.off ? NULL : realloc(guard.ranges, cap * sizeof(*more));

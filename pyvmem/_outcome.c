@@ -16,7 +16,7 @@ static int assign(PyObject *owner, PyObject *key, PyObject *value) {
   return gone ? PyObject_DelItem(owner, key) : PyObject_SetItem(owner, key, value);
 }
 
-/* Returns the attribute or item `key` of `owner`; Ellipsis: none. */
+/* Returns the attribute or item `key` of `owner`; Ellipsis if it is missing. */
 static PyObject *find(PyObject *owner, PyObject *key) {
   PyObject *found = NULL;
   if (PySet_Check(owner)) {
@@ -44,7 +44,7 @@ static void exchange(PyObject *owner, PyObject *key, PyObject *values, Py_ssize_
   Py_XDECREF(value);
 }
 
-/* Applies the edits, or undoes them (`back`), the last first. */
+/* Applies the edits or, with `back`, undoes them in reverse order. */
 static void apply(PyObject *edits, int back) {
   Py_ssize_t count = PyList_Size(edits);
   for (Py_ssize_t i = 0; i < count; i++) {
@@ -124,8 +124,9 @@ int pyvmem_reserve(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, con
 }
 
 int pyvmem_free(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint32_t flags) {
-  if (outcome->called && !outcome->code) return 0; /* the addresses may be another's by now */
-  uint64_t watched = pyvmem_holes_forget(addr);    /* first: later the addresses may be another's */
+  if (outcome->called && !outcome->code) return 0; /* freed by an earlier call: the addresses may be in use again */
+  /* before the call: once freed, the addresses may be reserved again */
+  uint64_t watched = pyvmem_holes_forget(addr);
   int code = vMemFree(vm, addr, flags);
   if (code && watched) pyvmem_holes_watch(vm, addr, watched);
   return pyvmem_note(outcome, code, 0);

@@ -3,11 +3,11 @@
  * torch's allocator interface over vmem: vmem_malloc and vmem_free, for CUDAPluggableAllocator.
  *
  * torch finds the two functions by name in this extension and passes no pointer of ours to them, so the
- * context of each device is kept here, one pool a device for the whole process. Tensors are placed by
+ * context of each device is kept here, one pool per device for the whole process. Tensors are placed by
  * torch's caching allocator, which asks for segments (2 MiB, 20 MiB, or more) and keeps them.
  *
- * A block is one segment: a reservation of its own, mapped or paused. A paused block keeps its addresses
- * and has no memory; `save` points to its contents, NULL if they were discarded.
+ * A block is one segment. It has its own reservation, and is mapped or paused. A paused block keeps its addresses
+ * but has no memory; `save` points to its contents, NULL if they were discarded.
  *
  * A pool's lock is held across driver calls, so that another thread that frees through torch meanwhile
  * finds a block either mapped or paused. pyvmem/torch_pool/pool.py is the only caller of the other functions.
@@ -28,10 +28,10 @@
 
 struct block {
   struct block *next;
-  uint64_t addr, bytes; /* of the reservation, which is whole pages */
+  uint64_t addr, bytes; /* of the reservation; `bytes` is a multiple of the page size */
   uint32_t tag;
   int paused;
-  int freed; /* torch has freed the block, which it does once, but ending it failed */
+  int freed; /* torch has freed the block, which it does only once, but unmapping it failed */
   const unsigned char *save;
 };
 
@@ -69,7 +69,7 @@ static int make_block(struct pool *p, uint64_t size, struct block **out) {
 
   vm_error_begin("vmem_malloc");
   if (!p->vm) return vm_fail(-ENODEV, "no VMemPool is open on this device");
-  if (size == 0 || size > INT64_MAX - p->page) return vm_fail_at(-EINVAL, 0, size, 0, "a size that no tensor has");
+  if (size == 0 || size > INT64_MAX - p->page) return vm_fail_at(-EINVAL, 0, size, 0, "invalid size");
   b = calloc(1, sizeof(*b));
   if (!b) return vm_fail(-ENOMEM, "the heap is exhausted");
   b->bytes = (size + p->page - 1) / p->page * p->page;
@@ -108,7 +108,7 @@ static int synchronize(const struct pyvmem_torch_gpu *gpu) {
   return vm_fail(-EIO, "%s returned %d; the memory stays mapped", function, status);
 }
 
-/* GPU work on a block may be unfinished when torch frees it. cudaFree waits for that work, and so does this. */
+/* Frees a block's memory. Like cudaFree, first waits for the GPU: work on the block may be unfinished. */
 static int end_block(struct pool *p, struct block *b) {
   if (!b->paused && p->gpu.synchronize) {
     int err = synchronize(&p->gpu);
@@ -117,8 +117,7 @@ static int end_block(struct pool *p, struct block *b) {
   return vMemFree(p->vm, b->addr, VMEM_FREE_UNMAP);
 }
 
-/* Ends the blocks that torch has freed. Returns the last failure; blocks without failure are ended.
- * */
+/* Retries the blocks that torch has freed and whose memory could not be freed. Returns the last failure, else 0. */
 static int end_freed(struct pool *p) {
   struct block **at = &p->blocks, *b;
   int err, failed = 0;
@@ -144,7 +143,7 @@ static int end_freed(struct pool *p) {
 void *vmem_malloc(ssize_t size, int device, void *stream) {
   struct pool *p;
   struct block *b = NULL;
-  (void)stream; /* the addresses are new: no earlier work can touch them */
+  (void)stream; /* the addresses are new: no earlier work can use them */
   if (device < 0 || device >= VMEM_MAX_DEVICES) return NULL;
   p = &pools[device];
   pthread_mutex_lock(&p->lock);
@@ -165,7 +164,7 @@ void vmem_free(void *ptr, size_t size, int device, void *stream) {
   uint64_t addr = (uint64_t)(uintptr_t)ptr;
   struct block **at, *b;
   struct pool *p;
-  (void)stream; /* torch's events cover the work on other streams; end_block waits for this one */
+  (void)stream; /* torch waits for work on other streams by its events; end_block waits for this stream */
   if (!ptr || device < 0 || device >= VMEM_MAX_DEVICES) return;
   p = &pools[device];
   pthread_mutex_lock(&p->lock);
@@ -174,7 +173,7 @@ void vmem_free(void *ptr, size_t size, int device, void *stream) {
   if (b) b->freed = 1;
   if (!b) {
     vm_error_begin("vmem_free");
-    vm_fail_at(-EINVAL, addr, size, 0, "no block begins there: freed before, or not of this pool");
+    vm_fail_at(-EINVAL, addr, size, 0, "no block begins there: it was freed before, or belongs to another pool");
     note(p, "vmem_free", addr, size);
   } else if (end_block(p, b)) {
     note(p, "vmem_free", addr, b->bytes);
@@ -186,7 +185,7 @@ void vmem_free(void *ptr, size_t size, int device, void *stream) {
   pthread_mutex_unlock(&p->lock);
 }
 
-/* ---- what torch_pool.py calls ------------------------------------------------------------------ */
+/* ---- what torch_pool/pool.py calls -------------------------------------------------------------- */
 
 uint32_t pyvmem_torch_tag(uint32_t tag) {
   uint32_t before = thread_tag;
@@ -196,7 +195,7 @@ uint32_t pyvmem_torch_tag(uint32_t tag) {
 
 uint32_t pyvmem_torch_tag_now(void) { return thread_tag; }
 
-/* The pool of a device, locked; NULL and an error if there is no such device. */
+/* Returns the pool of a device, locked; NULL with `*err` set if `device` is out of range. */
 static struct pool *get(const char *op, int device, int *err) {
   struct pool *p;
   vm_error_begin(op);
@@ -251,7 +250,7 @@ int pyvmem_torch_close(struct pyvmem_outcome *outcome, int device) {
   return pyvmem_note(outcome, err, 0);
 }
 
-/* A batch with one operation for each block of the tag that is paused or, with `paused` 0, that is mapped. The
+/* Builds a batch with one operation for each paused block of the tag or, with `paused` 0, for each mapped one. The
  * caller frees the array. */
 static int ops_of(struct pool *p, uint32_t tag, int paused, uint32_t kind, struct vmem_op **ops, size_t *count) {
   struct block *b;
@@ -279,7 +278,7 @@ int pyvmem_torch_pause(struct pyvmem_outcome *outcome, int device, uint32_t tag,
   err = ops_of(p, tag, 0, VMEM_OP_UNMAP, &ops, &n);
   for (i = 0; !err && save && i < n; i++) {
     if (ops[i].bytes > room - used) {
-      vm_error_begin("VMemPool.pause"); /* vmem_read left its own name there */
+      vm_error_begin("VMemPool.pause"); /* vmem_read has set its own name as the operation of the error */
       err = vm_fail(-EAGAIN, "blocks were added meanwhile");
     } else {
       err = vmem_read(p->vm, (char *)save + used, ops[i].addr, ops[i].bytes);

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: MIT */
-/* Functions of _torch_alloc.c for torch_pool.py; cffi reads the part after the includes (see
- * _build.py).
+/* Functions of _torch_alloc.c for torch_pool/pool.py; cffi reads the part after the includes (see _build.py).
  * Functions return 0 or a negative errno as in vmem.h, with the thread's error set. Thread-safe. */
 #include <vmem.h>
 
 #define PYVMEM_TORCH_ALL 4294967295u /* every tag */
 
 struct pyvmem_torch_stats {
-  uint64_t blocks, mapped_bytes, paused_bytes, saved_bytes; /* of the tag; saved: paused with contents */
-  uint64_t mallocs, frees, failures;                        /* of the device, since the pool was opened */
-  char error[640];                                          /* the last failure, "" = none */
+  /* of the tag; saved_bytes: paused with their contents saved */
+  uint64_t blocks, mapped_bytes, paused_bytes, saved_bytes;
+  uint64_t mallocs, frees, failures; /* of the device, since the pool was opened */
+  char error[640];                   /* the last failure, "" = none */
 };
 
 /* A device's primary context, and the addresses of functions of libcuda. */
@@ -17,22 +17,21 @@ struct pyvmem_torch_gpu {
   uint64_t context, push, synchronize, pop;
 };
 
-/* Makes `vm` the context of a device. `gpu`: lets a free wait for GPU work, in any thread, until
- * the pool is closed;
- * NULL = no GPU work. -EBUSY: the device already has a context. */
+/* Makes `vm` the context of a device. `gpu`: used by frees, in any thread, to wait for GPU work, until the pool is
+ * closed; NULL = there is no GPU work. -EBUSY: the device already has a context. */
 int pyvmem_torch_open(struct pyvmem_outcome *outcome, int device, vmem_t vm, uint64_t page, uint32_t reserve_flags,
                       const struct pyvmem_torch_gpu *gpu);
-/* -EBUSY: blocks live. */
+/* -EBUSY: torch still holds blocks. */
 int pyvmem_torch_close(struct pyvmem_outcome *outcome, int device);
 /* Sets the tag of the calling thread's next allocations; returns the previous tag. */
 uint32_t pyvmem_torch_tag(uint32_t tag);
 /* The tag of the calling thread. */
 uint32_t pyvmem_torch_tag_now(void);
-/* Unmaps the mapped blocks of a tag, all or none. No GPU work may be unfinished. `save`: memory for
- * their contents, kept by the caller until they are resumed or freed; NULL = contents are
- * discarded. -EAGAIN: `room` bytes are too few. */
+/* Unmaps the mapped blocks of a tag, all or none. The GPU must be idle. `save`: `room` bytes for their contents,
+ * which the caller keeps until they are resumed or freed; NULL = contents are discarded. -EAGAIN: `room` is too
+ * small. */
 int pyvmem_torch_pause(struct pyvmem_outcome *outcome, int device, uint32_t tag, void *save, uint64_t room);
-/* Maps the paused blocks of a tag again, all or none, with what was saved or with zeros. */
+/* Maps the paused blocks of a tag again, all or none, with their saved contents or with zeros. */
 int pyvmem_torch_resume(int device, uint32_t tag);
 /* 1 if a range is within one block, else 0. */
 int pyvmem_torch_owns(int device, uint64_t addr, uint64_t bytes);

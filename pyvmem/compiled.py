@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Writes rows from code that `torch.compile` compiles.
 
-torch's compilers turn a write into a new tensor and copy it back whole: for a cache's tensor, that
-touches addresses without pages and ends the process. So a cache's tensor must not be written inside
-a compiled graph. A `Writer` holds one, and its `write` compiles to an operator that takes the
-writer's ticket and finds the tensor when it runs:
+torch's compilers turn a write into a new tensor and copy all of it back. For a cache's tensor, that
+accesses unmapped addresses and kills the process, so compiled graphs must not write to it. A
+`Writer` holds the tensor, and its `write` compiles to an operator that takes the writer's ticket
+and finds the tensor when it runs:
 
     keys = Writer(cache.k(layer))           # once, outside compiled code
 
@@ -35,10 +35,10 @@ __all__ = ["ORDER", "Writer", "apart", "as_operator", "attend", "refuse", "ticke
 
 with torch.inference_mode(False):
     ORDER = torch.zeros((), dtype=torch.int64)
-    """Every operator that writes or reads rows takes it and declares that it changes it.
+    """Every operator that writes or reads rows takes this tensor and declares that it mutates it.
 
-    Compilers keep such operators in program order. An operator of your own that reads or writes
-    rows takes it, too: ``@torch.library.custom_op(..., mutates_args=("order",))``. Nothing is
+    Compilers therefore keep these operators in program order. Your own operators that read or write
+    rows must take it, too: ``@torch.library.custom_op(..., mutates_args=("order",))``. Nothing is
     stored in it.
     """
 
@@ -56,10 +56,10 @@ _numbers = itertools.count(1)
 
 
 def ticket(owner: Any) -> torch.Tensor:
-    """A tensor that represents an object in compiled code: its number, as a graph input.
+    """Returns a tensor that represents an object in compiled code: its number, as a graph input.
 
-    The object is held weakly. A number constant in the code would force a recompilation for every
-    new object, such as the next step's batch.
+    The object is held weakly. A number that is a constant of the code would force a recompilation
+    for every new object, such as the next step's batch.
     """
     number = next(_numbers)
     _owners[number] = owner
@@ -68,20 +68,20 @@ def ticket(owner: Any) -> torch.Tensor:
 
 
 def holder(ticket: torch.Tensor) -> Any:
-    """The object of a ticket.
+    """Returns the object of a ticket.
 
     Raises:
-        BadHandle: the object is gone.
+        BadHandle: the object no longer exists.
     """
     owner = _owners.get(int(ticket))
     if owner is None:
-        text = "the Writer, Attention or Batch that this code was given is gone"
+        text = "the Writer, Attention or Batch passed to this code no longer exists"
         raise BadHandle(text, errno=errno.EBADF, op="pyvmem::write")
     return owner
 
 
 # ---- operators -----------------------------------------------------------------------------------
-# They look their objects up in host memory, so no CUDA graph may replay them.
+# They look up their objects in host memory, so a CUDA graph must not capture them.
 
 _TAGS = tuple(
     getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
@@ -116,7 +116,7 @@ def _attend(
 
 
 def _write_shape(*given: Any) -> None:
-    """Nothing is returned."""
+    """Returns nothing: the operator has no output."""
 
 
 def _attend_shape(
@@ -141,10 +141,11 @@ def as_operator() -> bool:
 
 
 def refuse(what: str, *, recorded: bool = False) -> None:
-    """Raises where in-place writes would be wrong, or torch's own error would be less clear.
+    """Raises if in-place writes would be wrong, or torch's own error would be less clear.
 
     Args:
-        what: the call. recorded: the call also maps memory, so it must not be traced or rerun.
+        what: name of the call. recorded: the call also maps memory, so it must not be traced or
+            rerun.
 
     Raises:
         NotSupported: under `torch.func`'s transforms, such as vmap and grad; with `recorded` also
@@ -172,10 +173,11 @@ _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 class Writer:
     """Writes rows of a cache's tensor, in compiled code or not.
 
-    It keeps the tensor, so `close` it before the cache. In compiled code no gradient is recorded.
+    It keeps the tensor alive, so `close` it before the cache. In compiled code no gradient is
+    recorded.
 
     Args:
-        tensor: what `KVCache.k` or `v` returned, ``[max_batch, max_seq_len, ...]``, or a state of
+        tensor: the result of `KVCache.k` or `v`, ``[max_batch, max_seq_len, ...]``, or a state of
             `LayeredCache.states`, ``[max_batch, ...]``.
 
     Attributes:
@@ -223,13 +225,13 @@ class Writer:
 
 
 def apart(why: str) -> Callable[[_F], _F]:
-    """A decorator that makes compiled code break the graph and call the function eagerly.
+    """Returns a decorator that makes compiled code break the graph and call the function eagerly.
 
     Args:
-        why: torch's message if ``fullgraph=True`` forbids the graph break.
+        why: the message that torch reports if ``fullgraph=True`` forbids the graph break.
     """
     off: Any = torch.compiler.disable
-    # torch 2.6 takes no reason.
+    # torch 2.6 has no argument `reason`.
     said = {"reason": why} if "reason" in inspect.signature(off).parameters else {}
     decorate: Callable[[_F], _F] = off(**said)
     return decorate

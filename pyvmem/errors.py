@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Exceptions: one class for each kind of error of libvmem (the list at the top of vmem.h).
+"""Exceptions: a class for each kind of error of libvmem (see the list at the top of vmem.h).
 
 All except `Reentered` derive from `VMemError`; if Python has a class for such an error
 (`ValueError`, `MemoryError`, `TimeoutError`, ...), the class derives from that too. A call that
-raises has changed nothing, except where `NotRecoverable` says what was lost.
+raises has changed nothing, except with `NotRecoverable`, whose text says what was lost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class VMemError(Exception):
     Attributes:
         errno: positive errno, as defined in vmem.h; 0 if there is none.
         errno_name: its symbol, for example ``"ENOMEM"``.
-        status: the driver's own status (CUresult or RM status), 0 if it had none.
+        status: the driver's own status (CUresult or RM status), 0 if there is none.
         status_name: the symbol of `status`, for example ``"NV_ERR_NO_MEMORY"``, or ``""``.
         op: the function that failed, for example ``"vMemMap"``.
         addr: first address of the range in question, or 0.
@@ -86,7 +86,7 @@ class VMemError(Exception):
         self.limit = limit
 
     def __str__(self) -> str:
-        # Defined here because OSError would format the arguments its own way.
+        # Overridden because OSError formats its arguments differently.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,12 +96,12 @@ class VMemError(Exception):
 
 
 def _rebuild(cls: type[VMemError], text: str, errno: int, state: dict[str, Any]) -> VMemError:
-    """Unpickles an error: pickle itself passes no keyword arguments."""
+    """Unpickles an error: pickle itself does not pass keyword arguments."""
     return cls(text, errno=errno, **state)
 
 
 class InvalidArgument(VMemError, ValueError):
-    """EINVAL: a malformed argument: size 0, unaligned, an unknown flag, out of its range."""
+    """EINVAL: a malformed argument, such as size 0, an unaligned address or an unknown flag."""
 
 
 class NotGpuWork(InvalidArgument, TypeError):
@@ -113,11 +113,11 @@ class AddressOverflow(VMemError, OverflowError):
 
 
 class NotSupported(VMemError):
-    """EOPNOTSUPP: this back end cannot do it (page size, sparse, read-only, location)."""
+    """EOPNOTSUPP: this back end does not support it (page size, sparse, read-only, location)."""
 
 
 class BadHandle(VMemError):
-    """EBADF: a closed or freed object, one of another context, or a dropped ticket."""
+    """EBADF: a closed or freed object, an object of another context, or a dropped ticket."""
 
 
 class ForkedProcess(VMemError):
@@ -133,7 +133,7 @@ class AlreadyMapped(VMemError):
 
 
 class NotMapped(VMemError):
-    """EFAULT: unmap of, or access to, an address with nothing mapped."""
+    """EFAULT: an unmap of, or access to, an address that is not mapped."""
 
 
 class AccessDenied(VMemError, PermissionError):  # type: ignore[misc]  # errno is int in both
@@ -149,15 +149,15 @@ class OutOfRange(VMemError):
 
 
 class Busy(VMemError):
-    """EBUSY: live mappings, living tensors, or a range that another call is changing."""
+    """EBUSY: live mappings, live tensors, or a range that another call is changing."""
 
 
 class OutOfMemory(VMemError, MemoryError):
-    """ENOMEM: not enough physical memory: the device's, the context's limit, or the heap."""
+    """ENOMEM: out of device or heap memory, or the context's limit is reached."""
 
 
 class TooManyMappings(VMemError):
-    """ENOSPC: the limit on mappings, or visible reservations beyond the card's free memory."""
+    """ENOSPC: too many mappings, or visible reservations exceed the card's free memory."""
 
 
 class TooManyBatches(VMemError):
@@ -165,7 +165,7 @@ class TooManyBatches(VMemError):
 
 
 class TooManyTickets(TooManyBatches):
-    """ENOBUFS: too many tickets are kept; the text names the oldest whose batch is finished."""
+    """ENOBUFS: too many tickets are outstanding; the text names the oldest finished one."""
 
 
 class Suspended(VMemError):
@@ -173,7 +173,7 @@ class Suspended(VMemError):
 
 
 class Timeout(VMemError, TimeoutError):  # type: ignore[misc]  # errno is int in both
-    """ETIMEDOUT: a batch was not finished in time."""
+    """ETIMEDOUT: a batch did not finish in time."""
 
 
 class BackendUnavailable(VMemError):
@@ -196,12 +196,12 @@ class Reentered(RuntimeError):
 
     Attributes:
         op: the function that was called.
-        interrupted: the function it interrupted.
+        interrupted: the function that was running.
     """
 
     def __init__(self, op: str = "", interrupted: str = "") -> None:
         super().__init__(
-            f"{op}: called in the midst of {interrupted}, of the same cache or budget, by a signal "
+            f"{op}: called during {interrupted} of the same cache or budget, by a signal "
             "handler, a finalizer or a log handler; let another thread call it, or set a flag"
         )
         self.op = op
@@ -235,10 +235,10 @@ _CLASSES: Final[dict[int, type[VMemError]]] = {
 
 
 def error_class(errno: int, op: str = "") -> type[VMemError]:
-    """The class for a positive errno.
+    """Returns the class for a positive errno.
 
-    Two have two meanings in vmem.h; the function tells which: only opening and probing touch a
-    device node (EACCES), and only submitting can hit the batch limit (EAGAIN).
+    Two errnos have two meanings in vmem.h, which `op` distinguishes: only opening and probing open
+    a device node (EACCES), and only submitting can hit the batch limit (EAGAIN).
     """
     if errno == _errno.EAGAIN and op.startswith(("vMem", "vmem_")) and op != "vmem_submit":
         return Suspended

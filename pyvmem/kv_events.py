@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""KV events of vLLM for the prefixes that a cache records and evicts, for prefix-aware routers.
+"""Reports the prefixes that a cache records and evicts as vLLM's KV events, for routers.
 
     events = KVEvents(cache)
     ...
     for event in events.poll():             # BlockStored, BlockRemoved, AllBlocksCleared
         ...
-    publisher.publish(events.batch())       # with vLLM installed: for its publishers
+    publisher.publish(events.batch())       # for vLLM's publishers, if it is installed
 
 A block is a sharing unit of the cache (`KVCache.sharing_unit`). Its hash covers its tokens, all
 tokens before them and the namespace, so equal prefixes have equal hashes in every process. For a
-namespace that is not a string, `repr` is hashed, which must be equal for equal namespaces, in every
-process. Namespaces of `pyvmem.engine` are identified by their names: a block that a closed
-namespace and its successor both have is reported as removed when neither has it. The fields are
-those of ``vllm.distributed.kv_events``; `KVEvents.batch` makes these classes themselves.
+namespace that is not a string, its `repr` is hashed, which must be the same in every process for
+equal namespaces. Namespaces of `pyvmem.engine` are identified by their names: a block that is in a
+closed namespace and in its successor is reported as removed once it is in neither. The fields are
+those of ``vllm.distributed.kv_events``; `KVEvents.batch` returns objects of vLLM's own classes.
 
-A router's longest run of consecutive blocks is the most that a prompt can begin with. The cache
-finds the same, except in two cases. With sliding-window layers, a request can begin only where the
-last window is still recorded, which may not be so where a prompt diverges in the middle of a
-recorded one. And blocks of a closed namespace are not found by its successor.
+The longest run of consecutive blocks that a router finds is an upper bound for what the cache
+finds. The two are equal, except in two cases. With sliding-window layers, a match can end only
+where the last window is still recorded, which may not be the case where a prompt diverges in the
+middle of a recorded prompt. And blocks of a closed namespace are not found by its successor.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ MEDIUM = "GPU"
 
 @dataclass(frozen=True)
 class BlockStored:
-    """Blocks that prompts may now begin with.
+    """Blocks were recorded: prompts may now begin with them.
 
     Attributes:
         block_hashes: hashes of each block.
-        parent_block_hash: hash of the block before the first one; None: no such block.
-        token_ids: token ids of all the blocks.
-        block_size: tokens of a block.
+        parent_block_hash: hash of the block before them; None: they begin a prompt.
+        token_ids: token ids of all these blocks.
+        block_size: tokens per block.
         lora_id: not used.
-        medium: memory that holds the rows.
+        medium: the kind of memory that holds the rows.
         lora_name: the namespace's name, or its `repr` if it is not a string; None: no namespace.
     """
 
@@ -61,7 +61,7 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks that were removed."""
+    """Blocks were removed."""
 
     block_hashes: list[int]
     medium: str | None = MEDIUM
@@ -69,7 +69,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is recorded any more, whatever earlier events said."""
+    """All blocks were removed: earlier events are void."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -88,9 +88,9 @@ class _Cache(Protocol):
 
 
 def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int]:
-    """The hash of every whole block of `unit` tokens, from the first on; 64 bits each.
+    """Returns the 64-bit hash of every full block of `unit` tokens, in order.
 
-    `namespace`: hashed as what `repr` makes of it; one of `pyvmem.engine` as its name.
+    `namespace` is hashed by its `repr`; a namespace of `pyvmem.engine`, by its name.
     """
     ids = TokenIds.of(tokens, namespace)
     width = unit * 4
@@ -103,19 +103,19 @@ def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int
 
 
 def _named(namespace: Hashable) -> Hashable:
-    """Returns the name by which other processes know a namespace; None: default namespace."""
+    """Returns the name that identifies a namespace in all processes; None: default namespace."""
     if isinstance(namespace, Generation):
         namespace = (None,) if namespace.name is None else namespace.name
-    # A member of an Enum that is a string equals the plain one, and the cache takes it for that.
+    # A member of an Enum of strings equals the plain string, and the cache treats them as equal.
     return str.__str__(namespace) if isinstance(namespace, str) else namespace
 
 
 class _Told(NamedTuple):
-    """State of a reader: the blocks it has been told of.
+    """State of a reader: what has been reported to it.
 
     Attributes:
         number: number of the last change that was reported.
-        copies: number of namespaces of one name that have each block.
+        copies: for each block, how many namespaces with the same name have it.
     """
 
     number: int
@@ -123,21 +123,21 @@ class _Told(NamedTuple):
 
 
 class KVEvents:
-    """The events of one cache, beginning when this object is made.
+    """Reads the events of a cache.
 
-    The first `poll` begins with `AllBlocksCleared` and reports everything recorded before. One
-    reader per cache: an event is reported once.
+    The first `poll` begins with `AllBlocksCleared` and reports everything recorded before. Use one
+    reader per cache: each event is reported once.
 
     Args:
-        cache: a `KVCache` or one of its relatives.
-        data_parallel_rank: for `batch`.
+        cache: a `KVCache` or another cache of `pyvmem.kvcache`.
+        data_parallel_rank: rank that `batch` reports.
     """
 
     def __init__(self, cache: _Cache, data_parallel_rank: int | None = None) -> None:
         self._cache = cache
         self._rank = data_parallel_rank
         self._told: _Told | None = None
-        cache.internals.prefix_changes(-1)  # are collected from here on
+        cache.internals.prefix_changes(-1)  # starts collecting them
 
     def __repr__(self) -> str:
         return f"<KVEvents of {self._cache!r}>"
@@ -145,10 +145,10 @@ class KVEvents:
     def poll(self) -> list[KVEvent]:
         """Returns the events since the last call, in order. BadHandle: the cache is closed.
 
-        A call that an exception ended has reported nothing: the next one does.
+        If an exception interrupts a call, its events are reported by the next one.
         """
         events, told = self._untold()
-        self._told = told  # last, as in `batch`
+        self._told = told  # set last: nothing is lost if an exception comes before
         return events
 
     def _untold(self) -> tuple[list[KVEvent], _Told]:
@@ -165,10 +165,10 @@ class KVEvents:
         return events, _Told(changes[-1].number, copies)
 
     def batch(self, now: float | None = None) -> Any:
-        """`poll` as a ``KVEventBatch`` of the vLLM that is installed, for its `EventPublisher`.
+        """Polls, and returns the events as a ``KVEventBatch`` for vLLM's `EventPublisher`.
 
         Raises:
-            ImportError: no vLLM is installed.
+            ImportError: vLLM is not installed.
         """
         from vllm.distributed import kv_events
 
@@ -183,7 +183,9 @@ class KVEvents:
 
 
 def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
-    """None where other namespaces of the name have the blocks; notes the change in `copies`."""
+    """Returns the events of a change, and updates `copies`.
+
+    Blocks that other namespaces of the same name also have cause no event."""
     hashes, name = block_hashes(change.ids, unit), _named(change.ids.namespace)
     blocks = hashes[change.first :]
     if name is not None:
@@ -192,7 +194,7 @@ def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
         return []
     if not change.stored:
         return [BlockRemoved(blocks)]
-    first = len(hashes) - len(blocks)  # others have what a prefix begins with, if anything
+    first = len(hashes) - len(blocks)  # blocks that other namespaces have are always leading ones
     return [
         BlockStored(
             blocks,
@@ -205,7 +207,7 @@ def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
 
 
 def _first_or_last(blocks: list[int], stored: bool, copies: dict[int, int]) -> list[int]:
-    """The blocks that none had before, or that none has now; notes both in `copies`."""
+    """Returns the blocks that no namespace had before, or none has now; updates `copies`."""
     found = []
     for one in blocks:
         before = copies.pop(one, 0)
@@ -218,6 +220,6 @@ def _first_or_last(blocks: list[int], stored: bool, copies: dict[int, int]) -> l
 
 
 def _vllm_event(module: Any, event: KVEvent) -> Any:
-    """vLLM's own object with the same fields."""
+    """Converts an event to vLLM's own object."""
     kind = getattr(module, type(event).__name__)
     return kind(**{one.name: getattr(event, one.name) for one in fields(event)})

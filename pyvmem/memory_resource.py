@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A cuda.core MemoryResource over vmem pages: ``cuda.core`` Buffers of 64 KiB granularity.
+"""A cuda.core MemoryResource over vmem pages: ``cuda.core`` Buffers with 64 KiB granularity.
 
 Needs the package ``cuda-core`` (1.x, or 0.3 under its name ``cuda.core.experimental``). The
 interface is cuda.core's ``_memory/_buffer.pyi``: ``allocate(size, *, stream)``,
@@ -41,19 +41,20 @@ if TYPE_CHECKING:
 
 __all__ = ["VMemResource"]
 
-# Reservations kept per size for reuse: a new reservation may cost a driver call.
+# Most reservations kept for reuse, all sizes together: a new one may cost a driver call.
 _KEPT = 64
-_UNKNOWN: Any = object()  # a stream whose work was not captured: an exception came first
+_UNKNOWN: Any = object()  # unknown GPU work: an exception prevented the recording of an event
 
 
 class _Block:
-    """A reservation reused by buffers of one size, and its current contents.
+    """A reservation reused by buffers of the same size, and its current contents.
 
     Attributes:
-        nbytes: their length.
-        made: the reservation is complete and usable. free: holds neither a buffer nor pages.
-        array: the buffer's.
-        mapping, unmapping: tickets of its pages' batches; not submitted before these begin.
+        nbytes: length of the reservation.
+        made: the reservation is complete and usable. free: it holds neither a buffer nor pages.
+        array: the current buffer's array.
+        mapping, unmapping: tickets of the batches that map and unmap its pages; not yet submitted
+            at first.
     """
 
     def __init__(self, context: Context, nbytes: int) -> None:
@@ -77,7 +78,7 @@ def _address(ptr: Any) -> int:
 
 
 def _succeeded(ticket: Ticket) -> bool:
-    """Waits for a batch; True if it was submitted and succeeded."""
+    """Waits for a batch; returns true if it was submitted and succeeded."""
     try:
         if ticket.sent:
             ticket.wait()
@@ -87,20 +88,20 @@ def _succeeded(ticket: Ticket) -> bool:
 
 
 class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any without cuda-core
-    """Allocates cuda.core Buffers out of a context's pages.
+    """Allocates cuda.core Buffers from a context's pages.
 
-    Each buffer has its own reservation, rounded up to the granule. Its pages are mapped
-    before `allocate` returns and zeroed before later work of the stream; they are unmapped after
-    the work submitted to the stream before `deallocate`. A context manager; the context is the
-    caller's and must outlive the resource. Thread-safe.
+    Each buffer has its own reservation, rounded up to the granule. Its pages are mapped before
+    `allocate` returns, and zeroed before later work of the stream; they are unmapped after the work
+    submitted to the stream before `deallocate`. A context manager. The caller owns the context,
+    which must outlive the resource. Thread-safe.
 
     Args:
-        context: where pages come from. On ``host`` buffers are CPU memory and streams are ignored.
+        context: allocates the pages. On ``host`` buffers are CPU memory and streams are ignored.
         page_size: bytes of a page, 0 = the context's granule.
         dirty: do not zero pages; a buffer may show an earlier buffer's bytes.
 
     Raises:
-        InvalidArgument: the context has no pages of that size.
+        InvalidArgument: the context does not support pages of that size.
     """
 
     def __init__(self, context: Context, *, page_size: int = 0, dirty: bool = False) -> None:
@@ -116,7 +117,8 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._ended: deque[_Block | None] = deque()  # left by a failed or interrupted `allocate`
         self._left: deque[tuple[int, int, Any]] = deque()  # left by a failed `deallocate`
         self._going: list[_Block] = []
-        self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # the free ones, and others
+        # free blocks by size; may contain others
+        self._kept: defaultdict[int, list[_Block]] = defaultdict(list)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -126,7 +128,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             f"{counted(len(self._live), 'buffer')}, {state}>"
         )
 
-    # ---- properties that cuda.core asks for ----------------------------------------------------
+    # ---- properties that cuda.core requires ----------------------------------------------------
 
     @property
     def is_device_accessible(self) -> bool:
@@ -157,11 +159,11 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
     # ---- allocation ----------------------------------------------------------------------------
 
     def allocate(self, size: int, stream: Any = None) -> Any:
-        """A Buffer of `size` bytes.
+        """Returns a Buffer of `size` bytes.
 
         Args:
-            size: bytes; 0 gives a buffer with no memory.
-            stream: cuda.core Stream that may use it at once, and that orders its deallocation.
+            size: bytes; 0 returns a buffer without memory.
+            stream: cuda.core Stream that may use it immediately, and orders its deallocation.
 
         Raises:
             NotGpuWork: `stream` is not a stream; nothing changed.
@@ -197,21 +199,21 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             self._context.submit(batch, ticket=block.mapping).order(stream)
             return self._buffer(reservation.addr, size, stream)
         except BaseException:
-            self._ended.append(block)  # the next call frees it if this one is interrupted
+            self._ended.append(block)  # the next call frees it if this call is interrupted
             if not amid:
                 with self._lock, suppress(VMemError):
                     self._reap()
             raise
 
     def _amid_call(self) -> bool:
-        """True if this is a finalizer or signal handler that interrupted a call of this thread."""
+        """Returns true in a finalizer or signal handler that interrupted a call of this thread."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _buffer(self, addr: int, size: int, stream: Any) -> Any:
         if stream is not None and self.is_device_accessible:
             try:
                 return Buffer.from_handle(addr, size, self, stream=stream)
-            except TypeError:  # before cuda.core 1.1 the stream came with close() alone
+            except TypeError:  # before cuda.core 1.1, only close() took a stream
                 pass
         return Buffer.from_handle(addr, size, self)
 
@@ -220,14 +222,14 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
 
         Args:
             ptr: the buffer's handle.
-            size: its size.
-            stream: None: no work uses the buffer any more.
+            size: the buffer's size.
+            stream: the stream to wait for; None: no work uses the buffer any more.
 
         Raises:
-            InvalidArgument, BadHandle: `ptr` is not a buffer of this resource, or `stream` names no
+            InvalidArgument, BadHandle: `ptr` is not a buffer of this resource, or `stream` is not
                 GPU work or is closed; nothing changed.
             TypeError: `ptr` or `size` is not a number; nothing changed.
-            VMemError: raised later: the next call retries the unmap.
+            VMemError: the unmap failed; the next call retries it.
         """
         try:
             ptr, size = _address(ptr), operator.index(size)
@@ -237,7 +239,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
                 return
             with self._lock:
                 self._end_buffer(ptr, size, stream)
-        # cuda.core drops the buffer in any case and hides the error from its caller.
+        # On any error cuda.core drops the buffer, and hides the error from its caller.
         except (InvalidArgument, BadHandle, TypeError):
             raise
         except VMemError:
@@ -249,7 +251,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             raise
 
     def _end_later(self, addr: int, size: int, stream: Any) -> None:
-        """Defers freeing a buffer to the next call, after the stream's present work."""
+        """Defers freeing a buffer to the next call, after the stream's current work."""
         try:
             work = None if stream is None else record(stream, self._context.cuda_device)
         except BaseException:
@@ -284,7 +286,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._live.pop(addr, None)
 
     def _free_block(self, nbytes: int) -> _Block:
-        """A block for a new buffer: a free block of that size, or a new block without addresses."""
+        """Returns a free block of that size, or a new block without addresses."""
         kept = self._kept[nbytes]
         while kept:
             if kept[-1].free:
@@ -298,19 +300,18 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return block
 
     def _reap(self) -> None:
-        """Frees what interrupted calls left behind and marks blocks whose pages are unmapped as
-        free.
+        """Cleans up after interrupted calls, and marks blocks with unmapped pages as free.
 
         May be called again after an exception: every step is idempotent.
         """
         while self._left:
             addr, size, stream = self._left[0]
-            with suppress(InvalidArgument):  # it was ended, or called again
+            with suppress(InvalidArgument):  # already freed, by its own call or another
                 try:
                     if stream is not _UNKNOWN:
                         self._end_buffer(addr, size, stream)
                         stream = None
-                except BadHandle:  # its stream is gone, but its work may still run
+                except BadHandle:  # the stream was destroyed, but its work may still be running
                     stream = _UNKNOWN
                 if stream is _UNKNOWN:
                     wait_for_device(None, self._context.cuda_device)
@@ -328,7 +329,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._going = [block for block in self._going if not self._is_over(block)]
 
     def _is_over(self, block: _Block) -> bool:
-        """True if a block's pages are unmapped, which makes it free."""
+        """Returns true if a block's pages are unmapped, and marks it as free then."""
         if not block.free and not block.unmapping.done():
             return False
         if not block.free:
@@ -354,7 +355,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         """Waits for pages being unmapped, then frees the addresses. Idempotent.
 
         Raises:
-            Busy: buffers live; nothing changed.
+            Busy: buffers are alive; nothing changed.
             Reentered: called by a finalizer or signal handler that interrupted another call.
         """
         if self._amid_call():

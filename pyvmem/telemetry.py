@@ -9,8 +9,8 @@
     prometheus_client.REGISTRY.register(telemetry)      # or among an engine's own metrics
     telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
 
-The numbers are those of `CacheStats`; each is read on demand, so a cache that is not scraped pays
-nothing. Caches are held weakly; one that is closed is no longer reported.
+The numbers are those of `CacheStats`; they are read on demand, so a cache that is not scraped
+has no overhead. Caches are held weakly; closed caches are no longer reported.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_SHORTEST, _LONGEST = 10, 34  # waits from 1 us to 17 s have buckets of their own
-_SAME_S = 0.05  # all instruments of one collection share numbers at most this old
+_SHORTEST, _LONGEST = 10, 34  # buckets cover waits from 1 us to 17 s
+_SAME_S = 0.05  # all instruments of a collection share numbers up to this old
 _PREFIX = "pyvmem_"
 
 
@@ -52,7 +52,7 @@ class _Context(Protocol):
 
 
 class _Cache(Protocol):
-    """The interface of a cache; `KVCache` and its relatives have it."""
+    """The interface of a cache, which all caches of `pyvmem.kvcache` implement."""
 
     @property
     def context(self) -> _Context: ...
@@ -91,7 +91,7 @@ class _Metric:
 
 
 def _of(**names: str) -> Callable[[CacheStats], Mapping[str, float]]:
-    """Reads the `CacheStats` field for each label value."""
+    """Returns a function that reads the `CacheStats` field for each label value."""
     return lambda stats: {value: getattr(stats, field) for value, field in names.items()}
 
 
@@ -103,14 +103,14 @@ _METRICS = (
     _Metric(
         "pages",
         "gauge",
-        "Physical pages that the cache may have, by state.",
+        "Physical pages within the cache's limit, by state.",
         "state",
         _of(free="free_pages", cached="cached_pages", active="active_pages"),
     ),
     _Metric(
         "pages_of_kind",
         "gauge",
-        "Pages, some of them counted in several kinds.",
+        "Pages by kind; a page may be counted in several kinds.",
         "kind",
         _of(
             ahead="ahead_pages",
@@ -124,14 +124,14 @@ _METRICS = (
     _Metric(
         "bytes",
         "gauge",
-        "Bytes mapped, holding rows of requests, and granted without holding any.",
+        "Bytes that are mapped, that hold rows of requests, and that are granted but hold no rows.",
         "kind",
         _of(mapped="mapped_bytes", used="used_bytes", wasted="wasted_bytes"),
     ),
     _Metric(
         "peak_bytes",
         "gauge",
-        "The highest of pyvmem_bytes so far.",
+        "Maximum of pyvmem_bytes so far.",
         "kind",
         _of(mapped="peak_mapped_bytes", used="peak_used_bytes", wasted="peak_wasted_bytes"),
     ),
@@ -151,7 +151,7 @@ _METRICS = (
     _Metric(
         "prefix_host_bytes",
         "gauge",
-        "Rows of evicted prefixes in host memory.",
+        "Bytes of evicted prefixes in host memory.",
         "",
         _one("prefix_host_bytes"),
     ),
@@ -175,9 +175,9 @@ _METRICS = (
     _Metric(
         "page_events",
         "counter",
-        "Pages mapped (grown), filled for a new owner (zeroed), granted though mapped before "
-        "(reused), unmapped (reclaimed), replaced (moved, promoted), and of evicted prefixes "
-        "(evicted); each counted when it is done.",
+        "Pages mapped (grown), filled for a new owner (zeroed), granted when already mapped "
+        "(reused), unmapped (reclaimed), replaced (moved, promoted), and freed with a prefix "
+        "(evicted); counted when done.",
         "event",
         _of(
             grown="grown_pages",
@@ -192,14 +192,14 @@ _METRICS = (
     _Metric(
         "prefix_queries",
         "counter",
-        "Prompts looked up for requests that then got a slot.",
+        "Prompts looked up for requests that were then given a slot.",
         "",
         _one("prefix_queries"),
     ),
     _Metric(
         "prefix_hits",
         "counter",
-        "Those of them that began with a recorded prefix.",
+        "Prompts in pyvmem_prefix_queries that began with a recorded prefix.",
         "",
         _one("prefix_hits"),
     ),
@@ -220,15 +220,15 @@ _METRICS = (
     _Metric(
         "prefix_hit_tokens",
         "counter",
-        "Tokens that the hits began with.",
+        "Tokens of the recorded prefixes of these hits.",
         "",
         _one("prefix_hit_tokens"),
     ),
     _Metric(
         "prefix_copied_bytes",
         "counter",
-        "Rows of prefixes copied to host memory (stored) and back (loaded), and of those lost when "
-        "they were evicted, there or on the device (dropped).",
+        "Bytes of prefixes copied to host memory (stored) and back (loaded), or lost by eviction "
+        "in host or device memory (dropped).",
         "event",
         _of(
             stored="prefix_stored_bytes",
@@ -240,7 +240,7 @@ _METRICS = (
     _Metric(
         "driver_seconds",
         "counter",
-        "Time in the driver that a call of the cache waited for, and the rest.",
+        "Time in the driver, while a call of the cache waited (critical) or not (background).",
         "path",
         lambda stats: {
             "critical": stats.critical_driver_ns / 1e9,
@@ -249,14 +249,14 @@ _METRICS = (
     ),
 )
 NOT_EXPORTED = frozenset({"total_pages", "last_wait_ns", "driver_ns"})
-"""Fields of `CacheStats` that are sums of others, or no series."""
+"""Fields of `CacheStats` that are sums of other fields or not time series."""
 
 
 _CONTEXT_BYTES = ("slab", "used", "free", "dirty", "quarantined")
 
 
 def _waits(stats: CacheStats, labels: Mapping[str, str]) -> Iterator[Sample]:
-    """The histogram of waits with cumulative buckets, as in Prometheus."""
+    """Yields the histogram of waits with cumulative buckets, as in Prometheus."""
     for power in range(_SHORTEST, _LONGEST + 1):
         count = sum(stats.wait_counts[: power + 1])
         yield Sample("_bucket", {**labels, "le": repr((1 << power) / 1e9)}, count)
@@ -266,7 +266,7 @@ def _waits(stats: CacheStats, labels: Mapping[str, str]) -> Iterator[Sample]:
 
 
 class Telemetry:
-    """The numbers of several caches. Thread-safe; see the module."""
+    """Reports the numbers of several caches; see the module. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = reentrant_lock()
@@ -290,15 +290,15 @@ class Telemetry:
         except UnicodeEncodeError as error:
             raise invalid(f"name = {name!r:.80}: {error.reason}", op="Telemetry") from None
         if not (hasattr(cache, "context") and callable(getattr(cache, "stats", None))):
-            raise unexpected("cache", cache, "a KVCache or another with context and stats()")
+            raise unexpected("cache", cache, "a KVCache or another object with context and stats()")
         with self._lock:
             self._living(lambda cache: None)
             if name in self._caches:
-                raise invalid(f"a cache named {name!r} is added already", op="Telemetry")
+                raise invalid(f"a cache named {name!r} has already been added", op="Telemetry")
             self._caches[name] = weakref.ref(cache)
 
     def _living(self, read: Callable[[_Cache], _T]) -> list[tuple[str, _Cache, CacheStats, _T]]:
-        """The open caches with their stats and the result of `read`; drops closed caches."""
+        """Returns open caches with their stats and the result of `read`; drops closed caches."""
         found = []
         for name, ref in list(self._caches.items()):
             cache = ref()
@@ -308,11 +308,11 @@ class Telemetry:
                     continue
             except (BadHandle, ForkedProcess):
                 pass
-            self._caches.pop(name, None)  # perhaps removed by a handler that interrupted this
+            self._caches.pop(name, None)  # an interrupting handler may have removed it
         return found
 
     def families(self) -> tuple[Family, ...]:
-        """All metric families, with current values."""
+        """Returns all metric families, with current values."""
         with self._lock:
             each = self._living(lambda cache: cache.context.stats())
         made = []
@@ -341,7 +341,7 @@ class Telemetry:
             for name, _, _, stats in each
             for kind in _CONTEXT_BYTES
         )
-        text = "Bytes that the cache's context took from the driver (slab), and what they are."
+        text = "Bytes that the cache's context has allocated from the driver (slab), by use."
         made.append(Family(f"{_PREFIX}context_bytes", "gauge", text, samples))
         samples = tuple(s for name, _, stats, _ in each for s in _waits(stats, {"cache": name}))
         text = "How long calls of the cache waited for mapping, filling or reclaiming."
@@ -351,11 +351,11 @@ class Telemetry:
     # ---- Prometheus ------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """All numbers in Prometheus's text format."""
+        """Returns all numbers in Prometheus's text format."""
         return prometheus_text(self.families())
 
     def collect(self) -> Iterator[Any]:
-        """As `families`, for a prometheus_client registry, which calls this."""
+        """Yields `families` for a prometheus_client registry, which calls this method."""
         from prometheus_client.core import Metric
 
         for family in self.families():
@@ -369,9 +369,9 @@ class Telemetry:
     def instrument(self, meter: Any) -> None:
         """Registers every metric as an observable instrument of an OpenTelemetry meter.
 
-        Names have dots for underscores. OpenTelemetry has no histogram that is read when asked
-        for: that of the waits comes as counters, `pyvmem.wait.seconds.bucket` with the label
-        ``le`` as in Prometheus, ``.sum`` and ``.count``.
+        Names have dots instead of underscores. OpenTelemetry has no observable histogram, so the
+        histogram of waits is exported as counters: `pyvmem.wait.seconds.bucket` with the label
+        ``le``, as in Prometheus, ``.sum`` and ``.count``.
         """
         from opentelemetry.metrics import Observation
 
@@ -396,7 +396,7 @@ class Telemetry:
                 make(name, callbacks=[observe(family.name, suffix)], description=family.help)
 
     def _recent(self) -> tuple[Family, ...]:
-        """`families`, cached so that all instruments of a collection share the values."""
+        """Returns `families`, cached so that all instruments of a collection share the values."""
         when, families = self._seen
         now = time.monotonic()
         if now - when > _SAME_S:
@@ -408,7 +408,7 @@ class Telemetry:
     # -----------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Any]:
-        """Every cache as plain data for JSON: its numbers, and its slots if it has a snapshot."""
+        """Returns every cache as data for JSON: its numbers, and its slots if it has a snapshot."""
 
         def slots(cache: _Cache) -> list[SlotInfo]:
             snapshot: Callable[[], list[SlotInfo]] | None = getattr(cache, "snapshot", None)
@@ -427,11 +427,12 @@ class Telemetry:
         }
 
     def serve(self, port: int = 0, address: str = "127.0.0.1") -> Server:
-        """Answers ``/metrics`` (Prometheus) and ``/caches`` (JSON, for `vmem watch`) over HTTP.
+        """Serves ``/metrics`` (Prometheus) and ``/caches`` (JSON, for `vmem watch`) over HTTP.
 
         Args:
-            port: 0: any free port; see `Server.port`.
-            address: to listen on; the default accepts only local connections. No password.
+            port: the TCP port; 0: any free port (see `Server.port`).
+            address: the address to listen on; the default accepts only local connections. There is
+                no authentication.
 
         Raises:
             InvalidArgument: `port` is not a port number. OSError: the port is unavailable.
@@ -445,7 +446,7 @@ def _escaped(text: str) -> str:
 
 
 def prometheus_text(families: Iterable[Family]) -> str:
-    """Families in Prometheus's text format."""
+    """Returns families in Prometheus's text format."""
     lines = []
     for family in families:
         name = family.name + ("_total" if family.kind == "counter" else "")
@@ -457,10 +458,10 @@ def prometheus_text(families: Iterable[Family]) -> str:
 
 
 class Server(HTTPServer):
-    """A server thread; a context manager, which stops it.
+    """A server thread. A context manager that stops it.
 
     Attributes:
-        port: the port it listens on.
+        port: the port that it listens on.
     """
 
     def __init__(self, telemetry: Telemetry, address: str, port: int) -> None:

@@ -10,10 +10,10 @@
 A slot is contiguous in virtual memory, so these are calls of ordinary kernels, and nothing is
 gathered; a paged kernel takes a slot with the trivial block table 0, 1, 2, ... `KERNELS` lists how
 far each kernel reads past a request's length; a call that could read an unmapped row is refused.
-`attention` does the same in one call. In code that `torch.compile` compiles, `Attention.write` and
-the call are operators (`pyvmem.compiled`), which record no gradient.
+`attention` does all of this in one call. Under `torch.compile`, `Attention.write` and the call
+become operators (`pyvmem.compiled`), which record no gradient.
 
-Layers may differ, in a `pyvmem.kvcache.LayeredCache`: in heads, head size, window, or in keeping a
+The layers of a `pyvmem.kvcache.LayeredCache` may differ in heads, head size or window, or store a
 latent (MLA); kernels are chosen per form of layer. Needs torch.
 """
 
@@ -63,7 +63,7 @@ __all__ = [
 
 
 class _Layer(NamedTuple):
-    """K and V ``[max_batch, max_seq_len, num_kv_heads, head_dim]``, and the index of the form."""
+    """A layer's K and V, ``[max_batch, max_seq_len, num_kv_heads, head_dim]``, and form index."""
 
     k: Writer
     v: Writer
@@ -74,11 +74,11 @@ class Attention:
     """Attention kernels bound to the tensors of a cache.
 
     Args:
-        cache: close this object before the cache. Layers that keep a state or nothing are left to
-            the model.
+        cache: close this object before the cache. Layers that keep a state or nothing are not
+            served.
         kernel: "auto", or one of `KERNELS` for all layers.
         windows: per layer, the number of tokens a token attends to, if fewer than the cache keeps;
-            None: all that the cache keeps.
+            None: all tokens that the cache keeps.
         v_head_dim: for a cache with one tensor per layer (MLA's latent): how many elements of a
             row, from the first, are the values.
         scales: for 8-bit keys and values: per layer a pair (keys, values), each a number or one per
@@ -132,13 +132,13 @@ class Attention:
         )
 
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
-        """Checks a step's lengths; the same batch serves all layers. See `Batch`.
+        """Makes a step's batch after checking its lengths; all layers use it. See `Batch`.
 
         It uses the `decode` kernels of `choices` if no request has more than `PREFILL_TOKENS` new
         tokens, else the `name` ones, or `decode` if the latter could read unmapped rows.
 
         Raises:
-            OverRead: both could. InvalidArgument: as `Batch`.
+            OverRead: both could. InvalidArgument: as for `Batch`.
         """
         decode = [choice.decode for choice in self.choices]
         prefill = [choice.name for choice in self.choices]
@@ -191,7 +191,8 @@ class Attention:
         latent = self._forms[one.form].latent
         if latent != (value is None):
             raise invalid(
-                f"layer {layer} has {'one tensor' if latent else 'values, too'}", op="Attention"
+                f"layer {layer} has {'one tensor' if latent else 'values; pass value='}",
+                op="Attention",
             )
         self._check_batch(batch)
         where = (batch.slots, batch.positions)
@@ -227,7 +228,7 @@ class Attention:
         scale: float | None = None,
         up: UpProjections | None = None,
     ) -> torch.Tensor:
-        """Causal attention of the new tokens over their own requests.
+        """Attends causally from the new tokens to their own requests.
 
         Args:
             q: ``[tokens, num_heads, head_dim]``, in the cache's type (8-bit caches: bfloat16);
@@ -235,7 +236,7 @@ class Attention:
             layer: index of a layer of the cache; its new rows must have been written.
             batch: a batch that this object made.
             scale: scale of the scores; None: ``head_dim ** -0.5``.
-            up: for a latent, the up-projections of its keys and values: `q` then has the heads'
+            up: for a latent, the up-projections of its keys and values. `q` then holds the heads'
                 own queries, ``nope + rotary`` elements, and the result their values. Requests with
                 many new tokens have their rows expanded (`pyvmem.attention.latent`).
 
@@ -285,7 +286,7 @@ class Attention:
         return out
 
     def _check_up(self, layer: int, one: _Layer, heads: int, up: UpProjections) -> int:
-        """Checks `up`; returns the elements of a head's query, rotary ones last."""
+        """Checks `up`; returns the number of elements of a head's query, nope and rotary."""
         form, slots = self._forms[one.form], one.k.tensor.shape
         if not form.latent or slots[2] != 1:
             raise invalid(
@@ -304,7 +305,7 @@ class Attention:
         return self._forms[self._layer(layer).form].latent
 
     def window(self, layer: int) -> int:
-        """The layer's sliding window in tokens, the current token included; 0: no window."""
+        """Returns the layer's sliding window in tokens, including the current one; 0: no window."""
         return self._forms[self._layer(layer).form].window
 
     def _layer(self, layer: int) -> _Layer:
@@ -313,7 +314,7 @@ class Attention:
             raise invalid(f"layer {layer} is not between 0 and {last}", limit=last, op="Attention")
         one = self._layers[layer]
         if one is None:
-            raise invalid(f"layer {layer} has no keys and values, so no attention", op="Attention")
+            raise invalid(f"layer {layer} has no keys and values to attend to", op="Attention")
         return one
 
     def close(self) -> None:
@@ -326,7 +327,7 @@ class Attention:
         expect("batch", batch, Batch)
         if [part.caches for part in batch.parts] != self._caches or batch.kernel not in KERNELS:
             raise invalid(
-                f"a batch of another cache, with kernel {batch.kernel!r}; take one of "
+                f"the batch belongs to another cache (kernel {batch.kernel!r}); make one with "
                 "Attention.batch",
                 op="Attention",
             )
@@ -360,7 +361,7 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """Runs `Attention` once, for code that need not be fast: every call checks the lengths.
+    """Runs `Attention` for one call. For code that need not be fast: each call checks the lengths.
 
     Args:
         q: the requests' new tokens, concatenated, ``[tokens, heads, head_dim]``.

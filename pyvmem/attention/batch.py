@@ -66,24 +66,24 @@ class Part(NamedTuple):
 
 
 class Batch:
-    """New tokens of some requests, one request after the other; the same for all layers.
+    """The new tokens of a step's requests, one request after the other; the same for all layers.
 
     The last ``q_lens[i]`` of a request's ``kv_lens[i]`` tokens are the new ones: 1 in decoding, all
-    in a prefill, some in a chunked one. A token sees its own request up to itself.
+    in a prefill, some in a chunked prefill. A token attends to its own request up to itself.
 
     Args:
-        parts: the layers by form, at least one; all their caches must have been stepped to these
+        parts: one per form of layer, at least one; all their caches must have been stepped to these
             lengths.
-        reqids: the requests' slots, no two the same.
-        q_lens: new tokens of each, at least 1.
-        kv_lens: tokens of each, the new ones included.
+        reqids: the requests' slots, without duplicates.
+        q_lens: new tokens of each request, at least 1.
+        kv_lens: tokens of each request, including the new ones.
         device: device of the tensors below, the caches' device.
 
     Attributes:
         parts, reqids, q_lens, kv_lens: as given.
         kernel, reads: the first part's.
-        tokens: new tokens, all requests together; max_q, max_kv: the largest lengths.
-        ticket: stands for the batch in compiled code.
+        tokens: the number of new tokens, all requests together; max_q, max_kv: the largest lengths.
+        ticket: represents the batch in compiled code.
 
     Raises:
         InvalidArgument: lengths that do not fit together, more tokens than a slot has pages for, or
@@ -109,24 +109,24 @@ class Batch:
         self.reqids: list[int]
         self.q_lens: list[int]
         self.kv_lens: list[int]
-        self.made: dict[Any, Any]  # kernels' own metadata for these lengths, shared by all layers
+        self.made: dict[Any, Any]  # the kernels' metadata for these lengths, shared by all layers
         self._tables: dict[Blocks, torch.Tensor] = {}
         self._set(reqids, q_lens, kv_lens)
         self.ticket = ticket(self)
 
     def advance(self, reqids: Sequence[int], kv_lens: Sequence[int]) -> None:
-        """Sets other lengths, with as many new tokens per request, in the same tensors.
+        """Sets new lengths in the same tensors, with the same number of new tokens per request.
 
         For a CUDA graph, which is captured once and reads `slots`, `positions`, `ranks`, `index`,
         `used`, `starts` and `block_table` at every replay; only FlashAttention-3's calls can be
         captured, since they take no length from the host. Runs on the current stream.
 
         Args:
-            reqids: the requests' slots, as many as before.
-            kv_lens: tokens of each, the new ones included.
+            reqids: the requests' slots; their number must not change.
+            kv_lens: tokens of each request, including the new ones.
 
         Raises:
-            InvalidArgument: as for a new batch, or another number of requests; nothing changed.
+            InvalidArgument: as for a new batch, or the number of requests differs; nothing changed.
         """
         if len(reqids) != len(self.reqids):
             raise invalid(f"{len(reqids)} reqids; the batch has {len(self.reqids)}", op="Attention")
@@ -155,11 +155,11 @@ class Batch:
         if not count or not count == len(self.q_lens) == len(self.kv_lens):
             raise invalid(
                 f"{count} reqids, {len(self.q_lens)} q_lens, {len(self.kv_lens)} kv_lens; there "
-                "must be as many of each, and at least one",
+                "must be the same number of each, and at least one",
                 op="Attention",
             )
         if len(set(self.reqids)) != count:
-            raise invalid(f"a reqid stands twice in {self.reqids!r:.80}", op="Attention")
+            raise invalid(f"duplicate reqid in {self.reqids!r:.80}", op="Attention")
         last = config.max_batch - 1
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):
             if not 0 <= reqid <= last:
@@ -205,7 +205,7 @@ class Batch:
                 )
 
     def _check_firsts(self, part: Part, cache: GroupView) -> None:
-        """Raises if rows that a kernel reads in or before the window have been freed."""
+        """Raises if rows that a kernel reads, in or before the window, have been freed."""
         firsts = cache.first_rows(self.reqids)
         for reqid, q_len, kv_len, there in zip(
             self.reqids, self.q_lens, self.kv_lens, firsts, strict=True
@@ -215,17 +215,19 @@ class Batch:
                 continue
             text = f"reqid {reqid}: {q_len} new of {kv_len} tokens with a window of {part.window}"
             if EXACT.first(kv_len, q_len, part.window) < there:
-                raise invalid(f"{text}; rows before {there} are gone", limit=there, op="Attention")
+                raise invalid(
+                    f"{text}; rows before {there} have been freed", limit=there, op="Attention"
+                )
             raise OverRead(
-                f"{text}: {part.kernel} may read from row {first} on, and rows before {there} are "
-                f"gone; it needs window_tile of {part.reads.before}",
+                f"{text}: {part.kernel} may read from row {first} on, but rows before {there} have "
+                f"been freed; it needs window_tile of {part.reads.before}",
                 errno=errno.EINVAL,
                 op="Attention",
                 limit=there,
             )
 
     def _int32(self, values: Sequence[int]) -> torch.Tensor:
-        with torch.inference_mode(False):  # `advance` writes it, inside that mode or not
+        with torch.inference_mode(False):  # `advance` writes it, in inference mode or not
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     @cached_property
@@ -279,7 +281,7 @@ class Batch:
         table = self._tables.get(blocks)
         if table is None:
             shape = (len(self.reqids), blocks.per_slot)
-            with torch.inference_mode(False):  # `advance` writes it, inside that mode or not
+            with torch.inference_mode(False):  # `advance` writes it, in inference mode or not
                 table = torch.empty(shape, dtype=torch.int32, device=self.device)
             self._number(blocks, table)
             self._tables[blocks] = table
@@ -291,7 +293,7 @@ class Batch:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The batch split into the fewest dense batches that keep its order."""
+        """The batch, split into as few dense batches as possible in its order."""
         runs: list[Run] = []
         start = 0
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):

@@ -38,7 +38,7 @@ _DESCALES = ("q_descale", "k_descale", "v_descale")
 def _why_not_here(
     form: Form, device: torch.device, major: int, exactly: bool, dtypes: tuple[str, ...]
 ) -> str:
-    """Why neither version supports this GPU or layer shape; "" if they do."""
+    """Returns why neither version supports this GPU or layer shape; "" if they do."""
     if device.type != "cuda":
         return "it needs a GPU"
     have = torch.cuda.get_device_capability(device)
@@ -59,7 +59,7 @@ def _why_not_here(
 
 @functools.cache
 def _fa3() -> tuple[Any, str]:
-    """FlashAttention-3's entry point, or None and the reason it is missing."""
+    """Returns FlashAttention-3's entry point and "", or None and the reason it is missing."""
     library = os.environ.get("VMEM_FA3", "")
     if not hasattr(torch.ops, _VLLM) or not hasattr(getattr(torch.ops, _VLLM), "fwd"):
         path = Path(library) if library else _in_vllm()
@@ -75,18 +75,18 @@ def _fa3() -> tuple[Any, str]:
     if importlib.util.find_spec("flash_attn_interface") is not None:
         interface: Any = importlib.import_module("flash_attn_interface")
         return functools.partial(_interface_call, interface.flash_attn_with_kvcache), ""
-    return None, "neither vLLM's package (nor $VMEM_FA3) nor flash_attn_interface brings it"
+    return None, "vLLM's package, $VMEM_FA3 and flash_attn_interface do not provide it"
 
 
 def fa3_call() -> Any:
-    """FlashAttention-3 over any memory.
+    """Returns FlashAttention-3's entry point, which reads any addresses.
 
     ``call(q, k, v, batch, scale, table=None, window=0, descales=None)``; `descales` are those of
     q, k and v, each float32 ``[requests, num_kv_heads]``. It uses `starts`, `used`, `max_q` and,
     without a block table, `index` of `batch`.
 
     Raises:
-        RuntimeError: no package has it; the text says why.
+        RuntimeError: no package provides it; the text says why.
     """
     call, why = _fa3()
     if call is None:
@@ -104,7 +104,7 @@ def _in_vllm() -> Path | None:
 
 
 def _vllm_call(op: Any) -> tuple[Any, str]:
-    """Calls vLLM's op by argument name, since its schema grows from release to release."""
+    """Returns a call of vLLM's op by argument names, since its schema grows with each release."""
     arguments = op.default._schema.arguments
     names = {argument.name for argument in arguments}
     needed = {"q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
@@ -138,7 +138,7 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
         }
         if table is None:
             values["kv_batch_idx"] = batch.index
-            values["max_seqlen_k"] = k.shape[1]  # the op takes this as the slots' length
+            values["max_seqlen_k"] = k.shape[1]  # the op reads the length of a slot from this
         else:
             values["page_table"] = table
             values["max_seqlen_k"] = table.shape[1] * k.shape[1]
@@ -179,7 +179,7 @@ def _interface_call(
 
 
 def why_not_fa3(form: Form, device: torch.device) -> str:
-    """The reason FlashAttention-3 cannot be used; "" if it can."""
+    """Returns why FlashAttention-3 cannot be used; "" if it can."""
     return _why_not_here(form, device, 9, True, (*_HALF, FP8)) or str(_fa3()[1])
 
 
@@ -208,15 +208,15 @@ def fa3(
 
 
 def why_not_fa3_paged(form: Form, device: torch.device) -> str:
-    """The reason FlashAttention-3's paged call cannot be used; "" if it can."""
+    """Returns why FlashAttention-3's paged call cannot be used; "" if it can."""
     return why_not_fa3(form, device) or why_not_blocks(form)
 
 
 def why_not_blocks(form: Form) -> str:
-    """The reason a slot cannot be addressed as blocks of `BLOCK` rows; "" if it can."""
+    """Returns why a slot cannot be addressed as blocks of `BLOCK` rows; "" if it can."""
     layout = form.keys.layout
     if layout.max_rows < BLOCK:
-        return f"slots of {layout.max_rows} rows are not a whole block of {BLOCK}"
+        return f"slots of {layout.max_rows} rows are not a multiple of blocks of {BLOCK}"
     blocks = Blocks.of(layout.max_rows, layout.slot_bytes, layout.row_bytes)
     last = blocks.last(form.keys.config.max_batch)
     return f"blocks of {BLOCK} rows, numbered up to {last}" if last >= 1 << 31 else ""
@@ -248,7 +248,7 @@ def fa3_paged(
 
 
 def why_not_fa2(form: Form, device: torch.device) -> str:
-    """The reason torch's FlashAttention-2 cannot be used; "" if it can."""
+    """Returns why torch's FlashAttention-2 cannot be used; "" if it can."""
     why = _why_not_here(form, device, 8, False, _HALF)
     if why:
         return why
@@ -269,8 +269,8 @@ def fa2(
 ) -> torch.Tensor:
     """Runs one kernel call, which reads no row past a length (``seqused_k``).
 
-    The op has no batch of slots: all slots are one long sequence, in which request i starts at
-    ``cum_seq_k[i]``.
+    The op does not index slots: it gets all slots as one long sequence, in which request i starts
+    at ``cum_seq_k[i]``.
     """
     pitch = k.stride(0) // k.stride(1)
     rows = (k.shape[0] - 1) * pitch + k.shape[1]

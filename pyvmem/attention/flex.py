@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "flex", "why_not"]
 
-_SHAPES = 128  # shapes of models and batches compiled for in one process; then it raises
-_NARROWEST, _WIDEST = 16, 256  # head_dim on a GPU: what Triton multiplies, what fits its tiles
-BLOCK = 128  # rows in a block of FlexAttention's mask, which it reads as a whole
+_SHAPES = 128  # most shapes of models and batches compiled in a process; beyond that torch raises
+# limits of head_dim on a GPU, from Triton's matrix multiply and its tiles
+_NARROWEST, _WIDEST = 16, 256
+BLOCK = 128  # rows in a block of FlexAttention's mask; it always reads whole blocks
 
 
 def why_not(form: Form, device: torch.device) -> str:
-    """The reason FlexAttention cannot be used; "" if it can."""
+    """Returns why FlexAttention cannot be used; "" if it can."""
     try:
         from torch.nn.attention import flex_attention
     except ImportError:
@@ -32,7 +33,7 @@ def why_not(form: Form, device: torch.device) -> str:
         from torch.utils._triton import has_triton
 
         if not has_triton():
-            return "Triton is not installed, which compiles it"
+            return "it needs Triton, which is not installed"
         if form.dtype == "float64":
             return "it has no float64"
         if max(form.head_dim, form.v_head_dim) > _WIDEST:
@@ -53,7 +54,7 @@ def flex(
 def _eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
-    """Uncompiled, every row of the input is scored, so each view ends at the request's length."""
+    """Attends request by request over views that end at its length: eager code reads all rows."""
     from torch.nn.attention.flex_attention import flex_attention
 
     gqa = q.shape[1] != k.shape[2]
@@ -91,15 +92,15 @@ def _causal(shift: int, window: int) -> Any:
 def _kernel() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Compiled as a whole or not at all: uncompiled it would read every row, even unmapped ones.
+    # fullgraph: uncompiled code would read every row, even unmapped ones.
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def _compiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
-    """Covers all slots from the first to the last of the batch; slots without a request read
-    nothing.
+    """Runs one call over all slots between the batch's first and last; the mask skips slots without
+    a request.
 
     Queries are padded to the longest request's. The mask leaves out blocks past a request's length
     and, with a window, those before it, so only the last block is read beyond the length.
@@ -127,9 +128,9 @@ def _compiled(
 def _options(rows: int, sharing: int) -> dict[str, Any]:
     """Kernel options for `rows` queries per request, where `sharing` query heads share a KV head.
 
-    For queries shorter than a block torch takes its decoding kernel, whose one tile holds the rows
-    of all heads that share; where that is more than a block of the mask, torch 2.13 and older raise
-    NoValidChoicesError (pytorch/pytorch#185349) and are told to take the other kernel.
+    For queries shorter than a block, torch picks its decoding kernel, whose single tile holds the
+    rows of all heads that share a KV head. If they exceed a block of the mask, torch 2.13 and older
+    raise NoValidChoicesError (pytorch/pytorch#185349), so the other kernel is requested.
     """
     return {"FORCE_USE_FLEX_ATTENTION": True} if rows * sharing > BLOCK else {}
 
@@ -158,7 +159,7 @@ def _mask(batch: Batch, low: int, high: int, rows: int, window: int = 0) -> Any:
     first = torch.clamp(ends[None] - BLOCK + shift[:, None] - wide + 1, min=0) // BLOCK
     number = torch.clamp(-(-seen // BLOCK) - first, min=0)[:, None].contiguous()
     indices = torch.arange(kv_blocks, device=device, dtype=torch.int32)
-    # Entries after a row's `number` are ignored, but must be valid blocks.
+    # Entries from a row's `number` on are ignored, but must be valid block indices.
     indices = (first[:, None, :, None] + indices).clamp(max=kv_blocks - 1).contiguous()
     mask = BlockMask.from_kv_blocks(
         number,

@@ -4,8 +4,8 @@ table.
 
 Written for flashinfer-python 0.6.14, whose wheel includes its headers; a kernel is compiled on its
 first call, which needs nvcc, a C++ compiler and ninja. Its batched call for contiguous rows
-(ragged) expects requests without gaps between them, but slots have gaps: it serves a step of one
-long prompt.
+(ragged) expects requests without gaps between them, but slots have gaps, so it is used only for a
+step of one long prompt.
 
 Both calls for contiguous rows get a view that ends with the request, so nothing past it is read.
 The paged call loads row by row below the length (``fa2`` kernels).
@@ -32,13 +32,14 @@ __all__ = ["flashinfer", "why_not"]
 
 _WORKSPACE = 256 << 20
 _HEAD_DIMS = (64, 128, 256)
-# New tokens of a lone prompt from which the ragged call is used: 1.08 times as fast on an H200, and
-# 0.98 to 1.03 times with 2K or 8K, where planning it once a step costs more than that.
+# A lone prompt of at least this many new tokens takes the ragged call: it is 1.08 times as fast
+# there on an H200. At 2K or 8K it is 0.98 to 1.03 times as fast, and planning it costs more than
+# that.
 _LONG = 65536
 
 
 def why_not(form: Form, device: torch.device) -> str:
-    """The reason FlashInfer cannot be used; "" if it can."""
+    """Returns why FlashInfer cannot be used; "" if it can."""
     if device.type != "cuda":
         return "it needs a GPU"
     if importlib.util.find_spec("flashinfer") is None:
@@ -55,7 +56,7 @@ def why_not(form: Form, device: torch.device) -> str:
 def flashinfer(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Decodes in one call; makes one call per request if any has more than one new token."""
+    """Decodes in one call, or makes one call per request if any has more than one new token."""
     if batch.max_q <= PREFILL_TOKENS:
         return _paged(q, k, v, batch, scale, window)
     if len(batch.reqids) == 1 and batch.max_q >= _LONG and not window:
@@ -86,12 +87,13 @@ class _Wrapper:
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
         prefill: Any = importlib.import_module("flashinfer.prefill")
         self.it = getattr(prefill, kind)(workspace, "NHD", backend=backend)
-        self.planned: Any = None  # the batch's `made`, replaced when lengths change
+        # the `made` of the batch that it was planned for; replaced when lengths change
+        self.planned: Any = None
 
 
 @functools.cache
 def _wrapper(kind: str, backend: str, device: torch.device, key: tuple[Any, ...]) -> _Wrapper:
-    """The wrapper for a layer shape: a plan is valid for one shape only."""
+    """Returns the wrapper for a layer shape; a plan is valid for only one shape."""
     return _Wrapper(kind, backend, device)
 
 

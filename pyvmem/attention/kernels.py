@@ -4,14 +4,14 @@
 A kernel reads either exactly the valid rows or whole tiles (`Reads`). FlashAttention-3's contiguous
 call loads tiles of up to 192 rows (``tile_size.h`` of its ``hopper`` folder) with TMA, bounded by
 the tensor and not by the request's length; FlexAttention reads blocks of 128. The rows past the
-length must then be mapped and finite: `KVCacheConfig.overread_rows`, or a sparse cache where that
+length must then be mapped and finite: use `KVCacheConfig.overread_rows`, or a sparse cache if that
 is enough (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
 blocks, and SDPA over a view of the valid rows read only valid rows.
 
-"auto" chooses a kernel for each phase. For decoding it takes one that reads only valid rows: the
-paged call over the trivial block table of a contiguous slot is at least as fast as the contiguous
-one. For a prefill it takes the contiguous call, which is 6 to 25 % faster there, if the cache maps
-the rows that it may read.
+"auto" chooses a kernel for each phase. For decoding it picks a kernel that reads only valid rows:
+the paged call over the trivial block table of a contiguous slot is at least as fast as the
+contiguous call. For a prefill it picks the contiguous call, which is 6 to 25 % faster there, if the
+cache maps the rows that it may read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Run(Protocol):
     def __call__(self, q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0) -> Any:
         """Returns ``[tokens, heads, v_head_dim]`` from queries and a layer's whole K and V.
 
-        Those of `FP8_KERNELS` also take ``scales``.
+        The kernels of `FP8_KERNELS` also accept ``scales``.
         """
 
 
@@ -55,7 +55,7 @@ class _Kernel:
 
 
 def _tiles_before(device: torch.device) -> Reads:
-    """Stops at the length, but loads the whole tile in which a window begins."""
+    """Reads that stop at the length, but load the whole tile in which a window begins."""
     return Reads(before=191)
 
 
@@ -79,7 +79,7 @@ def _why_not_flex(form: Form, device: torch.device) -> str:
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 FP8_KERNELS = ("fa3", "fa3-paged")
-"""Those that read 8-bit keys and values, `pyvmem.attention.scales.FP8`."""
+"""The kernels that read 8-bit keys and values, `pyvmem.attention.scales.FP8`."""
 
 KERNELS: dict[str, _Kernel] = {
     "fa3": _Kernel(flash.why_not_fa3, flash.fa3, lambda device: Reads(tile=191, before=191)),
@@ -89,7 +89,7 @@ KERNELS: dict[str, _Kernel] = {
     "flex": _Kernel(_why_not_flex, flex.flex, _flex_reads),
     "sdpa": _Kernel(_why_not_sdpa, sdpa.sdpa, lambda device: EXACT),
 }
-# FlashInfer only if named: its first call compiles for a minute or more.
+# FlashInfer is used only if named: its first call compiles for a minute or more.
 _PREFILL = {"cuda": ("fa3", "fa3-paged", "fa2", "flex", "sdpa"), "cpu": ("sdpa", "flex")}
 _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", "flex")}
 
@@ -97,7 +97,7 @@ _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", 
 def overread_rows(kernel: str, device: torch.device) -> int:
     """The `KVCacheConfig.overread_rows` that a kernel of `KERNELS` needs on a device.
 
-    If the kernel is named for all batches, `KVCacheConfig.overread_decode` must be set as well.
+    If the kernel is to serve all batches, `KVCacheConfig.overread_decode` must be set as well.
     """
     if kernel not in KERNELS:
         raise invalid(f"kernel must be one of {', '.join(KERNELS)}, not {kernel!r}", op="Attention")
@@ -110,7 +110,7 @@ class Choice:
 
     Attributes:
         name: one of `KERNELS`, for prefills, chunked ones included.
-        why_not: for every kernel, why it cannot be used on this cache; "" where it can.
+        why_not: for every kernel, why it cannot be used on this cache; "" if it can.
         decode: one of `KERNELS`, for batches with at most `PREFILL_TOKENS` new tokens per request.
     """
 
@@ -136,10 +136,10 @@ def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") ->
     A kernel that reads whole tiles is usable only for prefills, unless the cache keeps the
     over-read rows mapped in decoding as well (`KVCacheConfig.overread_decode`).
 
-    The choice is logged once a process (logger ``pyvmem.attention``).
+    The choice is logged once per process (logger ``pyvmem.attention``).
 
     Args:
-        cache: a cache whose layers are alike, or a form of layers.
+        cache: a cache whose layers all have the same form, or a form of layers.
         device: device of its tensors.
         kernel: "auto", or one of `KERNELS`.
 
@@ -171,14 +171,14 @@ def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") ->
 
 
 def _form_of(cache: KVCache | Form) -> Form:
-    """The form of a cache's first layer with keys and values."""
+    """Returns the form of a cache's first layer with keys and values."""
     if isinstance(cache, Form):
         return cache
     return next(form for form in forms_of(cache) if form is not None)
 
 
 def check_name(kernel: str) -> None:
-    """Raises InvalidArgument if the name is not a kernel's."""
+    """Raises InvalidArgument unless the name is "auto" or a kernel's."""
     if kernel != "auto" and kernel not in KERNELS:
         raise invalid(
             f"kernel must be one of auto, {', '.join(KERNELS)}, not {kernel!r}", op="Attention"
@@ -191,18 +191,18 @@ def _why_not(name: str, form: Form, device: torch.device) -> str:
     config, reads = form.keys.config, one.reads(device)
     need, have = reads.past, config.overread_rows
     if not why and have < need and not form.keys.safe_overread:
-        why = f"it reads whole tiles: it needs overread_rows of {need}, the cache has {have}"
+        why = f"it reads whole tiles and needs overread_rows of {need}; the cache has {have}"
     if not why and config.window and config.window_tile < reads.before:
         why = (
-            f"it reads whole tiles before a window: it needs window_tile of {reads.before}, the "
+            f"it reads whole tiles before a window and needs window_tile of {reads.before}; the "
             f"cache has {config.window_tile}"
         )
     return why
 
 
 def _why_not_decode(name: str, form: Form, device: torch.device) -> str:
-    """The reason a kernel that works for prefill cannot be used for decoding; "" if it can."""
+    """Returns why a kernel that works for prefills cannot be used for decoding; "" if it can."""
     exact = not KERNELS[name].reads(device).past
     if exact or form.keys.config.overread_decode or form.keys.safe_overread:
         return ""
-    return "it also reads whole tiles in decoding: it needs overread_decode"
+    return "it also reads whole tiles in decoding and needs overread_decode"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """MLA: heads that attend over one latent per token, given the up-projections of keys and values.
 
-A head's keys are its up-projection of the latent, followed by the row's rotary elements, and its
-values another up-projection. Two ways give the same numbers up to rounding:
+A head's keys are its up-projection of the latent, followed by the row's rotary elements; its values
+are another up-projection. There are two ways to compute them, equal up to rounding:
 
 - *absorbed*: the keys' projection is applied to the queries and the values' to the result, so that
-  attention runs over the latents as they lie in the cache. Each (token, row) pair costs more
-multiplications.
+  attention runs over the latents as the cache stores them. Each (token, row) pair costs more
+  multiplications.
 - *expanded*: a request's keys and values are computed from its latents, some heads at a time.
 
 `expands_from` gives the number of new tokens from which expanding is cheaper.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UpProjections", "attend", "expands_from"]
 
-_ELEMENTS = 1 << 26  # most elements of expanded keys at a time; heads are processed in blocks
+_ELEMENTS = 1 << 26  # most elements of expanded keys at a time: heads are processed in blocks
 
 
 class UpProjections(NamedTuple):
@@ -47,9 +47,9 @@ class UpProjections(NamedTuple):
 def expands_from(up: UpProjections) -> int:
     """The number of new tokens from which expanding a request's rows is cheaper.
 
-    If `new` tokens attend to `rows` rows each, a head multiplies, absorbed, ``2 * rank + rotary``
-    for each pair; expanded, ``nope + rotary + v_head_dim``, and ``rank * (nope + v_head_dim)`` once
-    for a row.
+    If `new` tokens attend to `rows` rows each, a head does these multiplications: absorbed,
+    ``2 * rank + rotary`` per pair; expanded, ``nope + rotary + v_head_dim`` per pair, and
+    ``rank * (nope + v_head_dim)`` once per row.
     """
     nope, rank = up.key.shape[1:]
     each = nope + up.value.shape[1]
@@ -105,7 +105,10 @@ def attend(
 
 
 def _fewer(batch: Batch, least: int) -> tuple[torch.Tensor, Batch] | None:
-    """The tokens and a batch of the requests with fewer than `least` new ones; made once a step."""
+    """Returns the tokens and a batch of the requests with fewer than `least` new ones.
+
+    Made once per step.
+    """
     key = ("latent", least)
     if key not in batch.made:
         batch.made[key] = _split(batch, [i for i, new in enumerate(batch.q_lens) if new < least])
@@ -137,7 +140,7 @@ def _expand(
 ) -> None:
     """Attends for one request over its expanded rows, a block of heads at a time.
 
-    Keys and values are padded to one width: SDPA's fast kernels take no other.
+    Keys and values are padded to the same width, which SDPA's fast kernels require.
     """
     count, dim, width = q.shape[1], q.shape[2], max(q.shape[2], out.shape[2])
     nope, rank = up.key.shape[1:]
@@ -155,6 +158,6 @@ def _expand(
 
 
 def _up(latents: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """``[rows, rank]`` by ``[heads, dim, rank]``: ``[rows, heads, dim]``."""
+    """Multiplies ``[rows, rank]`` by ``[heads, dim, rank]`` to ``[rows, heads, dim]``."""
     heads, dim, rank = projection.shape
     return (latents @ projection.reshape(-1, rank).T).view(-1, heads, dim)

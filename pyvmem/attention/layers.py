@@ -21,10 +21,10 @@ class Form:
 
     Attributes:
         keys: the group of layers whose tensors hold the keys.
-        values: the group that holds the values; the same, unless they have another size.
+        values: the group that holds the values; `keys`, unless values have another size.
         head_dim: elements of a key's head.
         v_head_dim: elements of a value's head.
-        window: tokens that a token attends to, including itself; 0: all before it.
+        window: tokens that a token attends to, including itself; 0: all up to itself.
         latent: the layer has one tensor, and the first `v_head_dim` elements of a row are its
             values (MLA).
     """
@@ -50,7 +50,7 @@ class Form:
 def forms_of(
     cache: KVCache, windows: Sequence[int] | None = None, v_head_dim: int = 0
 ) -> list[Form | None]:
-    """The form of every layer; None for a layer without keys and values.
+    """Returns the form of every layer; None for a layer without keys and values.
 
     Args:
         cache: its layers, in order.
@@ -62,12 +62,12 @@ def forms_of(
         InvalidArgument: a layer with one tensor and no `v_head_dim`, more elements than a row has,
             or a window wider than what the cache keeps.
     """
-    if not hasattr(cache, "layer_views"):  # a ParallelKVCache has them, too
+    if not hasattr(cache, "layer_views"):  # not isinstance: a ParallelKVCache qualifies, too
         raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")
     pairs = cache.layer_views()
     if windows is not None and len(windows) != len(pairs):
         raise invalid(
-            f"windows for {len(windows)} layers, the cache has {len(pairs)}", op="Attention"
+            f"windows for {len(windows)} layers, but the cache has {len(pairs)}", op="Attention"
         )
     forms: list[Form | None] = []
     for layer, pair in enumerate(pairs):
@@ -83,15 +83,15 @@ def forms_of(
         )
         if kept and not 0 < window <= kept:
             raise invalid(
-                f"layer {layer}: a window of {window}; the cache keeps {kept} tokens",
+                f"layer {layer}: a window of {window}, but the cache keeps {kept} tokens",
                 limit=kept,
                 op="Attention",
             )
         wide = keys.config.head_dim
         if values is None and not 1 <= v_head_dim <= wide:
             raise invalid(
-                f"layer {layer} has one tensor of {wide} elements a row; give v_head_dim, how many "
-                f"of them, from the first on, are its values, not {v_head_dim}",
+                f"layer {layer} has one tensor of {wide} elements per row; v_head_dim, the "
+                f"number of leading elements that are its values, cannot be {v_head_dim}",
                 limit=wide,
                 op="Attention",
             )

@@ -37,11 +37,11 @@ class Reads:
         return self.block - 1 + self.tile
 
     def end(self, length: int, longest: int) -> int:
-        """The row at which all reads end, at most a slot's `longest` rows."""
+        """Returns the row at which all reads end, at most a slot's `longest` rows."""
         return min(-(-length // self.block) * self.block + self.tile, longest)
 
     def first(self, length: int, new: int, window: int) -> int:
-        """The first row that the last `new` of `length` tokens may read; a window of 0 is all."""
+        """Returns the first row that the last `new` of `length` tokens may read; window 0: 0."""
         return max(0, length - new - window + 1 - self.before) if window else 0
 
 
@@ -77,16 +77,16 @@ class Blocks(NamedTuple):
         return cls(rows, unit, slot_stride // unit, step, -(-rows_per_slot // rows))
 
     def last(self, slots: int) -> int:
-        """The largest number of a block."""
+        """Returns the largest block number."""
         return (slots - 1) * self.slot + (self.per_slot - 1) * self.step
 
     def wanted(self, length: int) -> int:
-        """The block table's width: a power of two, so few occur, at most `per_slot`."""
+        """Returns the block table's width: a power of two, so that few occur, or `per_slot`."""
         needed = -(-length // self.rows)
         return min(1 << (needed - 1).bit_length(), self.per_slot)
 
     def view(self, tensor: Any) -> Any:
-        """``[blocks, rows, heads, head_dim]`` over ``[slots, rows, heads, head_dim]``."""
+        """Views ``[slots, rows, heads, head_dim]`` as ``[blocks, rows, heads, head_dim]``."""
         slots, longest, heads, width = tensor.shape
         slot, row, head, one = tensor.stride()
         block = (self.rows - 1) * row + (heads - 1) * head + width

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""8-bit keys and values: scales, and quantisation of rows.
+"""Scales for 8-bit keys and values, and quantisation of rows.
 
 The value of a stored element is the element times its scale. Each layer has its scales, one per KV
-head or one for all, fixed when `Attention` is made, as engines read them from a checkpoint. Query
+head or one for all, fixed when `Attention` is made: engines read them from a checkpoint. Query
 scales are computed on the device in each call: the largest element maps to the type's maximum.
 """
 
@@ -29,13 +29,13 @@ class Scales:
     value: torch.Tensor
 
     def of_queries(self, q: torch.Tensor) -> torch.Tensor:
-        """One scale for queries ``[tokens, heads, head_dim]``: float32 ``[1]``, on their device."""
+        """Returns a scale, float32 ``[1]``, for queries ``[tokens, heads, head_dim]``."""
         largest = q.abs().amax().float().clamp(min=1e-12)
         return (largest / _LARGEST).reshape(1)
 
 
 def quantised(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Rows ``[tokens, heads, head_dim]`` in 8 bits; out-of-range elements are clamped."""
+    """Quantises rows ``[tokens, heads, head_dim]`` to 8 bits; clamps out-of-range elements."""
     found = rows.float() / scale.reshape(-1, 1)
     return found.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
@@ -43,20 +43,22 @@ def quantised(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def scales_of(
     given: Sequence[tuple[object, object]] | None, heads: Sequence[int], device: torch.device
 ) -> list[Scales]:
-    """Checks the scales of all layers.
+    """Checks the scales of all layers and puts them on the device.
 
     Args:
         given: for each layer, the scales of its keys and of its values: a number, or one per KV
             head; None: 1 everywhere.
         heads: KV heads of each layer.
-        device: where to put them.
+        device: the scales' device.
 
     Raises:
-        InvalidArgument: too few, or not positive numbers.
+        InvalidArgument: too few scales, or a scale that is not positive.
     """
     pairs = [(1.0, 1.0)] * len(heads) if given is None else list(given)
     if len(pairs) != len(heads):
-        raise invalid(f"scales of {len(pairs)} layers, the cache has {len(heads)}", op="Attention")
+        raise invalid(
+            f"scales of {len(pairs)} layers, but the cache has {len(heads)}", op="Attention"
+        )
     found = []
     for layer, (pair, count) in enumerate(zip(pairs, heads, strict=True)):
         both = []

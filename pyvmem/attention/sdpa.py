@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["causal", "sdpa"]
 
-_SCORES = 1 << 26  # largest number of scores kept for a block of tokens torch's matrix product with
-# results of float32 (2.8 and later; GPUs alone have one)
+_SCORES = 1 << 26  # most scores of a block of tokens
+# torch's matrix product with float32 results (2.8 and later; only on GPUs)
 _TO_FLOAT = hasattr(torch.ops.aten.bmm, "dtype")
 
 
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Makes one call per run of consecutive slots with equal lengths, so usually one per
-    request."""
+    """Makes one call per run of consecutive slots with equal lengths, usually one per request."""
     out = q.new_empty((*q.shape[:2], v.shape[3]))
     for run in batch.runs:
         end = run.start + run.count * run.q_len
@@ -39,14 +38,13 @@ def sdpa(
 def causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Attention of ``[requests, tokens, heads, dim]``, the last of ``[requests, rows, ...]``.
+    """Attends from ``[requests, tokens, heads, dim]``, the last of ``[requests, rows, ...]``.
 
     A token sees the last `window` rows up to its own; 0: all of them.
     """
     new, rows, heads = q.shape[1], k.shape[1], q.shape[2]
     if new == 1 and k.shape[2] == 1:
-        # One KV head: the query heads become rows of one attention, which needs no copy of the
-        # keys.
+        # One KV head: passing the query heads as rows of a single head saves a copy of the keys.
         found = scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
         return found.reshape(q.shape[0], 1, heads, v.shape[3])
     if new > 1 and v.shape[3] != q.shape[3]:
@@ -57,12 +55,13 @@ def causal(
     mask = None
     narrow = window and rows > window
     if 1 < new < rows or (narrow and new > 1):
-        # A window, or a later chunk, for which is_causal would align at the upper left.
+        # A window or a later chunk: is_causal would align the mask at the upper left.
         mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
         if narrow:
             mask = mask.triu(rows - new - window + 1)
     grouped = heads != k.shape[2]
-    if grouped and v.shape[3] != q.shape[3]:  # no fast kernel takes both
+    # no fused kernel supports both GQA and values of another size
+    if grouped and v.shape[3] != q.shape[3]:
         k, v = (
             one.repeat_interleave(heads // one.shape[2], 2)
             if one.shape[2] > 1
@@ -89,14 +88,14 @@ def _by_blocks(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """Attention of one request by matrix products, one block of tokens at a time.
+    """Attends for one request by matrix products, one block of tokens at a time.
 
-    For values narrower than keys, as in MLA: SDPA's fast kernels take no 576 elements, its
+    For values narrower than keys, as in MLA: SDPA's fast kernels do not support 576 elements, its
     slow one keeps the scores of all tokens and a copy of the rows for each head, and its
-    memory-efficient one gave a wrong token after the first 32 of a masked chunk (torch 2.11 on an
-    H100). Besides `out` this needs memory for a block's scores (2 ** 26, or one token's if that is
-    more), twice in float32 and once in the type of the values; and for the keys in float32 where
-    torch cannot multiply narrower matrices to float32.
+    memory-efficient one gave wrong results after the first 32 tokens of a masked chunk (torch 2.11
+    on an H100). Besides `out`, this needs memory for a block's scores (2 ** 26, or one token's if
+    that is more), twice in float32 and once in the type of the values; and for the keys in float32
+    if torch cannot multiply narrower matrices to float32.
     """
     (new, heads, dim), (rows, groups) = q.shape, k.shape[:2]
     each = heads // groups
@@ -130,7 +129,7 @@ def _products_to_float(x: torch.Tensor) -> bool:
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The matrix products of a batch, as float32 or wider."""
+    """Returns the matrix products of a batch, as float32 or wider."""
     if _products_to_float(b):
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.to(b.dtype), b)

@@ -23,15 +23,15 @@ __all__ = ["Manager", "OutOfKVBlocks", "close_retired"]
 
 
 class OutOfKVBlocks(OutOfMemory, RuntimeError):
-    """A step needs more pages than the cache has; a RuntimeError as in the artifact."""
+    """A step needs more pages than the cache has. Also a RuntimeError, as in the artifact."""
 
 
-# Ended caches without memory, whose addresses the program's tensors still use.
+# Caches that have ended and have no memory, but whose addresses the program's tensors still use.
 _retired: list[KVCache] = []
 
 
 def close_retired() -> None:
-    """Closes ended caches whose tensors were collected."""
+    """Closes the ended caches whose tensors have been garbage-collected."""
     for cache in list(_retired):
         try:
             cache.close()
@@ -48,7 +48,7 @@ class Manager:
     """A cache whose caller may choose ids, and whose tensors exist before it has memory.
 
     Attributes:
-        cache: the cache, over a context of its own.
+        cache: the cache; it has its own context.
         megacache: all layers share one K and one V tensor.
         lengths: tokens of each id, as passed to `alloc` and `step`; 0 if it is free.
         common: pages that all ids share; None before `map_common`.
@@ -63,7 +63,7 @@ class Manager:
         config = KVCacheConfig(page_size=page_size, group_size=group, **shape)
         if not config.max_seq_len * config.row_bytes % page_size:
             config = replace(config, packed_slots=True)
-        # As in the artifact, memory returns to the driver only at the end.
+        # As in the artifact, memory is returned to the driver only at the end.
         context = Context(backend, device=device, granule=page_size, pool_high=KEEP_ALL)
         context.remains.unclaimed = True
         try:
@@ -110,7 +110,7 @@ class Manager:
     # ---- requests ------------------------------------------------------------------------------
 
     def alloc(self, length: int) -> int:
-        """Takes an id and returns it; -1 if none is free."""
+        """Allocates an id and returns it; -1 if none is free."""
         common, reqid = self.common, None
         if common is None:
             reqid = self.cache.alloc_reqid(length)
@@ -118,7 +118,7 @@ class Manager:
             self.cache.memory.for_request(None, length)  # raises if the length is out of range
             if not common.idle:
                 for index in range(len(self.lengths)):
-                    if not self.cache.slots.is_taken(index):  # a call that gave it back failed
+                    if not self.cache.slots.is_taken(index):  # freed by an earlier call that failed
                         common.renew(index)
             reqid = min(common.idle, default=None)
         if reqid is None:
@@ -129,7 +129,7 @@ class Manager:
         return reqid
 
     def free(self, reqid: int) -> None:
-        """Ends a request; does nothing for a free id."""
+        """Frees a request's id; does nothing for a free id."""
         index, last = operator.index(reqid), len(self.lengths) - 1
         if not 0 <= index <= last:
             raise invalid(
@@ -143,7 +143,7 @@ class Manager:
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Returns the number of KV blocks that no request needs for its length."""
+        """Returns the number of KV blocks that the requests' lengths do not need."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 
@@ -173,9 +173,9 @@ class Manager:
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int]) -> None:
-        """Frees ids whose length is now 0, truncates shortened requests, takes new ids, and maps.
+        """Frees ids whose length is now 0, truncates shortened requests, claims new ids, and maps.
 
-        Taking and mapping are all or nothing.
+        Claiming and mapping are all or nothing.
         """
         lengths = self._checked(seq_lens)
         claimed = []
@@ -211,18 +211,19 @@ class Manager:
         if self.common is not None:
             rows = max(rows, self.common.rows)
         if rows < self.cache.snapshot()[index].seq_len:
-            self.cache.truncate(index, rows)  # needs no memory: none of its own pages is shared
+            # never copies a page: the request's own pages are not shared
+            self.cache.truncate(index, rows)
         self.lengths[index] = length
 
     def _give_up_ahead(self) -> None:
-        """Unmaps pages mapped ahead of requests, which `free_blocks` counts as free."""
+        """Unmaps pages that were mapped ahead of requests; `free_blocks` counts them as free."""
         least = 1 if self.common is None else self.common.rows
         for index, slot in enumerate(self.cache.snapshot()):
             if slot.seq_len >= least and self._taken(index):
                 self.cache.truncate(index, slot.seq_len)
 
     def map_ahead(self) -> None:
-        """Starts to map a further token of each request; the next step reports a shortage."""
+        """Starts mapping one more token per request; the next step reports a shortage."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]
@@ -265,7 +266,7 @@ class Manager:
         if not have:
             text = "no physical pages are reserved; call reserve_physical_pages"
         else:
-            text = f"{need} KV blocks are needed, the cache has {have}; preempt a request"
+            text = f"{need} KV blocks are needed, but the cache has {have}; preempt a request"
         return OutOfKVBlocks(
             f"vattention: {text}",
             errno=errno.ENOMEM,
@@ -294,10 +295,10 @@ class Manager:
         config, layout = self.cache.config, self.cache.layout
         return [
             f"layers: {config.num_layers}, KV heads: {config.num_kv_heads}, "
-            f"head size: {config.head_dim}, bytes of an element: {config.itemsize}",
+            f"head size: {config.head_dim}, bytes per element: {config.itemsize}",
             f"batch: {config.max_batch}, context: {config.max_seq_len}, "
             f"page: {layout.page_size} bytes, {self.tokens_per_block} tokens",
-            f"addresses: {layout.slot_bytes} bytes a request, {layout.tensor_bytes} a tensor",
+            f"addresses: {layout.slot_bytes} bytes per request, {layout.tensor_bytes} per tensor",
         ]
 
     def picture(self) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The module torch_memory_saver, by which trainers release idle memory, over `VMemPool`.
+"""The module torch_memory_saver, which trainers use to release idle memory, over `VMemPool`.
 
     from pyvmem.compat.torch_memory_saver import torch_memory_saver
     # or, for an unmodified program, before its own ``import torch_memory_saver``:
@@ -11,18 +11,19 @@
     torch_memory_saver.resume("weights")
 
 The names and arguments are those of github.com/fzyzcjy/torch_memory_saver with
-``hook_mode="torch"``. Features for which the original preloads a library that intercepts every CUDA
-allocation are impossible through torch's allocator interface and raise `NotSupported`:
+``hook_mode="torch"``. For some features the original preloads a library that intercepts every CUDA
+allocation; torch's allocator interface cannot provide these, and they raise `NotSupported`:
 ``hook_mode="preload"``, `memory_margin_bytes`.
 
 Differences:
 
-- `configure_subprocess` changes nothing: there is no library to preload. A process that is spawned
-  calls `install` itself.
+- `configure_subprocess` changes nothing: there is no library to preload. A spawned process must
+  call `install` itself.
 - `cuda_graph` captures, and warns that the graph's own memory is not paused: torch allocates it
-  while the stream captures, when no page can be mapped and filled with zeros.
+  during capture, when no page can be mapped and zeroed.
 - `pause` raises `Busy` for a tag whose region is active.
-- Driver errors raise, with all contents in place or in their backup; they never end the process.
+- Driver errors raise exceptions, and contents stay in place or in their backup; they never kill the
+  process.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "install", "torch_memory_saver"]
 
-_PRELOAD = "which needs a library preloaded into the process"
+_PRELOAD = "which requires a library preloaded into the process"
 
 
 def _refuse(what: str) -> NoReturn:
     raise NotSupported(
-        f"torch_memory_saver: {what}, {_PRELOAD}; pyvmem has none",
+        f"torch_memory_saver: {what}, {_PRELOAD}; pyvmem does not have one",
         errno=errno.EOPNOTSUPP,
         op="torch_memory_saver",
     )
@@ -59,16 +60,17 @@ def _refuse(what: str) -> NoReturn:
 class TorchMemorySaver:
     """Regions of torch memory that can be paused. Thread-safe, as `VMemPool` is.
 
-    The first call that needs the pool opens it, over the context that `configure` named or over one
-    of its own.
+    The first call that needs the pool opens it, over the context passed to `configure` or over a
+    new one.
     """
 
     def __init__(self) -> None:
         self._lock = reentrant_lock()
         self._context: Context | None = None
-        self._own: list[Context] = []  # empty, or a single item
-        self._pools: list[VMemPool] = []  # empty, or a single item
-        self._tags: dict[str, set[bool]] = {}  # per tag: whether its regions have a backup
+        self._own: list[Context] = []  # at most one
+        self._pools: list[VMemPool] = []  # at most one
+        # per tag: the values of enable_cpu_backup of its regions
+        self._tags: dict[str, set[bool]] = {}
         self._active = threading.local()
 
     def __repr__(self) -> str:
@@ -95,7 +97,8 @@ class TorchMemorySaver:
         with self._lock:
             if not self._pools:
                 context = self._context
-                # One C call makes each and records it: no exception from outside comes between.
+                # A single C call makes and records each of them: a signal's exception cannot come
+                # between.
                 try:
                     if context is None:
                         if not self._own or not self._own[0].is_open:
@@ -104,7 +107,8 @@ class TorchMemorySaver:
                     self._pools.extend(map(VMemPool, (context,)))
                 except BaseException:
                     if not self._pools:
-                        with suppress(Busy):  # the traceback keeps an array: the next call uses it
+                        # the traceback keeps an array alive; the next call reuses the context
+                        with suppress(Busy):
                             self._close_own()
                     raise
             return self._pools[0]
@@ -131,7 +135,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Gives this thread's allocations in the ``with`` block the tag `tag`, for `pause`.
+        """Tags this thread's allocations in the ``with`` block for `pause`.
 
         Args:
             tag: name of the region; several regions may have the same tag.
@@ -156,7 +160,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Makes torch allocate as usual in a ``with`` block within a region; `pause` ignores it.
+        """Lets torch allocate as usual in a ``with`` block within a region; not paused by `pause`.
 
         Raises:
             InvalidArgument: no region is active in this thread.
@@ -202,7 +206,8 @@ class TorchMemorySaver:
         with self._lock:
             tags = list(self._tags) if tag is None else [tag]
             known = [(one, backup) for one in tags for backup in self._tags.get(one, ())]
-            return sorted(known, key=lambda region: not region[1])  # backups, which may fail, first
+            # regions with a backup first, since they may fail
+            return sorted(known, key=lambda region: not region[1])
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
         """Returns the contents of a paused tensor, on the CPU.
@@ -218,10 +223,10 @@ class TorchMemorySaver:
         import torch
 
         if not self._pools:
-            raise BadHandle("no region was used", errno=errno.EBADF, op="get_cpu_backup")
+            raise BadHandle("no region has been used", errno=errno.EBADF, op="get_cpu_backup")
         if not x.is_contiguous():
             raise InvalidArgument(
-                f"a tensor of strides {x.stride()}: expected a contiguous one",
+                f"expected a contiguous tensor, not strides {x.stride()}",
                 errno=errno.EINVAL,
                 op="get_cpu_backup",
             )
@@ -237,7 +242,7 @@ class TorchMemorySaver:
         found = torch.frombuffer(view, dtype=torch.uint8).view(x.dtype).view(x.shape)
         return found if zero_copy else found.clone()
 
-    # ---- settings that programs ask for ----------------------------------------------------------
+    # ---- settings that programs read -------------------------------------------------------------
 
     @property
     def enabled(self) -> bool:
@@ -279,7 +284,7 @@ class TorchMemorySaver:
         tag: str = "default",
         enable_cpu_backup: bool = False,
     ) -> Iterator[None]:
-        """Captures as `torch.cuda.graph` does; replays use the tensors of resumed regions.
+        """Captures as `torch.cuda.graph` does; a replay may use only tensors of resumed regions.
 
         Warns that the graph's own memory is not paused: `tag` and `enable_cpu_backup` have no
         effect. The other arguments are those of `torch.cuda.graph`.
@@ -287,7 +292,7 @@ class TorchMemorySaver:
         import torch
 
         warnings.warn(
-            f"torch_memory_saver: pause({tag!r}) leaves the memory of this CUDA graph as it is",
+            f"torch_memory_saver: pause({tag!r}) does not free the memory of this CUDA graph",
             stacklevel=3,
         )
         with torch.cuda.graph(
@@ -306,7 +311,7 @@ def _name(tag: str, backup: bool) -> str:
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Does nothing: only ``hook_mode="preload"`` has to set up a subprocess."""
+    """Does nothing: only ``hook_mode="preload"`` needs to set up a subprocess."""
     yield
 
 
@@ -318,12 +323,12 @@ def install() -> None:
     """Makes ``import torch_memory_saver`` find this module.
 
     Raises:
-        Busy: another module of that name is imported already.
+        Busy: another module of that name is already imported.
     """
     here = sys.modules[__name__]
     if sys.modules.setdefault("torch_memory_saver", here) is not here:
         raise Busy(
-            "torch_memory_saver is imported already; call install() before anything imports it",
+            "torch_memory_saver is already imported; call install() before anything imports it",
             errno=errno.EBUSY,
             op="install",
         )

@@ -5,28 +5,28 @@
     pyvmem.compat.vattention.install()                # before its own ``import vattention``
 
 The same functions, argument order, tensor shapes and return values as the pybind11 module of
-github.com/microsoft/vattention (``vattention.cu``, ``apis.h``). As there, the state is global: one
-cache a process from `init_kvcache` to `cleanup`, after which there may be another. A *KV block* is
+github.com/microsoft/vattention (``vattention.cu``, ``apis.h``). As there, the state is global: a
+process has one cache from `init_kvcache` to `cleanup`, and may then create another. A *KV block* is
 one page in every tensor.
 
 Deliberate differences:
 
 - Physical memory has opaque, checked handles. A freed id's pages are unmapped after
   its GPU work, and zeroed before another request gets them.
-- Driver errors raise; none ends the process. A step that fails for lack of memory (`OutOfKVBlocks`,
-  also a RuntimeError as in the artifact) has mapped nothing.
-- `alloc_new_batch_idx` is best fit: the free id with the fewest mapped pages that suffice, else the
-  id with the most.
+- Driver errors raise exceptions; they never kill the process. A step that fails for lack of memory
+  (`OutOfKVBlocks`, also a RuntimeError as in the artifact) has mapped nothing.
+- `alloc_new_batch_idx` is best fit: the free id with the fewest mapped pages that are enough, else
+  the id with the most.
 - `step_async` waits for background work before it changes anything, and reclaims idle
   pages in the background when less than a tenth of the memory is free.
-- `cleanup` frees the memory at once, and the addresses when no tensor over them is alive.
+- `cleanup` frees the memory immediately, and the addresses once no tensor over them is alive.
 - Pages may have any size that the back end supports, and the `max_context_length` rows of a request
   need not be a multiple of it. If they are, the tensors are contiguous, as the artifact's are. If
   they are not (the artifact refuses such shapes), the distance between two requests, ``stride(0)``,
   is greater than ``max_context_length * stride(1)``.
 - The pages of `map_common_pages` are written through one id; a write through any other faults.
-- Any number of processes may use it on any number of devices. The back end is "auto", or the one
-  that `configure` or ``$VMEM_VATTENTION_BACKEND`` names.
+- Any number of processes may use it, on any number of devices. The back end is "auto" unless
+  `configure` or ``$VMEM_VATTENTION_BACKEND`` names another.
 
 After `cleanup` the tensors must not be accessed, since their memory is freed.
 """
@@ -90,13 +90,13 @@ def install() -> ModuleType:
     """Makes ``import vattention`` import this module.
 
     Raises:
-        Busy: another module of that name is imported already.
+        Busy: another module of that name is already imported.
     """
     module = sys.modules[__name__]
     present = sys.modules.setdefault("vattention", module)
     if present is not module:
         raise Busy(
-            f"vattention is imported already, from {getattr(present, '__file__', 'elsewhere')}",
+            f"vattention is already imported, from {getattr(present, '__file__', 'elsewhere')}",
             errno=errno.EBUSY,
             op="install",
         )
@@ -104,7 +104,7 @@ def install() -> ModuleType:
 
 
 def configure(backend: str | None) -> None:
-    """Sets the back end of the next `init_kvcache`; None for the environment's or "auto"."""
+    """Sets the back end of the next `init_kvcache`; None: the environment's, else "auto"."""
     global _backend
     _backend = backend
 
@@ -127,10 +127,10 @@ def init_kvcache(
 
     Args:
         device: CUDA ordinal.
-        page_size: bytes; or, as the artifact's demos and its earlier versions pass it, whether to
-            use its UVM driver: True means pages of 64 KiB, False of 2 MiB.
-        megacache: one K and one V tensor for all layers; in caches of more than 8 GiB only with
-            pages of 2 MiB, since smaller ones make attention over it several times as long.
+        page_size: bytes. A bool, as in the artifact's demos and earlier versions, says whether to
+            use its UVM driver: True means pages of 64 KiB, False pages of 2 MiB.
+        megacache: one K and one V tensor for all layers; caches of more than 8 GiB should use
+            pages of 2 MiB: with smaller ones attention takes several times as long.
 
     Returns:
         The K tensors of all layers, then the V tensors, each ``[max_batch_size,
@@ -138,13 +138,13 @@ def init_kvcache(
         each ``[max_batch_size, max_context_length, num_layers, num_kv_heads, head_size]``.
 
     Raises:
-        Busy: there is a cache already. InvalidArgument, BackendUnavailable: see `KVCache`.
+        Busy: there is already a cache. InvalidArgument, BackendUnavailable: see `KVCache`.
     """
     global _manager
     with _lock:
         if _manager is not None:
             raise Busy(
-                "vattention: init_kvcache was called already; call cleanup first",
+                "vattention: init_kvcache has already been called; call cleanup first",
                 errno=errno.EBUSY,
                 op="init_kvcache",
             )
@@ -166,10 +166,11 @@ def init_kvcache(
         try:
             tensors = manager.tensors()
             if _verbose:
-                print(f"vattention: {manager.tokens_per_block} tokens in a KV block")
+                print(f"vattention: {manager.tokens_per_block} tokens per KV block")
             _manager = manager
         except BaseException:
-            manager.end()  # the traceback may keep tensors: `close_retired` closes the cache
+            # the traceback may keep tensors alive; `close_retired` closes the cache later
+            manager.end()
             raise
         return tensors
 
@@ -181,7 +182,7 @@ def reserve_physical_pages(free_memory: int) -> int:
         free_memory: bytes, rounded down to ``2 * num_layers`` pages.
 
     Returns:
-        The cache's physical pages, of all tensors together.
+        The cache's number of physical pages, all tensors together.
 
     Raises:
         InvalidArgument: less than one page for every layer's K and V. OutOfMemory: the device does
@@ -208,7 +209,7 @@ def alloc_new_batch_idx(seqlen: int) -> int:
     """Assigns an id to a request that will hold `seqlen` tokens; maps nothing.
 
     Returns:
-        The id, an index into the tensors and into `step`'s list, or -1 when every id is taken.
+        The id, an index into the tensors and into `step`'s list, or -1 if every id is in use.
     """
     with _lock:
         return _the().alloc(seqlen)
@@ -221,7 +222,7 @@ def free_batch_idx(reqId: int) -> None:  # the artifact's name
 
 
 def num_free_kvblocks() -> int:
-    """Returns the number of KV blocks that no request needs for its length, mapped or not."""
+    """Returns the number of KV blocks that the requests' lengths do not need, mapped or not."""
     with _lock:
         return _the().free_blocks()
 
@@ -233,9 +234,9 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
     """Maps the pages that the requests need now.
 
     Args:
-        seq_lens: tokens by id. An id with tokens need not come from `alloc_new_batch_idx`; with 0
-            it is free from now on, with fewer than before it gives up its last rows.
-        eager_reclaim: unmap the pages of free ids at once.
+        seq_lens: tokens by id. An id need not come from `alloc_new_batch_idx`. An id with 0
+            tokens is freed; an id with fewer tokens than before loses its last rows.
+        eager_reclaim: unmap the pages of free ids immediately.
 
     Raises:
         OutOfKVBlocks: memory is short. InvalidArgument: the list has the wrong length, or a number
@@ -248,7 +249,7 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
 
 
 def step_async(seq_lens: Sequence[int]) -> None:
-    """Does a `step`, then maps in the background the pages of a further token of each request."""
+    """Does a `step`, then maps memory for one more token per request in the background."""
     with _lock:
         _the().step(seq_lens)
         _the().map_ahead()
@@ -265,16 +266,16 @@ def map_common_pages(num_tokens: int) -> None:
     writable for all ids, which overwrite each other's rows.
 
     Rows up to the end of the last of these pages are common; a request's own rows follow, and its
-    length counts both. The pages stay until `cleanup`: a request that ends gives back only its own
-    pages, and `free_batch_idx` then waits for its GPU work.
+    length counts both. The pages stay mapped until `cleanup`: the end of a request frees only its
+    own pages, and `free_batch_idx` then waits for its GPU work.
 
     Args:
-        num_tokens: 0 does nothing.
+        num_tokens: number of common tokens; 0 does nothing.
 
     Raises:
-        Busy: an id is taken, or this was called already. OutOfKVBlocks, InvalidArgument: memory or
-            ``max_context_length`` is short. NotSupported: the back end cannot do it. Nothing
-            changed.
+        Busy: an id is in use, or this was called before. OutOfKVBlocks, InvalidArgument: memory or
+            ``max_context_length`` is too small. NotSupported: the back end does not support it.
+            Nothing changed.
     """
     with _lock:
         manager, tokens = _the(), operator.index(num_tokens)
@@ -298,7 +299,7 @@ def set_verbose(val: bool) -> None:
 
 
 def show_kvcache_config() -> None:
-    """Prints shape and sizes, if verbose."""
+    """Prints the cache's shape and sizes, if verbose."""
     with _lock:
         lines = _the().describe()
     if _verbose:

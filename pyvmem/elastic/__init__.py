@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Elastic KV memory for inference engines: the parts that depend on no engine.
+"""Elastic KV memory for inference engines: the engine-independent parts.
 
     settings        parses the variables VMEM_*
     choice          chooses the page size for a model and a card
     geometry        maps blocks of the KV cache to physical pages
-    memory          KV tensors on reservations; maps pages, and unmaps them after their last step
-    backing         records which blocks have memory
+    memory          holds KV tensors on a reservation; maps and unmaps their pages
+    backing         tracks which blocks have memory
     idle_blocks     chooses which idle block is handed out first
-    quota           bytes that the engine may map on each device, by its limit and the ledger
-    peak            a sliding maximum
+    quota           limits the bytes that the engine maps on each device
+    peak            tracks a sliding maximum
     metrics         exports the ledger's numbers on the engine's /metrics
     engine_source   checks an engine's source for the symbols that a plug-in uses
     versions        decides whether a version of an engine is supported

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Records which blocks of an engine have memory; part of its scheduler.
+"""Tracks which blocks of an engine have memory. Part of the engine's scheduler.
 
 A block is *backed* when all its pages are mapped on every rank, otherwise *unbacked*. The engine's
 free list contains only backed blocks. A page that several blocks share is refcounted, and unmapped
-with the last of them.
+once the last of them is retired.
 
     unbacked -- begin, run, finish --> backed -- retire, sent, confirm --> unbacked
 
 A growth takes three calls, so that the one that maps runs without the lock:
 
-    growth = backing.begin(count)       # picks blocks, takes their bytes from the quota
+    growth = backing.begin(count)       # picks blocks and reserves their bytes in the quota
     growth.run(workers)                 # maps on every rank, all or nothing
     backed = backing.finish(growth)     # the blocks now backed; empty if mapping failed
 
 The caller holds the scheduler's lock, except during `Growth.run`. Only `Growth.run` and
-`Backing.back_null` block. "Bytes" are those of one rank.
+`Backing.back_null` block. All byte counts are per rank.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
 _NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # states of a page
 _UNBACKED, _GROWING, _BACKED = range(3)  # states of a block
-_POLL = 0.05  # s between attempts to take the null block's memory
-_AGAIN = 1.0  # s: an idle engine that is asked again within this time gives twice as much
+_POLL = 0.05  # s between attempts to reserve the null block's memory
+_AGAIN = 1.0  # s: an idle engine asked for memory again within this time frees twice as much
 
 
 class Quota(Protocol):
@@ -49,13 +49,13 @@ class Quota(Protocol):
         """See `Account.end_pending`."""
 
     def give(self, nbytes: int) -> None:
-        """Returns the bytes of unmapped pages."""
+        """Returns the bytes of unmapped pages to the quota."""
 
     def want(self, nbytes: int) -> None:
-        """Asks other engines to give back `nbytes` bytes; 0 withdraws the request."""
+        """Asks other engines to free `nbytes` bytes; 0 withdraws the request."""
 
     def close(self) -> None:
-        """Ends the quota; nothing may be taken afterwards."""
+        """Closes the quota; `take` must not be called afterwards."""
 
 
 class Workers(Protocol):
@@ -67,11 +67,11 @@ class Workers(Protocol):
 
 @dataclass(eq=False)
 class Growth:
-    """Blocks that are about to be backed.
+    """A set of blocks that are being backed.
 
     Attributes:
         blocks: ids of the blocks.
-        runs: pages to map; empty if the blocks lie on mapped pages.
+        runs: pages to map; empty if all pages of the blocks are mapped already.
         nbytes: bytes of these pages.
         failure: why mapping failed; None once it succeeded.
     """
@@ -82,13 +82,13 @@ class Growth:
     failure: str | None = "interrupted before it was mapped"
 
     def run(self, workers: Workers) -> None:
-        """Maps the pages on all ranks, and waits for the driver."""
+        """Maps the pages on all ranks. Blocks until the driver is done."""
         self.failure = workers.grow(self.runs) if self.runs else None
 
 
 @dataclass(eq=False)
 class Release:
-    """Pages to unmap once no launched work can touch them.
+    """A set of pages to unmap once no launched work can access them.
 
     Attributes:
         number: identifies the release in `Backing.confirm`.
@@ -106,8 +106,8 @@ class Counters:
     """Totals since the engine's start.
 
     Attributes:
-        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, and growths.
-        retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, and releases.
+        grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, growths done.
+        retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, releases sent.
         refusals: growths that the quota cut short or refused.
         failures: growths and releases that the driver refused.
         last_failure: message of the last failure.
@@ -126,17 +126,17 @@ class Counters:
 
 @dataclass(eq=False)
 class Backing:
-    """The state of each page and block of an engine.
+    """Tracks the state of each page and block of an engine.
 
-    Block 0, the null block or padding page, is backed from the start to the end. A request may need
-    thousands of blocks at once, so a growth does not loop over blocks in Python.
+    Block 0, the null block or padding page, is always backed. A single request may need thousands
+    of blocks, so a growth does not loop over blocks in Python.
 
     Attributes:
         geometry: geometry of the engine.
-        quota: grants bytes before they are mapped.
-        unbacked: number of blocks without memory, growing ones not included.
+        quota: grants the bytes before they are mapped.
+        unbacked: number of blocks without memory, not counting growing ones.
         mapped_bytes: bytes that are mapped, being mapped, or being unmapped.
-        unmapping_bytes: the part of them that is being unmapped.
+        unmapping_bytes: the part of `mapped_bytes` that is being unmapped.
         outbox: releases not yet sent to any rank.
         counters: totals since the start.
     """
@@ -154,9 +154,9 @@ class Backing:
         self._state = [np.zeros(count, dtype=np.uint8) for count in pages]
         # Number of backed or growing blocks that touch each page.
         self._users = [np.zeros(count, dtype=np.int64) for count in pages]
-        self._blocks = bytearray(self.geometry.num_blocks)  # the state of each
+        self._blocks = bytearray(self.geometry.num_blocks)  # the state of each block
         self._blocks[0] = _GROWING
-        self._block_states = np.frombuffer(self._blocks, dtype=np.uint8)  # the same memory
+        self._block_states = np.frombuffer(self._blocks, dtype=np.uint8)  # a view of `_blocks`
         self.unbacked = self.geometry.num_blocks - 1
         self._asked, self._asked_at = 0, -_AGAIN  # last result of `owed`, and its time
         self._sent: dict[int, Release] = {}
@@ -167,7 +167,7 @@ class Backing:
     # ---- growth ----------------------------------------------------------------------------------
 
     def begin_null(self) -> Growth:
-        """Begins the growth of the null block, which the ranks have mapped on their own.
+        """Begins the growth of the null block, which the ranks have already mapped.
 
         Raises:
             MemoryError: the quota has too little room.
@@ -175,17 +175,17 @@ class Backing:
         if not self.quota.take(self._null.nbytes, self._handles(self._null)):
             raise MemoryError(
                 f"the null block needs {self._null.nbytes} bytes, "
-                f"{self.quota.room()} are available (VMEM_LIMIT, or the memory of the GPU)"
+                f"but {self.quota.room()} are available (VMEM_LIMIT, or the memory of the GPU)"
             )
         self._reserve(self._null)
         self._null.failure = None
         return self._null
 
     def back_null(self, patience: float) -> None:
-        """Records the null block as backed; waits until other engines leave room for it.
+        """Waits until other engines leave room for the null block, and records it as backed.
 
         Raises:
-            MemoryError: there is no room after `patience` seconds; the quota was closed.
+            MemoryError: there was no room within `patience` seconds; the quota is closed.
         """
         end = time.monotonic() + patience
         while True:
@@ -202,10 +202,10 @@ class Backing:
         self.finish(growth)
 
     def begin(self, count: int) -> Growth | None:
-        """Picks up to `count` unbacked blocks, the lowest first, as far as the quota allows.
+        """Picks up to `count` unbacked blocks, lowest first, within the quota.
 
-        The lowest addresses are taken first so that a growth has few runs. Further blocks on the
-        same pages are added, since they need no more memory.
+        Starting from the lowest addresses keeps the number of runs small. Further blocks that fit
+        on the same pages are added, since they need no more memory.
 
         Returns:
             The growth to run and finish; None if no block can be backed now.
@@ -227,7 +227,8 @@ class Backing:
         sharing = geometry.page_size // min(one.block_bytes for one in geometry.classes)
         changing = [int(np.count_nonzero(state >= _MAPPING)) for state in self._state]
         unbacked = np.flatnonzero(self._block_states == _UNBACKED)
-        # A page has parts of `sharing` + 2 blocks at most, so enough are left without the changing.
+        # Blocks on pages in flight are dropped below. At most `sharing` + 2 blocks touch a page, so
+        # enough candidates are left.
         most = count + sharing + (sharing + 2) * sum(changing)
         blocks = unbacked[:most]
         for kind in filter(changing.__getitem__, kinds):
@@ -250,9 +251,10 @@ class Backing:
         return growth, picked < len(blocks)
 
     def _pages(self, kind: int, blocks: Any) -> tuple[Any, Any]:
-        """Returns the pages that blocks touch in a class, and for each the index of its block.
+        """Returns the pages that `blocks` touch in a class, and for each page its block's index.
 
-        Vectorizes `Geometry.pages`: block by block, so pages of ascending blocks ascend too.
+        A vectorized `Geometry.pages`. The pages are listed block by block, so for ascending blocks
+        they ascend, too.
         """
         size, page = self.geometry.classes[kind].block_bytes, self.geometry.page_size
         first, end = blocks * size // page, ((blocks + 1) * size - 1) // page + 1
@@ -282,7 +284,7 @@ class Backing:
         if growth is not self._null:
             self._block_states[growth.blocks] = _GROWING
             self.unbacked -= len(growth.blocks)
-        # Counted before they are mapped, so that retiring a neighbour frees no shared page.
+        # Counted before mapping, so that retiring a neighbouring block cannot free a shared page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
         self.mapped_bytes += growth.nbytes
@@ -306,17 +308,17 @@ class Backing:
         self.quota.give(growth.nbytes)
         self._block_states[growth.blocks] = _UNBACKED
         self.unbacked += len(growth.blocks)
-        # Pages of neighbours that were retired while this growth counted on them.
+        # These pages were kept for this growth although all other blocks on them have been retired.
         self._release([[p for p in pages if self._state[k][p] == _MAPPED]
                      for k, pages in enumerate(unused)])  # fmt: skip
         return []
 
-    # ---- giving back -----------------------------------------------------------------------------
+    # ---- releasing -------------------------------------------------------------------------------
 
     def retire(self, blocks: list[int]) -> int:
         """Makes backed blocks unbacked; the engine's free list must no longer contain them.
 
-        Puts a release of their pages that no other block uses into `outbox`.
+        Queues in `outbox` a release of the pages that no other block uses.
 
         Returns:
             Bytes of these pages.
@@ -356,7 +358,7 @@ class Backing:
 
         Args:
             blocks: candidates, such as all idle blocks.
-            most: number of blocks.
+            most: maximum number of blocks.
             at_least: include the last group even if it exceeds `most`.
         """
         size, page = self.geometry.group_unit
@@ -405,11 +407,11 @@ class Backing:
     def owed(self, excess: int, now: float, idle: bool, floor: int) -> int:
         """Returns the bytes to free now, given the `excess` that the quota reports.
 
-        An idle engine that is asked again within a second frees twice as much as before. Otherwise
-        another engine would wait for memory with each of its requests.
+        An idle engine that is asked again within a second frees twice as much as before; otherwise
+        each request of the other engine would have to wait for memory.
 
         Args:
-            excess: bytes to give back, those being unmapped included.
+            excess: bytes to free, including those being unmapped.
             now: the time in seconds.
             idle: the engine is idle.
             floor: bytes that the engine keeps, unless `excess` requires them.
@@ -428,7 +430,7 @@ class Backing:
         """True if a release was sent and not yet confirmed."""
         return bool(self._sent)
 
-    # ---- questions -------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
     def is_backed(self, block: int) -> bool:
         """Returns true if a block has memory on every rank."""
@@ -447,7 +449,7 @@ class Backing:
         wrong: list[str] = []
         mapped = 0
         if self.unbacked != (unbacked := self._blocks.count(_UNBACKED)):
-            wrong.append(f"{unbacked} blocks are unbacked, the records say {self.unbacked}")
+            wrong.append(f"{unbacked} blocks are unbacked, but the records say {self.unbacked}")
         for kind in range(len(self.geometry.classes)):
             users = [0] * self.geometry.num_pages(kind)
             for block in range(self.geometry.num_blocks):
@@ -457,11 +459,11 @@ class Backing:
             for page, state in enumerate(self._state[kind].tolist()):
                 mapped += (state != _NONE) * self.geometry.page_bytes(kind)
                 if state == _MAPPED and not self._users[kind][page]:
-                    wrong.append(f"page {page} of class {kind} is mapped and unused")
+                    wrong.append(f"page {page} of class {kind} is mapped but unused")
                 if state in (_NONE, _UNMAPPING) and users[page]:
-                    wrong.append(f"page {page} of class {kind} is used and not mapped")
+                    wrong.append(f"page {page} of class {kind} is used but not mapped")
                 if users[page] > self._users[kind][page]:
                     wrong.append(f"page {page} of class {kind}: {users[page]} users not counted")
         if mapped != self.mapped_bytes:
-            wrong.append(f"{mapped} bytes are mapped, the records say {self.mapped_bytes}")
+            wrong.append(f"{mapped} bytes are mapped, but the records say {self.mapped_bytes}")
         return wrong

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: MIT
 """Chooses the page size of the pool.
 
-Small pages cost time when much memory is mapped; large pages waste memory when little is:
+Small pages cost time when a lot of memory is mapped; large pages waste memory when little is:
 
                                        64 KB entries               2 MB entries
     attention, up to 8 GiB mapped      1.00 of cudaMalloc's time   1.00
-    beyond, a tensor for each layer    1.01 to 1.07                1.00
-    beyond, all layers in one          3.4 to 6.3                  1.00
-    memory held when idle              live data                   two pages a tensor more
+    above, one tensor per layer        1.01 to 1.07                1.00
+    above, one tensor for all layers   3.4 to 6.3                  1.00
+    memory held when idle              live data                   + two pages per tensor
 
-The times are of an H100 and an H200 (benchmarks/kernels). Between 8 and 16 GiB they begin to
-differ, so 8 GiB is the bound.
+The times were measured on an H100 and an H200 (benchmarks/kernels). They begin to differ between 8
+and 16 GiB, so the threshold is 8 GiB.
 
 Since vLLM 0.32, all layers of a block may be contiguous (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). If
-such a block is a multiple of 2 MB, it has a few large pages of its own: none is shared, no prefix
-has to move, and one call maps it. The pool does not request this layout: on a full H100 it made
-each decode step 1.2 to 1.4 % longer, in stock vLLM as well (results/logs/h100-vllm-layouts.log).
+the size of such a block is a multiple of 2 MB, the block has large pages to itself: none is shared,
+no prefix has to move, and one call maps it. The pool does not request this layout: on a full H100
+it makes each decode step 1.2 to 1.4 % longer, in stock vLLM as well
+(results/logs/h100-vllm-layouts.log).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pyvmem.plumbing.units import format_bytes
 __all__ = ["LARGE", "SMALL", "choose_page"]
 
 SMALL, LARGE = 64 << 10, 2 << 20
-_FAST = 8 << 30  # bytes mapped up to which small pages cost no time
-_PART = 32  # two pages in each tensor may take at most 1/32 of the memory that can be mapped
+_FAST = 8 << 30  # up to this many mapped bytes, small pages cost no time
+_PART = 32  # two large pages per tensor may cost at most 1/32 of the memory that can be mapped
 
 
 def choose_page(
@@ -40,9 +41,9 @@ def choose_page(
     Args:
         num_blocks: blocks in each tensor.
         sizes: bytes of each tensor.
-        most: bytes that can be mapped at the same time.
-        asked: ``VMEM_PAGE_SIZE`` in bytes; 0 if it is not set.
-        limit: ``VMEM_LIMIT`` in bytes; None if it is not set.
+        most: maximum bytes that can be mapped at a time.
+        asked: ``VMEM_PAGE_SIZE`` in bytes; 0 if it is unset.
+        limit: ``VMEM_LIMIT`` in bytes; None if it is unset.
 
     Raises:
         ValueError: one page of size `asked` in each tensor exceeds the limit.

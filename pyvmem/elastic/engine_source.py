@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Checks an engine's source for the symbols that a plug-in uses, without importing the engine.
 
-An unknown version can so be tried or refused, and two releases compared. A plug-in uses a symbol in
-one of four ways:
+This decides whether an unknown version is tried or refused, and compares two releases. A plug-in
+uses a symbol in one of four ways:
 
     replaced     our function runs instead of the engine's, on its class or on one object
-    overridden   by a method of our subclass, which calls the engine's
-    called       by us
-    read         an attribute that we read
+    overridden   a method of our subclass overrides it and calls it
+    called       we call it
+    read         we read the attribute
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Symbol:
         name: ``function``, ``Class`` or ``Class.member``.
         use: replaced, overridden, called or read.
         why: the reason, in a few words.
-        takes: parameters that we pass or rely on, in this order.
+        takes: parameters that we pass or rely on, in order.
         calls: calls that its body must contain, since our code runs inside them.
     """
 
@@ -51,7 +51,7 @@ class Source:
 
     Args:
         root: the package's folder on disk or in a wheel (`zipfile.Path`).
-        package: its name.
+        package: the package's name.
     """
 
     def __init__(self, root: Path | ZipPath, package: str) -> None:
@@ -115,7 +115,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def missing(source: Source, symbols: Iterable[Symbol]) -> list[str]:
-    """Lists the symbols that `source` lacks, or whose parameters or calls do not match."""
+    """Lists the symbols that are missing in `source`, or whose parameters or calls do not match."""
     lacks = []
     for symbol in symbols:
         found = source.find(symbol.module, symbol.name)

@@ -3,13 +3,13 @@
 
 vLLM allocates one tensor per layer (or one for a few layers, or one for all of them) and cuts each
 into `num_blocks` equal parts, blocks outermost: block i of a tensor is the bytes from ``i * n`` to
-``(i + 1) * n``. Tensors with the same n form a class and have the same blocks on the same pages:
+``(i + 1) * n``. Tensors with the same n form a class: their blocks are on the same pages.
 
     class 0, n = 24 KiB, pages of 64 KiB     | page 0          | page 1          | page 2 ...
                                              | 0  | 1  | 2  : 2 | 3  | 4  | 5 : 5| ...
 
 Block 2 touches pages 0 and 1; page 0 holds blocks 0, 1 and a part of 2. A page is identified by its
-class and index, and means the page of that index in every tensor of the class.
+class and index, and stands for the page with that index in every tensor of the class.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class TensorClass:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Blocks, tensors and pages of an engine; equal on all ranks of tensor parallelism.
+    """The blocks, tensors and pages of an engine; the same on all tensor-parallel ranks.
 
     Attributes:
-        num_blocks: blocks in each tensor, the null block included.
+        num_blocks: blocks in each tensor, including the null block.
         page_size: bytes of a page.
         classes: sorted by `block_bytes`, ascending.
     """
@@ -73,7 +73,9 @@ class Geometry:
         found: dict[int, int] = {}
         for size in sizes:
             if size <= 0 or size % num_blocks:
-                raise ValueError(f"a KV tensor of {size} bytes is not {num_blocks} equal blocks")
+                raise ValueError(
+                    f"a KV tensor of {size} bytes cannot be divided into {num_blocks} equal blocks"
+                )
             found[size // num_blocks] = found.get(size // num_blocks, 0) + 1
         classes = tuple(TensorClass(n, found[n]) for n in sorted(found))
         return cls(num_blocks, page_size, classes)
@@ -88,21 +90,21 @@ class Geometry:
         return -(-self.num_blocks * self.classes[kind].block_bytes // self.page_size)
 
     def page_bytes(self, kind: int) -> int:
-        """Returns the bytes that one page of a class takes in all its tensors."""
+        """Returns the bytes of one page of a class, in all its tensors together."""
         return self.page_size * self.classes[kind].tensors
 
     def run_bytes(self, runs: Iterable[Run]) -> int:
-        """Returns the bytes that the pages of these runs take in all tensors."""
+        """Returns the bytes of the pages of these runs, in all tensors together."""
         return sum(self.page_bytes(run.kind) * run.length for run in runs)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all tensors."""
+        """Bytes of one block, in all tensors together."""
         return sum(one.block_bytes * one.tensors for one in self.classes)
 
     @cached_property
     def _sharing(self) -> int:
-        """Index of the largest class whose blocks share pages; -1 if there is none."""
+        """Index of the largest class whose blocks share pages; -1 if no class's blocks do."""
         shared = [
             (one.tensors * one.block_bytes, kind)
             for kind, one in enumerate(self.classes)
@@ -114,21 +116,21 @@ class Geometry:
     def group_unit(self) -> tuple[int, int]:
         """The pair that maps blocks to groups: block b is in group ``b * unit[0] // unit[1]``.
 
-        A group is the blocks that begin in the same page. If blocks share no page, each block is a
-        group of its own.
+        A group consists of the blocks that begin in the same page. If blocks share no pages, each
+        block forms a group by itself.
         """
         if self._sharing < 0:
             return 1, 1
         return self.classes[self._sharing].block_bytes, self.page_size
 
     def touching(self, group: int) -> range:
-        """Returns the blocks that touch a group's page: all must be empty before it is unmapped."""
+        """Returns the blocks that touch a group's page, which can be unmapped if all are empty."""
         size, page = self.group_unit
         return range(group * page // size, min(-(-(group + 1) * page // size), self.num_blocks))
 
     @cached_property
     def group_bytes(self) -> int:
-        """The least bytes that are freed when a group becomes empty.
+        """The minimum number of bytes that are freed when a group becomes empty.
 
         The first and last group may free less.
         """
@@ -144,7 +146,7 @@ class Geometry:
         return max(1, min(found, default=1))
 
     def most_bytes(self, blocks: int) -> int:
-        """Returns the bytes that `blocks` consecutive blocks need at the worst alignment."""
+        """Returns the bytes that `blocks` consecutive blocks need in the worst alignment."""
         total = 0
         for kind, one in enumerate(self.classes):
             spill = 0 if one.block_bytes % self.page_size == 0 else 1
@@ -153,13 +155,13 @@ class Geometry:
         return total
 
     def scattered_bytes(self, blocks: int) -> int:
-        """Returns the bytes that `blocks` blocks need if no two shared pages are consecutive."""
+        """Returns the bytes that `blocks` blocks need if no two shared pages are adjacent."""
         size, page = self.group_unit
         pages = -(-blocks // (page // size))
         return self.most_bytes(-(-pages * page // size))
 
     def first_bytes(self, blocks: int) -> int:
-        """Returns the bytes that the first `blocks` blocks need: the least for that number."""
+        """Returns the bytes that the first `blocks` blocks need, the minimum for this number."""
         return sum(
             min(-(-blocks * one.block_bytes // self.page_size), self.num_pages(kind))
             * self.page_bytes(kind)
@@ -183,13 +185,13 @@ def blocks_are_outermost(
         ((step, count) for step, count in zip(strides, shape, strict=True) if count > 1),
         default=(0, 1),
     )
-    parts, rest = divmod(count, geometry.num_blocks)  # kernel blocks in a vLLM block
+    parts, rest = divmod(count, geometry.num_blocks)  # kernel blocks per vLLM block
     sizes = {one.block_bytes for one in geometry.classes}
     return geometry.num_blocks == 1 or (not rest and step * itemsize * parts in sizes)
 
 
 def runs_of(pages: Sequence[Iterable[int]]) -> list[Run]:
-    """Returns the fewest runs that cover these page indices, given for each class."""
+    """Returns the fewest runs that cover the given page indices, listed per class."""
     runs: list[Run] = []
     for kind, indices in enumerate(pages):
         first = end = -1

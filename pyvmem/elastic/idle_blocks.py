@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Chooses which idle block is handed out next, so that whole pages become free.
 
-A group is the blocks that share pages (`Geometry.group_unit`):
+A group consists of the blocks that share pages (`Geometry.group_unit`):
 
     group 4   | used | used | prefix | idle |     fullest: its idle block is handed out first
     group 7   | idle | used | idle   | idle |
-    group 9   | idle | idle | idle   | idle |     its pages hold nothing, and can be given back
+    group 9   | idle | idle | idle   | idle |     its pages are unused and can be unmapped
 
-Memory is mapped and unmapped by whole pages. So idle blocks of the fullest group are handed out
-first: full groups stay full, and others become empty. Groups are kept in buckets by their number of
-idle blocks, with a bitmap of nonempty buckets, so no call depends on the number of groups.
+Memory can be mapped and unmapped only in whole pages, so the idle blocks of the fullest group are
+handed out first: full groups stay full, and the other groups become empty. Groups are kept in
+buckets by their number of idle blocks, with a bitmap of nonempty buckets, so the cost of a call
+does not depend on the number of groups.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ class IdleBlocks:
 
     def __init__(self, unit: tuple[int, int]) -> None:
         self._size, self._page = unit
-        self._of: dict[int, dict[int, None]] = {}  # by group; dicts, as ordered sets
+        # idle blocks by group; dicts serve as ordered sets
+        self._of: dict[int, dict[int, None]] = {}
         self._buckets: list[dict[int, None]] = [{} for _ in range(-(-unit[1] // unit[0]) + 1)]
-        self._some = 0  # bit n: bucket n is not empty
+        self._some = 0  # bit n is set if bucket n is not empty
         self._count = 0
 
     @property
     def one_block(self) -> bool:
-        """True if blocks share no pages: each group is a single block."""
+        """True if blocks share no pages, so each group is a single block."""
         return len(self._buckets) == 2
 
     def __len__(self) -> int:
@@ -70,7 +72,7 @@ class IdleBlocks:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Adds blocks that became idle; blocks already in the set are ignored."""
-        if self.one_block:  # thousands of groups at once
+        if self.one_block:  # faster: there may be thousands of groups
             new = {block: {block: None} for block in blocks if block not in self._of}
             self._of.update(new)
             self._buckets[1].update(dict.fromkeys(new))
@@ -89,7 +91,7 @@ class IdleBlocks:
         """Removes blocks from the set.
 
         Raises:
-            KeyError: a block was not in the set; those before it were removed.
+            KeyError: a block is not in the set; those before it have been removed.
         """
         for block in blocks:
             group = block * self._size // self._page
@@ -100,7 +102,7 @@ class IdleBlocks:
                 del self._of[group]
 
     def take(self, count: int, spare: Collection[int] = ()) -> list[int]:
-        """Removes up to `count` blocks, of the fullest groups first, and returns them.
+        """Removes up to `count` blocks, starting with the fullest groups, and returns them.
 
         Args:
             count: number of blocks.

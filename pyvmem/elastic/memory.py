@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""The KV memory of a rank: tensors on a reservation, and the pages mapped behind them.
+"""The KV memory of a rank: tensors on a reservation, and the pages that back them.
 
-All tensors share one reservation. Those of a class (`geometry`) are at equal distances, so a run of
-pages in all of them is a single operation of a batch.
+All tensors share one reservation. The tensors of a class (`geometry`) are equally spaced, so a run
+of pages in all of them is a single operation of a batch.
 
-A page is unmapped only when no step scheduled before its release can touch it. The scheduler names
-the last such step. Steps are launched in order on one stream, so an event recorded after that
-step's launch covers all of them. Only libvmem's worker thread waits for the event.
+A page is unmapped only after all steps that were scheduled before its release, since they may
+access it. The scheduler names the last of them. Steps are launched in order on one stream, so an
+event recorded after that step's launch covers all of them. Only libvmem's worker thread waits for
+the event.
 """
 
 from __future__ import annotations
@@ -36,21 +37,24 @@ _ALIGN = 2 << 20
 
 
 class Copies(Protocol):
-    """Asynchronous copies outside the engine's steps; their pages stay mapped until they end."""
+    """Asynchronous copies outside the engine's steps.
+
+    Their pages stay mapped until they complete.
+    """
 
     def events(self) -> tuple[Any, ...]:
-        """Returns events that complete when all started copies have ended."""
+        """Returns events that complete once all started copies have completed."""
 
     def fence(self, stream: Any) -> None:
         """Makes a stream wait for all started copies."""
 
     def close(self) -> None:
-        """Waits for started copies; none may be started afterwards."""
+        """Waits for the started copies; no copy may be started afterwards."""
 
 
 @dataclass(eq=False)
 class _Unmap:
-    """Pages to unmap once step `after_step` is done; `ticket` once the batch is submitted."""
+    """A release: pages to unmap after step `after_step`; `ticket` is set once it is submitted."""
 
     number: int
     runs: list[Run]
@@ -84,7 +88,7 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
 
 
 def device_total(cuda_device: int | None) -> int:
-    """Returns the bytes of a CUDA device; with None, of host memory within the cgroup limit."""
+    """Returns the total bytes of a CUDA device; None: of host memory, within the cgroup limit."""
     if cuda_device is None:
         with Context("host") as context:
             return context.memory().total_bytes
@@ -96,7 +100,7 @@ def device_total(cuda_device: int | None) -> int:
 class KVMemory:
     """The KV tensors of a rank, whose pages are mapped and unmapped while the engine runs.
 
-    Exists in the worker's process. Any thread may call `grow`, `release`, `finished`, `move` and
+    Lives in the worker's process. Any thread may call `grow`, `release`, `finished`, `move` and
     `compact`; `step_begins`, `step_ends`, `copy` and `fence` are for the thread that launches
     steps.
 
@@ -104,7 +108,7 @@ class KVMemory:
         context: allocates the pages; closed by `close`.
         num_blocks: blocks in each tensor.
         sizes: bytes of each tensor.
-        multiple: the distance of two tensors of a class is a multiple of this, in bytes.
+        multiple: tensors of a class are spaced at a multiple of this many bytes.
         visible: CUDA's own copies must accept the addresses.
 
     Raises:
@@ -121,24 +125,25 @@ class KVMemory:
     ) -> None:
         self.context = context
         self.geometry = Geometry.of(num_blocks, context.info.granule, sizes)
-        self._lock = reentrant_lock()  # a finalizer may call close in any thread
+        self._lock = reentrant_lock()  # reentrant: a finalizer may call close in any thread
         self._parked: list[_Unmap] = []
         self._under_way: list[_Unmap] = []
         self._finished: dict[int, str] = {}
         self._launched = 0  # last step whose work is entirely on the stream
         self._stream: Any = None
-        self.copies: Sequence[Copies] = ()  # whose pages must stay mapped
+        self.copies: Sequence[Copies] = ()  # the pages that they access must stay mapped
         self._spans: list[int] = []
         self._begins: list[int] = []  # offset of the first tensor of each class
         self._closed = False
         self._users = 0  # running calls that need the memory
-        self.account: Account | None = None  # the device's, if the scheduler is on another machine
+        # the device's account, if the scheduler is on another machine
+        self.account: Account | None = None
         self.headroom = 0  # bytes of the device reserved for activations
         self.draining = False  # `drain` waits for the scheduler
         self._drained = threading.Event()
         self._next = [0] * len(self.geometry.classes)
         # Addresses that only kernels access need not be visible to CUDA's copies. If the back end
-        # has both kinds, all visible ones together must fit in the card's free memory.
+        # has plain reservations, too, the visible ones must fit in the card's free memory.
         on_gpu = context.cuda_device is not None
         plain = on_gpu and Caps.PLAIN in context.info.caps
         seen = True if visible and on_gpu else False if plain else None
@@ -154,7 +159,7 @@ class KVMemory:
         """Returns the next tensor of `size` bytes, as int8; each of `sizes` is returned once.
 
         Raises:
-            ValueError: no tensor of this size is left.
+            ValueError: all tensors of this size have been returned.
         """
         n = size // self.geometry.num_blocks
         kind = [one.block_bytes for one in self.geometry.classes].index(n)
@@ -165,19 +170,19 @@ class KVMemory:
         return self._reservation.tensor((size,), "int8", offset=self.begin(kind, index))
 
     def begin(self, kind: int, index: int) -> int:
-        """Returns the offset in `buffer`, in bytes, of the tensor of this index in a class."""
+        """Returns the byte offset in `buffer` of tensor `index` of a class."""
         return self._begins[kind] + index * self._spans[kind]
 
     def span(self, kind: int) -> int:
-        """Returns the bytes from the start of a tensor of a class to the start of the next."""
+        """Returns the distance in bytes between the starts of consecutive tensors of a class."""
         return self._spans[kind]
 
     def buffer(self) -> Any:
-        """Returns a tensor of int8 over the whole reservation, gaps between tensors included."""
+        """Returns an int8 tensor over the entire reservation, including gaps between tensors."""
         return self._reservation.tensor((self._reservation.nbytes,), "int8")
 
     def _each(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
-        """Yields address, bytes, repeat count and stride in bytes for each run."""
+        """Yields address, bytes, repeat count and stride in bytes of each run."""
         page = self.geometry.page_size
         for kind, first, count in runs:
             addr = self._reservation.addr + self._begins[kind] + first * page
@@ -186,7 +191,7 @@ class KVMemory:
     # ---- mapping ---------------------------------------------------------------------------------
 
     def grow(self, runs: Sequence[Run]) -> None:
-        """Maps new pages, filled with zeros, and waits for that; maps all or none.
+        """Maps new zeroed pages, all or none, and waits until they are mapped.
 
         Raises:
             BadHandle: the memory is closed.
@@ -202,36 +207,36 @@ class KVMemory:
                 self.context.batch(ops)
 
     def drop(self, runs: Sequence[Run]) -> None:
-        """Unmaps pages that `grow` mapped and no step has used, and waits for that."""
+        """Unmaps pages that `grow` mapped and no step has used. Returns once they are unmapped."""
         if runs:
             self.context.batch(self._unmaps(runs))
 
     def _unmaps(self, runs: Sequence[Run]) -> OpBatch:
         ops = OpBatch(len(runs))
         for addr, size, count, stride in self._each(runs):
-            # holes=True: a release that failed on another rank is repeated on all ranks.
+            # holes: a release that failed on another rank is repeated here, too.
             ops.unmap(addr, size, count, stride, holes=True)
         return ops
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """Unmaps pages in the background, once steps up to `after_step` are done.
+        """Unmaps pages in the background once all steps up to `after_step` are done.
 
         Args:
             number: identifies the release in the result of `finished`.
             runs: the pages.
-            after_step: last step that may touch them.
+            after_step: last step that may access them.
         """
         with self._lock:
             self._parked.append(_Unmap(number, runs, after_step))
         self._unpark()
 
     def step_begins(self, stream: Any) -> None:
-        """Called before the launch of a step on `stream`; None on the CPU."""
+        """Must be called before a step is launched on `stream`; None on the CPU."""
         with self._lock:
             self._stream = stream
 
     def step_ends(self, step: int) -> None:
-        """Called after the launch of a step: all its work is on the stream."""
+        """Must be called after a step's launch, when all its work is on the stream."""
         with self._lock:
             self._launched = max(self._launched, step)
             parked = bool(self._parked)
@@ -263,12 +268,12 @@ class KVMemory:
         return (event, *copies)
 
     def fence(self) -> None:
-        """Makes subsequent steps wait for the copies that were started."""
+        """Makes subsequent steps wait for the started copies."""
         for one in self.copies:
             one.fence(self._stream)
 
     def finished(self) -> dict[int, str]:
-        """Returns the releases that ended since the last call, with an error message or ``""``."""
+        """Returns the releases that finished since the last call: ``""`` or the error message."""
         with self._lock:
             still = []
             for one in self._under_way:
@@ -286,16 +291,16 @@ class KVMemory:
             return found
 
     def move(self, copies: Sequence[tuple[int, int]], step: int) -> bool:
-        """Copies blocks in all tensors, between the work of step `step` and that of the next.
+        """Copies blocks in all tensors, after the work of step `step` and before the next step's.
 
         No step may be launched during the call.
 
         Args:
             copies: pairs (source, destination) of backed blocks; no block is in two pairs.
-            step: the last step that was scheduled.
+            step: the last scheduled step.
 
         Returns:
-            False, with no effect, if that step is not launched yet or the memory is closed.
+            False, with no effect, if that step has not been launched or the memory is closed.
         """
         with self._in_use() as is_open:
             if not is_open or self._launched < step:
@@ -306,8 +311,8 @@ class KVMemory:
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks as `move` does, before the work of the step that is being launched.
 
-        Copies all bytes of a block. vLLM's own copy omits those that the first of several layers in
-        a region does not use.
+        Copies all bytes of a block. If several layers share a region, vLLM's own copy omits the
+        bytes that the first of them does not use.
         """
         import torch
 
@@ -324,7 +329,7 @@ class KVMemory:
                     at = self.begin(kind, index)
                     blocks = self._reservation.tensor(shape, "int8", offset=at)
                     if one.block_bytes % 8 == 0:
-                        blocks = blocks.view(torch.int64)  # eight bytes at a time
+                        blocks = blocks.view(torch.int64)  # copies eight bytes at a time
                     blocks[place] = blocks[source]
 
     # ---- sleep -----------------------------------------------------------------------------------
@@ -332,8 +337,8 @@ class KVMemory:
     def drain(self, timeout: float) -> bool:
         """Waits until the scheduler has unmapped all pages that no request holds.
 
-        The scheduler's next `poll` sees `draining`, and calls `end_drain` when that is done.
-        Returns at once if only the null block is mapped.
+        The scheduler's next `poll` sees `draining`; `end_drain` is called once the pages are
+        unmapped. Returns immediately if only the null block is mapped.
 
         Returns:
             False if the scheduler did not call `end_drain` within `timeout` seconds.
@@ -345,7 +350,7 @@ class KVMemory:
         return self._drained.wait(timeout)
 
     def end_drain(self) -> None:
-        """Called for the scheduler once it has unmapped the pages; ends `drain`."""
+        """Called on behalf of the scheduler once the pages are unmapped; wakes up `drain`."""
         self.draining = False
         self._drained.set()
 
@@ -355,8 +360,8 @@ class KVMemory:
     def lent(self) -> Iterator[Any]:
         """Yields a function that maps the pages of blocks until the ``with`` block ends.
 
-        vLLM warms up with blocks that no scheduler has allocated. Their pages are unmapped at the
-        end, after the stream's work.
+        vLLM warms up with blocks that no scheduler has allocated. Their pages are unmapped when the
+        ``with`` block ends, after the stream's work.
         """
         mapped: list[set[int]] = [set() for _ in self.geometry.classes]
         null = [set(self.geometry.pages(kind, 0)) for kind in range(len(mapped))]
@@ -379,12 +384,12 @@ class KVMemory:
                 self._stream.synchronize()
             self.drop(runs_of(mapped))
 
-    # ---- the rest --------------------------------------------------------------------------------
+    # ---- the device's memory ---------------------------------------------------------------------
 
     def free(self) -> int | None:
         """Returns the bytes that can be mapped now, or None on the CPU.
 
-        They are the free bytes of the device and of the context, less `headroom`.
+        This is the free memory of the device plus that of the context, minus `headroom`.
         """
         if self.context.cuda_device is None:
             return None
@@ -394,19 +399,19 @@ class KVMemory:
         return free + self.context.stats().free_bytes - self.headroom
 
     def fingerprint(self) -> str:
-        """Returns a digest of the mapped pages; ranks with the same pages mapped have the same."""
+        """Returns a digest of the mapped pages; it is equal on ranks that map the same pages."""
         found = hashlib.sha256()
         at = 0
         while at < self._reservation.nbytes:
             info = self._reservation.query(at)
-            if info.mapped:  # page by page: runs depend on the slabs, which differ between ranks
+            if info.mapped:  # page by page: runs depend on slabs, which differ per rank
                 pages = range(at, at + info.run_bytes, self.geometry.page_size)
                 found.update(array("q", pages).tobytes())
             at += info.run_bytes
         return found.hexdigest()
 
     def total(self) -> int:
-        """Returns the bytes of the device; on the CPU, of host memory within the cgroup's limit."""
+        """Returns the total bytes of the device; on the CPU, of host memory in the cgroup."""
         return self.context.memory().total_bytes
 
     def compact(self, nbytes: int, step: int) -> int:
@@ -415,11 +420,11 @@ class KVMemory:
         No step may be launched during the call.
 
         Args:
-            nbytes: fewest bytes to give back, if that many can be freed.
-            step: the last step that was scheduled.
+            nbytes: return at least this many bytes, if possible.
+            step: the last scheduled step.
 
         Returns:
-            Bytes given back; 0, with no effect, if that step is not launched yet or the memory is
+            Bytes returned; 0, with no effect, if that step has not been launched or the memory is
             closed.
         """
         with self._in_use() as is_open:
@@ -447,8 +452,8 @@ class KVMemory:
     def close(self) -> None:
         """Unmaps all pages, and frees the addresses unless tensors still use them. Idempotent.
 
-        While other calls run, the last of them does this instead: the scheduler's keeper outlives
-        the worker, and may be copying.
+        If other calls are running, the last of them does the work when it returns: the scheduler's
+        keeper thread outlives the worker and may be copying.
         """
         with self._lock:
             if self._closed:
@@ -473,13 +478,13 @@ class KVMemory:
             for one in self.copies:
                 one.close()
         except VMemError:
-            pass  # a batch is unfinished; closing the context frees the rest
+            pass  # a batch is unfinished; closing the context frees the memory
         if not _closes(self.context):
             _unclosed.append(self.context)
 
 
 _unclosed: list[Context] = []
-"""Contexts that could not be closed, since vLLM's layers still have tensors on them."""
+"""Contexts that could not be closed, since vLLM's layers still hold tensors of them."""
 
 
 def _closes(context: Context) -> bool:

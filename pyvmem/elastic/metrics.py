@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Exports the numbers of `vmem top` on an inference engine's own ``/metrics``.
 
-The API server runs in another process than the KV cache, so it reads them from the ledger.
+The API server and the KV cache run in different processes, so the numbers are read from the ledger.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def identity_of(instance: str, replica: int = 0) -> int:
     """Returns the number that identifies an engine's account in the ledger.
 
     Args:
-        instance: a string that all processes of the engine share and no other engine has.
+        instance: a string that all processes of the engine share and no other engine uses.
         replica: index of the account, if the engine has several.
     """
     digest = hashlib.sha256(f"{instance}/{replica}".encode()).digest()
@@ -36,11 +36,11 @@ class _Collector:
     """A prometheus_client collector that reads the ledger on each scrape."""
 
     def describe(self) -> list[Any]:
-        """Returns no metrics, so that prometheus_client does not collect at registration."""
+        """Returns no metrics, so that prometheus_client does not call `collect` at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yields a metric family for each number, with a sample for each engine and device."""
+        """Yields a metric family for each number, with a sample per engine and device."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         found = list(_engines())
@@ -54,7 +54,7 @@ class _Collector:
 
 
 def _engines() -> Iterator[tuple[str, EngineInfo]]:
-    """Yields the published engines, each with its device; nothing if ledgers are unreadable."""
+    """Yields the published engines, each with its device; none if the ledgers are unreadable."""
     try:
         for device, some in engines_in(default_folder()).items():
             yield from ((device, one) for one in some if one.identity in _identities)
@@ -65,7 +65,7 @@ def _engines() -> Iterator[tuple[str, EngineInfo]]:
 def _add_to(multiprocess: Any) -> None:
     """Makes a multiprocess collector class also collect our metrics.
 
-    SGLang's server exports through it, and vLLM's if there are several API servers.
+    SGLang's server exports through this class; so does vLLM's if there are several API servers.
     """
     collect = multiprocess.collect
 

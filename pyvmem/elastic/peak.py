@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A sliding maximum over time."""
+"""Tracks a sliding maximum over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Peak"]
 
 
 class Peak:
-    """The largest number of the last few seconds.
+    """Tracks the largest of the numbers noted in the last few seconds.
 
     Args:
         seconds: length of the window.

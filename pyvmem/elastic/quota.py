@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Limits the bytes that an engine may map on each device, by its own limit and the ledger."""
+"""Limits the bytes that an engine may map on each device, by the engine's limit and the ledger."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class DeviceAccount(Protocol):
 
 
 class LocalQuota:
-    """A quota without a ledger: a fixed limit, and the free memory of the device.
+    """A quota without a ledger, given by a fixed limit and the free memory of the device.
 
     Args:
-        limit: bytes of each rank.
+        limit: maximum bytes per rank.
         free: returns the free bytes of the device, or None if they are unknown.
     """
 
@@ -91,37 +91,37 @@ class LocalQuota:
         self._pending -= nbytes
 
     def give(self, nbytes: int) -> None:
-        """Returns the bytes of unmapped pages."""
+        """Returns the bytes of unmapped pages to the quota."""
         self.used -= nbytes
 
     def pressure(self) -> tuple[int, bool]:
-        """Bytes above the limit; no other engine is ever short."""
+        """Returns the bytes above the limit, and false: there is no other engine to be short."""
         return max(0, self.used - self.limit), False
 
     @property
     def asleep(self) -> bool:
-        """Always false: without a ledger no order to sleep can arrive."""
+        """Always false: orders to sleep come through a ledger."""
         return False
 
     def want(self, nbytes: int) -> None:
-        """Does nothing: no other engine could give memory back."""
+        """Does nothing: there is no other engine to free memory."""
 
     def signals(self) -> tuple[int, int]:
         """Returns zeros: there is no other engine."""
         return 0, 0
 
     def report(self, **values: int) -> None:
-        """Does nothing: `vmem top` shows ledgers only."""
+        """Does nothing: `vmem top` shows only ledgers."""
 
     def close(self) -> None:
         """Does nothing."""
 
 
 class Signals:
-    """Signals of other engines that this one has not answered yet.
+    """Detects new signals of other engines.
 
     Args:
-        count: returns the number of asks and of gives so far, such as `LedgerQuota.signals`.
+        count: returns the numbers of asks and gives so far, such as `LedgerQuota.signals`.
     """
 
     def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
@@ -129,11 +129,11 @@ class Signals:
         self._heard = count()
 
     def arrived(self, lacks: bool) -> bool:
-        """Returns true if an engine asked for memory, or gave some and this one `lacks` it."""
+        """Returns true if an engine asked for memory, or freed some while this one `lacks` it."""
         return self._differ(self._count(), lacks)
 
     def take(self, lacks: bool) -> bool:
-        """Returns what `arrived` does; the next call tells only what comes from now on."""
+        """Returns the same as `arrived`, and marks all signals so far as seen."""
         now = self._count()
         arrived = self._differ(now, lacks)
         self._heard = now
@@ -144,11 +144,11 @@ class Signals:
 
 
 class LedgerQuota:
-    """A quota by the ledgers of all devices of an engine, in bytes of one rank.
+    """A quota from the ledgers of all devices of an engine. All byte counts are per rank.
 
     Args:
-        accounts: an account for each device, with the number of ranks on it.
-        free: returns the free bytes of the device that has the least, or None if they are unknown.
+        accounts: for each device, an account and the number of ranks on the device.
+        free: returns the minimum of the devices' free bytes, or None if it is unknown.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class LedgerQuota:
 
     @property
     def limit(self) -> int:
-        """Bytes that one rank may have, at most."""
+        """Maximum bytes of one rank."""
         return min(account.limit // ranks for account, ranks in self._accounts)
 
     @property
     def used(self) -> int:
-        """Bytes that one rank has."""
+        """Bytes that one rank uses."""
         account, ranks = self._accounts[0]
         return account.used // ranks
 
@@ -176,7 +176,7 @@ class LedgerQuota:
         return min(account.room(free) // ranks for account, ranks in self._accounts)
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes a rank, on all devices or on none; false if denied."""
+        """Reserves `nbytes` more bytes per rank, on all devices or on none; false if denied."""
         free = self._free()
         taken: list[tuple[DeviceAccount, int]] = []
         for account, ranks in self._accounts:
@@ -194,14 +194,14 @@ class LedgerQuota:
             account.end_pending(nbytes * ranks)
 
     def give(self, nbytes: int) -> None:
-        """Returns `nbytes` of each rank, whose pages are unmapped, to the ledgers."""
+        """Returns the bytes of unmapped pages, `nbytes` per rank, to the ledgers."""
         for account, ranks in self._accounts:
             account.give(nbytes * ranks)
 
     def pressure(self) -> tuple[int, bool]:
-        """Returns the bytes that each rank should give back, and whether to stop admitting.
+        """Returns the bytes that each rank should free, and whether to stop admitting requests.
 
-        The bytes exceed the limit or are needed by another engine. The flag is true if another
+        The bytes exceed the limit, or another engine needs them. The flag is true if another
         engine is short of memory while this engine has more than its fair share.
         """
         free = self._free()
@@ -214,7 +214,7 @@ class LedgerQuota:
         return any(account.asleep for account, _ in self._accounts)
 
     def want(self, nbytes: int) -> None:
-        """Posts that a request lacks `nbytes` bytes on each rank; 0 withdraws that."""
+        """Reports that a request is short of `nbytes` bytes per rank; 0 withdraws the report."""
         for account, ranks in self._accounts:
             account.want(nbytes * ranks)
 
@@ -224,7 +224,7 @@ class LedgerQuota:
         return sum(asks), sum(gives)
 
     def report(self, **values: int) -> None:
-        """Posts the numbers that `vmem top` shows; bytes and handles are of one rank."""
+        """Posts the numbers that `vmem top` shows; bytes and handles are per rank."""
         for account, ranks in self._accounts:
             scale = {"in_use", "cached", "handles", "host_cached"}
             account.report(**{k: v * ranks if k in scale else v for k, v in values.items()})
@@ -245,7 +245,7 @@ def join_device(
         folder: folder of the ledgers; None for the default.
         name: name of the engine.
         unique: fail if the name is taken; otherwise a number is appended to it.
-        capacity: bytes for all engines, if the ledger has to be created; 0 for the device's.
+        capacity: bytes for all engines, used if the ledger has to be created; 0: all of the device.
         terms: further arguments of `Ledger.join`.
 
     Raises:

@@ -3,21 +3,21 @@
 
     VMEM_VLLM=1          vLLM uses the pool; VMEM_SGLANG=1: SGLang does
     VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
-    VMEM_PAGE_SIZE       bytes of a page; default: 2M if much can be mapped, and on the back end
-                         cuda; otherwise 64K
-    VMEM_LIMIT           most bytes of one GPU for the KV cache; default: the GPU's memory
+    VMEM_PAGE_SIZE       bytes of a page; default: 2M on the back end cuda or if a lot of memory
+                         can be mapped; otherwise 64K
+    VMEM_LIMIT           maximum bytes of one GPU for the KV cache; default: the GPU's memory
     VMEM_FLOOR           bytes of each GPU that other engines must leave to this one; default 0
-    VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit;
-                         more after steps that took more; 0: none
-    VMEM_IDLE            seconds after which unused memory is given back; default 1
-    VMEM_PREFIX          most bytes that idle prefixes may hold; default: no limit
+    VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit,
+                         and more after steps that needed more; 0: none
+    VMEM_IDLE            seconds after which unused memory is released; default 1
+    VMEM_PREFIX          maximum bytes of idle prefixes; default: no limit
     VMEM_NAME            the engine's name, for `vmem top` and `vmem limit`; default: the model's
-    VMEM_LEDGER          folder of the ledger that engines share; "off": none
+    VMEM_LEDGER          folder of the ledger that engines share; "off": no ledger
     VMEM_CAPACITY        bytes for all engines of a device together; default: the ledger's
-    VMEM_HOST_LIMIT      most bytes of host memory for KV offloading, of all engines in the ledger's
-                         folder together; default: no limit
-    VMEM_VISIBLE=1       CUDA's own copies accept the KV cache's addresses, as some vLLM connectors
-                         need; all such memory together must fit in the card's free memory
+    VMEM_HOST_LIMIT      maximum bytes of host memory for KV offloading, for all engines with this
+                         VMEM_LEDGER together; default: no limit
+    VMEM_VISIBLE=1       CUDA's own copies accept the KV cache's addresses, which some vLLM
+                         connectors need; all such memory must fit in the card's free memory
 
 Sizes take K, M, G, T (powers of 1024): 20G, 1.5G, 512M.
 """
@@ -39,7 +39,7 @@ from pyvmem.plumbing.units import parse_bytes
 
 __all__ = ["Settings"]
 
-_PAGES = (4 << 10, 1 << 30)  # least and greatest page size of any back end
+_PAGES = (4 << 10, 1 << 30)  # smallest and largest page size of any back end
 
 
 def _seconds(text: str, name: str) -> float:
@@ -86,7 +86,10 @@ class Settings:
 
     @property
     def folder(self) -> Path:
-        """The folder of ledgers, even if the engine uses none: sockets are created there."""
+        """The folder of the ledgers.
+
+        Sockets are created in it even if the engine uses no ledger.
+        """
         return Path(self.ledger) if self.ledger else default_folder()
 
     @staticmethod
@@ -107,7 +110,8 @@ class Settings:
 
     @classmethod
     def asks_visible(cls, env: Mapping[str, str] = os.environ) -> bool:
-        """Returns true if CUDA's own copies must accept the addresses, or do so with cuMem* anyway.
+        """Returns true if CUDA's own copies must accept the addresses, or do so anyway (back end
+        cuda).
 
         Raises:
             ValueError: VMEM_VISIBLE is neither 1 nor 0.
@@ -119,7 +123,7 @@ class Settings:
         """Reads and checks all variables.
 
         Raises:
-            ValueError: a variable is malformed, or they contradict each other.
+            ValueError: a variable is malformed, or variables contradict each other.
         """
 
         def size(name: str) -> int | None:
@@ -179,6 +183,4 @@ class Settings:
         """
         for name, value in (("VMEM_LIMIT", self.limit), ("VMEM_FLOOR", self.floor)):
             if value is not None and value > total:
-                raise ValueError(
-                    f"{name}={value}: the device has {total} bytes for each rank on it"
-                )
+                raise ValueError(f"{name}={value} exceeds the device's {total} bytes per rank")

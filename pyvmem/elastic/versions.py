@@ -20,7 +20,7 @@ __all__ = ["UnknownVersion", "Versions"]
 
 
 class UnknownVersion(RuntimeError):
-    """The engine's version lacks a symbol that the plug-in uses, or is too old."""
+    """The engine's version is too old, or lacks a symbol that the plug-in uses."""
 
 
 class Versions:
@@ -28,9 +28,9 @@ class Versions:
 
     Args:
         package: the engine's Python package, such as ``vllm``.
-        known: maps each known version, ascending, to what was run with it. All have the same number
-            of components; further components of a version are ignored.
-        symbols: those that the plug-in uses.
+        known: maps each known version, ascending, to the tests that were run with it. All have the
+            same number of components; further components of a version are ignored.
+        symbols: the symbols that the plug-in uses.
     """
 
     def __init__(self, package: str, known: Mapping[str, str], symbols: Iterable[Symbol]) -> None:
@@ -44,7 +44,7 @@ class Versions:
 
     @functools.cached_property
     def lacks(self) -> tuple[str, ...]:
-        """The symbols that the installed version lacks."""
+        """The symbols that are missing in the installed version."""
         found = importlib.util.find_spec(self._package)
         folders = found.submodule_search_locations if found else None
         if not folders:
@@ -52,7 +52,7 @@ class Versions:
         return tuple(missing(Source(Path(folders[0]), self._package), self._symbols))
 
     def check(self, version: str, *, warn: bool = False) -> None:
-        """Raises an exception unless the version is known, or is newer and lacks no symbol.
+        """Raises an exception unless the version is known, or is newer and has all symbols.
 
         Args:
             version: the package's ``__version__``.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Plugs for transformers (the extra ``serve``).
+"""Plug-ins for transformers (the extra ``serve``).
 
-`VMemCache` for ``generate``; `vmem_continuous_batching` for ``generate_batch`` and, by
+`VMemCache` is for ``generate``; `vmem_continuous_batching` is for ``generate_batch`` and, through
 ``python -m pyvmem.hf.serve``, for ``transformers serve``.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["VMemCache", "drafting", "vmem_continuous_batching"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported here: transformers takes seconds.
+    # Not imported at the top: importing transformers takes seconds.
     if name in ("VMemCache", "drafting"):
         from pyvmem.hf import cache
 

@@ -34,9 +34,9 @@ from pyvmem.plumbing.validation import bounded, invalid
 __all__ = ["VMemCache", "drafting"]
 
 _VIEWED = frozenset({"gpt_neox_japanese"})
-"""Types of models whose code joins the dimensions of cached keys by `view`."""
+"""Model types whose code merges dimensions of the cached keys with `view`."""
 
-# Any: the same to a type checker with and without transformers.
+# Any: type checkers see the same class with and without transformers.
 _Cache: Any = cache_utils.Cache
 
 
@@ -47,30 +47,30 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             model.generate(**inputs, cache=cache)  # past_key_values=cache before 5.24
 
     Generates the same tokens as `DynamicCache`. A batch of n rows (batch times beams) takes n
-    slots. Heads, type and device are taken from the first keys; memory is allocated only then.
-    Layers with a sliding window keep the window, and ``window_tile`` tokens before it, which
-    assisted generation may truncate. For MLA the latent is stored, one tensor per layer, where
-    the model passes it to the cache. Layers of linear attention, state spaces and short
-    convolutions keep their state in the same slots, a row for each request; such a cache cannot be
-    cropped, and so not be used in assisted generation. Rows are written in place, which autograd
-    records as for a `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive,
-    including tensors of the cache. The cache can be reused after `reset`. Without `close`, memory
+    slots. Heads, dtype and device are taken from the first keys; memory is allocated only then.
+    Layers with a sliding window keep the window and, for the truncations of assisted generation,
+    ``window_tile`` tokens before it. For MLA, if the model passes the latent to the cache, it is
+    stored as one tensor per layer. Layers of linear attention, state spaces and short convolutions
+    keep their state in the same slots, a row for each request; such a cache cannot be cropped, so
+    assisted generation cannot use it. Rows are written in place, which autograd records as for a
+    `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive, including tensors
+    of the cache. The cache can be reused after `reset`. Without `close`, memory
     is freed when the object is garbage-collected.
 
     Args:
         config: the model's configuration.
-        max_batch_size: the most rows.
-        max_cache_len: the most tokens of a row, prompt and answer together; their addresses are
-            reserved, memory is mapped as rows grow.
-        backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
+        max_batch_size: the maximum number of rows.
+        max_cache_len: the maximum number of tokens of a row, prompt and answer together. Addresses
+            are reserved for all of them; memory is mapped as rows grow.
+        backend: as for `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the cache.
         budget: memory of that context to share with other caches, such as a draft model's
             (`drafting`); it must outlive the cache.
-        contiguous: models get copies of the past, which cost what `DynamicCache` costs, for code
-            that calls `view` on it: heads of one token are adjacent here, so no view joins
-            batch and heads. None: for types of transformers that do so, and for a configuration
-            whose code is from the Hub (``trust_remote_code``), which cannot be checked. Pass False
-            for such code that needs no copies, and True for code of your own that needs them.
+        contiguous: pass models copies of the past, at the cost of `DynamicCache`, for code that
+            calls `view` on it: the heads of a token are adjacent here, so a view cannot merge batch
+            and heads. None: only for the types of models in transformers that need it, and for
+            code from the Hub (``trust_remote_code``), which cannot be checked. Pass False for such
+            code if it does not need copies, and True for your own code if it does.
         **options: other fields of `pyvmem.KVCacheConfig`, such as ``page_size`` and
             ``memory_limit``.
 
@@ -78,8 +78,8 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         InvalidArgument: an unknown option or back end, a value out of range, a ``group_size`` that
             does not divide the layers of each kind, or a layer whose state the configuration does
             not describe. TypeError: `context` or `budget` has the wrong type. NotSupported: a model
-            with an encoder, with layers that have a state beside keys and values, or without a
-            layer that has these.
+            with an encoder, with layers that have both a state and keys and values, or without
+            any layer with keys and values.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
     @property
     def kvcache(self) -> KVCache | None:
-        """The underlying cache, for its `stats`; None before the first keys. Do not step it."""
+        """The underlying cache, for its `stats`, not to be stepped; None before the first keys."""
         return self._rows.cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMemCache:
-        """An independent cache with the same tokens, for reusing a prompt."""
+        """Returns an independent cache with the same tokens, for reusing a prompt."""
         settings = self._rows.settings
         other = VMemCache(
             self._config,
@@ -161,8 +161,8 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         """Frees memory and addresses. Idempotent. The cache cannot be used afterwards.
 
         Raises:
-            Busy: tensors that `update` returned are still alive; drop them and call it again. The
-                cache's contents are dropped in any case.
+            Busy: tensors that `update` returned are still alive; drop them and call `close` again.
+                The cache's contents are dropped in any case.
         """
         self._rows.close()
         self._finalizer.detach()
@@ -170,14 +170,14 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
 @contextmanager
 def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
-    """Inside the block, a draft model keeps its keys and values in `cache`.
+    """Makes a draft model keep its keys and values in `cache` inside the ``with`` block.
 
         with drafting(draft, draft_cache):
             model.generate(**inputs, assistant_model=draft, cache=cache)
 
     ``generate`` creates the draft's cache itself and accepts none, so the draft model is patched to
-    use this one. The target's is passed as usual; with one `Budget` for both, each can use memory
-    that the other leaves. The cache is emptied first.
+    use this one. The target's cache is passed as usual; with one `Budget` for both, each can use
+    the memory that the other does not need. `cache` is emptied first.
     """
     original = assistant._prepare_cache_for_generation
 
@@ -197,7 +197,7 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
 
 
 def _check_layers(config: Any, text: Any) -> None:
-    """Refuses models that this cache cannot serve, such as those with an encoder."""
+    """Rejects models that this cache does not support, such as those with an encoder."""
     served = ATTENTION | {"chunked_attention", *NO_ATTENTION}
     kinds = set(getattr(text, "layer_types", None) or ()) - served
     what = ""

@@ -2,9 +2,9 @@
 """The cache for continuous batching in transformers 5.17.
 
 In this version the scheduler itself counts blocks and requests more of them. A block is one token
-here, so its arithmetic counts tokens; free memory is also reported in tokens, in whole pages of
-every tensor. Parallel answers are not forked but match the prompt recorded by the first answer,
-since 5.17 asks for the number of forks before making them.
+here, so its arithmetic counts tokens; free memory is also reported in tokens, rounded down to whole
+pages of every tensor. Parallel answers are not forked but match the prompt recorded by the first
+answer, since 5.17 needs to know the number of forks before making them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SlotCache"]
 
 
 class SlotCache(SlotCacheBase):
-    """The cache for 5.17; takes the arguments of `SlotCacheBase`."""
+    """The cache for 5.17. See `SlotCacheBase` for the arguments."""
 
     block_option = "block_size"
     block_size = 1
@@ -38,7 +38,7 @@ class SlotCache(SlotCacheBase):
         self._page_tokens = max(1, layout.page_size // layout.row_bytes)
         self._tensors = layout.num_tensors
         self.num_blocks = self.num_pages = self.tokens
-        # Offloading reads this before it checks that it is switched off.
+        # Offloading reads this even if it is switched off.
         self.num_key_value_heads = layout.config.num_kv_heads
         self.head_dim = layout.config.head_dim
         self.key_cache = [None] * layout.config.num_layers
@@ -46,8 +46,7 @@ class SlotCache(SlotCacheBase):
 
     @classmethod
     def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
-        """Refuses what every version refuses, and models whose layers differ: pages hold rows of
-        one size.
+        """Rejects what `SlotCacheBase` rejects, and models whose layers differ.
 
         Raises:
             NotSupported: see `SlotCacheBase.check`; rows of several sizes or windows.
@@ -56,7 +55,8 @@ class SlotCache(SlotCacheBase):
         if len(classes_of(kept_shapes(options, config))[0]) > 1:
             raise NotSupported(
                 f"continuous batching over virtual memory: layers that differ (rows of several "
-                f"sizes or windows) need transformers 5.18; {transformers.__version__} is here",
+                "sizes or windows) need transformers 5.18 or later, not "
+                f"{transformers.__version__}",
                 op="continuous batching",
             )
 
@@ -68,18 +68,18 @@ class SlotCache(SlotCacheBase):
         return n_blocks if self.requests.hold(request_id, total) else None
 
     def blocks_needed(self, num_requested_blocks: int, allocated_blocks: int) -> int:
-        """The missing pages, in tokens."""
+        """Returns the missing pages, in tokens."""
         pages_for = self.requests.parts[0].layout.pages_for
         return self._page_tokens * (
             pages_for(allocated_blocks + num_requested_blocks) - pages_for(allocated_blocks)
         )
 
     def blocks_in_use(self, request_id: str) -> int:
-        """A request's pages, in tokens."""
+        """Returns a request's pages, in tokens."""
         return self._page_tokens * self.requests.granted(request_id)
 
     def get_num_free_blocks(self) -> int:
-        """The pages still available to requests, in tokens."""
+        """Returns the pages still available to requests, in tokens."""
         return self._page_tokens * (self.requests.pages()[0] // self._tensors)
 
     def free_blocks(self, request_id: str) -> None:
@@ -93,15 +93,15 @@ class SlotCache(SlotCacheBase):
     # ---- prefixes and forks ----------------------------------------------------------------------
 
     def mark_shareable_blocks_as_complete(self, state: Any, num_complete_blocks: int) -> None:
-        """Notes that the tokens' keys and values are computed."""
+        """Notes that the keys and values of these tokens are computed."""
         self.note_computed(state, num_complete_blocks)
 
     def compute_max_num_forks(self, source_request_id: str) -> int:
-        """None: every answer is a request that matches the recorded prompt."""
+        """Returns 0: every answer is a request that matches the recorded prompt."""
         return 0
 
     # ---- inputs ----------------------------------------------------------------------------------
 
     def get_seqlens_k(self, past_length: int, query_length: int) -> dict[str, int]:
-        """The number of keys that a request's new tokens attend to."""
+        """Returns the number of keys that a request's new tokens attend to."""
         return {FULL: past_length + query_length}

@@ -2,9 +2,10 @@
 """The cache for continuous batching in transformers 5.18 to 5.24.
 
 It implements the methods of ``PagedAttentionCache`` and its allocators
-(``generation/continuous_batching/cache.py``) that scheduler, inputs, offloading and runner use;
-they have no abstract base. Their blocks become pages of physical memory here; block tables, read
-and write indices and trash blocks are not needed, since attention takes slots and lengths.
+(``generation/continuous_batching/cache.py``) that the scheduler, inputs, offloading and runner use;
+these classes have no abstract base. Their blocks become pages of physical memory here; block
+tables, read and write indices and trash blocks are not needed, since attention uses slots and
+lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["SlotCache"]
 
 
 class _Allocator:
-    """Replaces the allocator of full-attention layers; it is the only allocator."""
+    """Replaces the allocator of full-attention layers. It is the only allocator."""
 
     index = 0
     layer_type = FULL
@@ -35,11 +36,11 @@ class _Allocator:
         self.block_table: dict[str, list[int]] = {}  # stays empty
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """The physical pages needed, where transformers counts blocks."""
+        """Returns the number of physical pages needed; transformers counts blocks here."""
         return self._requests.missing(request_id, past_length + query_length)
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """The number of keys that a request's new tokens attend to."""
+        """Returns the number of keys that a request's new tokens attend to."""
         return past_length + query_length
 
 
@@ -47,11 +48,11 @@ class _Pool:
     """Replaces the sector pool: pages need no sectors."""
 
     def try_to_free_sectors(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 class SlotCache(SlotCacheBase):
-    """Takes the arguments of `SlotCacheBase`."""
+    """The cache for 5.18 to 5.24. See `SlotCacheBase` for the arguments."""
 
     read_cache_limit = None
     max_decode_fast_path_length = 0
@@ -68,7 +69,7 @@ class SlotCache(SlotCacheBase):
     def update(
         self, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Hands itself on: from 5.24 on attention functions are no longer passed the cache."""
+        """Passes the cache on to attention functions; transformers 5.24 no longer does so."""
         kwargs["cache"] = self
         return key, value
 
@@ -82,7 +83,7 @@ class SlotCache(SlotCacheBase):
         return self.requests.hold(state.request_id, total)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """Returns how many of the requests, in order, could get their missing pages."""
+        """Returns how many of the requests, in order, could be given their missing pages."""
         free = self.requests.pages()[0]
         for count, needed in enumerate(list_blocks_needed):
             free -= sum(needed.values())
@@ -91,20 +92,20 @@ class SlotCache(SlotCacheBase):
         return len(list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """The pages available to requests: as a fraction of all, or in bytes."""
+        """Returns the memory available to requests, as a fraction of all memory or in bytes."""
         free, total = self.requests.pages()
         return free / total if relative else free * self.requests.parts[0].layout.page_size
 
     def evict_cached_blocks(self) -> bool:
-        """False: the KV cache itself evicts prefixes, and only when pages are needed."""
+        """Returns false: the KV cache itself evicts prefixes, and only when pages are needed."""
         return False
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees a request's slot; `no_cache`: do not record its rows."""
+        """Frees a request's slot. `no_cache`: does not record its rows."""
         self.requests.drop(request_id, record=not no_cache)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Frees all slots; `clear_ledgers`: evict recorded prefixes as well."""
+        """Frees all slots. `clear_ledgers`: also evicts recorded prefixes."""
         self.requests.drop_all(forget=clear_ledgers)
 
     def reset(self) -> None:
@@ -114,17 +115,17 @@ class SlotCache(SlotCacheBase):
     # ---- prefixes and forks ----------------------------------------------------------------------
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
-        """Tokens, where transformers counts blocks; it passes them to `mark_complete_blocks`."""
+        """Counts tokens, not blocks; transformers passes the counts to `mark_complete_blocks`."""
         return {FULL: request_len} if self.use_prefix_sharing else {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Notes that the tokens' keys and values are computed."""
+        """Notes that the keys and values of these tokens are computed."""
         self.note_computed(state, complete_blocks.get(FULL, 0) if complete_blocks else 0)
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
     ) -> list[str]:
-        """Forks as many children as fit; returns nothing to copy."""
+        """Forks as many children as fit. Returns an empty list of copies."""
         forked: list[str] = []
         for child in dst_req_ids:
             if not self.requests.fork(src_state.request_id, child, src_state.current_len()):
@@ -133,4 +134,4 @@ class SlotCache(SlotCacheBase):
         return forked
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
-        """Nothing to do."""
+        """Does nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The common base of the caches for the transformers versions; see cb_5_18.py."""
+"""The common base of the caches for each transformers version; see cb_5_18.py."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ _MAX_BATCH_TOKENS = 8192  # transformers' own default
 
 
 class SlotCacheBase:
-    """Requests in slots, where transformers has blocks.
+    """Keeps requests in slots instead of transformers' blocks.
 
-    Takes the arguments of transformers' ``PagedAttentionCache``, after the options.
+    The arguments after the options are those of transformers' ``PagedAttentionCache``.
 
     Args:
-        options: as installed.
+        options: the installed options.
         config: configuration of the text model.
-        continuous_batching_config: resolved; ``max_requests_per_batch`` is lowered to the slots.
+        continuous_batching_config: resolved; ``max_requests_per_batch`` is lowered to the number of
+            slots.
         device, dtype: device and type of the model.
         distributed_helper: describes the devices that the model is split over.
         model_supports_logits_to_keep: the model computes scores only for the last token of each
-            request; versions without this argument do not.
+            request; transformers versions without this argument always compute all.
         tp_plan: not used.
 
     Attributes:
-        block_option: the version's name for the option with the tokens per block, the unit of
+        block_option: this version's name for the option with the tokens per block, the unit of
             ``num_blocks``.
-        block_tokens: its value.
-        requests: the slots.
+        block_tokens: the value of that option.
+        requests: the requests and their slots.
         token_bytes: bytes of a token in all tensors.
         tokens: the cache's capacity in tokens.
-        max_batch_tokens: most tokens of a forward pass.
-        use_prefix_sharing, allow_block_sharing: whether prompts are recorded for others.
-        max_blocks_per_request: 0: no paged kernel for decoding.
+        max_batch_tokens: maximum tokens in a forward pass.
+        use_prefix_sharing, allow_block_sharing: prompts are recorded for other requests.
+        max_blocks_per_request: 0, which disables the paged kernel for decoding.
     """
 
     block_option = "page_size"
@@ -84,7 +85,7 @@ class SlotCacheBase:
 
     @classmethod
     def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
-        """Refuses models that this version cannot serve, before anything changes.
+        """Rejects models that this version does not support, before anything changes.
 
         Raises:
             NotSupported: see `check_model`. InvalidArgument: options that do not fit its layers.
@@ -93,7 +94,7 @@ class SlotCacheBase:
         options.check(kept_shapes(options, config))
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Shares a recorded prefix of the prompt with the request; returns its tokens."""
+        """Maps a recorded prefix of the prompt for the request; returns its number of tokens."""
         return self.requests.match(request_id, prompt_ids)
 
     def note_computed(self, state: Any, new: int) -> None:

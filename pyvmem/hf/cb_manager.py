@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Hooks into transformers' continuous batching: its manager, its cache, its attention.
+"""Hooks into the manager, cache and attention of transformers' continuous batching.
 
-transformers has a registry for attention functions, used here, but none for caches: a manager looks
-up the name ``PagedAttentionCache`` in the module ``continuous_api`` when it makes its cache. That
-name and ``ContinuousBatchingManager`` are replaced there while the plugin is installed. Managers of
-other models work as before.
+transformers has a registry for attention functions, which is used here, but none for caches: a
+manager looks up the name ``PagedAttentionCache`` in the module ``continuous_api`` when it creates
+its cache. That name and ``ContinuousBatchingManager`` are replaced there while the plugin is
+installed. Managers of other models work as before.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["ATTENTION", "patch", "unpatch"]
 
-ATTENTION = "vmem"  # as transformers' registry knows it
+ATTENTION = "vmem"  # our name in transformers' attention registry
 
 _api: Any = continuous_api
 _Manager: Any = _api.ContinuousBatchingManager
 _StockCache: Any = _api.PagedAttentionCache
 
-_building = threading.local()  # .cache: makes the cache while one of our managers builds it
+# .cache: creates our cache; set while one of our managers is being built
+_building = threading.local()
 _options_for: Callable[[Any], Options | None] | None = None
 _slot_cache: Any = None
 
 
 def _make_cache(*args: Any, **kwargs: Any) -> Any:
-    """Replaces the class `PagedAttentionCache`."""
+    """Replaces the constructor of `PagedAttentionCache`."""
     make = getattr(_building, "cache", None)
     return _StockCache(*args, **kwargs) if make is None else make(*args, **kwargs)
 
@@ -62,12 +63,12 @@ def _attention(
     """transformers' attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
 
     Raises:
-        NotSupported: called without a cache of this plugin, or for attention other than causal.
+        NotSupported: called without a cache of this plug-in, or for attention that is not causal.
     """
     cache = kwargs.get("cache")
     if not isinstance(cache, _slot_cache):
         raise NotSupported(
-            f"attention {ATTENTION!r} works in continuous batching only; the model goes back to "
+            f"attention {ATTENTION!r} works only in continuous batching; the model goes back to "
             "its own when the manager stops",
             op=ATTENTION,
         )
@@ -76,7 +77,7 @@ def _attention(
     asked, window = kwargs.get("sliding_window"), cache.requests.window(layer)
     if asked is not None and asked != window:
         raise NotSupported(
-            f"layer {layer} wants a window of {asked}, but its configuration says {window}",
+            f"layer {layer} uses a window of {asked}, but its configuration has {window}",
             op=ATTENTION,
         )
     q, k, v = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
@@ -84,10 +85,10 @@ def _attention(
 
 
 def _guard(scheduler: Any, requests: NamedRequests) -> None:
-    """Makes a scheduler refuse requests that can never fit in memory.
+    """Makes a scheduler reject requests that can never fit in memory.
 
-    Otherwise nothing would be left to preempt, and transformers would end every request. A request
-    without a number of new tokens ends when its slot or all memory is full.
+    Otherwise transformers would find nothing left to preempt and would abort all requests. A
+    request without a limit on new tokens finishes when its slot or all memory is full.
     """
     add, longest = scheduler.add_waiting_request, requests.longest()
 
@@ -95,36 +96,37 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = max(1, longest - prompt)
-            state.__post_init__()  # resolves the number of new tokens
+            state.__post_init__()  # resolves max_new_tokens
         if prompt + max(0, state.max_new_tokens) > longest:
             raise invalid(
-                f"a prompt of {prompt} tokens and {state.max_new_tokens} new ones; the memory of "
-                f"continuous batching holds {longest}",
+                f"{prompt} prompt tokens and {state.max_new_tokens} new tokens exceed the "
+                f"{longest} tokens that memory can hold",
                 limit=longest,
                 op="vmem_continuous_batching",
             )
-        # A forked prompt leaves its last token to its answers: a prompt of one token would leave an
-        # empty batch, which ends every request.
+        # The answers of a forked prompt compute its last token. For a prompt of a single token
+        # that would leave an empty batch, which aborts all requests.
         alone = state.num_children if prompt == 1 else 0
         state.num_children -= alone
         add(state)
         for number in range(alone):
             answer = state.create_equivalent_initial_request()
-            answer.request_id = f"{state.request_id}__child#{number}"  # as transformers names forks
+            # transformers' naming of forks
+            answer.request_id = f"{state.request_id}__child#{number}"
             add(answer)
 
     scheduler.add_waiting_request = checked
 
 
 def _adapters(model: Any) -> tuple[str, ...] | None:
-    """The names of a model's active adapters; None if it has none."""
+    """Returns the names of a model's active adapters; None if it has no adapters."""
     if not getattr(model, "_hf_peft_config_loaded", False):
         return None
     return tuple(model.active_adapters())
 
 
 class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
-    """transformers' manager, with slots for models that the plugin is installed for."""
+    """transformers' manager, which uses slots for models with the plug-in installed."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             check_attention(model)
             continuous_batching_config = copy.deepcopy(continuous_batching_config)
             adjust(continuous_batching_config)
-        self._absorbed = ExitStack()  # its attention is ours until `stop`
+        self._absorbed = ExitStack()  # restores the model's own attention in `stop`
         self._vmem_cache: Any = None
         try:
             super().__init__(model, generation_config, continuous_batching_config, workload_hints)
@@ -166,14 +168,14 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers; refuses a request that no slot can hold.
+        """Adds a request as transformers does, but rejects it if no slot can hold it.
 
-        Without a number of new tokens, a request ends when its slot or all memory is full. One that
-        does not fit in all memory fails alone, with an error in its result.
+        Without a limit on new tokens, a request finishes when its slot or all memory is full. If a
+        request does not fit in memory, only that request fails, with an error in its result.
 
         Raises:
-            InvalidArgument: prompt and new tokens together are more than ``max_seq_len``, or the
-                prompt is empty. (Either would end the thread that serves all requests.)
+            InvalidArgument: prompt and new tokens together exceed ``max_seq_len``, or the prompt
+                is empty. (Either would kill the thread that serves all requests.)
         """
         if self._vmem is not None:
             if not len(input_ids):
@@ -186,8 +188,8 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             new = 1 if new is None else new
             if len(input_ids) + max(0, new) > longest:
                 raise invalid(
-                    f"a prompt of {len(input_ids)} tokens and {new} new ones; max_seq_len is "
-                    f"{longest}, which install takes",
+                    f"{len(input_ids)} prompt tokens and {new} new tokens exceed max_seq_len "
+                    f"{longest}, an argument of install",
                     limit=longest,
                     op="vmem_continuous_batching",
                 )
@@ -197,7 +199,8 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         if self._vmem is None or self.batch_processor is not None:
             return super()._create_batch_processor()
         options = self._vmem
-        self.switch_to_cb_friendly_attn(self.model)  # restored by an earlier failure
+        # an earlier failure has restored the model's own
+        self.switch_to_cb_friendly_attn(self.model)
 
         def make(*args: Any, **kwargs: Any) -> Any:
             self._vmem_cache = _slot_cache(options, *args, **kwargs)
@@ -218,14 +221,14 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         return processor
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; frees all memory unless the manager is kept."""
+        """Stops as in transformers, and frees all memory unless the manager is kept."""
         super().stop(*args, **kwargs)
         self._leave(self.model)
         if self.batch_processor is None:
             self._close_cache()
 
     def destroy(self) -> None:
-        """As in transformers; frees all memory."""
+        """Destroys the manager as in transformers, and frees all memory."""
         super().destroy()
         self._leave(self.model)
         self._close_cache()
@@ -242,8 +245,8 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             self._absorbed.close()
 
     def _close_cache(self) -> None:
-        # A thread that did not end in time may still use the cache, which is then freed with the
-        # manager.
+        # A thread that did not finish in time may still use the cache. The cache is then freed with
+        # the manager.
         if not self.is_running() and self._vmem_cache is not None:
             cache, self._vmem_cache = self._vmem_cache, None
             self.batch_processor = None
@@ -254,18 +257,18 @@ def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None
     """Patches transformers.
 
     Args:
-        options_for: a model's options; None: the plugin is not installed for it.
+        options_for: returns a model's options; None: the plug-in is not installed for it.
         slot_cache: the cache class of this version.
     """
     global _options_for, _slot_cache
     _options_for, _slot_cache = options_for, slot_cache
-    disable: Any = torch.compiler.disable  # lengths are lists, which cannot be compiled
+    disable: Any = torch.compiler.disable  # lengths are lists, which torch.compile does not support
     AttentionInterface.register(ATTENTION, disable(_attention))
     _api.ContinuousBatchingManager = VMemManager
     _api.PagedAttentionCache = _make_cache
 
 
 def unpatch() -> None:
-    """Removes the patches. Existing managers stay as they are."""
+    """Removes the patches. Existing managers are not changed."""
     _api.ContinuousBatchingManager = _Manager
     _api.PagedAttentionCache = _StockCache

@@ -39,7 +39,7 @@ __all__ = [
 
 _log = logging.getLogger("pyvmem.hf")
 
-MAX_SLOTS = 256  # our default; transformers' own is 1024 requests in a batch
+MAX_SLOTS = 256  # our default; transformers' default is 1024 requests per batch
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Options:
     """See `pyvmem.hf.continuous.install`. Checked on construction.
 
     Attributes:
-        max_batch: slots; None: `max_requests_per_batch`, at most `MAX_SLOTS`.
-        max_seq_len: tokens of a slot; None: the model's `max_position_embeddings`.
+        max_batch: number of slots; None: `max_requests_per_batch`, at most `MAX_SLOTS`.
+        max_seq_len: tokens per slot; None: the model's `max_position_embeddings`.
         kernel: attention kernel.
         backend: None: "host" for a model on the CPU, else "auto".
-        context: shared; None: one is opened and owned.
-        keep_windows: keep rows that left a sliding window, so that prefixes are found wherever
-            prompts diverge, not only where a window was recorded.
+        context: a context to share; None: the cache opens and owns one.
+        keep_windows: keep rows that have left a sliding window. A prefix can then end at any token;
+            otherwise only where a window was recorded.
         kvcache: other fields of `KVCacheConfig`.
     """
 
@@ -84,30 +84,32 @@ class Options:
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:
-        """Checks the options against layers; without layers, only the rules for all models."""
+        """Checks the options against layers; without layers, only rules common to all models."""
         check_arguments(self.kvcache, GIVEN, layers, self.context, self.backend)
 
 
 def check_model(config: Any, tensor_parallel: int = 1) -> None:
-    """Refuses models that need more than keys and values, or a latent, in every layer.
+    """Rejects models unless every layer stores only keys and values, or a latent.
 
     transformers' own continuous batching also supports only full and sliding attention
-    (``ATTN_TYPE_TO_ALLOCATOR`` in its ``cache.py``): its batch is one row with all requests'
-    tokens, which a layer with a state would mix.
+    (``ATTN_TYPE_TO_ALLOCATOR`` in its ``cache.py``): its batch is a single row with all requests'
+    tokens, and a layer with a state would mix the requests.
 
     Raises:
-        NotSupported: states, chunks, layers that share keys, capped scores, or several devices.
+        NotSupported: the model has states, chunked attention, layers that share keys or capped
+            scores, or is split over several devices.
     """
     plain_rows(config, "continuous batching over virtual memory")
     if tensor_parallel > 1:
         raise NotSupported(
-            f"continuous batching over virtual memory: it is split over {tensor_parallel} devices",
+            "continuous batching over virtual memory: the model is split over "
+            f"{tensor_parallel} devices",
             op="continuous batching",
         )
 
 
 def check_attention(model: Any) -> None:
-    """Refuses models with their own attention code: it would mix a batch's requests.
+    """Rejects models with their own attention code, which would mix a batch's requests.
 
     Raises:
         NotSupported: the class does not declare that it uses transformers' attention registry
@@ -116,7 +118,7 @@ def check_attention(model: Any) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise NotSupported(
             f"continuous batching over virtual memory: {type(model).__name__} attends by itself, "
-            "and not by transformers' AttentionInterface",
+            "not through transformers' AttentionInterface",
             op="continuous batching",
         )
 
@@ -124,8 +126,8 @@ def check_attention(model: Any) -> None:
 def adjust(cb_config: Any) -> None:
     """Switches off, in place, options that do not apply to slots or are unsupported.
 
-    Options that the user set are named in a warning, once per process. The decode fast path is
-    switched off silently: it is a paged kernel.
+    A warning, once per process, names those that the user set. The decode fast path, a paged
+    kernel, is switched off silently.
     """
     cb_config.max_blocks_per_request = 0
     graphs, space = cb_config.use_cuda_graph, cb_config.cpu_offload_space
@@ -134,19 +136,19 @@ def adjust(cb_config: Any) -> None:
             "use_cuda_graph",
             any(graphs) if isinstance(graphs, tuple) else bool(graphs),
             False,
-            "a graph replays a batch's lengths, which attention over slots takes from the host",
+            "attention over slots reads the lengths on the host; a graph replays fixed lengths",
         ),
         (
             "use_async_batching",
             bool(cb_config.use_async_batching),
             False,
-            "it gains nothing without CUDA graphs",
+            "it has no benefit without CUDA graphs",
         ),
         (
             "cpu_offload_space",
             space is None or space > 0,
             0.0,
-            "it copies blocks by number; preempted requests are computed again",
+            "it copies blocks by number; preempted requests are recomputed",
         ),
     ):
         if asked:
@@ -163,23 +165,23 @@ def _warn_once(text: str) -> None:
 
 
 def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, int]:
-    """The number of slots and their length in tokens, for a resolved configuration.
+    """Returns the number of slots and their length in tokens, for a resolved configuration.
 
     Raises:
-        InvalidArgument: the configuration does not give the longest sequence.
+        InvalidArgument: the configuration does not give a maximum sequence length.
     """
     slots = options.max_batch or min(cb_config.max_requests_per_batch or MAX_SLOTS, MAX_SLOTS)
     longest = options.max_seq_len or getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise invalid(
-            f"{type(config).__name__} has no max_position_embeddings; give max_seq_len",
+            f"{type(config).__name__} has no max_position_embeddings; pass max_seq_len",
             op="vmem_continuous_batching",
         )
     return slots, longest
 
 
 def kept_shapes(options: Options, config: Any) -> list[LayerShape]:
-    """The layer shapes of a model under the installed options.
+    """Returns the layer shapes of a model under the installed options.
 
     Raises:
         InvalidArgument: the configuration does not describe them. NotSupported: a layer has a
@@ -200,20 +202,20 @@ def make_requests(
     dtype: torch.dtype,
     logits_of_all: bool,
 ) -> NamedRequests:
-    """Creates the cache for a model and its requests object.
+    """Creates the cache for a model and the `NamedRequests` on it.
 
     Args:
-        options: as installed.
+        options: the installed options.
         config: configuration of the text model.
         cb_config: transformers' ``ContinuousBatchingConfig``, resolved.
-        block_tokens: tokens of a block, in which ``num_blocks`` counts memory.
+        block_tokens: tokens per block, the unit of ``num_blocks``.
         device, dtype: device and type of the model.
         logits_of_all: the model computes scores for every token of a batch, not only the last of
-            each request; leave memory for them.
+            each request, so memory is left for them.
 
     Raises:
-        InvalidArgument: a value that the model or the context cannot serve. NotSupported: a layer
-            has a state.
+        InvalidArgument: a value that the model or the context does not support. NotSupported: a
+            layer has a state.
     """
     slots, longest = request_limits(options, config, cb_config)
     windows = [shape.window for shape in row_shapes(config, "continuous batching")]
@@ -240,7 +242,7 @@ def make_requests(
     try:
         if cache.context.cuda_device != ordinal:
             raise invalid(
-                f"the model is on {device}; back end {cache.context.info.backend} has memory of "
+                f"the model is on {device}, but back end {cache.context.info.backend} is on "
                 f"CUDA device {cache.context.cuda_device}",
                 op="vmem_continuous_batching",
             )
@@ -257,7 +259,7 @@ def make_requests(
 
 
 def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
-    """Memory available for a cache in the context, or in a new context of this back end."""
+    """Returns the bytes available to a cache, in the context or in a new one of this back end."""
     if context is not None:
         return free_bytes(context)
     with Context(backend, device=ordinal or 0) as opened:
@@ -265,7 +267,7 @@ def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
 
 
 def _elements(shape: LayerShape) -> int:
-    """Elements per token in a layer."""
+    """Returns the elements per token in a layer."""
     return shape.num_kv_heads * (shape.head_dim + (shape.v_head_dim or 0))
 
 

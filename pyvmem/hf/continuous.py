@@ -6,13 +6,13 @@
 
 transformers' own cache is paged: attention gathers every request's whole past into one tensor, or
 calls a paged kernel. Here a request is a slot of a `pyvmem.KVCache`, and the kernels of
-`pyvmem.attention` read it in place. transformers' scheduler, sampling and server stay as they are:
+`pyvmem.attention` read it in place. transformers' scheduler, sampling and server are unchanged:
 chunked prefill, prefix sharing, parallel sampling, and preemption by recomputation work as before.
 CUDA graphs, asynchronous batching and offloading to the host are switched off, with a warning if
-they were requested. A request that does not fit in all memory fails alone, where transformers would
-end every request.
+they were requested. If a request does not fit in memory, only that request fails; transformers
+would abort all requests.
 
-Checked with the versions of `CHECKED`; others are refused.
+Only the transformers versions in `CHECKED` are supported.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _default: Options | None = None
 
 
 def _adapter() -> Any:
-    """The cache class for the installed transformers."""
+    """Returns the cache class for the installed transformers."""
     import transformers
 
     version = transformers.__version__
     module = CHECKED.get(".".join(version.split(".")[:2]))
     if module is None:
         raise NotSupported(
-            f"transformers {version}: continuous batching over virtual memory was checked with "
-            f"{', '.join(CHECKED)} only, and its inside changes from release to release",
+            f"transformers {version}: continuous batching over virtual memory was checked only "
+            f"with {', '.join(CHECKED)}, and its internals change from release to release",
             op="continuous batching",
         )
     return importlib.import_module(module).SlotCache
@@ -78,30 +78,31 @@ def install(
     Existing managers are not changed.
 
     Args:
-        model: only this model; None: every model of the process (an unsupported one is then refused
-            when its continuous batching begins).
-        max_batch: slots, the most requests running at a time; None:
+        model: only this model; None: every model of the process (an unsupported model is then
+            rejected when its continuous batching begins).
+        max_batch: number of slots, the maximum number of running requests; None:
             ``ContinuousBatchingConfig.max_requests_per_batch``, at most 256.
-        max_seq_len: tokens of a slot, for which addresses are reserved; None: the model's
-            ``max_position_embeddings``. A longer request is refused when it is added.
+        max_seq_len: tokens per slot, for which addresses are reserved; None: the model's
+            ``max_position_embeddings``. A longer request is rejected when it is added.
         kernel: see `pyvmem.attention.Attention`.
-        backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
+        backend: as for `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the managers.
-        keep_windows: keep all rows of layers with a sliding window: a recorded prompt then matches
-            every prompt with the same beginning; otherwise the window at that place must have been
-            recorded. These layers then take as much memory as full attention.
+        keep_windows: keep all rows of layers with a sliding window. A recorded prompt then matches
+            every prompt with the same beginning; otherwise, only if the window at the end of the
+            match was recorded. These layers then need as much memory as full attention.
         **kvcache_options: other fields of `pyvmem.KVCacheConfig`. ``memory_limit`` defaults to
-            ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, or else to what
-            ``max_memory_percent`` leaves.
+            ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, if set, or else to the memory
+            that ``max_memory_percent`` allows.
 
     Raises:
         InvalidArgument: an unknown option or value; a ``group_size`` that does not divide the
-            model's layers of each kind; a model with a manager that was kept
-            (``destroy_cached_continuous_batching_manager`` ends it). TypeError: `context` has the
-            wrong type.
-        NotSupported: a version of transformers that was not checked, or a model whose attention is
-            more than causal with windows: capped scores, chunks, shared layers, states; or whose
-            attention transformers cannot replace; or, with transformers 5.17, whose layers differ.
+            model's layers of each kind; a model with a persistent manager
+            (destroy it with ``destroy_cached_continuous_batching_manager``). TypeError: `context`
+            has the wrong type.
+        NotSupported: an unsupported version of transformers; a model whose attention is not plain
+            causal attention with optional windows (capped scores, chunks, shared layers, states),
+            or cannot be replaced in transformers; or, with transformers 5.17, a model whose layers
+            differ.
     """
     global _default
     options = Options(
@@ -113,7 +114,7 @@ def install(
         check_attention(model)
         if getattr(model, "_cached_continuous_batching_manager", None) is not None:
             raise invalid(
-                "the model has a manager of continuous batching that was kept; call "
+                "the model still has a persistent continuous-batching manager; call "
                 "destroy_cached_continuous_batching_manager first",
                 op="vmem_continuous_batching",
             )
@@ -143,7 +144,7 @@ def uninstall(model: Any = None) -> None:
 
 @contextmanager
 def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None]:
-    """`install` for the duration of a block; takes the same arguments."""
+    """Applies `install` for the duration of a ``with`` block. The arguments are the same."""
     install(model, **options)
     try:
         yield
@@ -152,6 +153,6 @@ def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None
 
 
 def kvcache_of(manager: Any) -> KVCache | None:
-    """The KV cache of a manager, for its `stats`; None before the first request, or without one."""
+    """Returns a manager's KV cache, for its `stats`; None if it has none yet."""
     cache = getattr(manager, "_vmem_cache", None)
     return None if cache is None else cache.requests.kvcache

@@ -17,9 +17,9 @@ _Layer: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
-    """The layer of a `VMemCache` without attention, or one that reads another layer's keys.
+    """A layer of a `VMemCache` that has no attention, or reads another layer's keys.
 
-    transformers sees neither an attention nor a state layer, so it asks other layers for the
+    To transformers it is neither an attention nor a state layer, so other layers are asked for the
     length.
     """
 
@@ -33,18 +33,18 @@ class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
         self._index = index
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses keys and values.
+        """Rejects keys and values.
 
         Raises:
             InvalidArgument: always.
         """
         raise invalid(
-            f"layer {self._index} stores nothing according to the configuration, but got keys",
+            f"layer {self._index} received keys, but stores nothing according to the configuration",
             op="VMemCache",
         )
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Returns -1: there is no maximum."""
         return -1
 
     def _nothing(self, *args: Any) -> None:

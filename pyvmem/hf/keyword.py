@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`CACHE`: the argument of ``model.generate`` and ``model.forward`` that takes a cache."""
+"""`CACHE`: the name of the cache argument of ``model.generate`` and ``model.forward``."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ __all__ = ["CACHE"]
 _version = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 CACHE = "cache" if _version >= (5, 24) else "past_key_values"
-"""transformers 5.24 renamed it; the old name gives a warning there."""
+"""transformers 5.24 renamed the argument, and warns about the old name."""

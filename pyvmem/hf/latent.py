@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Attention over MLA's latent in an unmodified model.
 
-transformers computes every head's keys and values from the latents of the whole past, in every
-layer and step. Here the attention function gets the latents themselves, which it caches, and the
-up-projections, which it applies to queries and result or to the rows (`pyvmem.attention.latent`):
-one KV head of ``kv_lora_rank + qk_rope_head_dim`` elements, whose first ``kv_lora_rank`` are the
-values. The numbers are the same up to rounding.
+transformers computes every head's keys and values from the latents of all past tokens, in every
+layer and step. Here the attention function receives and caches the latents themselves: one KV head
+of ``kv_lora_rank + qk_rope_head_dim`` elements, of which the first ``kv_lora_rank`` are the values.
+It also receives the up-projections, and applies them to queries and result or to the rows
+(`pyvmem.attention.latent`). The results are the same up to rounding.
 
-The function, whatever is registered under the model's ``attn_implementation``, gets ``query [1,
-heads, tokens, nope + rotary]``, ``key`` and ``value`` of one head, and `UP`, the
+The function registered under the model's ``attn_implementation`` gets ``query [1, heads, tokens,
+nope + rotary]``, ``key`` and ``value`` with one head each, and, as `UP`, the
 `pyvmem.attention.UpProjections`; it returns ``[1, tokens, heads, v_head_dim]``.
 """
 
@@ -28,18 +28,18 @@ from pyvmem.errors import NotSupported
 __all__ = ["UP", "absorbed", "is_latent", "latent_rank"]
 
 UP = "latent_up"
-"""Keyword of the attention function."""
+"""Keyword argument of the attention function for the up-projections."""
 
 _PARTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "q_lora_rank", "kv_lora_rank")
 
 
 def is_latent(config: Any) -> bool:
-    """True if a text model's attention keeps a latent (MLA)."""
+    """Returns true if a text model's attention stores a latent (MLA)."""
     return bool(getattr(config, "kv_lora_rank", None))
 
 
 def latent_rank(config: Any) -> int:
-    """Elements of the latent from which values are computed; 0 without MLA."""
+    """Returns the number of elements of the latent that values are computed from; 0 without MLA."""
     return int(getattr(config, "kv_lora_rank", None) or 0)
 
 
@@ -71,7 +71,7 @@ def _is_plain(module: Any) -> bool:
 
 @contextmanager
 def absorbed(model: Any) -> Iterator[None]:
-    """Makes attention run over the latent inside the block; no effect on a model without MLA.
+    """Makes attention run over the latent inside the ``with`` block; no effect without MLA.
 
     Raises:
         NotSupported: the layers of an MLA model are structured differently.
@@ -86,7 +86,7 @@ def absorbed(model: Any) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            del module.forward  # restores the class's method
+            del module.forward  # makes the class's method visible again
 
 
 def _forward(
@@ -100,11 +100,11 @@ def _forward(
     from transformers import Cache
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # From transformers 5.24 on a cache comes as `cache`, and so does continuous batching's.
+    # transformers 5.24 and later, and continuous batching, pass the cache as `cache`.
     given = (kwargs.pop("past_key_values", None), kwargs.get("cache"))
     if any(isinstance(past, Cache) for past in given):
         raise NotSupported(
-            "absorbed attention: the cache is the attention function's", op="absorbed"
+            "absorbed attention: only the attention function may use the cache", op="absorbed"
         )
     batch, tokens = hidden_states.shape[:-1]
     nope, rotary, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank

@@ -17,17 +17,16 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemLayer"]
 
-# Any: the same to a type checker with and without transformers.
+# Any: type checkers see the same class with and without transformers.
 _Layer: Any = cache_utils.CacheLayerMixin
 
 
 class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
-    """One layer of a `VMemCache`; made by it.
+    """A layer with keys and values of a `VMemCache`, which creates it.
 
-    `keys` and `values` are views ``[batch, num_kv_heads, length, head_dim]`` of the virtual
-    tensors, for reading only: `reorder_cache` may lose data that other code writes there. With a
-    sliding window they hold the rows that the next token attends to, as in transformers' own
-    sliding layer.
+    `keys` and `values` are read-only views ``[batch, num_kv_heads, length, head_dim]`` of the
+    virtual tensors: `reorder_cache` may lose data that other code writes to them. With a sliding
+    window they hold the rows that the next token attends to, as in transformers' own sliding layer.
     """
 
     is_compileable = False  # the views change size
@@ -41,7 +40,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._window = window
         self.is_sliding = bool(window)
         self._length = 0
-        self._copied = 0  # earlier rows were not copied to every slot
+        self._copied = 0  # rows before this one were not copied to every slot
         self._ancestry = Ancestry(0)
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
@@ -50,7 +49,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @uncompiled
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Takes a slot for every row of ``[batch, num_kv_heads, any, head_dim]``."""
+        """Allocates a slot for every row of ``[batch, num_kv_heads, any, head_dim]``."""
         self._rows.open(self._index, key_states, value_states)
         self._rows.hold(key_states.shape[0], self._rows.length)
         self._k, self._v = self._rows.tensors(self._index)
@@ -66,12 +65,12 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends tokens ``[batch, num_kv_heads, new, head_dim]``; returns views of all tokens.
 
-        With a sliding window, of the tokens that any new token attends to; with `contiguous`,
-            copies.
+        With a sliding window, the views contain only the tokens that any new token attends to. With
+        `contiguous`, copies are returned.
 
         Raises:
-            InvalidArgument: another batch size, shape, type or device, or more tokens than the
-                cache was made for.
+            InvalidArgument: another batch size, shape, type or device, or more than `max_cache_len`
+                tokens.
             OutOfMemory: too few pages. In both cases nothing changed.
         """
         refuse("VMemCache.update", recorded=True)
@@ -100,11 +99,11 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return found
 
     def _offset(self, length: int) -> int:
-        """The first row in the window of a token at position `length`."""
+        """Returns the first row in the window of a token at position `length`."""
         return max(0, length - self._window + 1) if self._window else 0
 
     def _first(self) -> int:
-        """The first row that all slots still have; earlier rows have left the window."""
+        """Returns the first row that all slots still have; earlier rows have left the window."""
         return max(self._copied, self._rows.first_row(self._index)) if self._window else 0
 
     def _view(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,8 +119,8 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     def take_from(self, other: VMemLayer) -> None:
         """Copies another cache's layer, with the same tokens in the same rows.
 
-        Detached: otherwise autograd's graph would keep the other cache's tensors alive as long as
-        anything computed from this one.
+        The copy is detached: otherwise autograd's graph would keep the other cache's tensors alive
+        as long as anything computed from this one.
         """
         if other.keys is None or other.values is None:
             return
@@ -139,34 +138,34 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._show()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys for the mask."""
+        """Returns length and offset of the keys for the mask."""
         offset = self._offset(self._length)
         return self._length - offset + query_length, offset
 
     def get_seq_length(self) -> int:
-        """The number of tokens in every row."""
+        """Returns the number of tokens in every row."""
         return self._length
 
     @property
     def tokens(self) -> int:
-        """As `get_seq_length`: the tokens that need pages."""
+        """The number of tokens per row that need pages, as `get_seq_length`."""
         return self._length
 
     def get_max_length(self) -> int:
-        """The maximum number of tokens in a row."""
+        """Returns the maximum number of tokens in a row."""
         return self._rows.settings.max_length
 
     @uncompiled
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last ``-tokens_to_remove`` tokens; their pages stay.
+        """Drops the last ``-tokens_to_remove`` tokens; their pages remain mapped.
 
         Raises:
-            InvalidArgument: a positive number; in some layer, the window of the remaining tokens
-                begins in freed rows (`KVCacheConfig.window_tile`); or other layers have a state.
+            InvalidArgument: a positive number; the window of the remaining tokens begins in freed
+                rows in some layer (`KVCacheConfig.window_tile`); or other layers have a state.
         """
         if tokens_to_remove > 0:
             raise invalid(
-                f"crop({tokens_to_remove}): give the tokens to remove as a negative number",
+                f"crop({tokens_to_remove}): pass the tokens to remove as a negative number",
                 op="VMemCache",
             )
         if self.is_initialized and tokens_to_remove:
@@ -183,20 +182,27 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @uncompiled
     def reset(self) -> None:
-        """Empties the layer; with the last layer the slots become free, their pages stay."""
+        """Empties the layer.
+
+        Once all layers are empty, the slots are free; their pages remain mapped.
+        """
         self.forget()
         self._settle()
 
     def offload(self) -> None:
         """Raises NotSupported."""
-        raise NotSupported("VMemCache has no offloading by layers", op="VMemLayer.offload")
+        raise NotSupported(
+            "VMemCache does not support offloading of layers", op="VMemLayer.offload"
+        )
 
     def prefetch(self) -> None:
         """Raises NotSupported."""
-        raise NotSupported("VMemCache has no offloading by layers", op="VMemLayer.prefetch")
+        raise NotSupported(
+            "VMemCache does not support offloading of layers", op="VMemLayer.prefetch"
+        )
 
     def forget(self) -> None:
-        """Drops every tensor: the layer is as before the first `update`."""
+        """Drops all tensors, which returns the layer to its state before the first `update`."""
         self._k = self._v = self.keys = self.values = None
         self._length = self._copied = 0
         self.is_initialized = False
@@ -224,6 +230,6 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
 
 def _fits(new: torch.Tensor, rows: torch.Tensor) -> bool:
-    """True if ``[batch, num_kv_heads, any, head_dim]`` can be written to a layer's tensor."""
+    """Returns true if ``[batch, num_kv_heads, any, head_dim]`` fits into a layer's tensor."""
     same = (new.shape[1], new.shape[3]) == rows.shape[2:]
     return same and (new.dtype, new.device) == (rows.dtype, rows.device)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
 """`NamedRequests`: an engine's requests by name, on the interface for serving engines.
 
-Provides what continuous batching needs of a cache: check and make room for a request's tokens, free
-a request, share a prefix, fork, and attend over the batch just built. Nothing here depends on
+It provides what continuous batching needs from a cache: check and make room for a request's tokens,
+free a request, share a prefix, fork, and attend over the current batch. It does not depend on
 transformers; the sibling modules adapt it to each version.
 
 A step of the engine:
 
-    hold(name, tokens)           for each request of the next batch: a slot, pages; False: no room
-    queue(name, past, new)       the batch, request by request
-    attend(layer, q, k, v)       in every layer; the first call after `queue` steps the cache, and
-                                 begins to map what the next token needs
-    computed(name, new, tokens)  when the batch's results are there: these rows may be recorded
-    drop(name)                   at a request's end
+    hold(name, tokens)           gives a request of the next batch a slot and pages; False: no room
+    queue(name, past, new)       adds a request to the batch
+    attend(layer, q, k, v)       in every layer; the first call after `queue` steps the cache and
+                                 starts mapping memory for the next token
+    computed(name, new, tokens)  once the batch's results are known: these rows may be recorded
+    drop(name)                   when a request has finished
 
-Called by one thread at a time.
+Must be called by one thread at a time.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class _Request:
 
     Attributes:
         request: the cache's request object.
-        tokens: tokens it has pages for.
-        valid: rows whose keys and values are computed.
-        ids: returns the tokens of these rows, and perhaps more; called when something is recorded.
-        recorded: tokens of its prompt recorded so far; all of them: done.
+        tokens: number of tokens that it has pages for.
+        valid: number of rows whose keys and values are computed.
+        ids: returns the token ids of at least these rows; called when rows are recorded.
+        recorded: number of tokens of its prompt recorded so far.
     """
 
     request: Request
@@ -68,26 +68,26 @@ class _Request:
 
 
 class NamedRequests:
-    """Requests by name on a cache, which this object owns from then on.
+    """Requests by name on a cache that this object takes over.
 
     Without `close`, memory is freed when the object is garbage-collected.
 
     Args:
         cache: closed by `close`.
         kernel: attention kernel, see `pyvmem.attention.Attention`.
-        sharing: record prompts for reuse by requests with the same first tokens.
+        sharing: record prompts for reuse by requests that begin with the same tokens.
         windows: see `Attention`.
         v_head_dim: see `Attention`.
 
     Attributes:
-        kvcache: the cache, for its reports.
+        kvcache: the cache, for its statistics.
         parts: its groups of equal layers.
         choice: the first layer's attention kernel, and why the others were not chosen.
-        sharing: prompts are shared: requested, and the back end can map a page twice. If layers
-            have a window, a prefix is matched only where its window's rows were recorded.
+        sharing: prompts are shared: `sharing` was set, and the back end can map a page twice. If
+            layers have a window, a prefix matches only if its window's rows were recorded.
         stream: CUDA stream of the model's work; None: torch's current one.
-        namespace: called when a request gets its slot; returns what its keys and values depend on
-            besides its tokens, such as the model's adapters. Prefixes are shared only within one
+        namespace: called when a request is given its slot; returns what its keys and values depend
+            on besides its tokens, such as the model's adapters. Prefixes are shared only within a
             namespace.
     """
 
@@ -116,7 +116,7 @@ class NamedRequests:
         self.stream: Any = None
         self.namespace: Callable[[], Hashable] = _no_namespace
         self._requests: dict[str, _Request] = {}
-        self._new: dict[str, Prefix] = {}  # prompts with nothing recorded
+        self._new: dict[str, Prefix] = {}  # prompts of which nothing is recorded
 
     def __contains__(self, name: object) -> bool:
         return name in self._requests
@@ -127,15 +127,14 @@ class NamedRequests:
     # ---- room ------------------------------------------------------------------------------------
 
     def hold(self, name: str, tokens: int) -> bool:
-        """Maps pages for this many tokens in the request's slot, after taking a slot if it has
-        none.
+        """Maps pages for `tokens` tokens of a request, after allocating a slot if it has none.
 
         Returns:
-            False, with nothing changed, if every slot is taken, or memory is short even after
-            everything unowned was reclaimed.
+            False, with nothing changed, if every slot is in use, or memory is short even after
+            all idle pages were reclaimed.
 
         Raises:
-            InvalidArgument: more tokens than a slot can hold. VMemError: as `KVCache.step`.
+            InvalidArgument: more tokens than a slot can hold. VMemError: as for `KVCache.step`.
         """
         cache, longest = self._cache, self.max_seq_len
         if tokens > longest:
@@ -156,7 +155,7 @@ class NamedRequests:
         finally:
             if not held:
                 cache.release(request, stream=self.stream)
-                if prompt is not None:  # it will be retried
+                if prompt is not None:  # `hold` will be called again
                     self.kvcache.internals.withdraw_prompt()
         if held:
             self._new.pop(name, None)
@@ -164,14 +163,14 @@ class NamedRequests:
         return held
 
     def _held(self, name: str) -> _Request:
-        """The request with this name; raises InvalidArgument if it has no slot."""
+        """Returns the request with this name; raises InvalidArgument if it has no slot."""
         known = self._requests.get(name)
         if known is None:
             raise invalid(f"request {name} has no slot", op="vmem_continuous_batching")
         return known
 
     def _map(self, one: _Request, tokens: int) -> bool:
-        guard = any(part.layout.guard for part in self.parts)  # as of its last step
+        guard = any(part.layout.guard for part in self.parts)  # in its last step
         if guard or tokens > self._cache.capacity(one.request):
             wanted = max(tokens, one.request.length)
             if self._cache.extend({one.request: wanted}, self.stream) is not None:
@@ -180,41 +179,41 @@ class NamedRequests:
         return True
 
     def _namespace(self) -> Namespace | None:
-        """The namespace of a request admitted now."""
+        """Returns the namespace of a request that is admitted now."""
         name = self.namespace()
         return None if name is None else self._cache.namespace(name)
 
     def longest(self) -> int:
-        """The longest request that slot and memory allow, in tokens."""
+        """Returns the length in tokens of the longest request that a slot and memory can hold."""
         total = self.pages()[1]
         if self._pages_of(self.max_seq_len) <= total:
             return self.max_seq_len
         return bisect_right(range(self.max_seq_len), total, key=self._pages_of) - 1
 
     def _pages_of(self, tokens: int) -> int:
-        """Physical pages for this many tokens, including rows that windows will drop."""
+        """Returns the physical pages for `tokens` tokens, including rows that windows will drop."""
         layouts = [part.layout for part in self.parts]
         return sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
 
     def pages(self) -> tuple[int, int]:
-        """Physical pages still available to requests, and the total."""
+        """Returns the physical pages still available to requests, and the total."""
         free, total = self.kvcache.memory.obtainable()
         return free // self._page, total // self._page
 
     def missing(self, name: str, tokens: int) -> int:
-        """Returns the physical pages that the request lacks to hold `tokens` tokens."""
+        """Returns the physical pages that the request still needs to hold `tokens` tokens."""
         one = self._requests.get(name)
         reqid = None if one is None else one.request.slot
         return self.kvcache.memory.for_request(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
-        """Pages of the request in each tensor of the first group; 0 without a slot."""
+        """Returns the request's pages in each tensor of the first group; 0 without a slot."""
         if name not in self:
             return 0
         return self.parts[0].snapshot()[self._requests[name].request.slot].granted_pages
 
     def room(self, name: str, tokens: int) -> bool:
-        """True if `hold` would succeed; changes nothing."""
+        """Returns true if `hold` would succeed; changes nothing."""
         if name not in self._requests and len(self) >= self.max_batch:
             return False
         fits = tokens <= self.max_seq_len
@@ -225,7 +224,8 @@ class NamedRequests:
 
         Args:
             name: the request.
-            record: keep its rows for requests with the same first tokens, until memory is short.
+            record: keep its rows for requests that begin with the same tokens, until memory is
+                short.
         """
         self._next.leave(name)
         self._new.pop(name, None)
@@ -233,14 +233,14 @@ class NamedRequests:
         if one is None:
             return
         if record and self.sharing and one.valid >= self.kvcache.sharing_unit:
-            with suppress(VMemError):  # then the request continues
+            with suppress(VMemError):  # the rows are not recorded then
                 self._cache.release(one.request, one.ids()[: one.valid], self.stream)
         if one.request.state is not State.ENDED:
             self._cache.release(one.request, stream=self.stream)
         del self._requests[name]
 
     def drop_all(self, forget: bool = False) -> None:
-        """Drops all requests; `forget`: also evict recorded prefixes and free idle memory."""
+        """Drops all requests. `forget`: also evicts recorded prefixes and frees idle memory."""
         for name in list(self._requests):
             self.drop(name, record=not forget)
         if forget:
@@ -252,8 +252,8 @@ class NamedRequests:
         """Gives a request without a slot the longest recorded prefix of its prompt.
 
         Returns:
-            The tokens that it now holds, never the whole prompt; 0: none is recorded, or no slot is
-            free.
+            The number of tokens that it now holds, never the entire prompt; 0: no prefix is
+            recorded, or no slot is free.
         """
         if not self.sharing or name in self._requests:
             return 0
@@ -269,16 +269,16 @@ class NamedRequests:
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
-        """Makes a request that begins with another's first rows; False without memory or a slot.
+        """Creates a request from another's first rows; False if memory or slots are short.
 
         Raises:
-            InvalidArgument: a parent without a slot, a child that has one, or more tokens than the
+            InvalidArgument: a parent without a slot, a child with a slot, or more tokens than the
                 parent holds.
         """
         parent = self._held(name)
         if child in self._requests:
             raise invalid(
-                f"request {child} has a slot already; a fork of {name} needs a new name",
+                f"request {child} already has a slot; a fork of {name} needs a new name",
                 op="vmem_continuous_batching",
             )
         if not self.can_fork:
@@ -293,14 +293,15 @@ class NamedRequests:
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
         """Notes that a request's next rows are computed; records a prompt when it is complete.
 
-        With windowed layers it records after each chunk, while the rows before a possible
-        divergence of another prompt are still mapped.
+        With windowed layers the prompt is recorded after each chunk: another prompt may diverge
+            there,
+        and the rows of that window are still mapped.
 
         Args:
-            name: the request; one without a slot is ignored.
-            new: rows.
-            ids: returns the request's tokens, at least those of all rows so far.
-            prompt: tokens of its prompt.
+            name: the request; ignored if it has no slot.
+            new: number of rows.
+            ids: returns the request's token ids, at least those of all rows so far.
+            prompt: number of tokens of its prompt.
         """
         one = self._requests.get(name)
         if one is None:
@@ -318,7 +319,7 @@ class NamedRequests:
     # ---- the batch -------------------------------------------------------------------------------
 
     def queue(self, name: str, past: int, new: int) -> None:
-        """Puts a request into the next batch: `new` tokens after `past` ones.
+        """Adds a request to the next batch, with `new` tokens after `past` tokens.
 
         Raises:
             InvalidArgument: a request without a slot.
@@ -345,7 +346,7 @@ class NamedRequests:
             up: see `Attention`.
 
         Returns:
-            As `Attention`; zeros for padding.
+            The result of `Attention`; zeros for padding.
 
         Raises:
             InvalidArgument: fewer tokens than were queued, or no batch.
@@ -357,7 +358,7 @@ class NamedRequests:
         return self._next.attend(layer, q, k, v, scale, up)
 
     def window(self, layer: int) -> int:
-        """The layer's window in tokens; 0: none."""
+        """Returns the layer's window in tokens; 0: no window."""
         return self._next.window(layer)
 
     # ---- end -------------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ class NamedRequests:
     def close(self) -> None:
         """Frees everything and closes the cache. Idempotent.
 
-        If tensors of the cache are still alive elsewhere, it stays open and logs a warning.
+        If tensors of the cache are still alive elsewhere, it stays open, and a warning is logged.
         """
         if self._finalizer.detach() is None:
             return

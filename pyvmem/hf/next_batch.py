@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A batch that the engine builds request by request, and its attention in every layer."""
+"""A batch built request by request, and its attention in every layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NextBatch:
     """Collects requests by name and tokens, then maps them to slots. For `NamedRequests`.
 
     Attributes:
-        queued: name, tokens already present, new tokens; emptied by `begin`.
+        queued: tuples of name, tokens already present, and new tokens; emptied by `begin`.
     """
 
     def __init__(self, cache: RequestCache, attention: Attention) -> None:
@@ -43,7 +43,7 @@ class NextBatch:
         self.queued.append((name, past, new))
 
     def leave(self, name: str) -> None:
-        """Takes a request out of the queue."""
+        """Removes a request from the queue."""
         self.queued = [one for one in self.queued if one[0] != name]
 
     def begin(
@@ -54,27 +54,29 @@ class NextBatch:
         Starts mapping pages for one more token each, in the background.
 
         Args:
-            requests: by name.
-            tokens: that each request holds after this batch; their pages are mapped.
+            requests: the requests by name.
+            tokens: number of tokens of each request after this batch; their pages are mapped.
             stream: stream of the model's work.
 
         Raises:
-            OutOfMemory: pages are missing. VMemError: as `RequestCache.extend`.
+            OutOfMemory: pages are missing. VMemError: as for `RequestCache.extend`.
         """
         cache = self._cache
-        # A prompt to be forked leaves its last token to the answers, so it may have none to
-        # compute.
+        # The answers of a forked prompt compute its last token, so the prompt itself may have
+        # no token in this batch.
         queued, self.queued = [one for one in self.queued if one[2]], []
         lengths = {one: max(count, one.length) for one, count in tokens.items()}
         if cache.extend(lengths, stream) is not None:
-            raise OutOfMemory("pages that were held are gone", errno=errno.ENOMEM, op="attend")
+            raise OutOfMemory(
+                "pages that `hold` mapped are no longer mapped", errno=errno.ENOMEM, op="attend"
+            )
         batch = [requests[name] for name, _, _ in queued]
         new = [count for _, _, count in queued]
         kv_lens = [past + count for _, past, count in queued]
         self._seen = set()
         self._batch = self._attention.batch([one.slot for one in batch], new, kv_lens)
         ahead = {one: min(one.length + 1, cache.max_seq_len) for one in batch}
-        with suppress(TooManyBatches):  # the next `hold` maps it
+        with suppress(TooManyBatches):  # the next `hold` maps the pages
             cache.prepare(ahead)  # if memory is short, the next `hold` reports it
 
     def attend(
@@ -106,7 +108,7 @@ class NextBatch:
         return out
 
     def window(self, layer: int) -> int:
-        """Tokens that a token of a layer sees; 0: all."""
+        """Returns the layer's window in tokens; 0: no window."""
         return self._attention.window(layer)
 
     def end(self) -> None:
@@ -116,10 +118,7 @@ class NextBatch:
 
 
 def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
-    """Closes both; if tensors are still alive elsewhere, the cache stays open and this logs it.
-
-    Requests of the plugin that calls it end with the cache.
-    """
+    """Closes both. If tensors are still alive elsewhere, logs that the cache stays open."""
     attention.close()
     cache.internals.users.clear()
     try:

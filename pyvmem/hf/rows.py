@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The rows of a `VMemCache`: slots 0 to n - 1 of a KV cache made once its shape is known.
 
-Row i of the batch is slot i, always, so that a batch is one strided view of a virtual tensor.
+Row i of the batch is always slot i, so that a batch is one strided view of a virtual tensor.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from pyvmem.plumbing.validation import invalid
 __all__ = ["GIVEN", "Rows", "Settings", "TakesRows", "move_rows", "uncompiled"]
 
 GIVEN = ("dtype", "max_batch", "max_seq_len")
-"""Fields of `KVCacheConfig` that the plugin sets from its own arguments, so not options."""
+"""Fields of `KVCacheConfig` that are set from other arguments, so they are not options."""
 
 
 uncompiled = apart(
     "a VMemCache maps memory when it is called, and its rows are written in place: compile the "
     "model without fullgraph=True, which leaves these calls out"
 )
-"""Around whatever maps pages, or reads or writes tensors with holes (see `pyvmem.compiled`)."""
+"""Decorator for all methods that map pages, or access tensors with holes (see `pyvmem.compiled`).
+"""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of a `VMemCache`; the rest follows from the first keys.
+    """The arguments of a `VMemCache`. The rest of its shape follows from the first keys.
 
     Attributes:
         text: the language model's configuration.
-        max_batch: the most rows. max_length: the most tokens of a row.
+        max_batch: maximum number of rows. max_length: maximum number of tokens of a row.
         backend: None: "host" for keys on the CPU, else "auto".
-        context: shared with others; None: the cache's own.
+        context: a context to share; None: the cache opens its own.
         options: other fields of `KVCacheConfig`.
-        budget: memory that other caches of the context share.
+        budget: memory shared with other caches of the context.
         contiguous: `update` returns copies.
     """
 
@@ -64,31 +65,31 @@ class Settings:
 
 
 class TakesRows:
-    """transformers' calls that select rows of a batch, for layers with `_take`."""
+    """Implements transformers' methods that select rows of a batch, on top of `_take`."""
 
     is_initialized: bool
     batch_size: int
     _rows: Rows
 
     def _check_rows(self, source: Sequence[int]) -> None:
-        """Raises InvalidArgument if there are no rows, or a row outside the batch."""
+        """Raises InvalidArgument if `source` is empty or contains a row outside the batch."""
         wrong = [row for row in source if not 0 <= row < self.batch_size]
         if wrong or not source:
             raise invalid(
                 f"row {wrong[0]} is not between 0 and {self.batch_size - 1}"
                 if wrong
-                else "no row is left; use reset",
+                else "no rows remain; use reset",
                 limit=self.batch_size,
                 op="VMemCache",
             )
 
     def _take(self, source: Sequence[int]) -> None:
-        """Row i becomes a copy of row ``source[i]``; copies only what differs."""
+        """Makes row i a copy of row ``source[i]``; copies only the tokens that differ."""
         raise NotImplementedError
 
     @uncompiled
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes a copy of row ``beam_idx[i]``."""
+        """Makes row i a copy of row ``beam_idx[i]``."""
         self._take(beam_idx.tolist())
 
     @uncompiled
@@ -115,13 +116,13 @@ class TakesRows:
 
 
 class Rows:
-    """The KV cache behind all layers, with the rows and tokens it must hold.
+    """The KV cache behind all layers, and the numbers of rows and tokens that it must hold.
 
     Attributes:
         cache: None before `open`.
-        shapes, handed: data that each layer stores, and that it is passed; empty before `open`.
-        count: number of slots taken, from slot 0 on.
-        length: tokens for which each of them has pages.
+        shapes, handed: shapes that each layer stores, and that it is passed; empty before `open`.
+        count: number of slots in use, from slot 0 on.
+        length: number of tokens for which each of them has pages.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -130,10 +131,10 @@ class Rows:
         self.shapes: list[Shape] = []
         self.handed: list[Handed | None] = []
         self.count = 0
-        self._taken = 0  # slots possibly taken: exceeds `count` after an interrupted call
+        self._taken = 0  # slots that may be in use: exceeds `count` after an interrupted call
         self.length = 0
-        self._held = 0  # the KV cache's lengths, which a crop does not reduce
-        self.layers: list[Any] = []  # those of the VMemCache; they hold the cache's tensors
+        self._held = 0  # the rows' length in the KV cache, which a crop does not reduce
+        self.layers: list[Any] = []  # the layers of the VMemCache; they hold the cache's tensors
         self._closed = False
         self._where: tuple[int, int, torch.Tensor] | None = None
 
@@ -143,7 +144,7 @@ class Rows:
         Raises:
             InvalidArgument: their shape, type or device differs from the configuration or the first
                 keys.
-            BadHandle: closed.
+            BadHandle: the cache is closed.
         """
         given = handed_over(key, value)
         cache = self._opened(layer, given, key)
@@ -164,14 +165,14 @@ class Rows:
         """Opens the cache for a layer's state.
 
         Args:
-            layer: with a state.
+            layer: a layer with a state.
             name: "conv" or "recurrent".
-            new: the first one, ``[batch, ...]``.
+            new: the first state, ``[batch, ...]``.
             sizes: shape of the state to keep.
 
         Raises:
-            InvalidArgument: a shape, type or device other than the configuration's. BadHandle:
-                closed.
+            InvalidArgument: a shape, type or device other than the configuration's. BadHandle: the
+                cache is closed.
         """
         cache = self._opened(layer, None, new)
         shape = self.shapes[layer]
@@ -187,7 +188,7 @@ class Rows:
             )
 
     def _opened(self, layer: int, given: Handed | None, first: torch.Tensor) -> KVCache:
-        """The cache, created on first use with the type and device of `first`."""
+        """Returns the cache; creates it on first use, with the type and device of `first`."""
         if self._closed:
             raise BadHandle("the VMemCache is closed", errno=errno.EBADF, op="VMemCache")
         if self.cache is not None:
@@ -209,7 +210,7 @@ class Rows:
         if cache.context.cuda_device != device:
             cache.close()
             raise invalid(
-                f"the keys are on {first.device}, back end {cache.context.info.backend}'s "
+                f"the keys are on {first.device}, but back end {cache.context.info.backend}'s "
                 f"memory is on {_name(cache.context.cuda_device)}",
                 op="VMemCache",
             )
@@ -239,7 +240,7 @@ class Rows:
             assert handed is not None
             if shape.v_head_dim:
                 return cache.k(layer), cache.v(layer)
-            rows, wide = cache.k(layer), handed[1]  # MLA: latent, and rotary part
+            rows, wide = cache.k(layer), handed[1]  # MLA: the latent and the rotary part
             return rows[..., :wide], rows[..., wide:]
 
     def state(self, layer: int, name: str) -> torch.Tensor:
@@ -249,16 +250,16 @@ class Rows:
             return self.cache.states(layer)[name]
 
     def _part(self, layer: int) -> GroupView:
-        """The group of a layer's keys."""
+        """Returns the group of a layer's keys."""
         places = classes_of(self.shapes)[1][layer]
         assert places is not None
         return self.parts[places[0].part]
 
     def first_row(self, layer: int) -> int:
-        """A layer's first row that every slot has and keeps, whatever follows.
+        """Returns a layer's first row that every slot has, and that no later step frees.
 
         Rows before the window and its tile may still be mapped, but the next step that frees pages
-        counts from the largest length so far and may free them.
+        places the window by the largest length so far, and may free them.
         """
         part, shape = self._part(layer), self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
@@ -268,7 +269,7 @@ class Rows:
     def check_back(self, length: int) -> None:
         """Raises InvalidArgument if any layer cannot be cropped to this length.
 
-        Checks all layers before the first is cropped: transformers crops them one by one.
+        All layers are checked before any is cropped, since transformers crops them one by one.
         """
         for layer in self.layers:
             layer.check_back(length)
@@ -277,22 +278,22 @@ class Rows:
         """Raises InvalidArgument if a layer's window begins in freed rows.
 
         Args:
-            layer: with keys and values.
-            length: tokens that are left.
+            layer: a layer with keys and values.
+            length: remaining tokens.
             first: the layer's first row that all slots have.
         """
         shape = self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
         if window and max(0, length - window + 1) < first:
             raise invalid(
-                f"{length} tokens: the window of {window} of layer {layer} begins in rows that are "
-                f"unmapped, those before {first}; window_tile is how many can be taken back",
+                f"{length} tokens: the window of {window} of layer {layer} begins in unmapped "
+                f"rows, before {first}; window_tile limits how many can be removed",
                 limit=self._part(layer).config.window_tile,
                 op="VMemCache",
             )
 
     def check_count(self, count: int) -> None:
-        """Raises InvalidArgument for more rows than the cache was made for."""
+        """Raises InvalidArgument for more than `max_batch_size` rows."""
         most = self.settings.max_batch
         if count > most:
             raise invalid(
@@ -302,12 +303,12 @@ class Rows:
             )
 
     def hold(self, count: int, length: int) -> None:
-        """Takes slots and maps pages for `count` rows of `length` tokens; never shrinks.
+        """Allocates slots and maps pages for `count` rows of `length` tokens. Never shrinks.
 
         The pages for one more token are mapped in the background.
 
         Raises:
-            InvalidArgument: more than the cache was made for; nothing changed.
+            InvalidArgument: too many rows or tokens; nothing changed.
             OutOfMemory: too few pages; nothing changed.
         """
         cache, settings = self.cache, self.settings
@@ -334,18 +335,19 @@ class Rows:
         except BaseException:
             self._drop(before)
             raise
-        self.count = rows  # not before their pages are mapped: `_drop` may be interrupted, too
+        self.count = rows  # set only once their pages are mapped: `_drop` may be interrupted, too
         self.length = tokens
         self._held = max(self._held, tokens)
         if tokens < settings.max_length:
             with suppress(TooManyBatches):
-                cache.step_async(self._lengths(rows, tokens + 1))  # on -1 a later `hold` reports it
+                # if it returns -1, a later `hold` reports it
+                cache.step_async(self._lengths(rows, tokens + 1))
 
     def where(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Positions [first, last) as an index, made once for all layers.
+        """Returns positions [first, last) as an index, made once for all layers.
 
-        Copying by an index is a kernel; a plain copy between contiguous tensors is CUDA's memcpy,
-        which refuses addresses that were reserved plain.
+        A copy by an index runs as a kernel. A plain copy between contiguous tensors is CUDA's
+        memcpy, which rejects the addresses of plain reservations.
         """
         if self._where is None or self._where[:2] != (first, last):
             with torch.inference_mode(False):  # autograd may save this index
@@ -353,7 +355,7 @@ class Rows:
         return self._where[2]
 
     def settle(self) -> None:
-        """Frees rows that no layer has any more: layers change one by one."""
+        """Frees rows that no layer uses any more; layers change one by one."""
         if self.cache is None:
             return
         layers = [layer for layer in self.layers if layer.is_initialized]
@@ -364,13 +366,13 @@ class Rows:
             self._drop(count)
 
     def _drop(self, count: int) -> None:
-        """Frees the slots from `count` on; after an exception, resumes where it stopped."""
+        """Frees the slots from `count` on. After an exception, the next call continues."""
         assert self.cache is not None
         self.count = count
         if not count:
             self._held = 0
             for part in self.parts:
-                part.drop()  # and the autograd graph of what was written to them
+                part.drop()  # also frees the autograd graph of their contents
         while self._taken > count:
             if self.cache.slots.is_taken(self._taken - 1):
                 self.cache.free_reqid(self._taken - 1)
@@ -396,7 +398,7 @@ class Rows:
         """Drops the layers' tensors and closes the cache. Idempotent.
 
         Raises:
-            Busy: tensors that `update` returned are still alive; the layers are empty anyway.
+            Busy: tensors that `update` returned are still alive. The layers are empty in any case.
         """
         for layer in self.layers:
             layer.forget()
@@ -405,7 +407,7 @@ class Rows:
         self._closed = True
 
     def close_quietly(self) -> None:
-        """`close` for a collected `VMemCache`; the cache stays open while tensors are alive."""
+        """Closes after a `VMemCache` was garbage-collected; stays open while tensors are alive."""
         with suppress(Busy):
             self.close()
 
@@ -423,11 +425,11 @@ def _name(device: int | None) -> str:
 
 
 def move_rows(rows: torch.Tensor, first: int, last: int, source: Sequence[int]) -> None:
-    """Copies tokens [first, last) of row ``source[i]`` to row i, in one layer's K or V.
+    """Copies tokens [first, last) of row ``source[i]`` to row i, in a layer's K or V.
 
     Args:
         rows: ``[slots, max_length, num_kv_heads, head_dim]``.
-        source: for each new row, an old one.
+        source: for each new row, the old row to copy.
     """
     moved = [(new, old) for new, old in enumerate(source) if new != old]
     if not moved or first >= last:

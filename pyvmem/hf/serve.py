@@ -3,9 +3,9 @@
 
     python -m pyvmem.hf.serve --vmem-max-batch 64 HuggingFaceTB/SmolLM2-135M --port 8000
 
-Options that begin with ``--vmem-`` are arguments of `pyvmem.hf.continuous.install`; everything else
-goes unchanged to transformers' own command. Needs the same packages: ``pip install '.[server]'`` in
-a clone.
+Options that begin with ``--vmem-`` are arguments of `pyvmem.hf.continuous.install`; all other
+arguments are passed unchanged to transformers' own command. Needs the same packages as that:
+``pip install '.[server]'`` in a clone.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--vmem-max-batch", type=int, metavar="N", help="slots: the most requests at a time")
+    add(
+        "--vmem-max-batch",
+        type=int,
+        metavar="N",
+        help="slots: the most running requests",
+    )
     add("--vmem-max-seq-len", type=int, metavar="TOKENS", help="tokens of a slot")
     add("--vmem-kernel", metavar="NAME", help="attention: auto, fa3, fa2, flex or sdpa")
     add("--vmem-backend", metavar="NAME", help="uvm, stock, cuda, host or auto")
-    add("--vmem-page-size", type=int, metavar="BYTES", help="of a page; 0: the smallest")
+    add("--vmem-page-size", type=int, metavar="BYTES", help="page size; 0: the smallest")
     add("--vmem-group-size", type=int, metavar="LAYERS", help="layers that share a tensor")
     add("--vmem-memory-limit", type=int, metavar="BYTES", help="physical memory of the cache")
     add("--vmem-overread-rows", type=int, metavar="ROWS", help="191 for fa3, 127 for flex")
-    more = "rows past the length also in decoding: for a named fa3 or flex"
+    more = "keep these rows in decoding, too: for fa3 or flex by name"
     add("--vmem-overread-decode", action="store_const", const=True, help=more)
     return parser
 
@@ -60,10 +65,10 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _refuse_with_400(server: Any) -> None:
-    """Makes the server report to the client why we refused a request.
+    """Makes the server tell the client why a request was rejected.
 
-    transformers treats every manager error as its own and would answer 500 without a message. It
-    still does if the module lacks ``build_server``.
+    transformers treats every error of a manager as an internal error and would answer 500 without a
+    message. This has no effect if the module has no ``build_server``.
     """
     build = getattr(server, "build_server", None)
     if build is None:
@@ -84,9 +89,9 @@ def _refuse_with_400(server: Any) -> None:
 
 
 def _named(app: Any, theirs: Sequence[str]) -> bool:
-    """True if the arguments of ``transformers serve`` name a model, by its own parser.
+    """Returns true if the parser of ``transformers serve`` finds a model in the arguments.
 
-    Without a model, the server would load whatever requests name, and map memory for each.
+    Without a model, the server would load every model that a request names, and map memory for it.
     """
     if "--help" in theirs:
         return True
@@ -97,16 +102,16 @@ def _named(app: Any, theirs: Sequence[str]) -> bool:
     command = app.commands["serve"]
     try:
         found = command.make_context("serve", list(theirs)).params
-    except Exception:  # from click or typer's copy of it; `serve` reports the error itself
+    except Exception:  # any error of click, or of typer's copy of it; `serve` reports it itself
         return True
     return bool(found.get("force_model", True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Installs the plugin for all models and runs ``transformers serve``; returns its exit status.
+    """Installs the plug-in for all models and runs ``transformers serve``; returns its exit status.
 
-    2 with a message: an unchecked version of transformers, a bad option, a missing package, no
-    model or a missing model. 130: Ctrl-C.
+    2, with a message: an unsupported version of transformers, a bad option, a missing package, no
+    model, or a model that does not exist. 130: Ctrl-C.
     """
     options, theirs = split(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING)
@@ -119,17 +124,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from transformers.cli.transformers import app
 
         if not _named(app, theirs):
-            text = "no MODEL: name the folder or the repository of the one to serve"
+            text = "no MODEL: pass the folder or the repository of the model to serve"
             print(f"pyvmem.hf.serve: {text}", file=sys.stderr)
             return 2
         _refuse_with_400(server)
         try:
             app(["serve", *theirs], standalone_mode=False)
-        except RuntimeError as error:  # includes Abort, from click or typer's copy of it
+        except RuntimeError as error:  # includes Abort of click, or of typer's copy of it
             if type(error).__name__ != "Abort":
                 raise
             return 130
-    except (VMemError, ImportError, OSError) as error:  # OSError: no such model
+    except (VMemError, ImportError, OSError) as error:  # OSError: the model does not exist
         print(f"pyvmem.hf.serve: {error}", file=sys.stderr)
         return 2
     return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The shapes that the layers of a transformers model store.
+"""Determines the shapes that the layers of a transformers model store.
 
 Windows and differences between layers come from the configuration. Heads and their sizes come from
 the keys and values that the model passes: these reflect tensor parallelism, and whether a model
@@ -34,7 +34,7 @@ Handed = tuple[int, int, int]
 
 
 def handed_over(key: Any, value: Any) -> Handed:
-    """The head counts and sizes of keys and values ``[batch, num_kv_heads, any, head_dim]``.
+    """Returns head count and sizes of keys and values ``[batch, num_kv_heads, any, head_dim]``.
 
     Raises:
         InvalidArgument: different numbers of heads.
@@ -47,7 +47,7 @@ def handed_over(key: Any, value: Any) -> Handed:
 
 
 def plain_scores(what: str, given: Mapping[str, Any]) -> None:
-    """Refuses extra arguments of an attention function that change the scores.
+    """Rejects extra arguments of an attention function that change the scores.
 
     Raises:
         NotSupported: capped scores, sinks or position biases, which no kernel over slots supports.
@@ -58,14 +58,17 @@ def plain_scores(what: str, given: Mapping[str, Any]) -> None:
 
 
 def twice(layer: int) -> NotSupported:
-    """The error for a layer that attends twice in a pass, over different values (DiffLlama)."""
+    """Returns the error for a layer that attends twice in a pass, over different values
+    (DiffLlama).
+    """
     return NotSupported(
-        f"layer {layer} attends twice in a pass: a layer has one row for a token", op="attention"
+        f"layer {layer} attends twice in a pass, but a layer has only one row per token",
+        op="attention",
     )
 
 
 def row_shapes(config: Any, what: str) -> list[LayerShape]:
-    """The `layer_shapes` of a model that keeps keys and values in every layer.
+    """Returns the `layer_shapes` of a model that stores keys and values in every layer.
 
     Raises:
         NotSupported: a layer has a state or stores nothing; the message names `what`.
@@ -90,18 +93,19 @@ def stored_shapes(
     Args:
         text: the language model's configuration.
         layer: that layer.
-        given: the data that it is passed; None: it has a state, and the other layers follow the
-            configuration.
+        given: the data that it is passed; None: the layer has a state, and the other layers follow
+            the configuration.
 
     Raises:
-        InvalidArgument: the configuration's layers differ, and this one matches none of them.
+        InvalidArgument: the configuration's layers differ, and this layer does not match any of
+            them.
         NotSupported: a latent together with states.
     """
     told = layer_shapes(text)
     rows = [one for one in told if isinstance(one, LayerShape)]
     if any(isinstance(one, StateShape) for one in told):
         if any(not one.v_head_dim for one in rows):
-            raise NotSupported("VMemCache: the model has a latent beside states", op="VMemCache")
+            raise NotSupported("VMemCache: the model has both a latent and states", op="VMemCache")
         each = [
             (one.num_kv_heads, one.head_dim, one.v_head_dim or 0)
             if isinstance(one, LayerShape)
@@ -128,8 +132,8 @@ def _stored_rows(
     """Maps each layer's configuration to its stored and passed data.
 
     Args:
-        rows: rows of all layers with keys and values.
-        layer, mine, given: one layer, its entry in the configuration, and the data it is passed.
+        rows: the shapes of all layers with keys and values.
+        layer, mine, given: a layer, its entry in the configuration, and the data it is passed.
     """
     heads, wide, values = given
     latent = mine.v_head_dim == 0

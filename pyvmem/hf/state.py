@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A layer of a `VMemCache` with a state: linear attention, a state space, a convolution."""
+"""A layer of a `VMemCache` with a state, such as linear attention or a convolution."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemState"]
 
-# Any: the same to a type checker with and without transformers.
+# Any: type checkers see the same class with and without transformers.
 _Layer: Any = cache_utils.LinearAttentionLayer
 
 
 class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
-    """One layer of a `VMemCache`; made by it.
+    """A layer with a state of a `VMemCache`, which creates it.
 
-    transformers' own layer writes its states in place; here they are in the slots of the rows:
+    Like transformers' own layer, it writes its states in place, but in the slots of the rows:
     `conv_states` and `recurrent_states` are views ``[batch, ...]``.
     """
 
@@ -40,8 +40,8 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._index = index
 
     @property
-    def is_initialized(self) -> bool:  # type: ignore[override]  # others set it
-        """True once it has slots."""
+    def is_initialized(self) -> bool:  # type: ignore[override]  # the base class has an attribute
+        """True once the layer has slots."""
         return hasattr(self, "batch_size")
 
     @uncompiled
@@ -52,7 +52,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> None:
-        """Takes a slot for every row of the states ``[batch, ...]``.
+        """Allocates a slot for every row of the states ``[batch, ...]``.
 
         Raises:
             InvalidArgument: a shape or type other than the configuration's.
@@ -71,22 +71,22 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @uncompiled
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Does what transformers' own does, in the slots."""
+        """Updates the state as transformers' own layer does, but in the slots."""
         refuse("VMemCache.update_conv_state", recorded=True)
         taken: torch.Tensor = super().update_conv_state(*args, **kwargs)
         return taken
 
     @uncompiled
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Does what transformers' own does, in the slots."""
+        """Updates the state as transformers' own layer does, but in the slots."""
         refuse("VMemCache.update_recurrent_state", recorded=True)
         taken: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
         return taken
 
     def _show(self, name: str, batch: int) -> None:
         self._rows.hold(batch, max(self.tokens, self._rows.length))
-        # A storage of only these slots, all of which have pages: models write states themselves,
-        # and torch's compiler may copy the whole storage of a tensor that it writes.
+        # The storage covers only these slots, which all have pages: models write states themselves,
+        # and torch's compiler may copy the entire storage of a tensor that it writes.
         with torch.inference_mode(False):  # code outside inference mode may write it, too
             view = from_dlpack(self._rows.state(self._index, name)[:batch].detach())
         if name == "conv":
@@ -110,7 +110,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self.has_previous_state = dict(other.has_previous_state)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuses: a state cannot be rolled back.
+        """Raises an error: a state cannot be rolled back.
 
         Raises:
             InvalidArgument: always, except for 0.
@@ -130,25 +130,28 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         )
 
     def activate_past_recording(self) -> None:
-        """Refuses: transformers would keep states of earlier tokens for convolutions.
+        """Raises an error: recording keeps states of earlier tokens for convolutions.
 
         Raises:
             NotSupported: always.
         """
         raise NotSupported(
-            f"layer {self._index} has a state of its last token alone: it cannot be used in "
+            f"layer {self._index} keeps only the state after its last token: it cannot be used in "
             "assisted generation",
             op="VMemCache",
         )
 
     @uncompiled
     def reset(self) -> None:
-        """Empties the layer; with the last layer the slots become free, their pages stay."""
+        """Empties the layer.
+
+        Once all layers are empty, the slots are free; their pages remain mapped.
+        """
         self.forget()
         self._rows.settle()
 
     def forget(self) -> None:
-        """Drops the views only."""
+        """Drops the views."""
         for states in (self.conv_states, self.recurrent_states):
             states[0] = None
         for flags in (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Arrays over virtual addresses: DLPack, the array interfaces, memoryview, torch.
 
-An array never touches the memory it describes; map the elements before using them.
+An array never accesses the memory that it describes; map the elements before using them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CPU, _CUDA = 1, 2
 _MAX_NDIM: Final = 64
 _MAX_DIM: Final = 2**63 - 1
 
-# torch imports these by DLPack in every version; other types go through bytes of the same size.
+# Every version of torch imports these by DLPack; other types are imported as bytes.
 _TORCH_DLPACK: Final = frozenset(
     [
         *("bool", "uint8", "bfloat16", "complex64", "complex128"),
@@ -38,9 +38,9 @@ _SAME_SIZE: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class VirtualArray:
-    """Shape, strides and type over a part of a reservation; made by `Reservation.array`.
+    """A part of a reservation with shape, strides and element type; see `Reservation.array`.
 
-    While it, or anything that was made of it, lives, the reservation cannot be closed.
+    The reservation cannot be closed while the array, or anything made from it, is alive.
     """
 
     __slots__ = ("__weakref__", "dtype", "offset", "reservation", "shape", "strides")
@@ -50,11 +50,11 @@ class VirtualArray:
     shape: tuple[int, ...]
     """Elements along each dimension."""
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides in elements."""
     dtype: DType
     """Element type."""
     offset: int
-    """Of the first element, in bytes from the reservation's start."""
+    """Offset of the first element from the reservation's start, in bytes."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class VirtualArray:
             self._bad(f"the offset is not a multiple of {self.dtype.itemsize}")
         if self.offset + self.nbytes_spanned > reservation.nbytes:
             self._bad(
-                f"it needs {self.offset + self.nbytes_spanned} bytes, the reservation has "
+                f"it needs {self.offset + self.nbytes_spanned} bytes, but the reservation has "
                 f"{reservation.nbytes}",
                 limit=reservation.nbytes,
             )
         if max((*self.shape, *self.strides), default=0) > _MAX_DIM:
             self._bad("a number is above 2**63 - 1", limit=_MAX_DIM)
-        # torch counts elements regardless of strides and deletes a capsule it rejects, which would
-        # be deleted again with its owner.
+        # torch counts elements regardless of strides, and deletes a capsule that it rejects; the
+        # capsule's owner would delete it a second time.
         if math.prod(max(n, 1) for n in self.shape) * self.dtype.itemsize > _MAX_DIM:
-            self._bad("its elements alone would take more than 2**63 - 1 bytes", limit=_MAX_DIM)
+            self._bad("its elements need more than 2**63 - 1 bytes", limit=_MAX_DIM)
 
     def _bad(self, why: str, limit: int = 0) -> NoReturn:
         _native.fail(
@@ -106,7 +106,7 @@ class VirtualArray:
 
     @property
     def nbytes_spanned(self) -> int:
-        """Bytes from the first element to the end of the last one in memory, gaps included."""
+        """Bytes from the first element to the end of the last element in memory, including gaps."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=False))
@@ -118,10 +118,9 @@ class VirtualArray:
         return self.reservation.addr + self.offset
 
     def index_of(self, offset: int) -> tuple[int, ...] | None:
-        """The index of the element that contains a byte of the reservation; None if no element
-        does.
+        """Returns the index of the element that contains byte `offset` of the reservation, or None.
 
-        If elements overlap, any of them.
+        If several elements overlap there, returns any of them.
         """
         rest, index = (offset - self.offset) // self.dtype.itemsize, [0] * len(self.shape)
         for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
@@ -137,7 +136,7 @@ class VirtualArray:
     # ---- DLPack --------------------------------------------------------------------------------
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """DLPack's device type and index: (1, 0) on host, (2, ordinal) on CUDA."""
+        """Returns DLPack's device type and index: (1, 0) on host, (2, ordinal) on CUDA."""
         device = self.reservation.context.cuda_device
         return (_CPU, 0) if device is None else (_CUDA, device)
 
@@ -149,12 +148,12 @@ class VirtualArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A DLPack capsule; versioned (1.x) where the consumer takes that.
+        """Returns a DLPack capsule; a versioned one (1.x) if the consumer supports it.
 
         `stream` is ignored: the array itself has no pending work.
 
         Raises:
-            BufferError: a copy, or another device, is asked for.
+            BufferError: a copy or another device is requested.
         """
         if copy:
             raise BufferError("a virtual array cannot be copied: unmapped parts have no contents")
@@ -185,20 +184,20 @@ class VirtualArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3. Absent (AttributeError) on host and for types that numpy lacks."""
+        """Version 3. Absent (AttributeError) on host, and for types that numpy does not have."""
         if self._cpu:
             raise AttributeError("the array is in host memory: it has __array_interface__")
         return {**self._interface(), "stream": None}
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Version 3. Absent (AttributeError) on GPUs and for types that numpy lacks."""
+        """Version 3. Absent (AttributeError) on GPUs, and for types that numpy does not have."""
         if not self._cpu:
             raise AttributeError("the array is in GPU memory: it has __cuda_array_interface__")
         return self._interface()
 
     def buffer(self) -> memoryview:
-        """A writable memoryview of the bytes that the array spans; keeps the array alive.
+        """Returns a writable memoryview of the array's bytes, which keeps the array alive.
 
         Raises:
             NotSupported: the CPU cannot reach this back end's memory.
@@ -234,7 +233,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torch_tensor(array: VirtualArray) -> Any:
-    """Wraps the array as a torch.Tensor by DLPack, without a copy and without touching memory.
+    """Wraps the array as a torch.Tensor by DLPack, without copying or accessing the memory.
 
     Nothing needs to be mapped: torch.from_dlpack does not query the driver about the address (torch
     2.11: aten/src/ATen/DLConvertor.cpp takes the device from the capsule).

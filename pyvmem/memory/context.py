@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A context: one back end opened on one or more devices.
 
-Calls go to C as they are: libvmem checks every argument, is thread-safe, and changes nothing when
-it fails. This layer adds objects, lifetimes and warnings.
+Arguments are passed to C unchecked: libvmem checks every argument, is thread-safe, and changes
+nothing when a call fails. This layer adds objects, lifetimes and warnings.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _opened: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
 def find_reservation(addr: int) -> Reservation | None:
-    """The open reservation of this process that begins at `addr`."""
+    """Returns the open reservation of this process that begins at `addr`."""
     for context in list(_opened):
         for one in list(context._reservations) if context.is_open else ():
             if one.addr == addr and one.is_open:
@@ -58,7 +58,7 @@ def find_reservation(addr: int) -> Reservation | None:
 
 
 def _forked() -> None:
-    """In a forked child: no existing context belongs to it."""
+    """Marks all contexts as not open in a forked child: they belong to the parent."""
     forget_all()
     for context in list(_opened):
         context.is_open = False
@@ -71,8 +71,8 @@ class ContextRemains(Remains):
     """Closes a context whose owner was lost.
 
     Attributes:
-        unclaimed: nothing in it was handed out, so it may be closed with its contents. Set by an
-            object that owns its context, until its first call.
+        unclaimed: nothing in it has been handed out, so it may be closed with its contents. Set by
+            an object that owns its context, until that object's first call.
     """
 
     def __init__(self, owner: Context, made: Outcome) -> None:
@@ -89,37 +89,38 @@ class ContextRemains(Remains):
 
 
 class Context(AddressSpace, Closable):
-    """An open back end. A context manager; `close` ends it once.
+    """An open back end. A context manager that closes it.
 
     Every method is thread-safe and raises `BadHandle` after `close` and `ForkedProcess` in a forked
-    child. A context that is forgotten without `close` warns (ResourceWarning), and keeps its memory
-    until the process ends; one with no reservation and no pages is closed when another is opened.
+    child. A context that is garbage-collected without `close` causes a ResourceWarning and keeps
+    its memory until the process exits; if it has no reservations and no pages, opening another
+    context closes it.
 
     Args:
         backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of
             uvm, stock, cuda, host.
         device: holds the pages: CUDA ordinal in this process, torch.device, cuda.core Device.
-        devices: all devices that mappings are made on, the first one holding the pages; replaces
+        devices: all devices that mappings are made on; the first one holds the pages. Replaces
             `device`.
         granule: smallest page in bytes, a power of two; 0 = 64 KiB.
-        slab_size: bytes taken from the driver at once, a power of two; 0 = the back end's choice.
-        mem_limit: most bytes allocated from the driver; 0 = no limit.
+        slab_size: bytes per allocation from the driver, a power of two; 0 = the back end's choice.
+        mem_limit: maximum bytes allocated from the driver; 0 = no limit.
         pool_low: free bytes that the worker keeps ready.
-        pool_high: free bytes above this return to the driver at once. 0 = the back end's default:
-            0 on ``host``; elsewhere 1 GiB, plus memory that was needed in the last half second.
-            `pyvmem.KEEP_ALL` = only `trim` returns memory.
-        max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of the
-            driver's limit for all processes of the machine, 237,568 (divided by the number of
+        pool_high: free bytes above this are returned to the driver immediately. 0 = the back end's
+            default: 0 on ``host``; elsewhere 1 GiB, plus memory that was needed in the last half
+            second. `pyvmem.KEEP_ALL` = only `trim` returns memory.
+        max_mappings: maximum number of driver mappings (`Stats.mappings`). 0: on ``stock`` half of
+            the driver's limit for all processes of the machine, 237,568 (divided by the number of
             `devices`); elsewhere no limit. ``stock`` accepts up to twice that.
-        large_entries: page-table entries of 2 MiB for small pages, wherever a block of 2 MiB is
+        large_entries: use page-table entries of 2 MiB for small pages wherever a block of 2 MiB is
             fully mapped (`Caps.LARGE_ENTRIES`). No part of such an entry can be unmapped or
             replaced: `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
             `OpBatch.join` restore it. No effect if the granule is 2 MiB (cuda), nor in sparse
             reservations of ``uvm``.
 
     Raises:
-        BackendUnavailable: the back end cannot be used here; the text says why.
-        AccessDenied: a device node that this user may not open.
+        BackendUnavailable: the back end cannot be used on this machine; the text says why.
+        AccessDenied: this user may not open a device node.
         InvalidArgument: an unknown name, or a size that is not a power of two.
     """
 
@@ -157,7 +158,8 @@ class Context(AddressSpace, Closable):
         self._lock = reentrant_lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self._events = KeptEvents()
-        self._forgotten: deque[int] = deque()  # tickets that were collected before their end
+        # tickets that were garbage-collected while their batches were unfinished
+        self._forgotten: deque[int] = deque()
         self._warned = False
         end_lost()
         made = Outcome()
@@ -177,37 +179,41 @@ class Context(AddressSpace, Closable):
             raise
 
     is_open: bool
-    """Neither closed nor inherited through fork; only the context sets it."""
+    """True if the context is neither closed nor inherited through fork.
+
+    Only the context sets it.
+    """
 
     cuda_device: int | None
     """CUDA ordinal that holds the pages; None on ``host``."""
 
     info: ContextInfo
-    """Properties of the context; readable after `close`."""
+    """Properties of the context, also available after `close`."""
 
     mem_limit: int
-    """Most bytes taken from the driver; 0: no limit."""
+    """Maximum bytes allocated from the driver; 0: no limit."""
 
     remains: ContextRemains
-    """Cleanup of the context if its owner was lost."""
+    """Cleans up the context if its owner is lost."""
 
     def stats(self) -> Stats:
-        """Counters and present state."""
+        """Returns counters and current state."""
         return Stats._from_c(_native.get_stats(self.handle))
 
     def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
         """Returns the physical memory that the context could still allocate, and the total.
 
-        For host memory, as for back end "host", this is the machine's available memory, limited by
-        what is left to this process's control group and to each group above it (cgroup version 1
-        or 2; see `vmem_memory_query` in the manual). Queried in each call.
+        For host memory, including back end "host", this is the machine's available memory, limited
+        by the remaining memory of this process's control group and of each of its parents (cgroup
+        version 1 or 2; see `vmem_memory_query` in the manual). Queried in each call.
 
         Args:
             location: as for `create`.
             device: for `Location.PEER`, one of the context's devices.
 
         Raises:
-            NotSupported: the back end has no pages there. InvalidArgument: not one of the devices.
+            NotSupported: the back end cannot allocate pages there. InvalidArgument: not one of the
+                devices.
         """
         info = _native.memory_query(self.handle, operator.index(location), device_ordinal(device))
         return MemoryInfo(info.free_bytes, info.total_bytes)
@@ -225,23 +231,23 @@ class Context(AddressSpace, Closable):
         large: bool = False,
         into: Reservation | None = None,
     ) -> Reservation:
-        """Reserves `size` bytes of addresses, with no memory behind them.
+        """Reserves `size` bytes of addresses, without backing memory.
 
         Args:
             size: a multiple of the granule.
             visible: True: CUDA's own copies must accept the addresses; False: only kernels need to;
-                None: visible while that fits, else plain with a `PlainReservationWarning`.
+                None: visible if that fits, else plain, with a `PlainReservationWarning`.
             sparse: unmapped parts read as zeros.
-            align: a power of two; 0 = 2 MiB, or the granule where larger.
-            force: visible even beyond the card's free memory.
-            large: pages of 2 MiB will be mapped here, besides smaller ones.
+            align: a power of two; 0 = 2 MiB, or the granule if larger.
+            force: make it visible even beyond the card's free memory.
+            large: pages of 2 MiB will be mapped here, in addition to smaller pages.
             into: the object to initialise as the reservation, for a caller that must hold it before
                 the call; None: create one.
 
         Raises:
-            InvalidArgument: size 0, unaligned or absurd.
-            TooManyMappings: `visible` beyond the card's free memory.
-            NotSupported: the back end has no such reservations.
+            InvalidArgument: the size is 0, unaligned or absurdly large.
+            TooManyMappings: `visible`, and the size exceeds the card's free memory.
+            NotSupported: the back end does not support such reservations.
         """
         kind = 0 if visible is None else _VISIBLE if visible else _PLAIN
         flags = kind | (_SPARSE if sparse else 0) | (_RESERVE_FORCE if force else 0)
@@ -268,18 +274,18 @@ class Context(AddressSpace, Closable):
         device: Any = 0,
         dirty: bool = False,
     ) -> Pages:
-        """Takes physical pages from the pool, in as few runs as it has.
+        """Allocates physical pages from the pool, in as few runs as possible.
 
         Args:
             size: a multiple of the page size.
             page_size: one of ``info.page_sizes``; 0 = the granule.
-            location: where the pages lie.
+            location: where to allocate the pages.
             device: for `Location.PEER`, one of the context's devices.
             dirty: do not zero the pages; they may hold data of an earlier user of this context.
 
         Raises:
             OutOfMemory: the device's memory or the context's limit is exhausted.
-            NotSupported: a page size or location that the back end lacks.
+            NotSupported: the back end does not support this page size or location.
         """
         size = whole("size", size)
         pages = Pages(self, Outcome(), size)
@@ -295,17 +301,17 @@ class Context(AddressSpace, Closable):
         return pages
 
     def retain(self, addr: int, size: int) -> Pages:
-        """A new handle to the pages behind a range, all of which must be mapped."""
+        """Returns a new handle to the pages behind a range, which must be fully mapped."""
         return self.gather(addr, size, 1, 0)
 
     def gather(
         self, addr: int, size: int, count: int, stride: int, pages: Pages | None = None
     ) -> Pages:
-        """`retain` for `count` ranges whose starts are `stride` apart: one handle to all of them.
+        """Retains `count` ranges whose starts are `stride` apart, with one handle for all of them.
 
-        Range i begins ``i * size`` bytes into the handle, so that one `OpBatch.map` of as many
-        pieces maps them elsewhere. `pages`: the object to initialise as the handle, for a caller
-        that must hold it before the call; None: create one.
+        Range i begins ``i * size`` bytes into the handle, so that one `OpBatch.map` of `count`
+        pieces can map all of them elsewhere. `pages`: the object to initialise as the handle, for
+        a caller that must hold it before the call; None: create one.
         """
         size, count, stride = map(operator.index, (size, count, stride))
         pages = pages or Pages(self, Outcome(), size * count)
@@ -315,15 +321,15 @@ class Context(AddressSpace, Closable):
     # ---- batches -------------------------------------------------------------------------------
 
     def _ready(self, after: Iterable[Any]) -> tuple[tuple[Any, int], Sequence[Any]]:
-        """`after_items` for a blocking C call: descriptors are waited for here.
+        """Prepares `after` for a blocking C call, like `after_items`; waits for descriptors itself.
 
-        The second result must live until the call is over.
+        The second result must be kept alive until the call returns.
         """
         if not after:
             return _native.AFTER_NONE, ()
         after = [*after]
         items, keep = after_items(after, self.cuda_device)
-        wait_after(after, lambda: self.is_open)  # the C call reports that it is closed
+        wait_after(after, lambda: self.is_open)  # if the context is closed, the C call reports it
         return items, [keep, after]
 
     def batch(
@@ -336,14 +342,15 @@ class Context(AddressSpace, Closable):
         """Runs the operations atomically, after the work in `after`: maps, then fills, then unmaps.
 
         Args:
-            ops: stays as it is and can be used again.
+            ops: not changed, and can be used again.
             after: GPU work to wait for first, in this thread (see `pyvmem.memory.streams`).
             outcome: records the result even if an exception interrupts this call.
-            waits: counter of waits that this call increments.
+            waits: the counter of waits that this call increments.
 
         Raises:
             NotGpuWork: an item of `after` does not name GPU work.
-            VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
+            VMemError: an operation failed. Maps and unmaps were undone; bytes written by fills
+                remain.
         """
         if not isinstance(ops, OpBatch):
             raise unexpected("ops", ops, "OpBatch")
@@ -362,23 +369,23 @@ class Context(AddressSpace, Closable):
         """Runs a batch on the worker thread, which waits for `after`; this call does not block.
 
         Everything is checked and the pages are allocated before it returns. Until the batch is
-        finished its ranges are Busy for other calls.
+        finished, other calls on its ranges raise Busy.
 
         Args:
-            ops: may be changed at once.
+            ops: may be changed as soon as this call returns.
             after: as for `batch`.
-            ticket: of this context and not used yet (``Ticket(context)``), for a caller that must
+            ticket: an unused ticket of this context (``Ticket(context)``), for a caller that must
                 hold it before the batch starts; None: create one.
-            late: the worker also takes the pages, if the pool has enough, so that this call's cost
-                does not depend on their number. The call checks only the arguments; conflicts and
-                shortages that the worker meets fail the ticket.
+            late: let the worker also allocate the pages, if the pool has enough, so that the cost
+                of this call does not depend on their number. The call checks only the arguments; if
+                the worker finds conflicts or runs out of pages, the ticket fails.
 
         Raises:
             OutOfMemory: with `late`, the ticket fails instead.
             TooManyBatches: too many unfinished batches.
-            TooManyTickets: too many live `Ticket` objects that were never waited for.
+            TooManyTickets: too many live `Ticket` objects have never been waited for.
             NotGpuWork: an item of `after` does not name GPU work.
-            InvalidArgument: a ticket already used, or of another context.
+            InvalidArgument: the ticket is already used, or belongs to another context.
             VMemError: a bad operation; nothing changed.
         """
         if not isinstance(ops, OpBatch):
@@ -395,7 +402,7 @@ class Context(AddressSpace, Closable):
         items = _native.AFTER_NONE
         keep: list[Any] = []
         if after:
-            after = [*after]  # an iterator could close its events before libvmem has them
+            after = [*after]  # an iterator might close its events before libvmem has read them
             items, keep = after_items(after, self.cuda_device)
         ticket._consumed = consumed = list(ops._consumed)
         if keep:
@@ -412,32 +419,32 @@ class Context(AddressSpace, Closable):
         """Returns memory to the driver: empty slabs, then those at most half used.
 
         Their pages are copied to free pages of fuller slabs, which replace them at every address
-        and in every `Pages`. A safe point only: from the end of the work in `after` until this
-        returns, no GPU work may touch any mapping of the context. Slabs that an unfinished batch
-        uses are skipped.
+        and in every `Pages`. Call it only at a safe point: from the end of the work in `after`
+        until it returns, no GPU work may access any mapping of the context. Slabs that an
+        unfinished batch uses are skipped.
 
         Args:
-            nbytes: least bytes to return, as far as possible; None: all that can be.
+            nbytes: minimum bytes to return, if possible; None: as many as possible.
             after: GPU work to wait for first, in this thread (see `after_items`).
 
         Returns:
             The bytes returned to the driver.
 
         Raises:
-            VMemError: the failure; every slab is either returned or unchanged.
+            VMemError: a copy or a driver call failed; each slab is either returned or unchanged.
         """
         items, _keep = self._ready(after)
         want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else whole("nbytes", nbytes)
         return _native.compact(self.handle, want, items)
 
     def reservations(self) -> list[Reservation]:
-        """The open reservations of the context."""
+        """Returns the open reservations of the context."""
         with self._lock:
             return [one for one in self._known() if one.is_open]
 
     def _known(self) -> list[Reservation]:
         while True:
-            with suppress(RuntimeError):  # a finalizer or signal handler may have reserved too
+            with suppress(RuntimeError):  # a finalizer or signal handler may have changed the set
                 return list(self._reservations)
 
     # ---- end -----------------------------------------------------------------------------------
@@ -446,7 +453,7 @@ class Context(AddressSpace, Closable):
         """Completes or cancels unfinished batches and releases everything. Idempotent.
 
         Raises:
-            Busy: arrays or tensors over its reservations live; nothing changed.
+            Busy: arrays or tensors over its reservations are alive; nothing changed.
             ForkedProcess: the context belongs to the parent.
         """
         outcome, before = Outcome(), None
@@ -455,12 +462,12 @@ class Context(AddressSpace, Closable):
                 if self._closed:
                     return
                 if self._pid != os.getpid():
-                    self.stats()  # raises if the context is the parent's
+                    self.stats()  # raises ForkedProcess
                 live = sum(one.live_arrays for one in self._known())
                 if not live:
                     before = self.is_open
-                    self._closed, self.is_open = True, False  # no tensor can be made after this
-                    live = sum(one.live_arrays for one in self._known())  # one made meanwhile
+                    self._closed, self.is_open = True, False  # no tensor can be created after this
+                    live = sum(one.live_arrays for one in self._known())  # created meanwhile
                 if live:
                     _native.fail(
                         errno.EBUSY,
@@ -471,7 +478,7 @@ class Context(AddressSpace, Closable):
             _native.close(self.handle, outcome=outcome)
         except BaseException:
             if before is not None:
-                cell = outcome.cell  # no Python call here: an exception could follow it
+                cell = outcome.cell  # no Python call here: an interrupt could follow it
                 self._closed = cell.called == 1 and cell.code == 0
                 self.is_open = before and not self._closed
             raise
@@ -483,7 +490,7 @@ class Context(AddressSpace, Closable):
 
     def _leave(self) -> None:
         if self._closed or self._pid == os.getpid():
-            self.close()  # else a forked child leaves the block; it owns nothing in the context
+            self.close()  # a forked child that leaves the block owns nothing in the context
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._pid == os.getpid():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Element types by name, as DLPack and the array interfaces spell them."""
+"""Element types by name, with their codes in DLPack and the array interfaces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DType:
         name: as torch and numpy name it.
         itemsize: bytes of one element.
         code: DLPack's type code.
-        typestr: numpy's array-interface string, None where numpy has no such type.
+        typestr: numpy's array-interface string; None if numpy does not have the type.
     """
 
     name: str

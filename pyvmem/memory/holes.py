@@ -2,11 +2,11 @@
 """Raises `NotMapped` for reads of unmapped rows on the back end ``host``, instead of a crash.
 
 The handler of SIGSEGV (`_holes.c`) lets such a read complete, with zeros; then the interpreter
-calls `tell` in the main thread. A Python thread that has read a hole gets the exception itself, at
-its next bytecode. For a native thread, such as a worker of torch, the exception is raised in the
+calls `tell` in the main thread. If a Python thread has read a hole, the exception is raised in that
+thread, at its next bytecode. If a native thread has, such as a worker of torch, it is raised in a
 Python thread that read a hole at the same time, or else in the main thread.
 
-The variable ``VMEM_HOLES=fault`` leaves SIGSEGV alone.
+With ``VMEM_HOLES=fault`` in the environment, SIGSEGV is not handled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def tell() -> None:
-    """Raises for the hole that the main thread has read; has other threads raise for theirs.
+    """Raises for the hole that the main thread has read; makes other threads raise for theirs.
 
     Raises:
         NotMapped: a hole was read.
@@ -55,7 +55,7 @@ def tell() -> None:
 
 
 def _unseen(frame: FrameType | None) -> bool:
-    """True if Python would ignore an exception in this frame, as in finalizers."""
+    """Returns true if Python would ignore an exception in this frame, as in finalizers."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__del__" or code.co_filename in _CALLBACKS:
@@ -65,13 +65,13 @@ def _unseen(frame: FrameType | None) -> bool:
 
 
 def _leave(thread: int, read: Any) -> None:
-    """Raises in another thread. Its read may still be running, so the hole stays as it is."""
+    """Raises in another thread. Its read may still be running, so the hole still reads as zeros."""
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
-        """Becomes `NotMapped` in the other thread; Python instantiates it without arguments."""
+        """Turns into `NotMapped` in the other thread: Python instantiates it without arguments."""
 
-        def __new__(cls) -> NotMapped:  # type: ignore[misc]  # as said
+        def __new__(cls) -> NotMapped:  # type: ignore[misc]  # returns another class
             _holes.conceal()
             return NotMapped(text, **fields)
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Copies of scattered pieces between a context's memory and host memory, during an engine's steps.
+"""Copies scattered pieces between a context's memory and host memory, during an engine's steps.
 
 Used by vLLM's KV offloading on the pool and by `KVCache.swap_out`.
 
-    StreamCopies   a GPU: a Triton kernel on its own stream, over plain addresses
-    ThreadCopies   the CPU: memcpy in its own thread
+    StreamCopies   on a GPU: a Triton kernel on its own stream, over plain addresses
+    ThreadCopies   on the CPU: memcpy in its own thread
 
-Copies of one object run in the order in which they are started, after the steps launched before. If
-the kernel or the memcpy cannot be started, libvmem's staged copies are used: slow, but they need no
-device memory.
+The copies of an object run in the order in which they are started, after the steps launched before
+them. If the kernel or the memcpy cannot be started, libvmem's staged copies are used: they are
+slow, but need no device memory.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = [
 
 THREAD_BLOCKS = 8  # as fast as 64 on an H100, and leaves 124 multiprocessors to the model
 _PART = 64 << 10  # bytes that a thread block copies at a time
-_REGISTERED = 64 << 30  # bytes page-locked by one call; drivers have limits
+_REGISTERED = 64 << 30  # most bytes page-locked by one call, since drivers have limits
 _PORTABLE_AND_MAPPED = 3
 
 log = logging.getLogger(__name__)
 
 
 class Pieces:
-    """The pieces that one transfer copies.
+    """The pieces of one transfer.
 
     Args:
         device: addresses in KV tensors.
@@ -65,12 +65,12 @@ class Pieces:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pieces."""
+        """Total bytes of the pieces."""
         return int(self.sizes.sum())
 
 
 def split(pieces: Pieces, part: int = _PART) -> Pieces:
-    """Returns the same bytes in pieces of at most `part`, so that all thread blocks have work."""
+    """Splits pieces to at most `part` bytes each, so that all thread blocks have work."""
     if not len(pieces.sizes) or pieces.sizes.max() <= part:
         return pieces
     counts = -(-pieces.sizes // part)
@@ -81,15 +81,15 @@ def split(pieces: Pieces, part: int = _PART) -> Pieces:
 
 
 class HostMemory:
-    """Anonymous host memory of this process; freed with the process, however that ends.
+    """Anonymous host memory of this process, which is freed however the process exits.
 
     Args:
-        nbytes: more than 0.
-        locked: page-locked, so that kernels of all CUDA devices reach it.
-        memory: existing memory of `nbytes` to use; None: allocate.
+        nbytes: number of bytes, more than 0.
+        locked: page-lock it, so that kernels of all CUDA devices can access it.
+        memory: existing memory of `nbytes` to use; None: allocate it.
 
     Raises:
-        MemoryError: it cannot be allocated, or not be locked.
+        MemoryError: the memory cannot be allocated or page-locked.
     """
 
     def __init__(self, nbytes: int, locked: bool, memory: mmap.mmap | None = None) -> None:
@@ -98,7 +98,7 @@ class HostMemory:
                 memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{nbytes} bytes of host memory for KV offloading: {error}") from None
-        memory.madvise(mmap.MADV_DONTFORK)  # a fork could copy pages that the GPU maps
+        memory.madvise(mmap.MADV_DONTFORK)  # fork could otherwise copy pages that the GPU maps
         view = ctypes.c_char.from_buffer(memory)
         self.addr, self.nbytes, self.memory = ctypes.addressof(view), nbytes, memory
         registered: list[int] = []
@@ -109,7 +109,7 @@ class HostMemory:
                 self.close()
                 raise MemoryError(
                     f"{nbytes} bytes of host memory for KV offloading cannot be page-locked: "
-                    f"{failure}; ask for less"
+                    f"{failure}; request less"
                 )
             registered.append(self.addr + at)
 
@@ -119,7 +119,7 @@ class HostMemory:
 
 
 def _register(addr: int, size: int) -> str:
-    """Page-lock memory; return an error text, "" on success."""
+    """Page-locks memory; returns the error text, "" on success."""
     import torch
 
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -140,18 +140,18 @@ def _give_back(view: list[Any], memory: mmap.mmap, registered: list[int]) -> Non
 
 
 class Copy:
-    """A transfer that was started."""
+    """A started transfer."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.error: BaseException | None = None
 
     def ready(self) -> bool:
-        """Returns True once it has ended."""
+        """Returns true once it is complete."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Waits until it has ended."""
+        """Waits until it is complete."""
         raise NotImplementedError
 
     def seconds(self) -> float:
@@ -163,18 +163,18 @@ class Copies(Protocol):
     """Starts copies in one direction."""
 
     def now(self) -> Any:
-        """Returns the work launched so far, for `start`; None: nothing to wait for."""
+        """Returns the work launched so far, to pass to `start`; None: nothing to wait for."""
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Starts a copy, after the copies started before and after other work.
+        """Starts a copy that runs after all earlier copies and after other work.
 
         Args:
-            pieces: what to copy.
+            pieces: the pieces to copy.
             after: the work to wait for, from `now`; None: the work launched so far.
         """
 
     def events(self) -> tuple[Any, ...]:
-        """Returns events for work that needs the copied data; on the CPU waits and returns none."""
+        """Returns events that later work must wait for. On the CPU, waits, and returns none."""
 
     def fence(self, stream: Any) -> None:
         """Makes a stream wait for the copies started so far."""
@@ -184,10 +184,10 @@ class Copies(Protocol):
 
 
 def by_library(context: Context, pieces: Pieces, to_host: bool) -> None:
-    """Copies with libvmem's staged copies, synchronously.
+    """Copies synchronously with libvmem's staged copies.
 
     Raises:
-        VMemError: these failed as well.
+        VMemError: a staged copy failed.
     """
     for device, host, size in zip(
         pieces.device.tolist(), pieces.host.tolist(), pieces.sizes.tolist(), strict=True
@@ -216,11 +216,11 @@ class _Threaded(Copy):
 
 
 class ThreadCopies:
-    """Copies by memcpy. A step of vLLM's CPU back end is complete when it returns.
+    """Copies with memcpy in a thread. Steps of vLLM's CPU back end are complete when they return.
 
     Args:
         context: context of the KV tensors.
-        to_host: the direction.
+        to_host: copy to host memory; False: from it.
     """
 
     def __init__(self, context: Context, to_host: bool) -> None:
@@ -231,7 +231,7 @@ class ThreadCopies:
         self._thread.start()
 
     def now(self) -> None:
-        """Returns None: a step is complete when it returns."""
+        """Returns None: steps are complete when they return."""
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
         """Queues a copy for the thread."""
@@ -246,7 +246,7 @@ class ThreadCopies:
                 try:
                     self._move(copy.pieces)
                 except OSError as error:
-                    log.warning("vmem: a copy failed, the library repeats it: %s", str(error))
+                    log.warning("vmem: a copy failed; retrying it with libvmem: %s", str(error))
                     by_library(self._context, copy.pieces, self._to_host)
             except BaseException as error:
                 copy.error = error
@@ -273,7 +273,7 @@ class ThreadCopies:
             self._last.wait()
 
     def close(self) -> None:
-        """Waits for the copies, and ends the thread."""
+        """Waits for the copies and stops the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -282,7 +282,7 @@ class _Streamed(Copy):
     def __init__(self, nbytes: int, begin: Any, end: Any, kept: Any) -> None:
         super().__init__(nbytes)
         self._begin, self._end = begin, end
-        self._kept = kept  # the descriptors, which the stream reads
+        self._kept = kept  # the descriptors, which the kernel reads
 
     def ready(self) -> bool:
         return bool(self._end.query())
@@ -295,15 +295,15 @@ class _Streamed(Copy):
 
 
 class StreamCopies:
-    """Copies by a Triton kernel.
+    """Copies with a Triton kernel on its own stream.
 
     Args:
         context: context of the KV tensors.
-        to_host: the direction.
+        to_host: copy to host memory; False: from it.
         device: a torch device.
         thread_blocks: thread blocks of the kernel.
-        after_current: copies wait for the work on torch's current stream; False: for no work, as
-            the caller has waited already.
+        after_current: copies wait for the work on torch's current stream; False: they wait for
+            nothing, since the caller has already waited.
 
     Raises:
         ImportError: Triton is not installed.
@@ -327,14 +327,14 @@ class StreamCopies:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
-        """Compiles and loads the kernel, which may wait for the device; else `start` does."""
+        """Compiles and loads the kernel ahead of `start`; this may wait for the device."""
         nothing = np.empty(0, dtype=np.int64)
         for align in (16, 1):
             self._launch(Pieces(nothing, nothing, nothing), align)
         self.stream.synchronize()
 
     def now(self) -> Any:
-        """Returns an event on torch's current stream; None if copies wait for no work."""
+        """Returns an event on torch's current stream; None if copies do not wait for it."""
         import torch
 
         if not self._after_current:
@@ -346,15 +346,15 @@ class StreamCopies:
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # Loads wait for the steps, too: such a step may still read the blocks' old contents.
+        # Copies to the device wait, too: a running step may still read the blocks' old contents.
         if (after := after or self.now()) is not None:
             self.stream.wait_event(after)
         begin.record(self.stream)
         kept: Any = None
         try:
             kept = self._launch(split(pieces), 16)
-        except RuntimeError as error:  # torch's out of memory is one
-            log.warning("vmem: a copy is made by the library: %s", str(error))
+        except RuntimeError as error:  # includes torch's OutOfMemoryError
+            log.warning("vmem: falling back to libvmem for a copy: %s", str(error))
             self.stream.synchronize()
             by_library(self._context, pieces, self._to_host)
         end.record(self.stream)
@@ -397,7 +397,7 @@ class StreamCopies:
 
 
 def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
-    """Returns a function that makes the copies of a rank, given the direction."""
+    """Returns a function that creates a rank's `Copies` object, given the direction."""
 
     def streamed(to_host: bool) -> Copies:
         copies = StreamCopies(context, to_host, device)
@@ -410,7 +410,7 @@ def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
 
 
 def has_kernel(context: Context) -> bool:
-    """Returns whether `copy_now` can use the kernel if Triton is installed; needs locked memory."""
+    """Returns true if `copy_now` can use the kernel, for page-locked memory and with Triton."""
     if context.cuda_device is None or find_spec("torch") is None:
         return False
     import torch
@@ -421,8 +421,8 @@ def has_kernel(context: Context) -> bool:
 def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
     """Copies from or to page-locked memory with the kernel, synchronously.
 
-    False, with nothing copied, if the kernel cannot run: a CPU context, torch without CUDA, no
-    Triton.
+    Returns false, with nothing copied, if the kernel cannot run: a CPU context, torch without CUDA,
+    or no Triton.
     """
     number = context.cuda_device
     if number is None or not has_kernel(context):
@@ -436,6 +436,6 @@ def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
         return False
     try:
         relaxed(lambda: copies.start(pieces))
-    finally:  # also if interrupted: the caller may free the memory afterwards
+    finally:  # even if interrupted: the caller may free the memory afterwards
         relaxed(copies.close)
     return True

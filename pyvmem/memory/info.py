@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Enumerations and frozen records that describe contexts, ranges and handles.
 
-Values come from vmem.h through the compiler; sizes are bytes, addresses device virtual addresses
-(on ``host``: pointers).
+The compiler supplies the values of vmem.h. Sizes are in bytes; addresses are device virtual
+addresses (on ``host``: pointers).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 _c = _native.constant
 
 KEEP_ALL: int = _c("VMEM_KEEP_ALL")
-"""For ``pool_high``: free pages go back to the driver only by `Context.trim`."""
+"""For ``pool_high``: only `Context.trim` returns free pages to the driver."""
 
 
 class Caps(enum.Flag):
@@ -84,7 +84,7 @@ class Inject(enum.IntFlag):
 
 
 def sizes_of_mask(mask: int) -> tuple[int, ...]:
-    """The sizes in a mask of page sizes: bit k stands for pages of 2^k bytes."""
+    """Returns the sizes in a mask of page sizes: bit k stands for pages of 2^k bytes."""
     return tuple(1 << k for k in range(64) if mask >> k & 1)
 
 
@@ -97,16 +97,17 @@ class ContextInfo:
         caps: its capabilities.
         granule: the smallest page, in bytes.
         page_sizes: the sizes a page can have, ascending.
-        slab_size: bytes taken from the driver at once.
-        max_segments: limit on Stats.segments (host: vm.max_map_count), 0 = none.
-        max_mappings: limit on Stats.mappings (`Context`), 0 = none.
+        slab_size: bytes per allocation from the driver.
+        max_segments: limit on Stats.segments (host: vm.max_map_count), 0 = no limit.
+        max_mappings: limit on Stats.mappings (see `Context`), 0 = no limit.
         driver: the driver's version, ``""`` on host.
         device_name: name of the first device.
-        devices: CUDA ordinals, the first one holds the pages.
+        devices: CUDA ordinals; the first device holds the pages.
         uuid: UUID of the first device as nvidia-smi writes it, ``""`` on host.
-        uuids: UUIDs of every device.
+        uuids: UUIDs of all devices.
         why: for ``"auto"``, why the back ends tried first cannot be used.
-        warning: a message for the operator, such as a driver of an unknown branch; ``""`` if none.
+        warning: a message for the operator, such as an unknown driver branch; ``""`` if there is
+            none.
     """
 
     backend: str
@@ -148,13 +149,13 @@ class ContextInfo:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since open (calls, ns) and present state (the rest): struct vmem_stats.
+    """Counters since open (calls, ns) and current state (all other fields): struct vmem_stats.
 
     ``slab_bytes`` is ``used_bytes + free_bytes + quarantined_bytes``; an aliased page counts once
     in ``used_bytes`` and once per mapping in ``mapped_bytes``. ``dirty_bytes`` is the part of
-    ``free_bytes`` that is not zeroed yet. ``mappings`` counts slabs' own mappings too.
-    ``large_entries`` are the live page-table entries of 2 MiB, ``splits`` and ``joins`` how many
-    were split into small ones, or made of them.
+    ``free_bytes`` that is not zeroed yet. ``mappings`` includes slabs' own mappings.
+    ``large_entries`` counts the live page-table entries of 2 MiB; ``splits`` and ``joins`` count
+    entries that were split into small ones or joined from them.
     """
 
     reserved_bytes: int
@@ -194,11 +195,12 @@ _STATS_FIELDS = tuple(Stats.__dataclass_fields__)
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Physical memory of a location as of now (struct vmem_memory_info).
+    """Current physical memory of a location (struct vmem_memory_info).
 
     Attributes:
-        free_bytes: bytes the context could still take from the driver within its `mem_limit`, not
-            counting its pool's free pages; others may take them first.
+        free_bytes: bytes that the context could still allocate from the driver within its
+            `mem_limit`, not counting its pool's free pages; other processes may allocate them
+            first.
         total_bytes: the location's total memory; 0 if the driver does not report it.
     """
 
@@ -208,14 +210,14 @@ class MemoryInfo:
 
 @dataclass(frozen=True)
 class RangeInfo:
-    """The reservation around an address, and the address's own state (struct vmem_range_info).
+    """The reservation that contains an address, and the address's state (struct vmem_range_info).
 
     Attributes:
         base: the reservation's first address.
-        nbytes: its length.
+        nbytes: length of the reservation.
         mapped_bytes: bytes mapped in the reservation.
-        segments: segments of the reservation.
-        run_bytes: bytes from the granule of the address on that have the same state and are
+        segments: number of segments of the reservation.
+        run_bytes: bytes, from the start of the address's granule, that have the same state and are
             physically contiguous.
         flags: state of the address.
         entry_bytes: size of the page-table entry that maps the address (4 KiB, 64 KiB or 2 MiB); 0:
@@ -260,8 +262,8 @@ class PagesInfo:
     Attributes:
         nbytes: total length of the pages.
         page_size: size of each page.
-        runs: physical runs.
-        mappings: live mappings made with this handle.
+        runs: number of physically contiguous runs.
+        mappings: number of live mappings made with this handle.
         location: the memory that holds the pages.
         device: CUDA ordinal for `Location.PEER`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Batches: operations packed directly into a reusable C array."""
+"""Batches of operations, packed directly into a reusable C array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIELDS: Final = (
     *("handle", "offset", "location", "device", "page_size", "value"),
     *("src", "src_stride", "src_bytes", "offset_stride"),
 )
-_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQQ16x")  # the padding: `reserved`, zeros
+_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQQ16x")  # 16x: the field `reserved`, zeros
 _PACK: Final = _LAYOUT.pack_into
 _SIZE: Final = _LAYOUT.size
 
@@ -63,10 +63,10 @@ class OpBatch:
 
     Each operation works on `count` pieces of `size` bytes whose starts are `stride` apart, as in a
     2-D copy. Appending costs well under a microsecond; `clear` keeps the array. `Context.submit`
-    copies the batch, so it may be changed at once. Not for use by several threads at once.
+    copies the batch, so it may be changed right after the call. Not thread-safe.
 
     Args:
-        capacity: most operations it holds, at least 1.
+        capacity: maximum number of operations, at least 1.
     """
 
     __slots__ = ("_array", "_buffer", "_consumed", "_end", "_limit")
@@ -82,7 +82,7 @@ class OpBatch:
             )
         self._array: Any = _native.new_ops(capacity)
         self._buffer: Any = memoryview(_native.ffi.buffer(self._array)).cast("B")
-        self._end = 0  # in bytes: what pack_into needs
+        self._end = 0  # in bytes, for pack_into
         self._limit = capacity * _SIZE
         self._consumed: list[Pages] = []
 
@@ -96,11 +96,11 @@ class OpBatch:
 
     @property
     def array(self) -> Any:
-        """The struct vmem_op[] of `capacity`, for C code that fills it; see `wrote`."""
+        """The struct vmem_op[] with `capacity` items, for C code that fills it; see `wrote`."""
         return self._array
 
     def wrote(self, count: int) -> None:
-        """Sets the batch to the `count` operations that C has written; none consumes pages."""
+        """Sets the batch to `count` operations that C has written, none of which consumes pages."""
         end = operator.index(count) * _SIZE
         if not 0 <= end <= self._limit:
             _native.fail(
@@ -132,24 +132,25 @@ class OpBatch:
         offset_stride: int = 0,
         split: bool = False,
     ) -> None:
-        """Piece i: ``addr + i * stride`` gets the pages at ``offset + i * offset_stride``.
+        """Maps, for each piece i, the pages at ``offset + i * offset_stride`` at ``addr + i *
+        stride``.
 
         Args:
             addr: first address, a multiple of the pages' page size, like `size` and `offset`.
             size: bytes of one piece.
             pages: pages to map.
             offset: first byte within `pages`.
-            count: pieces.
+            count: number of pieces.
             stride: bytes between the starts of pieces.
             readonly: writes through this mapping are errors.
             consume: on success, drop the reference that `pages` holds; the mapping owns the pages.
             replace: map over existing mappings, which must cover the whole range and lose their
-                references. `pages` must have been mapped before. While they are replaced no GPU
-                work may touch the range; on ``uvm`` it may, unless a large page comes or goes
+                references. `pages` must have been mapped before. GPU work must not access the range
+                during the batch, except on ``uvm`` if no large page is created or removed
                 (`vmem.h`, VMEM_OP_REPLACE).
             offset_stride: bytes between the pieces' pages within `pages`; 0: `size`.
-            split: with `replace`: split large entries of which a piece takes a part. No GPU work
-                may touch any of their 2 MiB until the batch is over.
+            split: with `replace`: split large entries that a piece covers partly. No GPU work may
+                access any of their 2 MiB until the batch is finished.
         """
         flags = (_READONLY if readonly else 0) | (_CONSUME if consume else 0)
         if replace:
@@ -197,17 +198,17 @@ class OpBatch:
         Args:
             addr: first address, a multiple of the page size, like `size`.
             size: bytes of one piece.
-            count: pieces.
+            count: number of pieces.
             stride: bytes between the starts of pieces.
             page_size: bytes, 0 = the context's granule.
             dirty: do not zero the pages; they may show an earlier user's bytes.
-            spread: place each run in a separate 2 MiB chunk while there are empty chunks.
+            spread: place each run in its own 2 MiB chunk, as long as there are empty chunks.
             location: a `Location`.
             device: CUDA ordinal for `Location.PEER`.
             copy_from: initialise the new pages from this mapped address, which need not be aligned,
-                instead of with zeros. Unmapping it before the batch is over raises `Busy`.
+                instead of with zeros. Unmapping it before the batch is finished raises `Busy`.
             copy_stride: bytes between the sources of the pieces; 0: all copy the same source.
-            copy_bytes: bytes copied per piece; the rest is zero. 0: the whole piece.
+            copy_bytes: bytes copied per piece; the remaining bytes are zeroed. 0: the entire piece.
         """
         flags = (_DIRTY if dirty else 0) | (_SPREAD if spread else 0)
         if copy_from is None:
@@ -242,8 +243,8 @@ class OpBatch:
     ) -> None:
         """Unmaps every piece, all of which must be mapped unless `holes`.
 
-        `split`: split large entries of which a piece takes a part. No GPU work may touch any of
-        their 2 MiB until the batch is over. Without it that is `InvalidArgument`.
+        `split`: split large entries that a piece covers partly. No GPU work may access any of
+        their 2 MiB until the batch is finished. Without `split`, this raises `InvalidArgument`.
         """
         flags = (_HOLES if holes else 0) | (_SPLIT if split else 0)
         end = self._end
@@ -264,8 +265,8 @@ class OpBatch:
     ) -> None:
         """Remaps every piece with the fewest driver calls and entries, as `Context.join` does.
 
-        All of it must be mapped before the batch, unless `holes`. No GPU work may touch it until
-        the batch is over.
+        All of it must be mapped before the batch, unless `holes`. No GPU work may access it until
+        the batch is finished.
         """
         end = self._end
         if end == self._limit:
@@ -317,7 +318,7 @@ class OpBatch:
 
 
 def _bad_number(error: Exception, **values: int) -> NoReturn:
-    """Raises for the value that does not fit; the batch is unchanged."""
+    """Raises for the value that is not an unsigned 64-bit int; the batch is unchanged."""
     for name, value in values.items():
         if not isinstance(value, int):
             raise TypeError(f"{name}: expected int, not {value!r}") from error

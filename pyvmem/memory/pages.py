@@ -30,9 +30,9 @@ _SLICE_NS = 200_000_000
 class Pages(Scoped):
     """A reference to physical pages, made by `Context.create` or `Context.retain`.
 
-    The pages live while a handle or a mapping refers to them. End the reference with `release` or
-    `drop`; leaving a ``with`` block releases it. A reference that is never ended keeps its pages
-    until the context closes, and warns (ResourceWarning).
+    The pages live as long as a handle or a mapping refers to them. End the reference with `release`
+    or `drop`; leaving a ``with`` block releases it. A reference that is never ended keeps its pages
+    until the context is closed, and causes a ResourceWarning.
     """
 
     __slots__ = ("_context", "_done", "_nbytes", "_outcome")
@@ -45,12 +45,12 @@ class Pages(Scoped):
 
     handle: int = property(  # type: ignore[assignment]
         attrgetter("_outcome.cell.value"),
-        doc="libvmem's handle; 0: the call that makes it has not been made.",
+        doc="libvmem's handle; 0: the call that creates it has not returned.",
     )
 
     @property
     def nbytes(self) -> int:
-        """Length of the pages together."""
+        """Total length of the pages."""
         return self._nbytes
 
     @property
@@ -63,22 +63,23 @@ class Pages(Scoped):
         """Page size, runs, mappings, location.
 
         Raises:
-            BadHandle: released, dropped, consumed by a batch, or the context is closed.
+            BadHandle: the handle was released, dropped or consumed by a batch, or the context is
+                closed.
         """
         return PagesInfo._from_c(_native.handle_query(self._context.handle, self.handle))
 
     def release(self) -> None:
-        """Unmaps the one mapping of this handle, if there is one, and drops the reference.
+        """Unmaps the handle's mapping, if it has one, and drops the reference.
 
         Raises:
-            Busy: several mappings live; nothing changed (`Context.unmap` names a range).
+            Busy: there are several mappings; nothing changed. Use `Context.unmap`.
             BadHandle: released, dropped or consumed before.
         """
         _native.release(self._context.handle, self.handle)
         self._done = True
 
     def drop(self) -> None:
-        """Drops only the reference: mappings stay and keep their pages.
+        """Drops only the reference: mappings remain and keep their pages.
 
         Raises:
             BadHandle: released, dropped or consumed before.
@@ -87,7 +88,7 @@ class Pages(Scoped):
         self._done = True
 
     def abandon(self) -> None:
-        """`drop`, unless already dropped or consumed, or never created."""
+        """Drops the reference, unless it was already dropped or consumed, or never created."""
         if not self._done:
             if self._outcome.happened:
                 with suppress(BadHandle):
@@ -104,18 +105,19 @@ class Pages(Scoped):
     ) -> None:
         """Drops the reference to parts: `count` pieces of `size` bytes, the first at `offset`.
 
-        Pages that nothing else refers to return to the pool; the others keep their offsets. The
-        handle itself stays until it is dropped.
+        Pages without other references return to the pool; the remaining pages keep their offsets.
+        The handle itself is valid until it is dropped.
 
         Args:
-            offset: of the first piece, a multiple of the page size, like `size` and `stride`.
+            offset: offset of the first piece, a multiple of the page size, like `size` and
+                `stride`.
             size: bytes of one piece.
-            count: pieces.
+            count: number of pieces.
             stride: bytes between the starts of pieces.
-            outcome: records the result, whatever interrupts this call.
+            outcome: records the result even if an exception interrupts this call.
 
         Raises:
-            OutOfRange: beyond the end, or dropped before; nothing changed.
+            OutOfRange: a piece is beyond the end, or was dropped before; nothing changed.
             BadHandle: released, dropped or consumed before.
         """
         _native.drop_range(
@@ -127,7 +129,7 @@ class Pages(Scoped):
             self.release()
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
-        # Half-built objects have no _done.
+        # Objects whose constructor failed have no _done.
         made = not getattr(self, "_done", True) and self._outcome.happened
         if made and self._context.is_open:
             _warn(f"pages never released: {self!r}", ResourceWarning, source=self)
@@ -139,17 +141,17 @@ class Pages(Scoped):
 class Ticket:
     """A batch on the worker thread.
 
-    The result stays available however many batches follow: libvmem keeps it until this object has
-    read it. `wait` and `done` may be called again, by several threads, and after an exception from
-    outside (KeyboardInterrupt) as if they had not been. An object that is forgotten or closed does
-    not cancel its batch.
+    The result remains available however many batches follow: libvmem keeps it until this object has
+    read it. `wait` and `done` may be called repeatedly and by several threads; an exception such as
+    KeyboardInterrupt in a call has no effect on later calls. Closing or garbage-collecting the
+    object does not cancel its batch.
 
     Attributes:
         outcome: progress of the submitting call, valid even if an exception interrupted it.
     """
 
-    # _result: None: not known; True: success; else the batch's error. It is set before libvmem's
-    # ticket is dropped: a thread that finds the ticket dropped finds the result here.
+    # _result: None: unknown; True: success; else the batch's error. It is set before libvmem's
+    # ticket is dropped: a thread that finds the ticket dropped can read the result here.
     __slots__ = (
         "__weakref__", "_consumed", "_context", "_dropped", "_held", "_result", "outcome",
     )  # fmt: skip
@@ -159,7 +161,7 @@ class Ticket:
         self.outcome = Outcome()
         self._consumed: list[Pages] = []
         self._result: VMemError | bool | None = None
-        self._held = False  # by the context, which keeps events for the batch
+        self._held = False  # True if the context keeps the batch's events alive
         self._dropped = False
 
     @property
@@ -182,7 +184,7 @@ class Ticket:
         Raises:
             Timeout: not finished in time.
             BadHandle: the context is closed, or `close` was called, before the result was known.
-            VMemError: the batch's error; all of it was undone.
+            VMemError: the batch's error; the entire batch was undone.
         """
         left = _SLICE_NS if timeout is None else max(0, int(timeout * 1e9))
         while not self._ask(min(left, _SLICE_NS)):
@@ -191,15 +193,18 @@ class Ticket:
             if left <= _SLICE_NS:
                 _native.fail(
                     errno.ETIMEDOUT,
-                    f"the batch was not finished within {timeout} s",
+                    f"the batch did not finish within {timeout} s",
                     op="vmem_wait",
                 )
             left -= _SLICE_NS
         if isinstance(self._result, VMemError):
-            raise copy.copy(self._result)  # each raise adds to a traceback
+            raise copy.copy(self._result)  # a copy, since each raise extends the traceback
 
     def _ask(self, timeout_ns: int) -> bool:
-        """Waits at most this long; True if the result is known. Every step can be repeated."""
+        """Waits up to `timeout_ns`; returns true if the result is known.
+
+        Safe to repeat if interrupted.
+        """
         if self._result is None:
             try:
                 if not _native.wait(self._context.handle, self.handle, timeout_ns):
@@ -207,11 +212,11 @@ class Ticket:
                 self._result = True
             except VMemError as error:
                 if error.errno not in (errno.EBADF, errno.ECHILD):
-                    # A rolled-back batch consumed nothing: the caller owns the references again.
+                    # The batch was rolled back, so the caller owns the consumed references again.
                     for pages in self._consumed:
                         pages._done = False
                     self._result = error.with_traceback(None)
-                elif self._result is None:  # else another thread was faster
+                elif self._result is None:  # otherwise another thread was faster
                     raise
         if not self._dropped:
             self._drop()
@@ -222,7 +227,7 @@ class Ticket:
         self._dropped = True
 
     def done(self) -> bool:
-        """True if the batch has finished or failed; does not wait.
+        """Returns true if the batch has finished or failed; does not wait.
 
         Raises:
             BadHandle: as for `wait`.
@@ -230,18 +235,19 @@ class Ticket:
         return self._ask(0)
 
     def _over(self) -> bool:
-        """True if libvmem no longer needs the batch's events."""
+        """Returns true if libvmem no longer needs the batch's events."""
         return self.done() if self.sent else bool(self.outcome.cell.called)
 
     def order(self, stream: Any = None) -> None:
-        """Waits until the mappings are made, then lets `stream` wait for the fills.
+        """Waits until the mappings are done, then makes `stream` wait for the fills.
 
         Args:
-            stream: a stream as in ``after``; None: the current stream. Given an event, which cannot
-                be made to wait, and on ``host``: the same as `wait`.
+            stream: a stream as in ``after``; None: the current stream. For an event, which cannot
+                be made to wait, and on ``host``, this is the same as `wait`.
 
         Raises:
-            NotGpuWork: it is neither. InvalidArgument: the stream is being captured.
+            NotGpuWork: it is neither a stream nor an event. InvalidArgument: the stream is being
+                captured.
             VMemError: the batch's error.
         """
         device = self._context.cuda_device
@@ -256,7 +262,7 @@ class Ticket:
         self.wait()
 
     def close(self) -> None:
-        """Discards the result if it is not known yet; the batch runs on. Idempotent."""
+        """Discards the result if it is not known yet; the batch continues to run. Idempotent."""
         if self.sent and not self._dropped and not self._held:
             self._drop()
 
@@ -270,10 +276,10 @@ class Ticket:
 
 
 def drop_forgotten(vm: int, numbers: deque[int]) -> None:
-    """Drops the tickets whose objects were collected before their result was known."""
+    """Drops the tickets whose objects were garbage-collected before their result was known."""
     while numbers:
-        # Other threads may run this too: a number is removed only after its drop, so none is
-        # missed.
+        # Other threads may run this, too: a number is removed only after its ticket is dropped, so
+        # no ticket is missed.
         try:
             number = numbers[0]
             _native.ticket_drop(vm, number)

@@ -38,8 +38,8 @@ def warn_plain(size: int) -> None:
     warnings.warn(
         f"{size} bytes were reserved plain: visible reservations together must stay below "
         "the card's free memory. CUDA's kernels, DLPack, index_copy_ and strided copies work; "
-        "Triton's launcher refuses these addresses, and so does cudaMemcpy, by which contiguous "
-        "copy_, clone, .cpu() and .item() copy: use Context.copy, read, write and fill instead, or "
+        "Triton's launcher rejects these addresses, and so does cudaMemcpy, which contiguous "
+        "copy_, clone, .cpu() and .item() use: call Context.copy, read, write and fill instead, or "
         "reserve less.",
         PlainReservationWarning,
         stacklevel=3,
@@ -49,10 +49,10 @@ def warn_plain(size: int) -> None:
 class Reservation(Closable):
     """A range of virtual addresses, made by `Context.reserve`.
 
-    Offsets are bytes from its start. Tensors, arrays and buffers over it keep it (and its context)
-    alive, and `close` raises `Busy` while any of them lives. A context manager: leaving the block
-    unmaps what is mapped and closes. A forgotten reservation stays until the context closes, and
-    warns (ResourceWarning).
+    Offsets are in bytes from its start. Tensors, arrays and buffers over it keep it (and its
+    context) alive, and `close` raises `Busy` while any of them is alive. As a context manager, it
+    is unmapped and closed at the end of the block. A reservation that is garbage-collected without
+    `close` remains until the context is closed, and causes a ResourceWarning.
     """
 
     __slots__ = (
@@ -70,11 +70,13 @@ class Reservation(Closable):
     _info: RangeInfo
 
     addr: int = property(  # type: ignore[assignment]  # as `Pages.handle`: steps read it
-        attrgetter("_outcome.cell.value"), doc="The first address; 0 before the reserving call."
+        attrgetter("_outcome.cell.value"),
+        doc="The first address; 0 until it is reserved.",
     )
 
     def __init__(self, context: Context, outcome: Outcome) -> None:
-        self._outcome = outcome  # first: `__del__` of one that was interrupted here reads it
+        # set first: `__del__` reads it even if the constructor is interrupted
+        self._outcome = outcome
         self._ending = reentrant_lock()
         self._closed = self._closing = False
         self._context = context
@@ -83,12 +85,12 @@ class Reservation(Closable):
 
     @property
     def context(self) -> Context:
-        """The context it belongs to."""
+        """The context that the reservation belongs to."""
         return self._context
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length of the reservation."""
         return self._info.nbytes
 
     @property
@@ -103,12 +105,12 @@ class Reservation(Closable):
 
     @property
     def is_open(self) -> bool:
-        """True until it or its context is closed."""
+        """True until the reservation or its context is closed."""
         return not self._closed and self._context.is_open
 
     @property
     def live_arrays(self) -> int:
-        """The number of live arrays, tensors and buffers over it."""
+        """The number of live arrays, tensors and buffers over the reservation."""
         # Not `len`: if a signal's exception suppressed a weak reference's callback, the dictionary
         # still counts its dead array.
         return sum(one() is not None for one in self._arrays.valuerefs())
@@ -118,7 +120,9 @@ class Reservation(Closable):
         return [array for one in self._arrays.valuerefs() if (array := one()) is not None]
 
     def _at(self, offset: int, size: int, op: str) -> int:
-        """The address of an offset, bounds-checked: libvmem would accept one past the end."""
+        """Returns the address at `offset`; raises if `size` bytes from there exceed the
+        reservation.
+        """
         if self._closed or self._closing:
             self._raise_closed(op)
         offset, size = operator.index(offset), operator.index(size)
@@ -154,11 +158,11 @@ class Reservation(Closable):
         self._context.map(addr, length, pages, pages_offset, readonly=readonly)
 
     def unmap(self, offset: int, size: int) -> None:
-        """Unmaps a range, all of which must be mapped."""
+        """Unmaps a range, which must be fully mapped."""
         self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
 
     def join(self, offset: int = 0, size: int | None = None) -> int:
-        """Remaps pages that were mapped one by one in one piece; see `Context.join`."""
+        """Remaps in one piece pages that were mapped one by one; see `Context.join`."""
         length = self.nbytes - offset if size is None else size
         return self._context.join(self._at(offset, length, "vmem_join"), length)
 
@@ -176,7 +180,7 @@ class Reservation(Closable):
         self._context.fill(self._at(offset, size, "vmem_fill"), size, value)
 
     def query(self, offset: int = 0) -> RangeInfo:
-        """The state of an offset."""
+        """Returns the state at an offset."""
         return self._context.query(self._at(offset, 1, "vmem_range_query"))
 
     # ---- tensors -------------------------------------------------------------------------------
@@ -188,11 +192,11 @@ class Reservation(Closable):
         strides: Sequence[int] | None = None,
         offset: int = 0,
     ) -> VirtualArray:
-        """An array over the addresses, for any library (``__dlpack__`` and its like).
+        """Returns an array over the addresses, for any library (through ``__dlpack__`` and others).
 
-        Memory is neither read nor written, and need not be mapped until elements are used: on the
-        CPU reading an unmapped element raises `NotMapped` and writing one ends the process, on a
-        GPU either ends the CUDA context.
+        Memory is neither read nor written, and need not be mapped until elements are used. On the
+        CPU, reading an unmapped element raises `NotMapped` and writing one kills the process; on a
+        GPU, both break the CUDA context.
 
         Args:
             shape: elements along each dimension.
@@ -201,7 +205,7 @@ class Reservation(Closable):
             offset: offset of the first element in bytes, a multiple of the element size.
 
         Raises:
-            InvalidArgument: it does not fit (both sizes are named), or is malformed.
+            InvalidArgument: the array does not fit (the text has both sizes), or is malformed.
             BadHandle: the reservation or its context is closed.
         """
         array = VirtualArray(self, shape, dtype, strides, offset)
@@ -220,18 +224,19 @@ class Reservation(Closable):
         strides: Sequence[int] | None = None,
         offset: int = 0,
     ) -> Any:
-        """A torch.Tensor over the addresses: on the CPU for ``host``, on CUDA else.
+        """Returns a torch.Tensor over the addresses, on the CPU for ``host``, otherwise on CUDA.
 
-        Arguments and errors as for `array`. Needs torch.
+        Arguments and errors are those of `array`. Needs torch.
         """
-        # Import torch before making the array: without numpy, torch keeps the stack that first
-        # imports it, and an array in the locals of those frames would live until the process ends.
+        # Import torch before creating the array: without numpy, torch keeps alive the stack that
+        # first imports it, and an array in the locals of those frames would live until the process
+        # exits.
         import torch  # noqa: F401
 
         return torch_tensor(self.array(shape, dtype, strides, offset))
 
     def buffer(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
-        """A writable memoryview of bytes (``host`` only: the CPU reads the addresses).
+        """Returns a writable memoryview of bytes; only on ``host``, where the CPU can access them.
 
         Raises:
             NotSupported: the CPU cannot reach this back end's memory.
@@ -243,11 +248,11 @@ class Reservation(Closable):
         return self.array((self.nbytes,), "uint8")
 
     def __dlpack__(self, **options: Any) -> Any:
-        """The whole range as bytes; see `VirtualArray.__dlpack__`."""
+        """Exports the entire range as bytes; see `VirtualArray.__dlpack__`."""
         return self._whole().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """DLPack's device type and index."""
+        """Returns DLPack's device type and index."""
         return self._whole().__dlpack_device__()
 
     # ---- end -----------------------------------------------------------------------------------
@@ -255,13 +260,13 @@ class Reservation(Closable):
     def close(self, *, unmap: bool = False) -> None:
         """Frees the addresses. Does nothing when called again or once the context is closed.
 
-        A call of another thread is waited for.
+        Waits for a concurrent call by another thread.
 
         Args:
-            unmap: unmap what is still mapped, instead of Busy.
+            unmap: unmap what is still mapped, instead of raising Busy.
 
         Raises:
-            Busy: arrays or tensors live, or mappings; nothing changed.
+            Busy: arrays, tensors or mappings are alive; nothing changed.
         """
         outcome = self._freed
         with self._context._lock:
@@ -269,10 +274,10 @@ class Reservation(Closable):
             if self._closed or self._context._closed:
                 return
             if not self._context.is_open:
-                self._context.stats()  # raises: it is the parent's of a fork
+                self._context.stats()  # raises ForkedProcess
             live = self.live_arrays
-            self._closing = not live  # from here on no new tensor
-            live = live or self.live_arrays  # made by a signal handler in between
+            self._closing = not live  # from here on no tensor can be created
+            live = live or self.live_arrays  # created by a signal handler in between
             if live:
                 self._closing = False
                 _native.fail(
@@ -285,7 +290,7 @@ class Reservation(Closable):
                 )
         flags = _UNMAP if unmap else 0
         try:
-            # One thread at a time: `outcome` says whether there is anything left to do.
+            # One thread at a time: `outcome` says whether the reservation has already been freed.
             with self._ending:
                 _native.free(self._context.handle, self.addr, flags, outcome=outcome)
         except VMemError:
@@ -294,7 +299,7 @@ class Reservation(Closable):
         self._closed = True
 
     def leave(self) -> None:
-        """Leaves a reservation that cannot be freed to the context's close."""
+        """Leaves the freeing to the context's `close`."""
         self._closed = True
 
     def abandon(self) -> None:
@@ -313,6 +318,6 @@ class Reservation(Closable):
             _warn(f"reservation never closed: {self!r}", ResourceWarning, source=self)
 
     def __repr__(self) -> str:
-        known = hasattr(self, "_info")  # not before it is made, or where that was interrupted
+        known = hasattr(self, "_info")  # absent until it is reserved
         length = f"{self.nbytes} bytes" if known else "length not known"
         return f"<Reservation {self.addr:#x}, {length}>"

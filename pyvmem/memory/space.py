@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The address-based calls of a context: mapping, contents, the pool, checks."""
+"""The address-based methods of a context: mapping, contents, the pool, checks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LARGE_READ = 64 << 20
 
 
 class AddressSpace:
-    """The methods of `Context` that need only libvmem's context."""
+    """The methods of `Context` that need only libvmem's context handle."""
 
     handle: int
     """libvmem's context (vmem_t)."""
 
     def query(self, addr: int) -> RangeInfo:
-        """The reservation around an address, and the address's own state."""
+        """Returns the reservation that contains an address, and the address's state."""
         return RangeInfo._from_c(_native.range_query(self.handle, addr))
 
     # ---- mapping -------------------------------------------------------------------------------
@@ -45,9 +45,9 @@ class AddressSpace:
         _native.map(self.handle, addr, size, pages.handle, offset, flags)
 
     def unmap(self, addr: int, size: int) -> None:
-        """Unmaps a range, all of which must be mapped; may cut mappings, but splits no large entry.
+        """Unmaps a range, which must be fully mapped. May cut mappings, but not large entries.
 
-        No unfinished GPU work may touch it; `batch` and `submit` can wait for such work.
+        No unfinished GPU work may access it; `batch` and `submit` can wait for such work.
         """
         _native.unmap(self.handle, addr, size)
 
@@ -76,7 +76,7 @@ class AddressSpace:
         return bytes(_native.ffi.buffer(buffer, size))
 
     def read_into(self, addr: int, data: Any) -> None:
-        """Copies as many bytes as `data`, a writable buffer, has; it may be pinned host memory.
+        """Fills `data`, a writable buffer, from the device; it may be pinned host memory.
 
         Raises:
             NotMapped: a byte is not mapped.
@@ -95,29 +95,29 @@ class AddressSpace:
         _native.write(self.handle, addr, buffer, len(buffer))
 
     def copy(self, dst: int, src: int, size: int) -> None:
-        """Copies within the context; complete on return."""
+        """Copies within the context. The copy is complete on return."""
         _native.copy(self.handle, dst, src, size)
 
     def fill(self, addr: int, size: int, value: int = 0) -> None:
-        """Fills a range with the byte `value` (0 to 255); complete on return."""
+        """Fills a range with the byte `value` (0 to 255). The fill is complete on return."""
         _native.fill(self.handle, addr, size, value)
 
     # ---- pool ----------------------------------------------------------------------------------
 
     def warm(self, nbytes: int) -> None:
-        """Takes memory from the driver until `nbytes` are free in the device pool."""
+        """Allocates memory from the driver until `nbytes` are free in the device pool."""
         _native.warm(self.handle, whole("nbytes", nbytes))
 
     def trim(self, keep: int = 0) -> int:
-        """Returns empty slabs to the driver while `keep` free bytes remain; returns their bytes."""
+        """Returns empty slabs to the driver, but keeps `keep` free bytes. Returns their bytes."""
         return _native.trim(self.handle, whole("keep", keep))
 
     def join(self, addr: int, size: int) -> int:
-        """Remaps each run that was mapped page by page in one piece; returns the driver calls made.
+        """Remaps in one piece each run that was mapped page by page; returns the driver calls made.
 
-        With `large_entries` (`Context`), every whole block gets one large entry. A safe point only:
-        no GPU work may touch the range. `OpBatch.join` does the same as part of a batch, ordered
-        after other work.
+        With `large_entries` (`Context`), each complete block is mapped by a large entry. Call it
+        only at a safe point: no GPU work may access the range. `OpBatch.join` does the same as part
+        of a batch, ordered after other work.
         """
         return _native.join(self.handle, addr, operator.index(size))
 
@@ -127,19 +127,19 @@ class AddressSpace:
         """Checks every internal invariant; slow.
 
         Raises:
-            DriverError: the first contradiction.
+            DriverError: an invariant is violated; the text describes the first violation.
         """
         _native.check(self.handle)
 
     def inject(
         self, kinds: Inject | int, skip: int = 0, count: int = 1, error: int = errno.EIO
     ) -> None:
-        """Fails driver calls of these kinds: lets `skip` pass, then fails the next `count`.
+        """Makes driver calls of these kinds fail: the first `skip` pass, the next `count` fail.
 
         Args:
             kinds: which calls.
-            skip: calls that pass.
-            count: calls that fail; 0 ends it.
+            skip: number of calls that pass.
+            count: number of calls that fail; 0 stops the injection.
             error: positive errno that they fail with.
         """
         _native.inject(self.handle, operator.index(kinds), skip, count, error)

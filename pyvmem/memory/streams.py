@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Converts GPU work and devices of other libraries for libvmem.
+"""Converts other libraries' GPU work and devices for libvmem.
 
-Objects that name GPU work, wherever a call takes a ``stream`` or an ``after``:
+Objects that name GPU work, for all arguments ``stream`` and ``after``:
 
     torch.cuda.Stream, cuda.core Stream, anything with __cuda_stream__    the stream's work so far
-    None, CurrentStream                                  the same of torch's current stream
+    None, CurrentStream                                  torch's current stream's work so far
     torch.cuda.Event, cuda.core Event                    the work before the event was recorded
-    FdEvent                                              until its descriptor polls readable
+    FdEvent                                              work until its descriptor polls readable
 
 `work_of` alone classifies them, and rejects everything else. The caller must not record an event
 again before its work is complete: it would then stand for other work.
 
-CUDA graphs: a stream that is being captured has no work to wait for and cannot be made to wait for
-work outside of the capture; calls that would have to are rejected (InvalidArgument), and the
+CUDA graphs: a stream that is being captured has no work to wait for, and cannot be made to wait for
+work outside the capture. Calls that would need either are rejected (InvalidArgument), and the
 capture continues. So call a cache before or after a capture, not within it. Querying whether work
 is complete is allowed during a capture in any thread and mode (`relaxed`).
 
-Nothing here imports torch or cuda.core: an object can only be theirs if they are loaded already.
+This module does not import torch or cuda.core: an object can only be theirs if they are loaded.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _FD: Final = _native.constant("VMEM_AFTER_FD")
 class FdEvent(Closable):
     """Work that is finished when a descriptor polls readable: an eventfd, a sync_file, a pipe.
 
-    Works on every back end; on ``host`` it stands for GPU work. The caller keeps ownership of the
-    descriptor; libvmem duplicates it before waiting, so it may be closed at once.
+    Works on every back end; on ``host`` it represents GPU work. The caller keeps ownership of the
+    descriptor; libvmem duplicates it before waiting, so it may be closed right after a call.
     """
 
     __slots__ = ("_own", "fd")
@@ -86,7 +86,7 @@ class FdEvent(Closable):
 
     @classmethod
     def create(cls) -> FdEvent:
-        """A new eventfd, not readable until `set`; closed by `close`, or with the object."""
+        """Creates an eventfd, not readable until `set`; closed by `close` or with the object."""
         event = cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         event._own = True
         return event
@@ -96,9 +96,9 @@ class FdEvent(Closable):
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        """Closes the descriptor if `create` made it. Idempotent."""
+        """Closes the descriptor if `create` opened it. Idempotent."""
         if self._own:
-            self._own, fd, self.fd = False, self.fd, -1  # the number may be reused
+            self._own, fd, self.fd = False, self.fd, -1  # cleared first: the number may be reused
             os.close(fd)
 
     def __del__(self, _close: Any = os.close) -> None:
@@ -121,7 +121,7 @@ CurrentStream: Final = _CurrentStream()
 
 
 class KeptEvents:
-    """Events that live until the batches that wait for them are finished, as vmem.h asks."""
+    """Keeps events alive until the batches that wait for them are finished, as vmem.h requires."""
 
     def __init__(self) -> None:
         self._lock = reentrant_lock()
@@ -130,16 +130,16 @@ class KeptEvents:
     def keep(self, ticket: Ticket, events: list[Any]) -> None:
         """Keeps what `after_items` returned for a batch that will be submitted with `ticket`.
 
-        Drops entries of finished batches. The ticket is kept too: once libvmem's ticket is dropped,
-        it is unknown whether the batch is finished.
+        Drops entries of finished batches. The ticket is kept, too: once libvmem's ticket is
+        dropped, there is no way to tell whether the batch is finished.
         """
         with self._lock:
             kept = self._kept
-            # Checks two entries per new one, round-robin: a batch that never ends does not block
-            # the rest.
+            # Checks two entries per new entry, round-robin, so that a batch that never finishes
+            # does not block the others.
             for one in list(islice(kept, 2)):
                 if one[0]._over():
-                    with suppress(ValueError):  # a finalizer's call may have removed it
+                    with suppress(ValueError):  # a call from a finalizer may have removed it
                         kept.remove(one)
                 else:
                     kept.rotate(-1)
@@ -147,19 +147,19 @@ class KeptEvents:
             kept.append((ticket, events))
 
     def clear(self) -> None:
-        """Drops all events; no batch may be unfinished."""
+        """Drops all events; all batches must be finished."""
         with self._lock:
             self._kept.clear()
 
 
 def device_ordinal(device: Any) -> int:
-    """The CUDA ordinal of an int, a ``torch.device`` (or its string) or a ``cuda.core`` Device.
+    """Returns the CUDA ordinal of an int, a ``torch.device`` (or its string) or cuda.core Device.
 
-    A device without an index (``"cuda"``) is torch's current one; ``"cpu"`` is 0, for ``host``.
+    A device without an index (``"cuda"``) is torch's current device; ``"cpu"`` is 0, for ``host``.
 
     Raises:
-        TypeError: none of these.
-        InvalidArgument: a string that names no CUDA device.
+        TypeError: `device` is of another type.
+        InvalidArgument: a string that does not name a CUDA device.
     """
     if isinstance(device, int):
         if device < 0:
@@ -190,7 +190,7 @@ def _current_device(kind: str) -> int:
     return 0
 
 
-# ---- naming GPU work -------------------------------------------------------------------------
+# ---- GPU work --------------------------------------------------------------------------------
 
 
 class Kind(enum.Enum):
@@ -208,7 +208,7 @@ class Work(NamedTuple):
     Attributes:
         kind: stream, event or descriptor.
         library: ``"torch"``, ``"cuda.core"``, or ``""`` for another library's stream.
-        handle: CUstream, CUevent (0: never recorded) or descriptor; 0 of the current stream.
+        handle: CUstream, CUevent (0: never recorded) or descriptor; 0 for the current stream.
         source: the object itself.
     """
 
@@ -219,7 +219,7 @@ class Work(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        """True if it can be made to wait for other work."""
+        """True if the object can be made to wait for other work."""
         return self.kind in (Kind.CURRENT, Kind.STREAM)
 
 
@@ -236,7 +236,7 @@ def work_of(given: Any, what: str = "stream") -> Work:
         what: the name of the caller's argument, for the error.
 
     Raises:
-        NotGpuWork: it is none of these; also raised on ``host``.
+        NotGpuWork: the object is not in that list; also raised on ``host``.
         InvalidArgument: an `FdEvent` whose descriptor is negative or too large.
     """
     if given is None or given is CurrentStream:
@@ -265,7 +265,7 @@ def work_of(given: Any, what: str = "stream") -> Work:
 
 
 def check(stream: Any) -> None:
-    """Validates a stream up front, for calls that use it only after changing something."""
+    """Validates a stream, for calls that change something before they use it."""
     if stream is not None:
         work_of(stream)
 
@@ -279,7 +279,7 @@ def _is_core(given: Any) -> bool:
 
 
 def _protocol_handle(given: Any, answer: Any, what: str) -> int:
-    """The CUstream in a result of ``__cuda_stream__``: (protocol version, handle)."""
+    """Returns the CUstream in a result of ``__cuda_stream__``: (protocol version, handle)."""
     if isinstance(answer, tuple) and len(answer) >= 2 and answer[0] == 0 and _is_handle(answer[1]):
         return int(answer[1])
     raise _refusal(given, what, f"; its __cuda_stream__() is {answer!r:.60}, not (0, handle)")
@@ -294,14 +294,14 @@ def _refusal(given: Any, what: str, more: str = "") -> NotGpuWork:
 
 
 def stream_handle(stream: Any, device: int | None) -> int:
-    """The CUstream of a stream object, of `CurrentStream` or of None (the current stream).
+    """Returns the CUstream of a stream object, of `CurrentStream` or of None (the current stream).
 
     Args:
         stream: torch.cuda.Stream, cuda.core Stream, anything with ``__cuda_stream__``, None.
-        device: CUDA ordinal whose current stream is meant; None: ``host``, every stream is 0.
+        device: CUDA ordinal, for the current stream; None: ``host``, where every stream is 0.
 
     Raises:
-        NotGpuWork: not a stream; events are rejected too.
+        NotGpuWork: not a stream; events are rejected, too.
     """
     work = work_of(stream)
     if not work.is_stream:
@@ -317,11 +317,12 @@ def stream_handle(stream: Any, device: int | None) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-_with_cuda: Any = None  # a torch with CUDA; is_available() asks the driver every time
+# torch, once it is known to have CUDA; is_available() queries the driver each time
+_with_cuda: Any = None
 
 
 def has_cuda(torch: Any) -> bool:
-    """True if torch can use a GPU; a positive answer is cached."""
+    """Returns true if torch can use a GPU; a positive result is cached."""
     global _with_cuda
     if torch is _with_cuda:
         return True
@@ -332,7 +333,7 @@ def has_cuda(torch: Any) -> bool:
 
 
 def torch_stream(work: Work, device: int) -> Any:
-    """A stream as torch's, which must be loaded and have CUDA."""
+    """Returns a stream as torch.cuda.Stream; torch must be loaded and have CUDA."""
     torch = sys.modules["torch"]
     if work.kind is Kind.CURRENT:
         return torch.cuda.current_stream(device)
@@ -344,13 +345,13 @@ def torch_stream(work: Work, device: int) -> Any:
 
 
 def core_stream(work: Work, device: int) -> Any:
-    """A stream as cuda.core's, which must be loaded. Keep `work` for as long as it is used."""
+    """Returns a stream as cuda.core's, which must be loaded; it is valid while `work` is alive."""
     if work.library == "cuda.core":
         return work.source
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        with torch.cuda.device(device):  # names of default streams belong to the current context,
-            torch.cuda.is_current_stream_capturing()  # which a thread has from its first call on
+        with torch.cuda.device(device):  # default streams belong to the current context,
+            torch.cuda.is_current_stream_capturing()  # which the first call of a thread creates
     core: Any = sys.modules.get("cuda.core") or sys.modules["cuda.core.experimental"]
     return core.Stream.from_handle(stream_handle(work.source, device) or _LEGACY)
 
@@ -370,12 +371,12 @@ def _driver() -> Any:
 def relaxed(ask: Callable[[], _T]) -> _T:
     """Calls `ask` in a mode that allows event queries while any thread captures a stream.
 
-    In CUDA's default mode of capture cuEventQuery and cuEventSynchronize would break the capture.
+    In CUDA's default capture mode, cuEventQuery and cuEventSynchronize would break the capture.
     """
     exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
     if exchange is None:
         return ask()
-    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; gets the mode before
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; replaced by the previous mode
     changed = exchange(ctypes.byref(mode)) == 0
     try:
         return ask()
@@ -391,7 +392,7 @@ def refuse_captured(stream: Any, device: int) -> None:
 
 
 def refuse_captured_handle(handle: int) -> None:
-    """As `refuse_captured`, for a CUstream."""
+    """Does the same as `refuse_captured` for a CUstream."""
     is_capturing = getattr(_driver(), "cuStreamIsCapturing", None)
     if is_capturing is None:
         return
@@ -399,7 +400,7 @@ def refuse_captured_handle(handle: int) -> None:
     code = is_capturing(ctypes.c_void_p(handle), ctypes.byref(status))
     if (code == 0 and status.value) or code == 906:  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
         raise InvalidArgument(
-            "the stream is being captured into a CUDA graph: name one that is not",
+            "the stream is being captured into a CUDA graph: pass one that is not",
             errno=errno.EINVAL,
         )
 
@@ -408,11 +409,11 @@ def refuse_captured_handle(handle: int) -> None:
 
 
 def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Waits until a descriptor polls readable or fails; a signal handler's exception ends the wait.
+    """Waits until a descriptor polls readable or fails, or a signal handler raises.
 
     Args:
         fd: the descriptor.
-        wanted: polled ten times a second; False also ends the wait.
+        wanted: called ten times a second; the wait also stops if it returns false.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -423,7 +424,7 @@ def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
 def wait_after(after: Iterable[Any], wanted: Callable[[], bool]) -> None:
     """Waits for the descriptors in an ``after`` argument before a C call that would wait for them.
 
-    A signal would not interrupt the C call's wait. `wanted`: as for `wait_readable`.
+    A signal could not interrupt the C call. `wanted`: as for `wait_readable`.
     """
     works = [work_of(item, "after") for item in after]
     for work in works:
@@ -441,16 +442,16 @@ def after_items(after: Iterable[Any], device: int | None) -> tuple[tuple[Any, in
 
     Returns:
         The C array with its length, and the event objects that must live until the batch is
-        finished (streams need not: work so far is recorded at once).
+        finished (unlike streams, whose work so far is recorded immediately).
 
     Raises:
-        NotGpuWork: an item is none of these.
+        NotGpuWork: an item has another type.
     """
     items: list[tuple[int, int]] = []
     keep: list[Any] = []
     for item in after:
         if item is None:
-            raise _refusal(item, "after", "; say CurrentStream for the current stream")
+            raise _refusal(item, "after", "; use CurrentStream for the current stream")
         work = work_of(item, "after")
         if work.kind is Kind.FD:
             items.append((_FD, work.handle))

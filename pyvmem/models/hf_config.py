@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reads layer shapes, dtype and limits from Hugging Face configurations.
 
-This is the only module that knows the attributes of these configurations; the cache, the layouts
-and the transformers plugin use it.
+Only this module knows the attributes of these configurations; the cache, the layouts and the
+transformers plug-in use it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _EMPTY = ("moe", "mlp")
 
 ATTENTION = {*_FULL, _SLIDING}
 NO_ATTENTION = (*_STATE, *_EMPTY)
-"""Kinds of layers without attention: those with a state, and those that keep nothing."""
+"""Kinds of layers without attention: layers with a state, and layers that store nothing."""
 
 
 def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
-    """The fields of `KVCacheConfig` for a transformers model whose layers are all alike.
+    """Returns the fields of `KVCacheConfig` for a transformers model with identical layers.
 
     Args:
         config: a transformers ``PreTrainedConfig``, or anything with its attributes.
-        given: fields the caller sets itself.
+        given: fields that the caller sets itself.
 
     Raises:
-        InvalidArgument: an attribute is missing, or layers keep something other than keys and
+        InvalidArgument: an attribute is missing, or layers store something other than keys and
             values.
     """
     text = text_config(config)
@@ -58,7 +58,7 @@ def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
     if kinds and "num_layers" not in given:
         raise invalid(
             f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which "
-            "keep something else; layer_shapes tells its layers apart, for LayeredCache",
+            "store something else; use layer_shapes and LayeredCache",
             op="KVCacheConfig.from_hf",
         )
     found: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a transformers configuration.
+    """Returns the language model's part of a transformers configuration.
 
     Raises InvalidArgument if there are several.
     """
@@ -92,15 +92,15 @@ def text_config(config: Any) -> Any:
 
 
 def _attribute(text: Any, name: str) -> Any:
-    """Reads an attribute; None if the configuration lacks it.
+    """Reads an attribute; None if the configuration does not have it.
 
-    Raises InvalidArgument if it differs between layers, which transformers reports as an error.
+    Raises InvalidArgument if it differs between layers: transformers then raises an error itself.
     """
     try:
         return getattr(text, name, None)
     except RuntimeError:
         raise invalid(
-            f"{type(text).__name__}: its layers differ in {name}; layer_shapes tells them apart",
+            f"{type(text).__name__}: its layers differ in {name}; use layer_shapes",
             op="layer_shapes",
         ) from None
     except ValueError as error:
@@ -108,13 +108,13 @@ def _attribute(text: Any, name: str) -> Any:
 
 
 def _first(text: Any, field: str, *names: str) -> Any:
-    """The value of the first of these attributes that is set."""
+    """Returns the value of the first of these attributes that is set."""
     for name in names:
         value = _attribute(text, name)
         if value is not None:
             return value
     raise invalid(
-        f"{type(text).__name__} has no {' or '.join(names)}; give {field} yourself",
+        f"{type(text).__name__} has no {' or '.join(names)}; pass {field}",
         op="layer_shapes",
     )
 
@@ -124,7 +124,7 @@ def _num_layers(text: Any) -> Any:
 
 
 def _num_kv_heads(text: Any) -> Any:
-    """KV heads over all ranks. Falcon has a flag for a single KV head."""
+    """Returns the number of KV heads of all ranks. Falcon has a flag for a single KV head."""
     own = _attribute(text, "num_key_value_heads")
     if own is None and _attribute(text, "multi_query"):
         return _attribute(text, "num_kv_heads") if text.new_decoder_architecture else 1
@@ -139,21 +139,21 @@ def _head_dim(text: Any) -> Any:
     heads = _first(text, "head_dim", "num_attention_heads", "n_head")
     if heads < 1 or hidden % heads:
         raise invalid(
-            f"hidden size {hidden} is not a multiple of {heads} heads; give head_dim",
+            f"hidden size {hidden} is not a multiple of {heads} heads; pass head_dim",
             op="layer_shapes",
         )
     return hidden // heads
 
 
 def _latent(text: Any) -> Any:
-    """Elements of MLA's latent, rotary part included."""
+    """Returns the elements of MLA's latent, including the rotary part."""
     return text.kv_lora_rank + _first(text, "head_dim", "qk_rope_head_dim")
 
 
 def dtype_of(config: Any) -> Any:
-    """The type of a model's weights, and so of its keys and values.
+    """Returns the dtype of a model's weights, and therefore of its keys and values.
 
-    Raises InvalidArgument if neither the text part nor the whole configuration gives it.
+    Raises InvalidArgument if neither the text part nor the full configuration gives it.
     """
     text = text_config(config)
     for one in (text, config):
@@ -162,12 +162,12 @@ def dtype_of(config: Any) -> Any:
             if value is not None:
                 return value
     raise invalid(
-        f"{type(text).__name__} has no dtype or torch_dtype; give dtype yourself", op="layer_shapes"
+        f"{type(text).__name__} has no dtype or torch_dtype; pass dtype", op="layer_shapes"
     )
 
 
 def longest_of(config: Any) -> Any:
-    """The longest sequence a model supports, in tokens."""
+    """Returns the length of the longest sequence that a model supports, in tokens."""
     return _first(
         text_config(config),
         "max_seq_len",
@@ -178,13 +178,14 @@ def longest_of(config: Any) -> Any:
 
 
 def _kinds(text: Any) -> Any:
-    """The kind of every layer; None if all are alike. RecurrentGemma has its own attribute for
-    it."""
+    """Returns the kind of every layer; None if they do not differ.
+
+    RecurrentGemma has its own attribute for the kinds."""
     return _attribute(text, "layer_types") or _attribute(text, "layers_block_type")
 
 
 def _window(text: Any) -> int:
-    """The window shared by all layers; 0 if a layer has full attention."""
+    """Returns the window shared by all layers; 0 if a layer has full attention."""
     kinds = _kinds(text)
     if kinds is not None and set(kinds) != {_SLIDING}:
         return 0
@@ -194,22 +195,22 @@ def _window(text: Any) -> int:
 
 
 def layer_shapes(config: Any) -> list[Shape]:
-    """The shape of every layer of a transformers model, as `LayeredCache` takes it.
+    """Returns the shape of every layer of a transformers model, for `LayeredCache`.
 
-    Sliding layers (``layer_types``; without it, ``sliding_window`` is every layer's) have a window.
-    So do layers that attend in chunks: their window is a chunk, the most that a token sees. MLA
-    (``kv_lora_rank``) has one latent tensor, as an engine that absorbs the up-projections stores
-    it; transformers itself stores keys and values. Linear attention, state spaces and short
-    convolutions have a `StateShape`, for models with the fields of Qwen3-Next's, Kimi Linear's,
-    Jamba's, Bamba's, Nemotron-H's or LFM2's. Layers without attention, and those that read another
-    layer's keys, are an `EmptyShape`.
+    Sliding layers have a window (they are listed in ``layer_types``; without it, ``sliding_window``
+    applies to all layers). So do layers that attend in chunks: their window is a chunk, the maximum
+    that a token attends to. MLA (``kv_lora_rank``) has one latent tensor, as in engines that absorb
+    the up-projections; transformers itself stores keys and values. Linear attention, state spaces
+    and short convolutions have a `StateShape`, if the configuration has the fields of Qwen3-Next,
+    Kimi Linear, Jamba, Bamba, Nemotron-H or LFM2. Layers without attention, and layers that read
+    another layer's keys, have an `EmptyShape`.
 
     Args:
         config: a ``PreTrainedConfig``, or anything with its attributes; for a multi-modal model,
             the part that ``get_text_config`` returns.
 
     Raises:
-        InvalidArgument: an attribute is missing, or a layer keeps something else.
+        InvalidArgument: an attribute is missing, or a layer stores something else.
     """
     text = text_config(config)
     count = bounded("num_layers", _num_layers(text), 1, 1 << 14, op="layer_shapes")
@@ -217,7 +218,7 @@ def layer_shapes(config: Any) -> list[Shape]:
     kinds = _kinds(text)
     if kinds is not None and len(kinds) != count:
         raise invalid(
-            f"layer_types names {len(kinds)} layers, the model has {count}", op="layer_shapes"
+            f"layer_types names {len(kinds)} layers, but the model has {count}", op="layer_shapes"
         )
     modes = _attribute(text, "kv_sharing_modes") or _shared_last(text, count)
     shapes: list[Shape] = []
@@ -237,14 +238,14 @@ def _refuse_cross_attention(config: Any, text: Any) -> None:
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         raise invalid(
-            f"{name}: a decoder that attends to an encoder also keeps the encoder's rows",
+            f"{name}: a decoder that attends to an encoder also stores the encoder's rows",
             op="layer_shapes",
         )
     crossed = _attribute(text, "cross_attention_layers")
     if crossed:
         raise invalid(
-            f"{name}: layer {crossed[0]} attends to an image alone; its rows do not grow with the "
-            "tokens, which is not known here",
+            f"{name}: layer {crossed[0]} attends only to an image; rows that do not grow with the "
+            "tokens are not supported",
             op="layer_shapes",
         )
 
@@ -256,7 +257,7 @@ def _shared_last(text: Any, count: int) -> list[str]:
 
 
 def _shape(own: Any, layer: int, kind: str) -> Shape:
-    """The shape of a layer of this kind."""
+    """Returns the shape of a layer of this kind."""
     if kind in _FULL:
         return _rows(own, 0)
     if kind == _SLIDING:
@@ -274,16 +275,16 @@ def _shape(own: Any, layer: int, kind: str) -> Shape:
         state = _state(own, kind)
         if state is not None:
             return state
-        why = "its configuration does not describe the state in a way that is known here"
+        why = "the state's description in its configuration is not supported"
     elif kind.startswith("hybrid"):
-        why = "it keeps keys and values and a state beside them, which is not known here"
+        why = "a layer with both keys and values and a state is not supported"
     else:
-        why = "what it keeps is not known here"
+        why = "this kind of layer is not supported"
     raise invalid(f"layer {layer} is {kind}: {why}", op="layer_shapes")
 
 
 def _state(text: Any, kind: str) -> StateShape | None:
-    """The state shape of a layer; None if the configuration has none of the known fields."""
+    """Returns the state shape of a layer; None if the configuration has no known fields for it."""
 
     def get(name: str) -> Any:
         return getattr(text, name, None)
@@ -338,33 +339,33 @@ def _layer_config(text: Any, layer: int) -> Any:
     if not every:
         return text
     if not isinstance(every, Mapping):
-        return every[layer]  # transformers' own: whole configurations
+        return every[layer]  # transformers' own list: complete configurations
     # Keys read from a file are strings with leading zeros.
     own: Any = next((one for key, one in every.items() if int(key) == layer), {})
     return _Own(text, own if isinstance(own, Mapping) else vars(own))
 
 
 def _rows(own: Any, window: int) -> LayerShape:
-    """The shape of a layer with keys and values, or a latent."""
+    """Returns the shape of a layer with keys and values, or a latent."""
     if _attribute(own, "kv_lora_rank"):
         return LayerShape(1, _latent(own), 0, window)
     heads = _num_kv_heads(own)
     if window and _attribute(own, "model_type") == "mimo_v2_flash":
-        heads *= 2  # known from its code, not from its configuration
+        heads *= 2  # this is in the model's code, not in its configuration
     return LayerShape(heads, _head_dim(own), _attribute(own, "v_head_dim"), window)
 
 
 def plain_rows(config: Any, what: str, *others: str) -> None:
-    """Refuses models that need more than causal (or windowed) attention over the layer's own rows.
+    """Rejects models that need more than causal or windowed attention over a layer's own rows.
 
     Args:
         config: configuration of the text model.
         what: the feature that cannot run the model, for the message.
-        *others: kinds of layers that it can also run.
+        *others: kinds of layers that the feature also supports.
 
     Raises:
-        NotSupported: layers that attend in chunks, that have a state or keep something else, that
-            use other layers' keys, or capped scores; the text names `what`.
+        NotSupported: layers that attend in chunks, have a state, store something else or use other
+            layers' keys, or capped scores; the text names `what`.
     """
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - set(others)
     shared = getattr(config, "num_kv_shared_layers", None)
@@ -380,11 +381,11 @@ def plain_rows(config: Any, what: str, *others: str) -> None:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a ``config.json``.
+    """Returns the values of a ``config.json``.
 
     Raises:
-        OSError, ValueError, TypeError: it cannot be read, or is not JSON. InvalidArgument: the JSON
-            is not an object.
+        OSError, ValueError, TypeError: the file cannot be read, or is not JSON. InvalidArgument:
+            the JSON is not an object.
     """
     values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     if not isinstance(values, dict):
@@ -404,7 +405,7 @@ def dtype_name(config: Any, given: str) -> str:
     except InvalidArgument:
         if not given:
             raise invalid(
-                "it names no dtype; give the one of keys and values", op="shape_of"
+                "it does not name a dtype; pass the dtype of keys and values", op="shape_of"
             ) from None
         return given
     if found not in DTYPE_BYTES:
@@ -424,15 +425,16 @@ _TELLING = (
     "multi_query",
     "num_kv_shared_layers",
 )
-"""Model-specific attributes by which a file describes layers that are not all alike."""
+"""Model-specific attributes that show that a file's layers differ."""
 
 
 def config_of(values: dict[str, Any]) -> Any:
-    """The configuration of a ``config.json``, from its values.
+    """Returns the configuration of a ``config.json``, from its values.
 
-    transformers' own where it knows the model: a file leaves out what is its class's default, and
-    says in the model's own words which layers slide, have a state or share keys. Else the file's
-    values, where all layers are alike or the file has the kind of each.
+    If transformers knows the model, this is transformers' configuration: a file omits the defaults
+    of its class, and describes in model-specific attributes which layers slide, have a state or
+    share keys. Otherwise it is the file's values, provided that the layers do not differ or the
+    file lists the kind of each.
     """
     known, why = _transformers(values)
     if known is not None:
@@ -442,14 +444,14 @@ def config_of(values: dict[str, Any]) -> Any:
     if not text.get("layer_types"):
         if slides:
             raise invalid(
-                f"a sliding_window of {text['sliding_window']} without layer_types; which layers "
-                f"have it, transformers does not tell: {why}",
+                f"a sliding_window of {text['sliding_window']} without layer_types; "
+                f"transformers is needed to find the layers that have it: {why}",
                 op="shape_of",
             )
         for name in _TELLING:
             if text.get(name) or values.get(name):
                 raise invalid(
-                    f"{name}: which layers that is, transformers does not tell: {why}",
+                    f"{name}: transformers is needed to find these layers: {why}",
                     op="shape_of",
                 )
     given = values.get("dtype") or values.get("torch_dtype")
@@ -457,7 +459,7 @@ def config_of(values: dict[str, Any]) -> Any:
 
 
 def _transformers(values: dict[str, Any]) -> tuple[Any, str]:
-    """transformers' configuration for a file's values, or the reason it has none.
+    """Returns transformers' configuration for a file's values, or the reason there is none.
 
     Raises InvalidArgument if transformers knows the model and rejects the values.
     """
@@ -468,9 +470,9 @@ def _transformers(values: dict[str, Any]) -> tuple[Any, str]:
         return None, str(error)
     mapping: Any = CONFIG_MAPPING
     if kind not in mapping:
-        return None, f"it knows no model_type {kind!r}"
+        return None, f"unknown model_type {kind!r}"
     whole: Any = AutoConfig
     try:
         return whole.for_model(**values), ""
     except Exception as error:  # each class raises its own exceptions
-        raise invalid(f"transformers refuses it: {error}", op="shape_of") from None
+        raise invalid(f"transformers rejects this configuration: {error}", op="shape_of") from None

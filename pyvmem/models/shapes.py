@@ -39,10 +39,10 @@ class LayerShape:
 
     Attributes:
         num_kv_heads: key/value heads of the layer (on this device).
-        head_dim: elements of a key's head. MLA: those of the latent with its rotary part, as one
-            head.
-        v_head_dim: elements of a value's head; None: as `head_dim`; 0: no values (MLA).
-        window: tokens that the layer attends to, the present one included; 0: all.
+        head_dim: elements of a key's head. MLA: elements of the latent with its rotary part, as
+            one head.
+        v_head_dim: elements of a value's head; None: `head_dim`; 0: no values (MLA).
+        window: tokens that a token attends to, including itself; 0: all.
     """
 
     num_kv_heads: int
@@ -68,14 +68,14 @@ class LayerShape:
 class StateShape:
     """Data that a layer stores per request instead of rows per token. Checked on construction.
 
-    Linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions (LFM2), on
-    this device.
+    For linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions (LFM2).
+    Sizes are those on this device.
 
     Attributes:
-        conv: channels and tokens of the convolution's input; (): none.
-        recurrent: shape of the state, always float32, since it accumulates over all tokens; ():
-            none.
-        dtype: type of `conv`; "": the cache's.
+        conv: channels and tokens of the convolution's input; (): no convolution.
+        recurrent: shape of the state, always float32, since it accumulates over all tokens; (): no
+            state.
+        dtype: dtype of `conv`; "": the cache's.
     """
 
     conv: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class StateShape:
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its tensors."""
+        """The shapes of the layer's tensors."""
         return tuple(one for one in (self.conv, self.recurrent) if one)
 
 
@@ -144,7 +144,7 @@ class LayerClass(NamedTuple):
 class Place(NamedTuple):
     """Locates a layer's keys or values: class, index within the class, K (0) or V (1).
 
-    For a `StateShape`, the first of the two places is that of its first state.
+    For a `StateShape`, the first of the two places locates its first state.
     """
 
     part: int
@@ -157,13 +157,12 @@ def classes_of(
 ) -> tuple[dict[LayerClass, int], list[tuple[Place, Place | None] | None]]:
     """Sorts layers into classes.
 
-    Keys and values of the same size share a class; otherwise each gets its own. Classes with a
-    state come after all others.
+    Keys and values of the same size share a class; otherwise each has its own class. Classes with a
+    state come last.
 
     Returns:
-        Every class with the number of its layers; and for every layer the place of its keys and of
-        its values (None: it has none), or of its first and its second state; None: it stores
-        nothing.
+        Every class with the number of its layers; and for every layer the places of its keys and
+        its values (None: no values), or of its first and second state; None if it stores nothing.
     """
     counts: dict[LayerClass, int] = {}
     order: dict[LayerClass, int] = {}
@@ -175,7 +174,7 @@ def classes_of(
         return order.setdefault(key, len(order)), member
 
     places: dict[int, tuple[Place, Place | None] | None] = {}
-    # Classes with rows first: the first group stands for the whole cache.
+    # Classes with rows come first: the first group represents the entire cache.
     for layer, shape in sorted(enumerate(layers), key=lambda one: isinstance(one[1], StateShape)):
         if isinstance(shape, EmptyShape):
             places[layer] = None

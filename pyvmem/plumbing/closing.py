@@ -22,12 +22,12 @@ class Scoped:
     __slots__ = ()
 
     def _leave(self) -> None:
-        """Called on leaving the block."""
+        """Called when the block is left."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuses copies and pickles."""
-        raise TypeError(f"cannot copy or pickle {self!r:.80}: what it holds has one owner")
+        """Raises an error: the object cannot be copied or pickled."""
+        raise TypeError(f"cannot copy or pickle {self!r:.80}: its resources have a single owner")
 
     def __enter__(self) -> Self:
         return self
@@ -42,11 +42,11 @@ class Scoped:
             self._leave()
         except Busy:
             if error is None:
-                raise  # otherwise keep the first error, whose traceback keeps tensors alive
+                raise  # otherwise keep the first error: its traceback holds the tensors
 
 
 class Closable(Scoped):
-    """Leaving a ``with`` block calls `close`, unless a subclass has another `_leave`."""
+    """A `Scoped` object with `close`, which leaving the block calls (see `_leave`)."""
 
     __slots__ = ()
 
@@ -59,9 +59,9 @@ class Closable(Scoped):
 
 
 class MustClose(Closable):
-    """A `Closable` that warns (ResourceWarning) if it is forgotten while open.
+    """A `Closable` that causes a ResourceWarning if it is garbage-collected while open.
 
-    It then frees nothing, unless a subclass does.
+    Nothing is freed in that case, unless a subclass does so.
 
     A subclass sets `_closed`: True until there is something to close.
     """
@@ -70,7 +70,7 @@ class MustClose(Closable):
 
     @property
     def is_closed(self) -> bool:
-        """True once closed."""
+        """True once the object is closed."""
         return self._closed
 
     def _gone(self) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A thread event that an asynchronous exception cannot leave half set.
 
-`threading.Event` takes its lock in Python code: an exception of a signal handler at that point
+`threading.Event` acquires its lock in Python code: an exception from a signal handler at that point
 leaves it locked for ever. Starting a `threading.Thread` waits on such an event, too.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["Flag"]
 
 
 class Flag:
-    """As `threading.Event`, but every change is one C call. For a single waiter."""
+    """A `threading.Event` whose changes are single C calls. Supports only one waiting thread."""
 
     def __init__(self) -> None:
         self._set = False
@@ -22,17 +22,17 @@ class Flag:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Sets the flag. Idempotent, also after an interrupted call."""
+        """Sets the flag. Idempotent, even after an interrupted call."""
         self._set = True
-        with suppress(RuntimeError):  # it was set before
+        with suppress(RuntimeError):  # already set
             self._lock.release()
 
     def is_set(self) -> bool:
-        """True if set."""
+        """Returns true if the flag is set."""
         return self._set
 
     def wait(self, seconds: float) -> bool:
-        """Waits until set, at most `seconds`; True if set."""
+        """Waits up to `seconds` for the flag; returns true if it is set."""
         if not self._set:
             self._lock.acquire(timeout=seconds)
         return self._set

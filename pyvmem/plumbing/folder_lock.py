@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A lock of a directory among processes and threads; leaves no file, and ends with its process."""
+"""Locks a directory among processes and threads; released on exit, and leaves no file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["locked_folder"]
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, patience: float) -> Iterator[bool]:
-    """Holds the lock; yields False if it was not free within `patience` seconds."""
+    """Holds the lock; yields false if it could not be acquired within `patience` seconds."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = time.monotonic() + patience

@@ -27,13 +27,13 @@ __all__ = ["HTTPServer", "Reply", "Request"]
 _log = logging.getLogger(__name__)
 
 MOST_BODY = 64 << 10
-_MOST_DISCARDED = 16 << 20  # bytes read of a refused request
+_MOST_DISCARDED = 16 << 20  # maximum bytes that are read of a rejected request
 _SILENCE = 10  # seconds before an idle client is dropped
 
 
 @dataclass(frozen=True)
 class Request:
-    """A client's request: GET, HEAD, PATCH, ...; the path without its query; the body."""
+    """A client's request: method, path without the query, and body."""
 
     method: str
     path: str
@@ -51,31 +51,31 @@ class Reply:
 
     @classmethod
     def of(cls, value: Any, status: int = 200, **headers: str) -> Reply:
-        """A reply with a value as JSON."""
+        """Creates a reply with a value as JSON."""
         text = json.dumps(value, indent=2) + "\n"
         return cls(status, "application/json", text.encode(), headers)
 
     @classmethod
     def error(cls, status: int, message: str, /, **more: Any) -> Reply:
-        """A refusal: a message and a machine-readable code."""
+        """Creates an error reply, with a message and a machine-readable code."""
         return cls.of({"error": {"message": message, **more}}, status)
 
 
 class HTTPServer(Closable):
-    """Serves until closed; a context manager.
+    """Serves until closed. A context manager.
 
     Args:
-        answer: makes the reply to a request; called concurrently by several threads.
-        where: an address and a port (0: any free one), or the path of a Unix socket, which only
+        answer: returns the reply to a request; called concurrently by several threads.
+        where: an address and a port (0: any free port), or the path of a Unix socket, which only
             this user's processes may use.
-        token: the bearer token clients must send; ``""``: none.
+        token: the bearer token that clients must send; ``""``: no token.
         name: name of the thread.
 
     Attributes:
-        port: of TCP, else 0.
+        port: the TCP port; 0 for a Unix socket.
 
     Raises:
-        OSError: the address is unavailable, or another server answers there.
+        OSError: the address is unavailable, or another server listens there.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def _unix(path: Path) -> socket.socket:
             one.settimeout(1)
             with contextlib.suppress(ConnectionRefusedError):  # left by a killed server
                 one.connect(str(path))
-                raise FileExistsError(errno.EEXIST, "a server answers there already", str(path))
+                raise FileExistsError(errno.EEXIST, "another server is listening there", str(path))
     return listen(str(path))
 
 
@@ -131,14 +131,14 @@ class _Server(ThreadingMixIn, TCPServer):
         self.socket = listening
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Refuses another user's process."""
+        """Rejects processes of other users."""
         return request.family != socket.AF_UNIX or is_this_user(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs the error, unless the client hung up."""
+        """Logs the error, unless the client disconnected."""
         error = sys.exc_info()[1]
         if not isinstance(error, (ConnectionError, TimeoutError)):
-            warn(_log, "http", "a request was not answered: %s", repr(error))
+            warn(_log, "http", "answering a request failed: %s", repr(error))
 
 
 def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPRequestHandler]:
@@ -182,8 +182,10 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
             return answer(Request(self.command, self.path.partition("?")[0], body))
 
         def _discard(self) -> None:
-            """Reads the rest of a refused request: else the client fails to send and gets no
-            reply."""
+            """Reads the remaining body of a rejected request.
+
+            Otherwise the client's send would fail, and it would get no reply.
+            """
             left = _MOST_DISCARDED
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_WR)
@@ -191,10 +193,10 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
                     left -= len(some)
 
         def address_string(self) -> str:
-            """Unix socket clients have no address."""
+            """Returns the client's address; clients of a Unix socket have none."""
             return ""
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Suppressed: a library does not print."""
+            """Does nothing: a library does not print."""
 
     return Handler

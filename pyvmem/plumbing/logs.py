@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Logging, under the logger ``pyvmem``.
 
-Each module logs under its own name below it. At *info*: the back end that was opened, and why the
-others were not. At *debug*: how a cache handles short memory and changing pages (shortage,
-reclaiming, eviction, promotion, joins, trims). At *warning*: problems that an operator should know
-about, at most once a minute per cause. A call that finds enough memory logs nothing.
+Each module logs under its own name below that. At *info*: the opened back end, and why others could
+not be used. At *debug*: how a cache handles memory shortage and page changes (reclaiming, eviction,
+promotion, joins, trims). At *warning*: problems that an operator should know about, at most once a
+minute per cause. A call that finds enough memory logs nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ PERIOD_S = 60.0
 """Seconds between two warnings of the same cause."""
 
 _lock = reentrant_lock()
-_last: dict[str, tuple[float, int]] = {}  # per cause: last warning, number suppressed
+# per cause: time of the last warning, warnings suppressed since
+_last: dict[str, tuple[float, int]] = {}
 
 
 def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
-    """Logs a warning at most once per `PERIOD_S` and cause; suppressed ones are counted.
+    """Logs a warning at most once per `PERIOD_S` and cause; counts suppressed warnings.
 
     Args:
         log: the logger.
@@ -33,8 +34,8 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     """
     if not log.isEnabledFor(logging.WARNING):
         return
-    # A log record keeps its arguments, and an exception keeps its callers' frames and their
-    # tensors.
+    # A log record keeps its arguments alive, and an exception keeps its callers' frames and their
+    # tensors alive.
     args = tuple(str(one) if isinstance(one, BaseException) else one for one in args)
     now = time.monotonic()
     with _lock:
@@ -44,5 +45,5 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
             return
         _last[cause] = now, 0
     if left_out:
-        text, args = f"{text} (and %d times more since the last warning)", (*args, left_out)
+        text, args = f"{text} (and %d more times since the last warning)", (*args, left_out)
     log.warning(text, *args)

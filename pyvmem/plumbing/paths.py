@@ -31,7 +31,7 @@ def existing(text: str) -> Path:
     path = Path(text)
     try:
         path.stat()
-    except (OSError, ValueError) as error:  # ValueError: a null byte
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
         why = error.strerror if isinstance(error, OSError) else error
         raise argparse.ArgumentTypeError(f"{text}: {why}") from None
     return path
@@ -56,7 +56,7 @@ def existing_folder(text: str) -> Path:
 def replaced(text: str) -> Path:
     """Validates a file to be replaced atomically, so its directory must be writable.
 
-    Symbolic links are followed. Devices and pipes are refused: the rename would remove them.
+    Symbolic links are followed. Devices and pipes are rejected: the rename would remove them.
     """
     path = Path(text)
     existing_folder(str(path.parent))
@@ -70,7 +70,8 @@ def replaced(text: str) -> Path:
     try:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError
-        with tempfile.TemporaryFile(dir=folder):  # /proc says writable, but is not
+        # os.access reports /proc as writable, but files cannot be created there
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError:
         raise argparse.ArgumentTypeError(f"{text}: {folder} cannot be written to") from None
@@ -97,14 +98,14 @@ def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Pat
     """Returns the directory named by a variable, with ``~`` expanded; None if empty or unset.
 
     Raises:
-        InvalidArgument: no such user.
+        InvalidArgument: the user after ``~`` does not exist.
     """
     text = environment.get(variable, "")
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise InvalidArgument(
-            f"{variable}={text}: {text.partition('/')[0]} is the home of no user here; name the "
-            "folder in full",
+            f"{variable}={text}: {text.partition('/')[0]} is not a user's home directory; write "
+            "the full path",
             errno=errno.EINVAL,
             op=variable,
         )
@@ -113,7 +114,7 @@ def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Pat
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Makes file-system errors in the block name the path that the user gave."""
+    """Makes file-system errors in the ``with`` block name the path that the user gave."""
     try:
         yield
     except OSError as error:
@@ -124,7 +125,7 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file validated by `written`.
 
     Raises:
-        OSError: names the file, also on a full disk.
+        OSError: names the file, even if the disk is full.
     """
     with _named(path):
         path.write_text(text, encoding="utf-8")
@@ -143,7 +144,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def picture_file(text: str) -> Path:
-    """Validates a picture file: matplotlib must support its suffix."""
+    """Validates a picture file, whose suffix matplotlib must support."""
     path = written(text)
     if path.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a name in .svg, .png or .pdf")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Re-entrant calls from finalizers and signal handlers.
 
-Python runs both between any two of its instructions. So this thread may itself hold a lock that
-such code needs, and the data that it guards may be half changed. Locks made here are re-entrant,
-and data that they guard tolerates that; the records of a cache do not, and refuse such a call
+Python runs these between any two of its instructions. The interrupted thread may hold a lock that
+they need, and the data under this lock may be half changed. Locks made here are re-entrant, and the
+data under them tolerates that. The records of a cache do not, so such calls are rejected
 (`within`).
 """
 
@@ -49,12 +49,12 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def free_in_children(lock: RLock) -> None:
-    """Releases a lock in forked children, whichever thread held it."""
+    """Makes a lock free in forked children, whichever thread held it."""
     _locks.add(lock)
 
 
 def reentrant_lock() -> RLock:
-    """A re-entrant lock that is free in a forked child, whichever thread held it."""
+    """Returns a re-entrant lock that is free in a forked child, whichever thread held it."""
     lock = RLock()
     _locks.add(lock)
     return lock
@@ -63,15 +63,15 @@ def reentrant_lock() -> RLock:
 # ---- calls within a call -------------------------------------------------------------------------
 
 _RECORDS = "pyvmem.kvcache."
-_CALLS = ("pyvmem.", "contextlib.")  # modules whose frames are part of a call
+_CALLS = ("pyvmem.", "contextlib.")  # modules whose frames count as part of a call
 
 
 def within(section: FrameType) -> bool:
-    """True if the caller's caller runs, directly or not, within a frame.
+    """Returns true if the caller's caller runs, directly or indirectly, within a frame.
 
     Raises:
-        Reentered: called in the middle of a call that changes a cache's records, or records of the
-            caller's own package.
+        Reentered: a call that is changing a cache's records, or records of the caller's own
+            package, was interrupted.
     """
     called = sys._getframe(2)
     records = (_RECORDS, ".".join(_module(called).split(".")[:2]) + ".")
@@ -94,7 +94,7 @@ def within(section: FrameType) -> bool:
 
 
 def call_part(run: Callable[[], _T]) -> _T:
-    """Runs a callback as part of a call of this package, so that it may call the cache."""
+    """Runs a callback as part of the running call, so that the callback may call the cache."""
     return run()
 
 
@@ -105,14 +105,14 @@ def _module(frame: FrameType) -> str:
 
 # ---- finalizers --------------------------------------------------
 
-_ends: deque[tuple[Callable[[], object], list[Any]]] = deque()  # deferred to another thread
+_ends: deque[tuple[Callable[[], object], list[Any]]] = deque()  # calls deferred to another thread
 
 
 def when_collected(owner: object, end: Callable[[], object]) -> weakref.finalize[..., Any]:
-    """Calls `end` when an object is collected, but not at interpreter exit.
+    """Calls `end` when an object is garbage-collected, but not at interpreter exit.
 
-    If the collection interrupts a call of this package, a new thread calls `end`: this thread may
-    hold locks, or be about to query the error of its last C call.
+    If the collection interrupts a call of this package, `end` is called in a new thread: this
+    thread may hold locks, or be about to query the error of its last C call.
     """
     if _ends:
         _make_ends_elsewhere()
@@ -133,7 +133,7 @@ def _end(end: Callable[[], object]) -> None:
 
 
 def _make_ends_elsewhere() -> None:
-    with suppress(RuntimeError):  # no thread can be started: the next collection runs it
+    with suppress(RuntimeError):  # no thread can be started; the next collection runs it
         start_new_thread(_make_ends, ())
 
 
@@ -144,19 +144,20 @@ def _make_ends() -> None:
         except IndexError:
             return
         try:
-            for stream in streams:  # `end` waits for GPU work of the thread that owned the object
+            # `end` is to wait for GPU work of the thread that owned the object
+            for stream in streams:
                 sys.modules["torch"].cuda.set_stream(stream)
         except Exception:
-            _log.exception("vmem: a stream of a collected object cannot be waited for")
+            _log.exception("vmem: cannot wait for a stream of a garbage-collected object")
         try:
             end()
         except Exception:
-            _log.exception("vmem: %r of a collected object failed", end)
+            _log.exception("vmem: %r of a garbage-collected object failed", end)
 
 
 def _streams() -> list[Any]:
-    """torch's current streams, except default streams: a new thread starts with those."""
-    with suppress(Exception):  # the GPU has failed
+    """Returns torch's current streams, except default streams, which a new thread starts with."""
+    with suppress(Exception):  # the GPU may have failed
         cuda = sys.modules["torch"].cuda
         if cuda.is_initialized():
             now = cuda.current_device()

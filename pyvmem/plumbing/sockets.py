@@ -10,14 +10,16 @@ import struct
 __all__ = ["UNHEARD", "is_this_user", "listen"]
 
 UNHEARD = ".new"
-"""Ends the name of a socket on which nothing listens yet."""
+"""Suffix of a socket's name until a server listens on it."""
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket, named only once it listens: a name that refuses connections is stale.
+    """Creates a listening socket; its name appears only once it listens.
+
+    So a name that refuses connections is stale.
 
     Raises:
-        OSError: it cannot be created there; nothing is left behind.
+        OSError: the socket cannot be created there; nothing is left behind.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -32,6 +34,6 @@ def listen(address: str) -> socket.socket:
 
 
 def is_this_user(peer: socket.socket) -> bool:
-    """Returns whether the peer of a Unix socket is a process of this user, or root's."""
+    """Returns true if the peer of a Unix socket is a process of this user or of root."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return struct.unpack("3i", credentials)[1] in (os.getuid(), 0)

@@ -15,7 +15,7 @@ def parse_bytes(text: str, name: str = "size") -> int:
     """Parses "80G", "64K", "1.5 GiB" or "65536" into bytes; units are powers of 1,024.
 
     Raises:
-        ValueError: not a size; says which one.
+        ValueError: `text` is not a size; the message contains `name`.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.I | re.ASCII)
     if not found:
@@ -27,12 +27,12 @@ def parse_bytes(text: str, name: str = "size") -> int:
 
 
 def counted(number: int, what: str) -> str:
-    """ "1 request", "2,000 requests"."""
+    """Returns, for example, "1 request" or "2,000 requests"."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def format_bytes(nbytes: int) -> str:
-    """Human-readable bytes."""
+    """Returns human-readable bytes."""
     value, units = float(nbytes), iter("KMGT")
     unit = ""
     while value >= 1024 and (following := next(units, "")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Argument validators; their errors name the argument, the value and the limit."""
+"""Argument validators. Their errors name the argument, the value and the limit."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ from pyvmem.plumbing.units import parse_bytes
 
 __all__ = ["bounded", "expect", "invalid", "real", "shown", "switched", "unexpected", "whole"]
 
-_MOST_BITS = 256  # above this, only the size is printed: Python refuses to format 4,301 digits
+# above this, only the size is printed: Python refuses to format more than 4,300 digits
+_MOST_BITS = 256
 
 
 def shown(value: Any) -> str:
-    """The `repr` of a value for an error, cut short."""
+    """Returns the `repr` of a value for an error message, truncated."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"an int of {value.bit_length()} bits"
     try:
         return f"{value!r:.80}"
-    except ValueError:  # it contains a number of that length
+    except ValueError:  # it contains such a long number
         return f"a {type(value).__name__} that is too long"
 
 
 def unexpected(name: str, value: Any, kind: str) -> TypeError:
-    """Builds the error of `expect`, for hot paths that check inline."""
+    """Returns the error of `expect`, for hot paths that check inline."""
     return TypeError(f"{name}: expected {kind}, not {shown(value)}")
 
 
 def expect(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
-    """Raises TypeError for a value of another type; `optional`: accept None, too."""
+    """Raises TypeError for a value of another type. `optional`: also accepts None."""
     if not (isinstance(value, kind) or (optional and value is None)):
         raise unexpected(name, value, kind.__name__ + " or None" * optional)
 
 
 def invalid(message: str, *, op: str, limit: int = 0, size: int = 0) -> InvalidArgument:
-    """An `InvalidArgument` raised by this package, in the same form as libvmem's.
+    """Returns an `InvalidArgument` in the same form as libvmem's.
 
     Args:
-        op: the caller's operation: the class or function whose argument it is.
+        op: the operation: the class or function with the argument.
     """
     return InvalidArgument(message, errno=errno.EINVAL, op=op, bytes=size, limit=limit)
 
 
 def _number(value: Any) -> str:
-    """Suggests the number for a string such as "64K"."""
+    """Returns a hint to write the number, for a string such as "64K"."""
     with contextlib.suppress(ValueError):
         return f": write {parse_bytes(value)}" if isinstance(value, str) else ""
     return ""
 
 
 def whole(name: str, value: Any) -> int:
-    """A whole number of any size; raises TypeError otherwise."""
+    """Returns a whole number of any size; raises TypeError otherwise."""
     try:
         return operator.index(value)
     except TypeError:
@@ -65,7 +66,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
-    """A whole number within its bounds; raises InvalidArgument otherwise."""
+    """Returns a whole number within bounds; raises InvalidArgument otherwise."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -79,9 +80,9 @@ def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
 
 
 def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -> float:
-    """A number from 0 to a bound, or with `positive` above 0; raises InvalidArgument otherwise.
+    """Returns a number from 0 to `high`, with `positive` above 0; raises InvalidArgument otherwise.
 
-    Strings are refused.
+    Strings are rejected.
     """
     try:
         if isinstance(value, (str, bytes, bytearray)):
@@ -89,9 +90,10 @@ def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -
         number = float(value)
     except OverflowError:
         number = math.inf
-    except (TypeError, ValueError, RuntimeError):  # the last is torch's, for several in a tensor
+    except (TypeError, ValueError, RuntimeError):
+        # RuntimeError: a torch tensor of several elements
         raise invalid(f"{name} must be a number, not {shown(value)}", op=op) from None
-    if not 0.0 <= number <= high or (positive and not number):  # also refuses NaN
+    if not 0.0 <= number <= high or (positive and not number):  # also rejects NaN
         bounds = "be above 0 and at most" if positive else "be between 0 and"
         what = shown(value) if math.isinf(number) else number
         raise invalid(f"{name} is {what}; it must {bounds} {high}", limit=high, op=op)
@@ -99,7 +101,7 @@ def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -
 
 
 def switched(name: str, value: Any, *, op: str) -> bool:
-    """True or False; raises InvalidArgument otherwise: "off" would count as on."""
+    """Returns a bool; raises InvalidArgument otherwise, since "off" would count as true."""
     if not (isinstance(value, int) and value in (0, 1)):
         raise invalid(f"{name} must be True or False, not {shown(value)}", op=op)
     return bool(value)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""SGLang's paged allocator, over pages that may have no memory.
+"""Extends SGLang's paged allocator to pages that may have no memory.
 
 SGLang takes pages from the head of `free_pages`, a tensor on the device, often in a kernel, and
 crashes if there are too few. Here the list of free pages is kept on the host: before a call that
-takes n pages, `free_pages` is set to a tensor of exactly n backed pages. SGLang counts unbacked
-pages as free, too. Memory for them may not be available, so we override the methods that decide
+takes n pages, `free_pages` is set to a tensor of exactly n backed pages. To SGLang,
+unbacked pages are free, too. Memory for them may not be available, so we override the methods that
+decide
 
     which requests are admitted    the prefill budget: memory is mapped before admission
     whether a step can decode      check_decode_capacity: if not, SGLang retracts requests
     what to evict                  evict_to_free_tokens
 
-The ids of pages freed on a GPU are known only there. They are copied to the host asynchronously;
-only a call that needs them waits for the copy. All of this runs in the scheduler's process and
-thread, on each rank.
+The ids of pages that are freed on a GPU are known only on the device. They are copied to the host
+asynchronously; only a call that needs them waits for the copy. All of this runs in the scheduler's
+process and thread, on each rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pyvmem.sglang.ranks import RankGroup, Ranks, SingleRank
 
 __all__ = ["elastic_allocator"]
 
-_QUEUED = 1024  # queued requests that `count_waiting` counts, at most
+_QUEUED = 1024  # most queued requests that `count_waiting` counts
 
 
 class _Freed:
@@ -53,9 +54,10 @@ class _Freed:
 
 
 class _Transfers:
-    """SGLang's copies between KV pages and host memory; their pages stay mapped until they end.
+    """SGLang's copies between KV pages and host memory. Their pages stay mapped until they
+    complete.
 
-    Keeps the last event of each key, since the copies of a direction run on one stream.
+    Keeps only the last event of each key, since the copies in each direction run on one stream.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ class _Transfers:
 
 
 def _ranks() -> tuple[Ranks, bool, int]:
-    """Returns the engine's ranks, whether this is the first, and its identity in the ledger."""
+    """Returns the engine's ranks, true if this is the first, and its identity in the ledger."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -114,14 +116,14 @@ class _Allocator:
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)  # type: ignore[call-arg]
         if self.num_pages != memory.geometry.num_blocks - 1:
             raise RuntimeError(
-                f"VMEM_SGLANG=1: the allocator has {self.num_pages} pages, the KV tensors have "
+                f"VMEM_SGLANG=1: the allocator has {self.num_pages} pages, but the KV tensors have "
                 f"{memory.geometry.num_blocks - 1} without page 0"
             )
 
     # ---- pages -----------------------------------------------------------------------------------
 
     def available_size(self) -> int:
-        """Returns the tokens of all free pages, backed or not.
+        """Returns the number of tokens that all free pages hold, backed or not.
 
         Overrides `PagedTokenToKVPoolAllocator.available_size`.
         """
@@ -135,7 +137,7 @@ class _Allocator:
         return torch.tensor(self.pool.free_pages(), dtype=torch.int64, device=self.device)
 
     def _lend(self, count: int) -> bool:
-        """Sets `free_pages` to `count` backed pages, for the caller to take; false if too few."""
+        """Sets `free_pages` to `count` backed pages, which SGLang then takes; false if too few."""
         pages = self.pool.take(count)
         if pages is None:
             return False
@@ -145,7 +147,7 @@ class _Allocator:
         return True
 
     def alloc(self, need_size: int) -> Any:
-        """Allocates `need_size` tokens in whole pages; returns None if memory lacks.
+        """Allocates whole pages for `need_size` tokens; returns None if memory is short.
 
         Overrides `PagedTokenToKVPoolAllocator.alloc`.
         """
@@ -163,7 +165,7 @@ class _Allocator:
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> Any:
-        """Allocates the pages of a prefill; returns None if memory lacks.
+        """Allocates the pages of a prefill; returns None if memory is short.
 
         Overrides `PagedTokenToKVPoolAllocator.alloc_extend`.
         """
@@ -181,7 +183,7 @@ class _Allocator:
         )
 
     def alloc_decode(self, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> Any:
-        """Allocates the pages of a decode step; returns None if memory lacks.
+        """Allocates the pages of a decode step; returns None if memory is short.
 
         Overrides `PagedTokenToKVPoolAllocator.alloc_decode`.
         """
@@ -200,7 +202,7 @@ class _Allocator:
                 self.pool.give(pages.tolist())
 
     def clear(self) -> None:
-        """Frees all pages, and waits until all but page 0 are unmapped.
+        """Frees all pages, and waits until all except page 0 are unmapped.
 
         Overrides `PagedTokenToKVPoolAllocator.clear`.
         """
@@ -209,7 +211,7 @@ class _Allocator:
         self.pool.clear()
 
     def set_hicache_transfer_done_event(self, transfer_key: Any, event: Any) -> None:
-        """Keeps the pages of a copy to or from host memory mapped until `event` is done.
+        """Keeps the pages of a copy to or from host memory mapped until `event` completes.
 
         Overrides `PagedTokenToKVPoolAllocator.set_hicache_transfer_done_event`.
         """
@@ -222,9 +224,9 @@ class _Allocator:
         return int(tree_cache.evictable_size()) // self.page_size
 
     def count_waiting(self, scheduler: Any) -> int:
-        """Returns the pages that a scheduler's queue needs beyond those that can be evicted.
+        """Returns the pages that a scheduler's queue needs in addition to the evictable ones.
 
-        A request's hit prefix, as far as SGLang has looked it up, needs no pages.
+        A request's cached prefix, if SGLang has already looked it up, needs no pages.
         """
         lengths = (
             request.seqlen + 1 - request.prefix_len
@@ -259,16 +261,16 @@ class _Allocator:
         )
         if not fits or self.pool.prepare(count, ask=True):
             return bool(fits)
-        # SGLang aborts a request that does not fit alone, so wait for other engines.
+        # If a request does not fit even by itself, SGLang aborts it, so wait for other engines.
         return requests is not None and len(requests) == 1 and self.pool.wait_for(count)
 
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
-        """Returns a prefill budget that admits only requests that get memory.
+        """Returns a prefill budget that admits a request only if memory for it can be mapped.
 
         Overrides `PagedTokenToKVPoolAllocator.create_prefill_budget`.
         """
         budget = _budget()(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-        # SGLang reserves a token for each request decoded in the same step; it may need a page.
+        # SGLang reserves a token for each request decoded in the same step, but it may need a page.
         budget.total_offset += num_mixed_decode_tokens * (self.page_size - 1)
         budget.current_offset += num_mixed_decode_tokens * (self.page_size - 1)
         return budget
@@ -276,7 +278,8 @@ class _Allocator:
     def max_new_tokens_for_memory(
         self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **rest: Any
     ) -> int | None:
-        """Returns the tokens that a request may generate within the limit; None refuses it.
+        """Returns the number of tokens that a request may generate within the limit; None rejects
+        it.
 
         Overrides `PagedTokenToKVPoolAllocator.max_new_tokens_for_memory`.
         """
@@ -290,7 +293,7 @@ class _Allocator:
 
 
 def evict(tree_cache: Any, tokens: int) -> None:
-    """Evicts prefixes of `tokens` tokens from SGLang's cache, least recently used first."""
+    """Evicts prefixes with `tokens` tokens from SGLang's cache, least recently used first."""
     if tokens > 0 and tree_cache is not None and tree_cache.supports_prefix_sharing():
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -300,7 +303,7 @@ def evict(tree_cache: Any, tokens: int) -> None:
 class _Budget:
     """A mixin for SGLang's `PrefillBudget`, the next class in the MRO.
 
-    SGLang creates a budget for each round in which it admits requests.
+    SGLang creates a budget for each round that admits requests.
     """
 
     allocator: Any
@@ -319,7 +322,7 @@ class _Budget:
         return stock
 
     def _grant(self, tokens: int) -> bool:
-        """Backs pages for the admitted requests and `tokens` more tokens; false if memory lacks.
+        """Backs pages for the admitted requests and `tokens` more tokens; false if memory is short.
 
         Pages that SGLang can evict count as backed.
         """
@@ -335,7 +338,7 @@ class _Budget:
     def check_prefill(
         self, *, extend_input_len: int, total_tokens: float, **rest: Any
     ) -> tuple[bool, int | None]:
-        """Decides if a request fits, and backs its pages; returns that and SGLang's chunk limit.
+        """Backs the pages of a request if it fits; returns true then, and SGLang's chunk limit.
 
         Overrides `PrefillBudget.check_prefill`.
         """
@@ -347,12 +350,12 @@ class _Budget:
             return (True, limit) if self._grant(chunk) else (False, None)
         pool = self.allocator.pool
         if pool.admits and pool.obtainable() < pool.free:
-            # Both are estimates, and may be fractional.
+            # Both numbers are estimates, and may be fractional.
             pool.ask(int(total_tokens - self.remaining_total) // self.page_size + 1)
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **rest: Any) -> bool:
-        """Decides if `paged_input` tokens fit, and backs their pages.
+        """Returns true if `paged_input` tokens fit, with their pages backed.
 
         Overrides `PrefillBudget.can_allocate_prefill`.
         """
@@ -360,7 +363,7 @@ class _Budget:
         return bool(fits) and self._grant(paged_input)
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
-        """Returns the tokens of the next chunk of a request in prefill, with their pages backed.
+        """Backs pages for the next chunk of a partly prefilled request; returns the chunk's tokens.
 
         Such a request may exceed the budget. None makes it wait. Overrides
         `PrefillBudget.available_chunk_tokens`.
@@ -388,5 +391,5 @@ def _budget() -> Any:
 
 
 def elastic_allocator(stock: type) -> type:
-    """Returns a subclass of SGLang's `PagedTokenToKVPoolAllocator`, to replace it."""
+    """Returns a subclass of SGLang's `PagedTokenToKVPoolAllocator` that replaces it."""
     return type("ElasticTokenToKVPoolAllocator", (_Allocator, stock), {"__module__": __name__})

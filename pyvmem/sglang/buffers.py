@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Creates SGLang's KV tensors on a reservation; a page is contiguous in each tensor.
 
-    K of layer 0 | page 0 | page 1 | ...      the same for V of layer 0, for K of layer 1, ...
+    K of layer 0 | page 0 | page 1 | ...      likewise V of layer 0, K of layer 1, ...
 
-Stock SGLang allocates K and V of a layer as two halves of one tensor, so a kernel can compute the
-address of V from that of K in whole pages. Here, too, the distance of two tensors is a multiple of
-the bytes of a page. Latent attention (MLA) has a single tensor for each layer.
+Stock SGLang allocates K and V of a layer as two halves of a tensor, so kernels may assume that
+their distance is a number of whole pages. Here, too, the distance between two tensors is a multiple
+of the bytes of a page. Latent attention (MLA) has a single tensor per layer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def memory_of(pool: Any) -> tuple[KVMemory, Settings, str, bool]:
 
 
 def _tensors(pool: Any) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Returns the shapes of a layer's tensors, by the pool's attributes, and the rows of a page."""
+    """Returns a layer's tensor shapes by the pool's attribute names, and the rows of a page."""
     if type(pool).__name__ == "MLATokenToKVPool":
         shape = (pool.size + pool.page_size, 1, pool.kv_cache_dim)
         return {"kv_buffer": shape}, pool.page_size
@@ -84,8 +84,8 @@ def place_tensors(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
 def _plain(tensors: Iterable[str], backends: Iterable[str]) -> bool:
     """Returns true if all kernels that access these tensors accept plain addresses on a GPU.
 
-    Triton's launcher refuses them, since it queries CUDA about each pointer; a Triton kernel writes
-    latent KV.
+    Triton's launcher rejects them, since it queries CUDA about each pointer, and a Triton kernel
+    writes latent KV.
     """
     return "kv_buffer" not in tensors and set(backends) == {"fa3"}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The internals of SGLang that the plug-in uses, how it uses each, and why.
 
-`pyvmem.elastic.engine_source` checks that a version's source defines them, so that an unknown
-version can be tried. Public options of SGLang are not listed.
+`pyvmem.elastic.engine_source` checks that a version's source defines them; if it does, an unknown
+version is tried. Public options of SGLang are not listed.
 """
 
 from __future__ import annotations
@@ -25,30 +25,33 @@ def _allocator(name: str, why: str, *takes: str) -> Symbol:
 
 
 INTERNALS = (
-    # ---- how an engine gets the pool
+    # ---- enabling the pool
     Symbol(
         *(_REGISTRY, "HookRegistry.register", "called", "registers our hooks"),
         takes=("target", "hook", "hook_type"),
     ),
-    Symbol(_REGISTRY, "HookRegistry._patched", "read", "which hooks SGLang has applied"),
+    Symbol(_REGISTRY, "HookRegistry._patched", "read", "tells which hooks SGLang has applied"),
     Symbol(
         *("srt.server_args", "ServerArgs.check_server_args", "replaced"),
-        "checks each configuration, before any process starts",
+        "checks the configuration before any process starts",
     ),
     Symbol(
         "srt.runtime_context",
         "get_server_args",
         "called",
-        "the configuration, in the scheduler's process",
+        "gets the configuration in the scheduler's process",
     ),
     Symbol(
         "srt.utils.common", "add_prometheus_middleware", "replaced", "adds our metrics to /metrics"
     ),
     # ---- KV tensors
     Symbol(
-        "srt.runtime_context", "attention_backends", "called", "whose kernels read the KV tensors"
+        "srt.runtime_context",
+        "attention_backends",
+        "called",
+        "backends that read KV tensors",
     ),
-    Symbol(_POOL, "KVCache.__init__", "replaced", "refuses a pool before it has buffers"),
+    Symbol(_POOL, "KVCache.__init__", "replaced", "rejects a pool before it has buffers"),
     Symbol(
         _POOL, "MHATokenToKVPool._create_buffers_normal", "replaced", "places K and V on our memory"
     ),
@@ -97,32 +100,37 @@ INTERNALS = (
     _allocator("available_size", "counts free pages"),
     _allocator("get_all_free_pages", "lists free pages"),
     _allocator(
-        *("set_hicache_transfer_done_event", "copies that still use pages", "transfer_key", "event")
+        *(
+            "set_hicache_transfer_done_event",
+            "marks pages in use by copies",
+            "transfer_key",
+            "event",
+        )
     ),
     _allocator(
         *("evict_to_free_tokens", "evicts prefixes when memory is short"),
         *("tree_cache", "num_tokens"),
     ),
     _allocator(
-        *("check_decode_capacity", "makes a step without memory retract requests"),
+        *("check_decode_capacity", "retracts requests if a step has no memory"),
         *("num_tokens", "tree_cache", "requests", "spec_algorithm"),
     ),
     _allocator(
-        *("create_prefill_budget", "makes requests without memory wait"),
+        *("create_prefill_budget", "makes requests wait for memory"),
         *("tree_cache", "num_mixed_decode_tokens"),
     ),
     _allocator(
-        *("max_new_tokens_for_memory", "refuses a request that exceeds the limit"),
+        *("max_new_tokens_for_memory", "rejects a request that exceeds the limit"),
         *("input_tokens", "max_new_tokens", "token_capacity"),
     ),
     *_members(
-        *(_PAGED, "PagedTokenToKVPoolAllocator", "read", "the list that its calls take pages from"),
+        *(_PAGED, "PagedTokenToKVPoolAllocator", "read", "the list that calls take pages from"),
         *("free_pages", "num_pages"),
     ),
     Symbol("srt.utils.common", "get_num_new_pages", "called", "counts the pages that a call takes"),
     # ---- admission
     *_members(
-        *(_BUDGET, "PrefillBudget", "overridden", "admits only requests that get memory"),
+        *(_BUDGET, "PrefillBudget", "overridden", "admits a request only with memory"),
         *("_available_and_evictable", "check_prefill", "can_allocate_prefill"),
         "available_chunk_tokens",
     ),
@@ -131,10 +139,10 @@ INTERNALS = (
         *("total_offset", "current_offset", "remaining_total", "allocator", "tree_cache"),
     ),
     # ---- the scheduler
-    Symbol(_SCHEDULER, "Scheduler.ingest_requests", "replaced", "gives memory back each round"),
+    Symbol(_SCHEDULER, "Scheduler.ingest_requests", "replaced", "releases memory in each round"),
     Symbol(
         *(_SCHEDULER, "Scheduler._poll_timeout_aborts", "replaced"),
-        "rank 0 sends its state to the others",
+        "sends rank 0's state to all ranks",
     ),
     Symbol(_SCHEDULER, "Scheduler.process_input_requests", "replaced", "receives rank 0's state"),
     Symbol("srt.runtime_context", "get_parallel", "called", "the ranks of the engine"),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The function behind the entry point ``sglang.srt.plugins``: registers our hooks.
+"""The entry point ``sglang.srt.plugins``: registers our hooks.
 
-SGLang calls `register` in every process, and applies the hooks afterwards. It logs errors of either
-and continues, so the first hook that runs checks that all were applied. We raise `SystemExit`,
-which SGLang does not catch, to end the process with a single line.
+SGLang calls `register` in every process, and applies the hooks afterwards. It only logs errors of
+either, so the first hook that runs checks that all were applied. `SystemExit`, which SGLang does
+not catch, is raised to exit with a single line of output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["SWITCH", "register"]
 
 SWITCH = "VMEM_SGLANG"
 _ALLOCATOR = "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
-_MARGIN = 512 << 20  # bytes of the device for activations beyond their peak so far
+_MARGIN = 512 << 20  # bytes of the device kept free for activations beyond their peak so far
 
 log = logging.getLogger("sglang.vmem")
 
@@ -40,7 +40,7 @@ _checked: list[bool] = []
 
 
 def _around(target: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a hook that runs instead of `target`, with the original as first argument."""
+    """Decorates a hook that runs instead of `target`, with the original as its first argument."""
 
     def keep(hook: Callable[..., Any]) -> Callable[..., Any]:
         def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def register() -> None:
     """Registers the hooks; does nothing without ``VMEM_SGLANG=1``.
 
     Raises:
-        SystemExit: the version lacks a symbol that the pool uses, or a variable is malformed.
+        SystemExit: the version is not supported, or a variable is malformed.
     """
     import sglang
 
@@ -86,7 +86,7 @@ def register() -> None:
 
 
 def _check_hooks() -> None:
-    """Ends the process unless SGLang has applied every hook."""
+    """Exits the process unless SGLang has applied every hook."""
     from sglang.srt.mem_cache.allocator import paged
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -102,7 +102,7 @@ def _check_hooks() -> None:
 
 @_around("server_args.ServerArgs.check_server_args")
 def _configure(original: Any, arguments: Any) -> Any:
-    """Refuses arguments that exclude the pool, in the process that starts an engine.
+    """Rejects arguments that the pool does not support, in the process that starts an engine.
 
     Raises:
         CannotWork: names all such arguments.
@@ -118,7 +118,7 @@ def _configure(original: Any, arguments: Any) -> Any:
 
 @_around("utils.common.add_prometheus_middleware")
 def _show(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adds the ledger's numbers of this engine's ranks and replicas to ``/metrics``."""
+    """Adds the ledger's numbers for this engine's ranks and replicas to ``/metrics``."""
     from sglang.srt.runtime_context import get_server_args
 
     arguments = get_server_args()
@@ -129,7 +129,7 @@ def _show(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @_around("mem_cache.memory_pool.KVCache.__init__")
 def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses an unsupported KV pool before it creates buffers."""
+    """Rejects an unsupported KV pool before it creates buffers."""
     found = original(pool, *args, **kwargs)
     if (why := reason_against_pool(pool)) is not None:
         _refuse(str(CannotWork(why)))
@@ -139,7 +139,7 @@ def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
 @_around("mem_cache.memory_pool.MLATokenToKVPool._create_buffers")
 @_around("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal")
 def _make_buffers(original: Any, pool: Any) -> None:
-    """Creates the KV tensors on our memory, instead of SGLang's."""
+    """Creates the KV tensors on our memory instead of SGLang's."""
     from sglang.srt.runtime_context import attention_backends, get_server_args
 
     from pyvmem.sglang.buffers import place_tensors
@@ -158,7 +158,7 @@ def _make_buffers(original: Any, pool: Any) -> None:
 
 @_around("mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator")
 def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """Creates the allocator; ends the process if it is not ours."""
+    """Creates the allocator; exits the process if it is not ours."""
     from sglang.srt.mem_cache.allocator import paged
 
     pool = kwargs["token_to_kv_pool"]
@@ -187,7 +187,7 @@ def _send_state(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any
 
 @_around("managers.scheduler.Scheduler.process_input_requests")
 def _receive_state(original: Any, scheduler: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the `RoundState` out of the requests, on all ranks in the same round."""
+    """Removes the `RoundState` from the requests and applies it, on all ranks in the same round."""
     for one in requests:
         if isinstance(one, RoundState):
             scheduler.token_to_kv_pool_allocator.pool.receive(one)
@@ -197,25 +197,26 @@ def _receive_state(original: Any, scheduler: Any, requests: Any, *args: Any, **k
 
 @_around("managers.scheduler.Scheduler.ingest_requests")
 def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gives memory back; runs in every round of the scheduler's loop, even without work."""
+    """Runs `PagePool.tick` in every round of the scheduler's loop, even without work."""
     from pyvmem.sglang.allocator import evict
 
     found = original(scheduler, *args, **kwargs)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    if not allocator.serves:  # the first round: CUDA graphs are captured
+    if not allocator.serves:  # the first round; CUDA graphs have been captured
         allocator.serves = True
         allocator.pool.memory.headroom = _headroom(allocator.device)
         allocator.pool.count_waiting = partial(allocator.count_waiting, scheduler)
     again = allocator.pool.tick(
         lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
     )
-    if again:  # after a refusal SGLang admits nothing until a running request ends
+    # set by SGLang if a request did not fit: it then admits none until a running one finishes
+    if again:
         scheduler.running_batch.batch_is_full = False
     return found
 
 
 def _headroom(device: Any) -> int:
-    """Returns the bytes that torch may still allocate: up to its peak so far, and a margin."""
+    """Returns the bytes that torch may still allocate: the rest up to its peak, and a margin."""
     import torch
 
     if torch.device(device).type != "cuda":

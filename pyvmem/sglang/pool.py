@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT
 """Decides which KV pages of an SGLang engine have memory, and for how long.
 
-SGLang counts every page without a request or prefix as free. A free page is
+To SGLang, every page without a request or prefix is free. A free page is
 
     idle       backed
-    arriving   backed; its id is being copied from the device
-    unbacked       without memory
+    arriving   backed; its id is still being copied from the device
+    unbacked   without memory
 
-and only idle pages are handed out. Pages that SGLang is about to take are made idle before it
-decides (`prepare`), since its scheduler crashes if an allocation fails.
+and only idle pages are handed out. Pages that SGLang is about to take are backed before it decides
+to take them (`prepare`), since its scheduler crashes if an allocation fails.
 
-Only the thread of SGLang's scheduler calls this module. `tick` unmaps pages that were not needed
-for a while, and at once those above the limit or needed by another engine. To avoid mapping and
-unmapping under a steady load, as many pages stay idle as the load took lately, and `VMEM_RESERVE`
-bytes more; a thread of the pool maps these while steps run.
+Only the thread of SGLang's scheduler calls this module. `tick` unmaps pages that have not been
+needed for a while and, immediately, pages above the limit or needed by another engine. To avoid
+mapping and unmapping under a steady load, it keeps enough idle pages for the recent peak load, and
+`VMEM_RESERVE` bytes more; a thread of the pool maps these while steps run.
 
 With tensor parallelism each rank has a pool. All ranks make the same calls, and every decision
 depends only on state that is equal on all of them (`ranks`).
@@ -43,14 +43,14 @@ from pyvmem.sglang.ranks import Quota, Ranks, RoundState, SingleRank
 __all__ = ["Arrival", "PagePool", "join"]
 
 _TICK = 0.05  # s between rounds of `tick`
-_LOOK = 0.01  # s from a round to one that another engine's signal or an unmap calls for
-_REPORT = 0.1  # s between reports to the ledger, and checks that no signal calls for
-_START_PATIENCE = 30.0  # s for other engines to leave room for page 0
-_LAST_PATIENCE = 2.0  # s for them to leave room for a request that runs alone
-_BACKOFF = 0.02  # s between attempts to grow after a refusal
+_LOOK = 0.01  # s between rounds while another engine asks for memory or pages are being unmapped
+_REPORT = 0.1  # s between reports to the ledger and regular checks of other engines
+_START_PATIENCE = 30.0  # s to wait for other engines to make room for page 0
+_LAST_PATIENCE = 2.0  # s to wait for room for a request that runs by itself
+_BACKOFF = 0.02  # s between attempts to grow after one was denied
 _RESERVE = 256 << 20
 _MOST_RESERVE = 1024  # pages
-_PIECE = 64 << 20  # bytes of slabs emptied at a time
+_PIECE = 64 << 20  # bytes of slabs that are emptied at a time
 
 log = logging.getLogger("sglang.vmem")
 
@@ -65,10 +65,10 @@ class Arrival(Protocol):
     count: int
 
     def arrived(self) -> bool:
-        """Returns true if the copy has ended."""
+        """Returns true if the copy is complete."""
 
     def pages(self) -> list[int]:
-        """Waits for the copy, and returns the ids."""
+        """Waits for the copy and returns the ids."""
 
 
 def join(
@@ -83,14 +83,14 @@ def join(
 ) -> Quota:
     """Opens a rank's account in the ledger of its device; without a ledger, returns a `LocalQuota`.
 
-    The first rank joins before the others, which may be on the same device, and so gets `name`.
+    The first rank joins first, so it gets `name` even if other ranks are on the same device.
 
     Args:
         memory: memory of the rank.
         settings: settings of the engine.
         name: name of the engine in the ledger.
         unique: fail if the name is taken; otherwise a number is appended to it.
-        ranks: ranks of the engine; None for a single one.
+        ranks: ranks of the engine; None for a single rank.
         first: this is the first rank.
         identity: identity in the ledger; 0 for a random one.
 
@@ -127,7 +127,7 @@ def _join(memory: KVMemory, settings: Settings, name: str, *, unique: bool, iden
         name,
         unique=unique,
         capacity=settings.capacity,
-        floor=min(settings.floor, limit),  # it cannot use more, others can
+        floor=min(settings.floor, limit),  # a floor above the limit would be reserved in vain
         limit=limit,
         least=least,
         virtual=virtual,
@@ -137,25 +137,25 @@ def _join(memory: KVMemory, settings: Settings, name: str, *, unique: bool, iden
 
 
 class PagePool:
-    """The KV pages of one rank. An SGLang page is a block of `memory`; page 0 stays mapped.
+    """The KV pages of a rank. An SGLang page is a block of `memory`; page 0 is always mapped.
 
     Args:
         memory: memory of the KV tensors, with page 0 mapped.
         quota: quota of this rank; grants bytes before they are mapped.
         settings: settings of the engine.
-        ranks: ranks of the engine; None for a single one.
+        ranks: ranks of the engine; None for a single rank.
 
     Attributes:
-        allocated: number of pages that were handed out.
-        short: a request lacked memory, as of the last check.
+        allocated: number of pages that are handed out.
+        short: a request is short of memory, and the ledger shows it.
         admits: requests may be admitted.
-        waits: number of growths for which a step waited.
-        hits, queries: tokens found in the prefix cache, and looked up.
-        count_waiting: returns the pages that queued requests need beyond evictable ones.
+        waits: number of growths that a step has waited for.
+        hits, queries: number of tokens found in the prefix cache, and looked up in it.
+        count_waiting: returns the pages that queued requests need beyond the evictable ones.
 
     Raises:
         RuntimeError: the ranks have different KV tensors or settings.
-        MemoryError: other engines leave no room for page 0.
+        MemoryError: other engines did not make room for page 0.
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class PagePool:
         self._next = self._ticked = self._reported = 0.0
         self._signals = Signals(self.quota.signals)
         self._busy_until = 0.0
-        self._peak = Peak(settings.idle)  # of pages allocated and requested
+        self._peak = Peak(settings.idle)  # of allocated and requested pages
         self.backing.back_null(_START_PATIENCE)
 
-    # ---- questions -------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
@@ -198,24 +198,24 @@ class PagePool:
 
     @property
     def ready(self) -> int:
-        """Number of free pages that are backed: they can be taken now."""
+        """Number of free pages that are backed and can be handed out now."""
         return len(self.idle) + self._arriving
 
     def obtainable(self) -> int:
-        """Returns the number of pages that could be ready without eviction; an estimate."""
+        """Estimates the number of pages that can be made ready without eviction."""
         coming = 0 if self._growth is None else len(self._growth.blocks)
         return self.ready + coming + self._pages_in(self.quota.room(), self.backing.unbacked)
 
     def most(self) -> int:
-        """Returns the number of pages that the current limit allows all requests together."""
+        """Returns the number of pages that all requests together may use within the limit."""
         room = self.quota.limit - self.geometry.first_bytes(1)
         return self._pages_in(room, self.geometry.num_blocks - 1)
 
     def _pages_in(self, room: int, most: int) -> int:
-        """Returns how many unbacked pages, up to `most`, `room` bytes can back at worst."""
+        """Returns how many pages, up to `most`, `room` bytes can back in the worst case."""
         if self._bytes_for(most) <= room:
             return most
-        low, high = 0, most  # low fits, high does not
+        low, high = 0, most  # invariant: low fits, high does not
         while high - low > 1:
             middle = (low + high) // 2
             if self._bytes_for(middle) <= room:
@@ -234,7 +234,7 @@ class PagePool:
         return geometry.first_bytes(-(-count // together) * together)
 
     def free_pages(self) -> list[int]:
-        """Returns the ids of all free pages; waits for those that are arriving."""
+        """Returns the ids of all free pages; waits for arriving pages."""
         self._arrive(wait=True)
         unbacked = (b for b in range(1, self.geometry.num_blocks) if not self.backing.is_backed(b))
         return sorted([*self.idle, *unbacked])
@@ -242,11 +242,11 @@ class PagePool:
     # ---- demand ----------------------------------------------------------------------------------
 
     def prepare(self, count: int, *, ask: bool = False) -> bool:
-        """Backs pages until `count` are ready; returns false if memory allows fewer.
+        """Backs pages until `count` are ready; returns false if memory is short.
 
         Args:
             count: number of pages.
-            ask: post missing pages to the ledger, for other engines to see.
+            ask: if memory is short, post the shortage to the ledger.
         """
         now = self.ranks.now()
         self._peak.note(now, self.allocated + count)
@@ -256,8 +256,9 @@ class PagePool:
         lacks = count - self.ready
         if lacks > 0 and now >= self._refused + _BACKOFF:
             if not self.ranks.alone:
-                self.quota.pressure()  # the ranks agree on current numbers
-            # More than needed: other requests of this step would each wait for a call.
+                self.quota.pressure()  # makes the ranks agree on current numbers
+            # Backs more than needed, so that other requests of this step need not wait for a call
+            # each.
             if not self._back(lacks + self._ahead):
                 self._refused = now
         lacks = count - self.ready
@@ -267,15 +268,16 @@ class PagePool:
 
     @property
     def _ahead(self) -> int:
-        """Number of pages to back beyond those that a step waits for."""
+        """Number of pages to back in addition to those that a step waits for."""
         return 0 if self._pressed else self.reserve // 2
 
     def ask(self, count: int) -> None:
-        """Posts to the ledger that a request lacks `count` pages, for other engines to see.
+        """Posts to the ledger, where other engines see it, that a request is short of `count`
+        pages.
 
-        Includes what the queue behind it lacks and what is mapped ahead, since each request would
-        otherwise wait for other engines in turn. The ledger compares the sum with the engine's
-        room, so that is added.
+        The posted bytes include the shortage of the queue behind it and the pages to map ahead;
+        otherwise each request in turn would wait for other engines. They also include the engine's
+        room, since the ledger counts only wants above it as a shortage.
         """
         self._lacked = True
         count = max(count, self.count_waiting() - self.obtainable()) + self._ahead
@@ -286,7 +288,7 @@ class PagePool:
         self.short = need > 0
 
     def wait_for(self, count: int) -> bool:
-        """Calls `prepare` until it succeeds or other engines had 2 seconds to give memory back."""
+        """Calls `prepare` until it succeeds; other engines have up to 2 seconds to free memory."""
         for _ in range(int(_LAST_PATIENCE / _BACKOFF)):
             self._refused = -math.inf
             if self.prepare(count, ask=True):
@@ -297,7 +299,7 @@ class PagePool:
         return False
 
     def take(self, count: int) -> list[int] | None:
-        """Hands out `count` pages, of the fullest physical pages first; None if too few."""
+        """Hands out `count` pages, starting with the fullest physical pages; None if too few."""
         if not self.prepare(count):
             return None
         while len(self.idle) < count:
@@ -306,13 +308,13 @@ class PagePool:
         return self.idle.take(count)
 
     def give(self, pages: Iterable[int]) -> None:
-        """Takes back pages, which become free."""
+        """Frees pages that were handed out."""
         pages = list(pages)
         self.allocated -= len(pages)
         self._add(pages)
 
     def give_later(self, arrival: Arrival) -> None:
-        """Takes back pages whose ids the host does not know yet."""
+        """Frees pages whose ids are still being copied to the host."""
         self.allocated -= arrival.count
         self._arriving += arrival.count
         self._arrivals.append(arrival)
@@ -336,7 +338,7 @@ class PagePool:
         return self._arrived < self._may_arrive
 
     def _back(self, count: int) -> bool:
-        """Backs up to `count` pages and waits for the driver; returns false if it backs fewer."""
+        """Backs up to `count` pages and waits for the driver; false if fewer were backed."""
         growth = self.backing.begin(count)
         if growth is None:
             return False
@@ -345,7 +347,7 @@ class PagePool:
         return self._finish(growth) >= count
 
     def _finish(self, growth: Growth) -> int:
-        """Records a growth, as failed unless it succeeded on all ranks; returns the pages added."""
+        """Records a growth, failed unless all ranks succeeded; returns the number of new pages."""
         if growth.runs and not self.ranks.alone:
             (every,) = self.ranks.least(growth.failure is None)
             if growth.failure is None and not every:
@@ -358,7 +360,7 @@ class PagePool:
         return len(pages)
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps runs on this rank, and returns the error message or None; `Growth.run` calls it."""
+        """Maps runs on this rank for `Growth.run`; returns the error message, or None."""
         try:
             self.memory.grow(runs)
         except VMemError as error:
@@ -366,7 +368,7 @@ class PagePool:
         return None
 
     def _begin_growth(self, count: int) -> None:
-        """Starts mapping memory for up to `count` pages in the thread, ahead of need."""
+        """Makes the thread start mapping up to `count` pages ahead of need."""
         if self._growth is not None or count <= 0 or self.ranks.now() < self._refused + _REPORT:
             return
         growth = self.backing.begin(count)
@@ -378,7 +380,7 @@ class PagePool:
             self._growth, self._mapping = growth, self._mapper.submit(growth.run, self)
 
     def _finish_growth(self) -> None:
-        """Waits for the thread's growth, if there is one, and records it."""
+        """Waits for the thread's growth, if any, and records it."""
         if self._growth is not None and self._mapping is not None:
             growth, self._growth = self._growth, None
             self._mapping.result()
@@ -387,19 +389,19 @@ class PagePool:
     # ---- steps -----------------------------------------------------------------------------------
 
     def step_begins(self, stream: object) -> None:
-        """Called before the launch of a step on `stream`; None on the CPU."""
+        """Must be called before a step is launched on `stream`; None on the CPU."""
         self._step += 1
         self._busy_until = self.ranks.now() + self._settings.idle
         self.memory.step_begins(stream)
 
     def step_ends(self) -> None:
-        """Called after the launch of a step: all its work is on the stream."""
+        """Must be called after a step's launch, when all its work is on the stream."""
         self.memory.step_ends(self._step)
 
-    # ---- giving back -----------------------------------------------------------------------------
+    # ---- releasing memory ------------------------------------------------------------------------
 
     def round_state(self) -> RoundState | None:
-        """Returns the state that rank 0 sends before a `tick`; None if that is not due yet."""
+        """Returns the state that rank 0 sends before a `tick`; None if no `tick` is due yet."""
         now = time.monotonic()
         called = self._is_called(now)
         if now < self._next and not called:
@@ -411,7 +413,7 @@ class PagePool:
         return RoundState(now, self._arrived + arrived, mapped, called)
 
     def receive(self, state: RoundState) -> None:
-        """Takes over rank 0's state; the next `tick` is due."""
+        """Applies rank 0's state, sent before a `tick`."""
         self.ranks.receive(state)
         self._may_arrive = state.arrived
         if state.mapped:
@@ -420,26 +422,28 @@ class PagePool:
             self._answer_call()
 
     def _is_called(self, now: float) -> bool:
-        """Returns true if another engine asked for memory, or gave some that this one lacks."""
+        """Returns true if another engine asked for memory, or freed some and this one is short."""
         return now >= self._ticked + _LOOK and self._signals.take(self.short)
 
     def _answer_call(self) -> None:
-        """Makes a round due, a check of other engines, and an attempt to grow."""
+        """Makes the next `tick` run, check other engines, and try to grow."""
         self._next = self._reported = 0.0
         self._refused = -math.inf
-        self._lacked |= self.short  # the attempt comes after the check
+        # keeps the request posted: the check comes before the attempt to grow
+        self._lacked |= self.short
 
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
-        """Unmaps pages that are not needed, backs pages ahead.
+        """Unmaps pages that are not needed, and backs pages ahead of need.
 
-        Does so every 50 ms, and sooner after another engine's signal and while pages are unmapped.
+        Has an effect every 50 ms, or sooner after another engine's signal and while pages are being
+        unmapped.
 
         Args:
             count_cached: returns the number of pages that only prefixes hold.
-            evict: evicts prefixes of this many pages, and so calls `give`.
+            evict: evicts prefixes with this many pages, which calls `give`.
 
         Returns:
-            True if a refused request may be tried again.
+            True if a request that did not fit may be tried again.
         """
         now = self.ranks.now()
         if self.ranks.alone and self._is_called(now):
@@ -465,7 +469,7 @@ class PagePool:
             self._retire(self.backing.emptied_first(self.idle, surplus))
         elif self.ready < self.reserve // 4 and not (
             at_rest or self._pressed or self.quota.asleep
-        ):  # several at a time
+        ):  # not earlier, to map several pages at a time
             self._begin_growth(self.reserve // 2 - self.ready)
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
@@ -476,7 +480,7 @@ class PagePool:
     def _check_others(
         self, now: float, at_rest: bool, used: int, cached: int, evict: Callable[[int], None]
     ) -> None:
-        """Gives back what other engines need, and reports to the ledger."""
+        """Frees memory that other engines need, and reports to the ledger."""
         if self.short and not self._lacked:
             self.quota.want(0)
             self.short = False
@@ -484,8 +488,8 @@ class PagePool:
         excess, has_more = self.quota.pressure()
         asleep = self.quota.asleep
         self._pressed = has_more or excess > 0
-        # Otherwise an engine with a queue would never give memory back: each request that ends
-        # makes room for the next.
+        # If it still admitted requests, an engine with a queue would never free memory: the next
+        # request would take the room of each one that finishes.
         self.admits = not (has_more or asleep)
         owed = self.backing.owed(excess, now, at_rest, self._settings.floor)
         if asleep and not used:
@@ -515,7 +519,7 @@ class PagePool:
         return self.backing.retire(pages)
 
     def _shrink(self, nbytes: int, evict: Callable[[int], None]) -> None:
-        """Unmaps about `nbytes` bytes: idle pages, then least recently used prefixes."""
+        """Unmaps about `nbytes` bytes: first idle pages, then least recently used prefixes."""
         for _ in range(4):
             count = self._count(nbytes)
             nbytes -= self._retire(self.backing.emptied_first(self.idle, count, at_least=True))
@@ -538,19 +542,19 @@ class PagePool:
         for number, failure in self.ranks.finished(self.memory.finished()).items():
             self.backing.confirm(number, failure or None)
             if failure:
-                log.warning("vmem: pages cannot be unmapped, tried again: %s", failure)
+                log.warning("vmem: unmapping pages failed and will be retried: %s", failure)
             else:
                 self._refused = -math.inf
 
     def clear(self, timeout: float = 30.0) -> None:
-        """Makes all pages free, and waits until all but page 0 are unmapped.
+        """Frees all pages, and waits until all except page 0 are unmapped.
 
         Raises:
             TimeoutError: pages are still mapped after `timeout` seconds.
         """
         self._finish_growth()
         self._arrive(wait=True)
-        self.allocated, self._busy_until = 0, -math.inf  # nothing is to be mapped ahead
+        self.allocated, self._busy_until = 0, -math.inf  # -inf: nothing is mapped ahead
         every = range(1, self.geometry.num_blocks)
         self.idle.add(page for page in every if self.backing.is_backed(page))
         self._retire(list(self.idle))
@@ -576,5 +580,5 @@ class PagePool:
         if sorted([*free, *held]) != list(range(1, self.geometry.num_blocks)):
             wrong.append("a page is neither free nor held, or both")
         if len(free) != self.free:
-            wrong.append(f"{len(free)} pages are free, the count says {self.free}")
+            wrong.append(f"{len(free)} pages are free, but the count is {self.free}")
         return wrong

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Agreement between an engine's ranks, whose schedulers must make the same decisions.
+"""Makes an engine's ranks agree, since their schedulers must make the same decisions.
 
-SGLang has a scheduler on each rank of tensor parallelism. All get the same requests in each round,
+SGLang has a scheduler on each tensor-parallel rank. All receive the same requests in each round,
 and then decide independently, so all inputs of a decision must be equal. Most are: free pages,
-pages of a request, prefixes. On the others the ranks agree, always at the same point of a round:
+pages of a request, prefixes. The ranks agree on the remaining inputs, always at the same point of a
+round:
 
-    bytes that device and ledger allow      the least of all ranks
-    result of a growth                      success only if it succeeded on all ranks
-    ended releases                          those that have ended on all ranks
-    time, ended copies, signals             rank 0's, sent with the requests as `RoundState`
+    bytes that device and ledger allow      the minimum of all ranks
+    result of a growth                      success if all ranks succeeded
+    finished releases                       those that have finished on all ranks
+    time, finished copies, signals          rank 0's, sent with the requests as `RoundState`
 
-They use SGLang's process group for the CPU, by which it also broadcasts the requests.
+They use SGLang's CPU process group, which also broadcasts the requests.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ __all__ = ["AgreedQuota", "Quota", "RankGroup", "Ranks", "RoundState", "SingleRa
 
 @dataclass(frozen=True)
 class RoundState:
-    """Rank 0's state, sent to all ranks, itself included, before a `PagePool.tick`.
+    """Rank 0's state, sent to all ranks, including rank 0, before a `PagePool.tick`.
 
     Attributes:
         now: rank 0's time in seconds.
-        arrived: number of arrivals that had ended, since the start.
-        mapped: a growth in the background has ended.
-        called: another engine asked for memory, or gave some that rank 0 lacks.
+        arrived: number of `Arrival` copies that have completed since the start.
+        mapped: a growth in the background has finished.
+        called: another engine asked for memory, or freed some while rank 0 was short.
     """
 
     now: float
@@ -42,32 +43,32 @@ class RoundState:
 
 
 class Quota(backing.Quota, Protocol):
-    """A rank's quota: `LocalQuota`, `LedgerQuota` or `AgreedQuota`; bytes are of one rank."""
+    """A rank's quota: `LocalQuota`, `LedgerQuota` or `AgreedQuota`. Byte counts are per rank."""
 
     @property
     def limit(self) -> int:
-        """Bytes that the rank may have, at most."""
+        """Maximum bytes of the rank."""
 
     @property
     def used(self) -> int:
-        """Bytes that the rank has."""
+        """Bytes that the rank uses."""
 
     @property
     def asleep(self) -> bool:
         """True if the engine was ordered to sleep."""
 
     def pressure(self) -> tuple[int, bool]:
-        """Returns what `LedgerQuota.pressure` does."""
+        """See `LedgerQuota.pressure`."""
 
     def signals(self) -> tuple[int, int]:
-        """Returns what `LedgerQuota.signals` does."""
+        """See `LedgerQuota.signals`."""
 
     def report(self, **values: int) -> None:
         """Posts the numbers that `vmem top` shows."""
 
 
 class Ranks(Protocol):
-    """All ranks of an engine. All make the same calls in the same order.
+    """The ranks of an engine, which all make the same calls in the same order.
 
     Attributes:
         alone: the engine has a single rank.
@@ -76,34 +77,34 @@ class Ranks(Protocol):
     alone: bool
 
     def now(self) -> float:
-        """Returns the time in seconds by which all ranks decide."""
+        """Returns the time in seconds that all ranks use for decisions."""
 
     def receive(self, state: RoundState) -> None:
-        """Takes over rank 0's time."""
+        """Sets the time to rank 0's."""
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns the least value on all ranks of each number."""
+        """Returns, for each number, its minimum over all ranks."""
 
     def agree(self, quota: Quota) -> Quota:
         """Returns a quota with the same results on all ranks."""
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Returns the releases that have ended on all ranks, with an error message or ``""``.
+        """Returns the releases that have finished on all ranks, with an error message or ``""``.
 
         Args:
-            found: the releases that ended on this rank since the last call.
+            found: the releases that finished on this rank since the last call.
         """
 
     def same(self, what: object, name: str) -> None:
-        """Checks that `what` is equal on all ranks; `name` is for the message.
+        """Checks that `what` is equal on all ranks. `name` describes it in the error message.
 
         Raises:
-            RuntimeError: it differs.
+            RuntimeError: `what` differs between ranks.
         """
 
 
 class SingleRank:
-    """The rank of an engine without tensor parallelism."""
+    """The only rank of an engine without tensor parallelism."""
 
     alone = True
 
@@ -134,7 +135,7 @@ class RankGroup:
     """The ranks of an engine with tensor parallelism.
 
     Args:
-        group: their torch process group for the CPU.
+        group: the ranks' torch process group for the CPU.
     """
 
     alone = False
@@ -149,11 +150,11 @@ class RankGroup:
         return self._now
 
     def receive(self, state: RoundState) -> None:
-        """Takes over rank 0's time."""
+        """Sets the time to rank 0's."""
         self._now = state.now
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Returns the least value on all ranks of each number."""
+        """Returns, for each number, its minimum over all ranks."""
         import torch
 
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -172,10 +173,10 @@ class RankGroup:
         return found
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Returns the releases that have ended on all ranks, with an error message or ``""``.
+        """Returns the releases that have finished on all ranks, with an error message or ``""``.
 
         Args:
-            found: the releases that ended on this rank since the last call.
+            found: the releases that finished on this rank since the last call.
         """
         self._ended.update(found)
         all_ended = self._all(self._ended)
@@ -188,10 +189,10 @@ class RankGroup:
         }
 
     def same(self, what: object, name: str) -> None:
-        """Checks that `what` is equal on all ranks; `name` is for the message.
+        """Checks that `what` is equal on all ranks. `name` describes it in the error message.
 
         Raises:
-            RuntimeError: it differs.
+            RuntimeError: `what` differs between ranks.
         """
         found = self._all(repr(what))
         if len(set(found)) > 1:
@@ -199,7 +200,7 @@ class RankGroup:
 
 
 class AgreedQuota:
-    """A quota with the same results on all ranks: the least that each rank may have.
+    """A quota with the same results on all ranks: the minimum of their quotas.
 
     `room`, `limit` and `asleep` are updated by `take` and `pressure`.
 
@@ -216,11 +217,11 @@ class AgreedQuota:
 
     @property
     def used(self) -> int:
-        """Bytes that this rank has."""
+        """Bytes that this rank uses."""
         return self._quota.used
 
     def room(self) -> int:
-        """Returns the bytes that every rank could take, as of the last `take` or `pressure`."""
+        """Returns the bytes that each rank could take at the last `take` or `pressure`."""
         return self._room
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
@@ -238,14 +239,15 @@ class AgreedQuota:
         self._quota.end_pending(nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Returns the bytes of unmapped pages."""
+        """Returns the bytes of unmapped pages to the quota."""
         self._quota.give(nbytes)
         self._room += nbytes
 
     def pressure(self) -> tuple[int, bool]:
-        """Returns the most bytes that a rank should give back, and whether to stop admitting.
+        """Returns the bytes that each rank should free, and whether to stop admitting requests.
 
-        Updates `room`, `limit` and `asleep`. See `LedgerQuota.pressure`.
+        These are the maximum of all ranks. Updates `room`, `limit` and `asleep`. See
+        `LedgerQuota.pressure`.
         """
         excess, has_more = self._quota.pressure()
         mine = (self._quota.limit, self._quota.room(), -excess, not has_more)
@@ -259,11 +261,11 @@ class AgreedQuota:
         self._quota.want(nbytes)
 
     def signals(self) -> tuple[int, int]:
-        """Returns the signals that this rank sees, which others may not."""
+        """Returns the signals that this rank has seen; other ranks may have seen fewer."""
         return self._quota.signals()
 
     def report(self, **values: int) -> None:
-        """Posts the numbers that `vmem top` shows, of this rank."""
+        """Posts this rank's numbers for `vmem top`."""
         self._quota.report(**values)
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The versions of SGLang that were tested, and on what."""
+"""The tested versions of SGLang, and the hardware of the tests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pyvmem.sglang.internals import INTERNALS
 __all__ = ["KNOWN", "VERSIONS"]
 
 KNOWN = {
-    "0.5.22": "its CPU engine, by the tests that make test-long runs with 0.5.23; no GPU",
-    "0.5.23": "an H100; its CPU engine, by make test-long: tokens equal to stock's",
+    "0.5.22": "on the CPU: the tests of make test-long; not on a GPU",
+    "0.5.23": "on an H100; on the CPU: make test-long. Same tokens as stock SGLang",
 }
-"""Versions, ascending, and what was run with each."""
+"""Versions, ascending, and the tests that were run with each."""
 
 VERSIONS = Versions("sglang", KNOWN, INTERNALS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Host memory for the contents of a paused `VMemPool`: page-locked, and kept for the next pause."""
+"""Page-locked host memory for the contents of a paused `VMemPool`, reused by later pauses."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ log = logging.getLogger(__name__)
 
 
 class HostBlock:
-    """One range of host memory; it lives as long as this object or a view of it.
+    """A range of host memory, which lives as long as this object or a view of it.
 
     Args:
         size: bytes, a multiple of the system's page size.
-        device: the CUDA device whose copies it is locked for, if it can be; None: it is not.
+        device: CUDA device, for whose copies the range is page-locked if possible; None: it is not
+            page-locked.
 
     Raises:
-        OutOfMemory: the range does not exist.
+        OutOfMemory: the range cannot be allocated.
     """
 
     def __init__(self, size: int, device: int | None) -> None:
-        self._locked_by = 0  # the process that registered it with CUDA
+        self._locked_by = 0  # id of the process that registered it with CUDA
         self._shown: Any = lambda: None  # weak reference to the buffer behind all views
         try:
             self.memory = mmap.mmap(-1, size, flags=_PRIVATE)
@@ -47,7 +48,7 @@ class HostBlock:
         self.size = size
         self._window = ctypes.c_char * size
         self.address = ctypes.addressof(self._window.from_buffer(self.memory))
-        with contextlib.suppress(OSError):  # no huge pages in this kernel: locked page by page
+        with contextlib.suppress(OSError):  # a kernel without huge pages locks small pages
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self._device = device
         if device is not None:
@@ -57,11 +58,12 @@ class HostBlock:
             except VMemError as error:
                 self._locked_by = 0
                 text = "%d bytes of host memory cannot be page-locked (%s): copies are slow"
-                log.warning(text, size, str(error))  # an exception keeps its callers' tensors
+                # not `error` itself, which keeps its callers' tensors alive
+                log.warning(text, size, str(error))
 
     @property
     def locked(self) -> bool:
-        """True if it is page-locked."""
+        """True if the range is page-locked."""
         return bool(self._locked_by)
 
     @property
@@ -70,7 +72,7 @@ class HostBlock:
         return self._shown() is not None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A view of a part; it keeps the whole block alive."""
+        """Returns a view of a part; it keeps the entire block alive."""
         window = self._shown()
         if window is None:
             window = self._window.from_buffer(self.memory)
@@ -78,10 +80,11 @@ class HostBlock:
         return memoryview(window).cast("B")[offset : offset + nbytes]
 
     def unlock(self) -> None:
-        """Unregisters the range before it is freed: CUDA would think it is still locked."""
-        # A child of a fork has a copy of this object, and no CUDA.
+        """Unregisters the range before it is freed, or CUDA treats it as still page-locked."""
+        # A forked child has a copy of this object, but cannot use CUDA.
         if self._device is not None and self._locked_by == os.getpid():
-            with contextlib.suppress(VMemError):  # CUDA is gone, with its registrations
+            # CUDA has shut down, which drops its registrations
+            with contextlib.suppress(VMemError):
                 self._call(self._device, "cuMemHostUnregister")
         self._locked_by = 0
 
@@ -95,7 +98,7 @@ class HostBlock:
 
 
 class HostMemory:
-    """The host blocks of one pool, used and spare. Not thread-safe by itself.
+    """The host blocks of a pool, used and spare. Not thread-safe by itself.
 
     Args:
         device: as for `HostBlock`.
@@ -103,13 +106,14 @@ class HostMemory:
 
     def __init__(self, device: int | None) -> None:
         self._device = device
-        self._used = weakref.WeakSet[HostBlock]()  # lost by an interrupted caller
+        self._used = weakref.WeakSet[HostBlock]()  # weak: an interrupted caller may lose a block
         self._spare: list[HostBlock] = []
 
     def take(self, size: int) -> HostBlock:
-        """Returns a block of at least this size, spare if possible; return it with `give`.
+        """Returns a block of at least this size, a spare one if possible; return it with `give`.
 
-        There are never more blocks than were in use at once: a new block replaces a spare one.
+        There are never more blocks than were in use at the same time: a new block replaces a spare
+        one.
 
         Raises:
             OutOfMemory: not enough memory; spare blocks may have been freed.
@@ -126,7 +130,7 @@ class HostMemory:
         return block
 
     def give(self, block: HostBlock) -> None:
-        """Makes a block spare; a block with live views is left to them."""
+        """Makes a block spare, unless it has live views, which then own it."""
         if block.viewed:
             block.unlock()
         else:

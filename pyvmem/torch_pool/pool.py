@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""torch tensors on vmem pages, whose memory can be released while the tensors live.
+"""torch tensors on vmem pages; their memory can be released while the tensors are alive.
 
     pool = VMemPool(context)
     with pool.use("weights"):
         model = make_model()            # every tensor made here is allocated in the pool
     pool.pause("weights")               # contents are saved in host memory, pages are freed
-    ...                                 # another program, or another phase, has the memory
+    ...                                 # another program or phase uses the memory
     pool.resume("weights")              # same addresses, same contents
 
-torch reaches the pool by two C functions without a user pointer (`CUDAPluggableAllocator`), so a
-process has one pool a device. Tensors are cut by torch's caching allocator out of segments that it
-asks for and keeps: 2 MiB, 20 MiB or more each. A tag has a ``torch.cuda.MemPool`` of its own, so a
-segment holds tensors of one tag. Expandable segments are another allocator of torch's: a tensor
-that came from it is not in the pool, which `VMemPool.owns` reports.
+torch calls the pool through two C functions without a user pointer (`CUDAPluggableAllocator`), so a
+process has one pool per device. torch's caching allocator requests segments of 2 MiB, 20 MiB or
+more, keeps them, and carves tensors out of them. Each tag has its own ``torch.cuda.MemPool``, so a
+segment holds tensors of a single tag. Expandable segments are a different allocator of torch:
+tensors that it allocates are not in the pool, as `VMemPool.owns` reports.
 
-Memory that NCCL or another process registered by its physical pages must be registered again after
-`VMemPool.resume`: the addresses are the same, the pages behind them are not. A CUDA graph may be
-replayed: it holds addresses.
+If NCCL or another process has registered memory by its physical pages, it must register it again
+after `VMemPool.resume`: the addresses are the same, but the pages behind them are not. A CUDA graph
+may be replayed, since it only holds addresses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 
 
 class PoolRemains(Remains):
-    """Cleans up a pool whose owner was lost, unless it was used: it may hold tensors.
+    """Cleans up a pool whose owner was lost, unless it was used and may hold tensors.
 
     Attributes:
         used: a `use` block was entered.
@@ -75,16 +75,16 @@ class PoolRemains(Remains):
 class VMemPool:
     """Places torch's tensors on pages of a context. A context manager.
 
-    The context is the caller's; it cannot be closed before the pool. On ``host`` torch has no
-    interface for this: `use` raises, and only C callers of ``vmem_malloc`` reach the pool.
+    The caller owns the context, and cannot close it before the pool. On ``host`` torch has no
+    interface for this: `use` raises, and only C callers of ``vmem_malloc`` can use the pool.
     Thread-safe.
 
     Args:
-        context: where pages come from. With `Caps.VISIBLE`, segments are reserved so that CUDA's
-            own copies accept them.
+        context: allocates the pages. With `Caps.VISIBLE`, segments are reserved so that CUDA's own
+            copies accept them.
 
     Raises:
-        Busy: the device has an open pool already.
+        Busy: the device already has an open pool.
         VMemError: CUDA cannot keep the device's primary context.
     """
 
@@ -114,13 +114,14 @@ class VMemPool:
             )
             self._closed = False
         except BaseException:
-            with suppress(Busy):  # the traceback keeps the array: the context frees its addresses
+            # the traceback keeps the array alive; the context frees its addresses
+            with suppress(Busy):
                 self._remains.unregister()
                 self._let_go()
             raise
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_tags"):  # it could not be made
+        if not hasattr(self, "_tags"):  # the constructor failed
             return "<VMemPool, closed>"
         named = [f"{name} (paused)" if tag.paused else name for name, tag in self._tags.items()]
         state = "closed" if self._closed else "open"
@@ -131,14 +132,15 @@ class VMemPool:
 
     @contextmanager
     def use(self, tag: str = "default") -> Iterator[None]:
-        """Inside the block, this thread's allocations on the device come from the pool.
+        """Makes this thread's allocations on the device come from the pool inside the ``with``
+        block.
 
         Allocate before a CUDA graph is captured, not during the capture.
 
         Raises:
             NotSupported: a ``host`` context.
             Busy: the tag is paused: torch might reuse a part of a segment that has no memory.
-            torch.OutOfMemoryError: (inside the block) no pages; `stats` has the reason.
+            torch.OutOfMemoryError: (inside the block) out of pages; `stats` has the reason.
         """
         if self._context.cuda_device is None:
             _native.fail(errno.EOPNOTSUPP, "torch's CPU allocator cannot be replaced", op="use")
@@ -152,7 +154,7 @@ class VMemPool:
                 yield
 
     def _torch_allocator(self) -> Any:
-        """The allocator object that all MemPools share; it must outlive them."""
+        """Returns the allocator object that all MemPools share; it must outlive them."""
         if self._allocator is None:
             from torch.cuda.memory import CUDAPluggableAllocator
 
@@ -162,7 +164,7 @@ class VMemPool:
 
     @contextmanager
     def _allocating(self, name: str) -> Iterator[Tag]:
-        """Inside the block, `vmem_malloc` in this thread works for the tag."""
+        """Makes `vmem_malloc` allocate for the tag in this thread inside the ``with`` block."""
         user, users, before = object(), set[object](), torch_alloc.tag()
         try:
             with self._lock:
@@ -177,21 +179,21 @@ class VMemPool:
             torch_alloc.set_tag(tag.number)
             yield tag
         finally:
-            try:  # only C calls: an asynchronous exception can only follow them
+            try:  # only C calls: an asynchronous exception can only come after them
                 torch_alloc.set_tag(before)
             finally:
                 users.discard(user)
 
     def owns(self, tensor: Any) -> bool:
-        """Returns whether a tensor's storage is in the pool, paused or not."""
+        """Returns true if a tensor's storage is in the pool, paused or not."""
         storage = tensor.untyped_storage()
         return torch_alloc.owns(self._device, storage.data_ptr(), max(1, storage.nbytes()))
 
     def saved(self, address: int, nbytes: int) -> memoryview | None:
-        """The saved contents of a paused range in host memory; None if it has none.
+        """Returns the saved contents of a paused range in host memory; None: nothing is saved.
 
-        A view, not a copy; `resume` restores what is written to it. The memory lives as long as
-        the view, but is ignored after `resume`.
+        The result is a view, not a copy; `resume` restores what is written to it. The memory lives
+        as long as the view, but has no effect after `resume`.
 
         Args:
             address: address of a tensor in the pool.
@@ -206,27 +208,29 @@ class VMemPool:
     # ---- pause and resume ----------------------------------------------------------------------
 
     def pause(self, tag: str | Mapping[str, bool] | None = None, *, keep: bool = True) -> int:
-        """Releases physical memory to the device; the addresses stay but must not be accessed.
+        """Releases physical memory to the device. The addresses remain but must not be accessed.
 
-        Contents go to host memory, which is page-locked if it can be: the device then copies at the
-        speed of its bus. Getting such memory takes longer than the copy, so it is kept for the next
-        pause, as much as was saved at once; `drop_host` and `close` give it back.
+        Contents are copied to host memory, which is page-locked if possible, so that the copy runs
+        at the speed of the bus. Page-locking takes longer than the copy, so this memory is kept for
+        the next pause, up to the maximum that was in use; `drop_host` and `close` free it.
 
-        Waits for the device's work first. Each tag is paused atomically; if one fails, those before
-        it stay paused. Pausing again covers what was added since.
+        Waits for the device's work first. Each tag is paused atomically; if one fails, earlier tags
+        remain paused. Pausing a tag again pauses the segments added since.
 
         Args:
-            tag: None: every tag. A mapping: several, in its order, each with its `keep`.
-            keep: copy the contents to host memory; else they are zeros after `resume`.
+            tag: the tag to pause; None: all tags; a mapping: several tags, in its order, each with
+                its `keep`.
+            keep: copy the contents to host memory; otherwise they are zeros after `resume`.
 
         Returns:
-            Bytes that left the context for the device. The context's other free memory stays.
+            Bytes that the context has returned to the device. Other free memory of the context is
+            not returned.
 
         Raises:
             InvalidArgument: no such tag.
             Busy: a `use` block of a tag is active; nothing changed.
-            OutOfMemory: no host memory for the contents; the tag is as before.
-            VMemError: the driver failed; the tag is as before.
+            OutOfMemory: no host memory for the contents; the tag is unchanged.
+            VMemError: the driver failed; the tag is unchanged.
         """
         with self._lock:
             self._check_open("pause")
@@ -246,28 +250,29 @@ class VMemPool:
             return max(0, before.slab_bytes - self._context.stats().slab_bytes)
 
     def resume(self, tag: str | None = None) -> int:
-        """Maps paused segments again, at their addresses, with their contents or with zeros.
+        """Maps paused segments again at their addresses, with their contents or with zeros.
 
-        Each tag is resumed atomically; one that fails stays paused, those before it stay resumed.
+        Each tag is resumed atomically; if one fails, it remains paused, and earlier tags remain
+        resumed.
 
         Args:
-            tag: None: every paused tag, in the order of their first use.
+            tag: the tag to resume; None: all paused tags, in the order of their first use.
 
         Returns:
-            Bytes mapped again; 0 when nothing was paused.
+            Bytes mapped again; 0 if nothing was paused.
 
         Raises:
             InvalidArgument: no such tag.
-            OutOfMemory: the device has not enough memory now; contents are kept for the next try.
+            OutOfMemory: the device is short of memory now; contents are kept for the next attempt.
         """
         with self._lock:
             self._check_open("resume")
             return sum(one.resume() for one in self._chosen(tag) if one.paused)
 
     def drop_host(self) -> int:
-        """Frees host memory that holds no contents; the next `pause` locks memory again.
+        """Frees host memory that holds no contents; the next `pause` page-locks memory again.
 
-        Returns: Its bytes.
+        Returns: The bytes that were freed.
         """
         with self._lock:
             self._check_open("drop_host")
@@ -279,7 +284,7 @@ class VMemPool:
     def _tag(self, name: str) -> Tag:
         if not isinstance(name, str) or name not in self._tags:
             known = ", ".join(map(repr, self._tags)) or "none"
-            text = f"tag {name!r:.80} was never used; there are: {known}"
+            text = f"tag {name!r:.80} was never used; existing tags: {known}"
             _native.fail(errno.EINVAL, text, op="VMemPool")
         return self._tags[name]
 
@@ -294,7 +299,7 @@ class VMemPool:
             return frozenset(tag.name for tag in self._tags.values() if tag.paused)
 
     def stats(self, tag: str | None = None) -> TorchPoolStats:
-        """The current state of one tag or all; the counters cover the whole pool."""
+        """Returns the current state of a tag or of all tags; the counters cover the entire pool."""
         with self._lock:
             self._check_open("stats")
             if tag is None:
@@ -304,10 +309,11 @@ class VMemPool:
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Frees the segments that hold no tensor, and releases the context. Idempotent.
+        """Frees the segments that hold no tensors, and releases the context. Idempotent.
 
         Raises:
-            Busy: tensors of the pool live, or a `use` block is active; the pool can still be used.
+            Busy: tensors of the pool are alive, or a `use` block is active; the pool can still be
+                used.
         """
         with self._lock:
             if self._closed:
@@ -315,7 +321,7 @@ class VMemPool:
             if any(tag.users for tag in self._tags.values()):
                 _native.fail(errno.EBUSY, "a `use` block is active", op="VMemPool.close")
             if not self._context.is_open:
-                self._context.stats()  # raises if the pool belongs to a fork's parent
+                self._context.stats()  # raises ForkedProcess in a forked child
             self._return_segments()
             self._remains.unregister()
             for tag in self._tags.values():
@@ -326,10 +332,9 @@ class VMemPool:
             self._closed = True
 
     def _drop_workspaces(self) -> None:
-        """Makes torch drop cuBLAS's workspace, which lies in the pool if a `use` block allocated
-        it.
+        """Makes torch drop cuBLAS's workspace, which is in the pool if allocated in a `use` block.
 
-        Later matrix products would use it even while paused; now they allocate a new one.
+        Otherwise later matrix products would use it even while it is paused.
         """
         if any(tag.pool is not None for tag in self._tags.values()):
             import torch
@@ -337,8 +342,8 @@ class VMemPool:
             torch._C._cuda_clearCublasWorkspaces()
 
     def _return_segments(self) -> None:
-        """Drops MemPools and empties torch's cache: until then torch keeps their segments."""
-        if self._allocator is not None:  # otherwise torch has no workspace
+        """Drops MemPools and empties torch's cache, so that torch frees their segments."""
+        if self._allocator is not None:  # otherwise torch has not used the pool
             import torch
 
             self._drop_workspaces()
@@ -357,7 +362,7 @@ class VMemPool:
         if self._closed or self._remains.ended.happened:
             _native.fail(errno.EBADF, "the VMemPool is closed", op=op)
         if not self._context.is_open:
-            self._context.stats()  # raises the right error in a forked child
+            self._context.stats()  # raises ForkedProcess in a forked child
 
     def __enter__(self) -> VMemPool:
         return self
@@ -367,7 +372,7 @@ class VMemPool:
             self.close()
         except Exception:
             if kind is None:
-                raise  # else the traceback keeps tensors alive, and that error matters more
+                raise  # otherwise keep the first error: its traceback holds the tensors
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._context.is_open:

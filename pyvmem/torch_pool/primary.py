@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The primary context of a CUDA device, through libcuda directly.
+"""The primary context of a CUDA device, through libcuda.
 
-A failed runtime call would also be reported by the next kernel launch.
+The CUDA runtime is not used: the next kernel launch would report its failed calls, too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["PrimaryContext"]
 
 
 class PrimaryContext(Closable):
-    """Retains a device's primary context, which the runtime and torch use, until closed.
+    """Retains a device's primary context, which the CUDA runtime and torch use, until closed.
 
     Args:
         device: CUDA ordinal.
 
     Raises:
-        VMemError: the device does not exist, or has no memory for a context.
+        VMemError: the device does not exist, or has too little memory for a context.
     """
 
     def __init__(self, device: int) -> None:
-        self._context = ctypes.c_void_p()  # set by CUDA: it is kept
+        self._context = ctypes.c_void_p()  # set by CUDA once it is retained
         self._pid = os.getpid()
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._number = ctypes.c_int()
@@ -45,22 +45,22 @@ class PrimaryContext(Closable):
 
     @property
     def handle(self) -> int:
-        """The CUcontext; 0 once it is closed."""
+        """The CUcontext; 0 once closed."""
         return self._context.value or 0
 
     def address(self, function: str) -> int:
-        """The address of a function of libcuda."""
+        """Returns the address of a libcuda function."""
         return ctypes.cast(getattr(self._cuda, function), ctypes.c_void_p).value or 0
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Calls a function with this context current in the thread.
+        """Calls a libcuda function with this context current in the thread.
 
         Raises:
-            VMemError: it failed, or the context cannot be made current.
+            VMemError: the call failed, or the context cannot be made current.
         """
         before = ctypes.c_void_p()
         self._check("cuCtxGetCurrent", ctypes.byref(before))
-        # Set, not pushed: restoring a context that was never changed is harmless.
+        # Set, not pushed: if an exception comes first, restoring the context is harmless.
         try:
             self._check("cuCtxSetCurrent", self._context)
             self._check(function, *arguments)
@@ -70,11 +70,12 @@ class PrimaryContext(Closable):
     def close(self) -> None:
         """Releases the context. Idempotent."""
         if self._context.value:
-            self._context.value = None  # first: a second release would take torch's reference
+            # cleared first: a second release would drop torch's reference
+            self._context.value = None
             self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
 
     def __del__(self) -> None:
-        # A child of a fork has a copy of this object, and no CUDA.
+        # A forked child has a copy of this object, but cannot use CUDA.
         if getattr(self, "_pid", 0) == os.getpid():
             self.close()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tags of a `VMemPool`: segments paused together, and their saved contents."""
+"""The tags of a `VMemPool`: segments that are paused together, and their saved contents."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Tag", "TorchPoolStats"]
 
 @dataclass(frozen=True)
 class TorchPoolStats:
-    """State of a `VMemPool`, of one tag or all, and counters of the whole pool.
+    """State of a tag of a `VMemPool` or of all tags, and counters of the entire pool.
 
     Attributes:
         blocks: segments that torch holds.
         mapped_bytes: bytes of segments with memory.
-        paused_bytes: bytes of segments without.
+        paused_bytes: bytes of segments without memory.
         saved_bytes: the part of `paused_bytes` whose contents are in host memory.
         mallocs, frees: segments that torch allocated and freed so far.
         failures: calls of torch that failed.
         last_error: the error of the latest failure; torch itself only reports "out of memory".
-        host_bytes: host memory of the whole pool, for contents and kept for the next pause.
+        host_bytes: host memory of the entire pool, including memory kept for the next pause.
         locked_bytes: the part of `host_bytes` that is page-locked.
     """
 
@@ -43,7 +43,7 @@ class TorchPoolStats:
 
     @classmethod
     def of(cls, device: int, host: HostMemory, number: int = torch_alloc.ALL) -> TorchPoolStats:
-        """Queries the allocator for one tag, or by default for all."""
+        """Queries the allocator for a tag, or by default for all tags."""
         now = torch_alloc.stats(device, number)
         return cls(
             now.blocks,
@@ -64,14 +64,14 @@ class Tag:
     """Segments paused and resumed together. Not thread-safe by itself.
 
     Attributes:
-        name: the caller's.
-        number: the tag's number in C; 0 means a thread without a tag.
+        name: the caller's name for it.
+        number: the tag's number in C; 0 stands for threads without a tag.
         device: device of the pool.
         host: the pool's host memory.
-        users: active `VMemPool.use` blocks.
-        paused: since the last resume.
-        pool: its torch.cuda.MemPool, once made.
-        saved: contents of paused segments. C holds addresses in them, so they live until the
+        users: number of active `VMemPool.use` blocks.
+        paused: the tag was paused and not resumed since.
+        pool: its torch.cuda.MemPool, once created.
+        saved: contents of paused segments. C holds pointers into them, so they live until the
             segments are resumed.
     """
 
@@ -85,11 +85,11 @@ class Tag:
     saved: list[HostBlock] = field(default_factory=list)
 
     def stats(self) -> TorchPoolStats:
-        """The allocator's statistics for the tag."""
+        """Returns the allocator's statistics for the tag."""
         return TorchPoolStats.of(self.device, self.host, self.number)
 
     def pause(self, keep: bool) -> None:
-        """Unmaps all segments, or none if it raises; no GPU work may be unfinished."""
+        """Unmaps all segments, or none if it raises. The GPU must be idle."""
         before = self.paused
         while True:
             room = self.stats().mapped_bytes
@@ -97,7 +97,7 @@ class Tag:
             outcome = Outcome()
             try:
                 if save is not None:
-                    self.saved.append(save)  # C holds its address as soon as the call is made
+                    self.saved.append(save)  # before the call: then C holds its address
                 self.paused = True
                 memory = None if save is None else save.memory
                 torch_alloc.pause(self.device, self.number, memory, outcome)
@@ -110,10 +110,10 @@ class Tag:
                             self.saved.remove(save)
                         self.host.give(save)
                 if not isinstance(error, TooManyBatches):
-                    raise  # else torch added a segment meanwhile: retry
+                    raise  # otherwise torch added a segment meanwhile: retry
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
-        """The saved contents at a host address; None if they are not this tag's."""
+        """Returns the saved contents at a host address; None if they are not this tag's."""
         for block in self.saved:
             if 0 <= at - block.address < block.size:
                 return block.view(at - block.address, nbytes)

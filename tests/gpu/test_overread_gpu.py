@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Description: kernels run at full speed over slots that grow and shrink meanwhile.
+"""Description: kernels at full speed over slots that grow and shrink beside them, for a while.
 
-Every step maps pages of every request, those of the next step in the background while the kernel
-runs. When a request ends, its pages are full of NaN; they are freed right away and reused by
-another request. A kernel that reads further past a length than the cache allows thus reads memory
-that is unmapped, being mapped or unmapped, or another request's. There must be no fault, and every
-output must be finite and equal, bit by bit, to that of the same call on a cache whose slots are
-fully mapped. The exception is torch's scaled_dot_product_attention, whose calls on the same memory
-sometimes differ in the last bit of a number: only larger differences count.
+Every step maps pages of every request, the next step's in the background while the kernel runs;
+pages go back as soon as a request ends, full of NaN, and come back in another. Whatever a kernel
+reads past a length is then unmapped, being mapped, being unmapped, or another owner's, unless it
+stays where the cache lets it. No fault, and every output finite and equal to that of the same call
+on a cache whose slots were mapped before: bit by bit, and so is no read of a page too many. But for
+torch's scaled_dot_product_attention, whose calls on the same memory differ among themselves now and
+then in the last bit of one number: there a difference of more than that counts.
 
-VMEM_OVERREAD_SECONDS (60) is the time for each kernel and back end. Needs a CUDA device, torch, and
-a back end (cuda, stock) that passes its probe; skipped otherwise. FlashAttention-3 is tested if
-vLLM, flash_attn_interface or $VMEM_FA3 provides it.
+VMEM_OVERREAD_SECONDS (60): for each kernel and back end. Needs a CUDA device, torch, and a back end
+(cuda, stock) that its probe proves; skipped otherwise. FlashAttention-3 takes part where vLLM,
+flash_attn_interface or $VMEM_FA3 brings it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pyvmem.attention import Attention, OverRead, overread_rows, probe  # noqa: 
 
 pytestmark = [
     *needs_gpu(),
-    # torch's own compiler triggers it.
+    # torch's own compiler uses it.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
 context = contexts()
@@ -46,9 +46,9 @@ SLOTS = 8
 LONGEST = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 CHUNKS = (17, 64, 200, 512)  # new tokens of a chunk
-FIRST = 6  # steps before the clock starts: they compile the kernel for decoding and for chunks
-CHECK = 200  # iterations between checks for errors
-LAST_BIT = 2.0**-7  # the last bit of a bfloat16 is at most this fraction of the number
+FIRST = 6  # steps before the time counts: a kernel is compiled in them, for decoding and for chunks
+CHECK = 200  # iterations between looks at what was found
+LAST_BIT = 2.0**-7  # of a bfloat16, at most, beside the number
 
 
 def make(context: Context, overread: int, **changes: Any) -> KVCache:
@@ -67,7 +67,7 @@ def make(context: Context, overread: int, **changes: Any) -> KVCache:
 
 
 class Rows:
-    """The keys and values of row i of every request, by layer."""
+    """Contents of row i of every request, by layer: keys and values."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)
@@ -82,7 +82,7 @@ class Rows:
 
 
 class Growing:
-    """Requests that grow by a page or a chunk per step, and restart when their slot is full."""
+    """Requests that grow by a page or a chunk a step, end at the slot's end, and begin anew."""
 
     def __init__(self, cache: KVCache, rows: Rows) -> None:
         self.cache = cache
@@ -98,7 +98,7 @@ class Growing:
         self.plan()
 
     def plan(self) -> None:
-        """Plans the next step's lengths; every request needs at least one more page."""
+        """The next step's lengths; every request needs at least a page more."""
         decode = self.random.random() < 0.7
         self.new_tokens = 1 if decode else self.random.choice(CHUNKS)
         more = max(self.page_rows, self.new_tokens)
@@ -111,7 +111,7 @@ class Growing:
             self.next[reqid] = want
 
     def step(self) -> None:
-        """Ends requests whose slot is full, after writing NaN; grows the others as planned."""
+        """Ends who has no room, full of NaN; makes the others as long as was planned."""
         cache = self.cache
         for reqid in self.ended:
             (mapped,) = cache.slots.readable_rows([reqid])
@@ -119,7 +119,7 @@ class Growing:
                 cache.k(layer)[reqid, :mapped].fill_(float("nan"))
                 cache.v(layer)[reqid, :mapped].fill_(float("nan"))
             cache.free_reqid(reqid)
-            assert cache.alloc_reqid() == reqid  # the only free slot
+            assert cache.alloc_reqid() == reqid  # there is no other
             self.lens[reqid] = 0
             self.next[reqid] = self.random.randrange(self.new_tokens, self.new_tokens + 300)
         assert cache.step(self.next) == 0
@@ -129,10 +129,10 @@ class Growing:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_over_reads_find_only_finite_rows(context: Context, kernel: str) -> None:
+def test_nothing_past_a_length_is_met(context: Context, kernel: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     needed = overread_rows("fa3" if kernel == "auto" else kernel, device)
-    always = kernel != "auto"  # over-reads also in decoding
+    always = kernel != "auto"  # also in decoding
     rows, order = Rows(), list(range(SLOTS))
     tokens = SLOTS * max(CHUNKS)
     q = torch.randn(tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -163,7 +163,7 @@ def test_over_reads_find_only_finite_rows(context: Context, kernel: str) -> None
             growing.plan()
             for layer in range(LAYERS):
                 out = ours(query, layer, one)
-                if not layer:  # the next step's pages are mapped while these kernels run
+                if not layer:  # what comes next is mapped while these run
                     assert cache.step_async(growing.next) == 0
                 want = theirs(query, layer, other)
                 differ = out != want
@@ -187,7 +187,7 @@ def test_over_reads_find_only_finite_rows(context: Context, kernel: str) -> None
         theirs.close()
 
 
-def test_a_tile_reader_is_refused_without_its_rows(context: Context) -> None:
+def test_a_tile_reader_is_refused_where_its_rows_are_missing(context: Context) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with make(context, 191) as cache:
         if why := probe(cache, device)["fa3"]:
@@ -196,7 +196,7 @@ def test_a_tile_reader_is_refused_without_its_rows(context: Context) -> None:
         assert cache.step([100] + [0] * (SLOTS - 1)) == 0
         (mapped,) = cache.slots.readable_rows([0])
         with pytest.raises(
-            pyvmem.InvalidArgument, match="reads whole tiles in decoding: needs overread_decode"
+            pyvmem.InvalidArgument, match="whole tiles in decoding and needs overread_decode"
         ):
             Attention(cache, "fa3")
         auto = Attention(cache)
@@ -215,7 +215,7 @@ def test_a_tile_reader_is_refused_without_its_rows(context: Context) -> None:
         attend.close()
 
 
-def test_a_sparse_cache_does_not_help_if_a_map_unmaps_first(context: Context) -> None:
+def test_a_sparse_cache_is_no_protection_where_a_map_unmaps_first(context: Context) -> None:
     if pyvmem.Caps.SPARSE not in context.info.caps:
         pytest.skip("no sparse reservations")
     if context.info.backend == "uvm":

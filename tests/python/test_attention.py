@@ -205,7 +205,7 @@ def test_a_kernel_that_reads_tiles_needs_rows_behind_the_length(
     text = r"fa3 cannot be used.*overread_rows of 191.* 0$"
     with filled(host, MIXED) as cache, pytest.raises(InvalidArgument, match=text):
         choose(cache, cpu, "fa3")
-    text = "fa3 cannot be used: it also reads whole tiles in decoding: it needs overread_decode"
+    text = "fa3 cannot be used: it also reads whole tiles in decoding and needs overread_decode"
     with filled(host, MIXED, overread_rows=191) as cache:
         with pytest.raises(InvalidArgument, match=text):
             choose(cache, cpu, "fa3")
@@ -225,7 +225,7 @@ def test_bad_input_is_named(host: pyvmem.Context) -> None:
         for lens, text in (
             (([0], [1], []), "1 reqids, 1 q_lens, 0 kv_lens"),
             (([], [], []), "at least one"),
-            (([0, 0], [1, 1], [2, 2]), "a reqid stands twice"),
+            (([0, 0], [1, 1], [2, 2]), "duplicate reqid"),
             (([6], [1], [1]), "reqid 6 is not between 0 and 5"),
             (([0], [0], [1]), "reqid 0: 0 new tokens of 1"),
             (([0], [3], [2]), "reqid 0: 3 new tokens of 2"),
@@ -458,7 +458,7 @@ def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -
         q = torch.randn(1, 2, 32)
         attend(q, 0, batch)
         bare = Batch([Part(cache.caches)], [4], [1], [9], torch.device("cpu"))
-        with pytest.raises(InvalidArgument, match=r"take one of Attention\.batch"):
+        with pytest.raises(InvalidArgument, match=r"make one with Attention\.batch"):
             attend(q, 0, bare)
         attend.close()
 

@@ -187,7 +187,7 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
         assert 0 < there <= 9 * rows + 5 - 8
         attend.batch([0], [5], [length])
         assert EXACT.first(length, 5, rows) >= there
-        with pytest.raises(InvalidArgument, match=f"window of {rows}; rows before {there} are go"):
+        with pytest.raises(InvalidArgument, match=f"window of {rows}; rows before {there} have"):
             attend.batch([0], [2 * rows], [length])
         with pytest.raises(InvalidArgument, match="reqid 2 is not between 0 and 1"):
             cache.slots.first_rows([2])
@@ -204,7 +204,7 @@ def test_a_tile_before_the_window_needs_its_rows(
     shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": "float32"}
     shape |= {"max_batch": 1, "max_seq_len": 4096, "window": 64}
     with KVCache(KVCacheConfig(**shape), host) as cache:
-        text = "it reads whole tiles before a window: it needs window_tile of 255, .* has 192"
+        text = "it reads whole tiles before a window and needs window_tile of 255; .* has 192"
         with pytest.raises(InvalidArgument, match=text):
             Attention(cache, "fa2")
     with KVCache(KVCacheConfig(**shape, window_tile=256), host) as cache:
@@ -220,7 +220,7 @@ def test_a_tile_before_the_window_needs_its_rows(
         assert there
         attend.batch([0], [1], [2049])
         new = 2049 - 64 + 1 - there  # the window itself is there, the tile before it is not
-        with pytest.raises(OverRead, match=f"fa2 may read from row .* rows before {there} are"):
+        with pytest.raises(OverRead, match=f"fa2 may read from row .* rows before {there} have"):
             attend.batch([0], [new], [2049])
         attend.close()
     assert Reads(before=191).first(1000, 1, 64) == 1000 - 64 - 191
@@ -228,15 +228,17 @@ def test_a_tile_before_the_window_needs_its_rows(
 
 
 def test_what_cannot_be_is_named(cache: LayeredCache, host: pyvmem.Context) -> None:
-    with pytest.raises(InvalidArgument, match="layer 2 has one tensor of 48 elements a row; give"):
+    with pytest.raises(
+        InvalidArgument, match="layer 2 has one tensor of 48 elements per row; v_head_dim"
+    ):
         Attention(cache)
-    with pytest.raises(InvalidArgument, match="not 49"):
+    with pytest.raises(InvalidArgument, match="cannot be 49"):
         Attention(cache, v_head_dim=49)
-    with pytest.raises(InvalidArgument, match="windows for 1 layers, the cache has 6"):
+    with pytest.raises(InvalidArgument, match="windows for 1 layers, but the cache has 6"):
         Attention(cache, windows=[0], v_head_dim=LATENT)
-    with pytest.raises(InvalidArgument, match="layer 1: a window of 25; the cache keeps 24"):
+    with pytest.raises(InvalidArgument, match="layer 1: a window of 25, but the cache keeps 24"):
         Attention(cache, windows=[0, 25, 0, 0, 0, 24], v_head_dim=LATENT)
-    with pytest.raises(InvalidArgument, match="layer 1: a window of 0; the cache keeps 24"):
+    with pytest.raises(InvalidArgument, match="layer 1: a window of 0, but the cache keeps 24"):
         Attention(cache, windows=[0] * 6, v_head_dim=LATENT)
     with pytest.raises(InvalidArgument, match="scales are for keys and values of float8_e4m3fn"):
         Attention(cache, v_head_dim=LATENT, scales=[(1, 1)] * 6)
@@ -246,7 +248,7 @@ def test_what_cannot_be_is_named(cache: LayeredCache, host: pyvmem.Context) -> N
     row = torch.zeros(2, 1, LATENT + 8)
     with pytest.raises(InvalidArgument, match="layer 2 has one tensor"):
         attend.write(2, row, row, batch)
-    with pytest.raises(InvalidArgument, match="layer 0 has values, too"):
+    with pytest.raises(InvalidArgument, match="layer 0 has values; pass value="):
         attend.write(0, torch.zeros(2, 2, 32), None, batch)
     attend.write(2, row + 1, None, batch)
     assert bool((cache.k(2)[0, 0] == 1).all())
@@ -315,7 +317,7 @@ def test_8_bit_rows_are_written_by_their_scales(
 def test_scales_are_checked() -> None:
     cpu = torch.device("cpu")
     for given, text in (
-        ([(1, 1)], "scales of 1 layers, the cache has 2"),
+        ([(1, 1)], "scales of 1 layers, but the cache has 2"),
         (
             [(1, 1), ([1, 2, 3], 1)],
             "layer 1: 3 scales; expected one, or one for each of 2 KV heads",
@@ -479,9 +481,9 @@ def test_layers_and_batches_of_others_are_refused(context: pyvmem.Context) -> No
                 attends[0].write(layer, new, new, batch)
             with pytest.raises(InvalidArgument, match=text):
                 attends[0].window(layer)
-        with pytest.raises(InvalidArgument, match="a batch of another cache"):
+        with pytest.raises(InvalidArgument, match="the batch belongs to another cache"):
             attends[1](new, 0, batch)
-        with pytest.raises(InvalidArgument, match="a batch of another cache"):
+        with pytest.raises(InvalidArgument, match="the batch belongs to another cache"):
             attends[1].write(0, new, new, batch)
         for one in attends:
             one.close()

@@ -319,14 +319,14 @@ def test_what_is_held_has_one_owner(context: pyvmem.Context, kind: str) -> None:
     with context.reserve(page) as addresses, context.create(page) as pages:
         one = {"context": context, "reservation": addresses, "pages": pages}[kind]
         for make in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match="has one owner"):
+            with pytest.raises(TypeError, match="have a single owner"):
                 make(one)
 
 
 def test_an_event_has_one_owner() -> None:
     with pyvmem.FdEvent.create() as event:
         for make in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match="has one owner"):
+            with pytest.raises(TypeError, match="have a single owner"):
                 make(event)
 
 

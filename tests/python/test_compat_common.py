@@ -113,7 +113,7 @@ def test_memory_is_counted_once(page: int) -> None:
     rows = page // ROW
     vattention.step([3 * rows, 3 * rows, 0, 0], False)
     assert vattention.num_free_kvblocks() == 0
-    with pytest.raises(OutOfKVBlocks, match="5 KV blocks are needed, the cache has 4"):
+    with pytest.raises(OutOfKVBlocks, match="5 KV blocks are needed, but the cache has 4"):
         vattention.step([3 * rows, 3 * rows, 3 * rows, 0], False)
     assert vattention.num_free_kvblocks() == 0
     vattention.step([2 * rows, 2 * rows, 2 * rows, 1], False)
@@ -134,7 +134,7 @@ def test_what_cannot_be_mapped_changes_nothing(page: int) -> None:
     with pytest.raises(OutOfKVBlocks, match="call reserve_physical_pages"):
         vattention.map_common_pages(1)
     vattention.reserve_physical_pages(2 * LAYERS * page)
-    with pytest.raises(OutOfKVBlocks, match="2 KV blocks are needed, the cache has 1"):
+    with pytest.raises(OutOfKVBlocks, match="2 KV blocks are needed, but the cache has 1"):
         vattention.map_common_pages(page // ROW + 1)
     cache().check_integrity()
     assert cache().stats().active_slots == 0

@@ -156,7 +156,7 @@ def test_the_backup_of_a_tensor(saver: TorchMemorySaver) -> None:
 
 
 def test_what_is_not_allowed(host: pyvmem.Context, saver: TorchMemorySaver) -> None:
-    with pytest.raises(BadHandle, match="no region was used"):
+    with pytest.raises(BadHandle, match="no region has been used"):
         saver.get_cpu_backup(torch.zeros(1))
     with pytest.raises(InvalidArgument, match=r"disable\(\) outside a region"), saver.disable():
         pass
@@ -182,7 +182,9 @@ def test_what_needs_preloading_is_refused_by_name() -> None:
     saver = TorchMemorySaver()
     saver.hook_mode = "torch"
     assert (saver.enabled, saver.hook_mode, saver.memory_margin_bytes) == (True, "torch", 0)
-    with pytest.raises(NotSupported, match="hook_mode='preload', which needs a library preloaded"):
+    with pytest.raises(
+        NotSupported, match="hook_mode='preload', which requires a library preloaded"
+    ):
         saver.hook_mode = "preload"
     with pytest.raises(NotSupported, match="memory_margin_bytes=5"):
         saver.memory_margin_bytes = 5
@@ -209,7 +211,9 @@ def test_a_graph_is_captured_and_not_paused(
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     with (
-        pytest.warns(UserWarning, match=r"pause\('graphs'\) leaves the memory of this CUDA graph"),
+        pytest.warns(
+            UserWarning, match=r"pause\('graphs'\) does not free the memory of this CUDA graph"
+        ),
         saver.cuda_graph("one", pool=(1, 2), stream="two", tag="graphs", enable_cpu_backup=True),
     ):
         assert len(asked) == 1
@@ -236,7 +240,7 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
         assert importlib.import_module("torch_memory_saver") is module
         install()
         monkeypatch.setitem(sys.modules, "torch_memory_saver", sys)
-        with pytest.raises(Busy, match="imported already"):
+        with pytest.raises(Busy, match="already imported"):
             install()
     finally:
         sys.modules.pop("torch_memory_saver", None)

@@ -323,7 +323,7 @@ def test_errors_name_the_value_and_change_nothing(page: int) -> None:
     assert held() == 0
     vattention.step([page // ROW, 0, 0, 0], False)
     for kind in (OutOfMemory, RuntimeError):
-        with pytest.raises(kind, match="3 KV blocks are needed, the cache has 2; preempt"):
+        with pytest.raises(kind, match="3 KV blocks are needed, but the cache has 2; preempt"):
             vattention.step([page // ROW, page // ROW + 1, 0, 0], False)
     assert held() == 2 * LAYERS
     assert vattention.num_free_kvblocks() == 1
@@ -358,7 +358,7 @@ def test_install_makes_the_import_mean_this_module(monkeypatch: pytest.MonkeyPat
 
     assert imported is vattention
     monkeypatch.setitem(sys.modules, "vattention", sys)
-    with pytest.raises(Busy, match="vattention is imported already"):
+    with pytest.raises(Busy, match="vattention is already imported"):
         vattention.install()
 
 

@@ -222,7 +222,7 @@ def test_a_socket_is_one_servers(folder: Path) -> None:
 
     with HTTPServer(answer, path):
         assert path.stat().st_mode & 0o777 == 0o600
-        with pytest.raises(FileExistsError, match="answers there already"):
+        with pytest.raises(FileExistsError, match="another server is listening there"):
             HTTPServer(answer, path)
     assert not path.exists()
     with socket.socket(socket.AF_UNIX) as dead:

@@ -215,8 +215,8 @@ def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Con
             continuous_batching_config=config(),
         )
     bad, good = found.values()
-    assert "60 tokens and 133 new ones" in bad.error
-    assert "holds 192" in bad.error
+    assert "60 prompt tokens and 133 new tokens" in bad.error
+    assert "exceed the 192 tokens" in bad.error
     assert len(good.generated_tokens) == 133
 
 
@@ -232,7 +232,7 @@ def test_a_window_that_the_configuration_does_not_tell_is_refused(
             [[5] * 9], generation_config=generation(), continuous_batching_config=config()
         )
     (bad,) = found.values()
-    text = f"layer 1 wants a window of {WINDOW + 1}, but its configuration says {WINDOW}"
+    text = f"layer 1 uses a window of {WINDOW + 1}, but its configuration has {WINDOW}"
     assert text in bad.error
     assert not bad.generated_tokens
 
@@ -269,7 +269,7 @@ def test_layers_that_differ_are_refused_where_the_plug_is_installed(
     """By the adapter of 5.17, for one model or at the first use of every model's."""
     monkeypatch.setattr(continuous, "_adapter", lambda: cb_5_17.SlotCache)
     model, same = model_of("gemma3"), model_of("mistral")
-    text = f"layers that differ .* need transformers 5.18; {HERE} is here"
+    text = f"layers that differ .* need transformers 5.18 or later, not {HERE}"
     with pytest.raises(NotSupported, match=text), vmem_continuous_batching(model):
         pass
     with vmem_continuous_batching(**options(host)):
@@ -315,7 +315,7 @@ def test_models_whose_latent_cannot_be_absorbed_are_named() -> None:
     model = KINDS["deepseek"]()
     with (
         latent.absorbed(model),
-        pytest.raises(NotSupported, match="the cache is the attention function's"),
+        pytest.raises(NotSupported, match="only the attention function may use the cache"),
     ):
         model(torch.tensor([[5, 6]]), **{CACHE: transformers.DynamicCache()})
     plain = model_of("qwen3")

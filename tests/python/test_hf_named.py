@@ -217,7 +217,7 @@ def test_a_fork_takes_no_name_that_has_a_slot(requests: NamedRequests) -> None:
     compute(requests, both)
     free = requests.kvcache.slots.num_free
     for child in ("a", "b"):
-        with pytest.raises(InvalidArgument, match=f"request {child} has a slot already"):
+        with pytest.raises(InvalidArgument, match=f"request {child} already has a slot"):
             requests.fork("a", child, 2)
     assert (requests.kvcache.slots.num_free, len(requests)) == (free, 2)
     requests.drop_all(forget=True)

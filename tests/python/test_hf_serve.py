@@ -280,7 +280,9 @@ def test_a_request_that_no_slot_holds_is_the_clients_error(server: Server, strea
 
     with (
         server.client() as client,
-        pytest.raises(openai.BadRequestError, match=r"3 tokens and 999 new .*max_seq_len is 256"),
+        pytest.raises(
+            openai.BadRequestError, match=r"3 prompt tokens and 999 new .*max_seq_len 256"
+        ),
     ):
         ask(server, client, "w1 w2 w3", 999, stream=stream)
     assert chat(server, "w1 w2").split() == server.words("w1 w2"), "it goes on"

@@ -163,8 +163,8 @@ def test_from_hf_takes_the_text_part() -> None:
 @pytest.mark.parametrize(
     ("attributes", "text"),
     [
-        ({"num_hidden_layers": None}, "no num_hidden_layers or n_layer; give num_layers yourself"),
-        ({"dtype": None}, "no dtype or torch_dtype; give dtype yourself"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers or n_layer; pass num_layers"),
+        ({"dtype": None}, "no dtype or torch_dtype; pass dtype"),
         ({"head_dim": None, "hidden_size": 577}, "hidden size 577 is not a multiple of 9 heads"),
         ({"head_dim": None, "num_attention_heads": 0}, "not a multiple of 0 heads"),
     ],

@@ -560,17 +560,20 @@ def test_layers_of_a_transformers_model() -> None:
 
 def test_layers_that_are_refused() -> None:
     for values, text in (
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the model has 4"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, but the model has 4"),
         (
             {"layer_types": ["linear_attention"] * 4},
-            "layer 0 is linear_attention: its configuration does not describe the state",
+            "layer 0 is linear_attention: the state's description in its configuration",
         ),
         (
             {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
             "layer 1 is sliding_attention, but sliding_window is None",
         ),
         ({"kv_lora_rank": 512}, "no qk_rope_head_dim"),
-        ({"layers_block_type": ["attention", *["recurrent"] * 3]}, "layer 1 is recurrent: what it"),
+        (
+            {"layers_block_type": ["attention", *["recurrent"] * 3]},
+            "layer 1 is recurrent: this kind",
+        ),
     ):
         with pytest.raises(InvalidArgument, match=text):
             layer_shapes(model(**values))

@@ -822,7 +822,7 @@ def test_a_home_in_the_environment(
     assert ledger.default_folder() == folder / "of-engines"
     nobodys = "~nobody-of-that-name/x"
     monkeypatch.setenv("VMEM_LEDGER", nobodys)
-    refused = f"VMEM_LEDGER={nobodys}: ~nobody-of-that-name is the home of no user here"
+    refused = f"VMEM_LEDGER={nobodys}: ~nobody-of-that-name is not a user's home directory"
     with pytest.raises(InvalidArgument, match=refused):
         ledger.default_folder()
     assert cli.main(["top", "--once"]) == 1

@@ -111,7 +111,7 @@ def test_a_cause_is_warned_of_once_a_minute(
         monkeypatch.setattr(logs, "PERIOD_S", 0.0)
         fail()
         assert said(caplog, logging.WARNING, start)[1].endswith(
-            "(and 2 times more since the last warning)"
+            "(and 2 more times since the last warning)"
         )
 
 

@@ -39,15 +39,15 @@ NOT_MADE = {"gemma4_assistant", "musicgen", "musicgen_melody", "vision-encoder-d
 """Whose own defaults a version of transformers refuses."""
 
 REFUSED = {
-    "bart": "a decoder that attends to an encoder also keeps the encoder's rows",
-    "deepseek_v32": r"layer 0 is (indexed|deepseek_sparse)_attention: what it keeps is not known",
-    "falcon_h1": "layer 0 is hybrid: it keeps keys and values and a state beside them",
-    "mamba": "layer 0 is linear_attention: its configuration does not describe the state",
-    "minimax": "layer 1 is linear_attention: its configuration does not describe the state",
-    "mllama": "layer 3 attends to an image alone",
+    "bart": "a decoder that attends to an encoder also stores the encoder's rows",
+    "deepseek_v32": r"layer 0 is (indexed|deepseek_sparse)_attention: this kind of layer is not",
+    "falcon_h1": "layer 0 is hybrid: a layer with both keys and values and a state",
+    "mamba": "layer 0 is linear_attention: the state's description in its configuration",
+    "minimax": "layer 1 is linear_attention: the state's description in its configuration",
+    "mllama": "layer 3 attends only to an image",
     "musicgen": "Multiple valid text configs",
-    "recurrent_gemma": "layer 0 is (linear_attention: its configuration|recurrent: what it keeps)",
-    "zamba2": "layer 6 is hybrid: it keeps keys and values and a state beside them",
+    "recurrent_gemma": "layer 0 is (linear_attention: the state|recurrent: this kind of layer)",
+    "zamba2": "layer 6 is hybrid: a layer with both keys and values and a state",
 }
 # fmt: off
 ANSWERED = [
@@ -182,12 +182,14 @@ def test_a_nested_configuration_has_the_types_of_the_whole(tmp_path: Path) -> No
     assert [getattr(one, "window", None) for one in shape.layers] == [64] * 5 + [0]
     del values["torch_dtype"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(InvalidArgument, match="it names no dtype; give the one of keys and values"):
+    with pytest.raises(
+        InvalidArgument, match="it does not name a dtype; pass the dtype of keys and values"
+    ):
         shape_of(str(tmp_path))
     assert shape_of(str(tmp_path), "float8_e4m3fn").dtype == "float8_e4m3fn"
     values["text_config"] = {**text, "num_hidden_layers": "six"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(InvalidArgument, match="transformers refuses it: "):
+    with pytest.raises(InvalidArgument, match="transformers rejects this configuration: "):
         shape_of(str(tmp_path))
 
 
@@ -216,7 +218,7 @@ def test_models_of_unlike_layers_are_no_plain_cache() -> None:
     jamba, gemma = CONFIGS["jamba"](dtype="bfloat16"), CONFIGS["gemma4_text"](dtype="bfloat16")
     with pytest.raises(InvalidArgument, match="has layers of kind linear_attention, which"):
         KVCacheConfig.from_hf(jamba)
-    with pytest.raises(InvalidArgument, match="its layers differ in head_dim; layer_shapes tells"):
+    with pytest.raises(InvalidArgument, match="its layers differ in head_dim; use layer_shapes"):
         KVCacheConfig.from_hf(gemma)
     found = Model.of(gemma)
     assert {(one.head_dim, one.window) for one in found.layers} == {(256, 512), (512, 0)}

@@ -295,7 +295,7 @@ def test_the_text_names_what_was_wrong() -> None:
         work_of("nonsense")
     with pytest.raises(NotGpuWork, match=r"__cuda_stream__\(\) is \(1, 80\), not \(0, handle\)"):
         work_of(Version1())
-    with pytest.raises(NotGpuWork, match=r"after: None .* say CurrentStream"):
+    with pytest.raises(NotGpuWork, match=r"after: None .* use CurrentStream"):
         streams.after_items([None], 0)
     with pytest.raises(InvalidArgument, match=r"FdEvent\(-1\) is negative"):
         work_of(FdEvent(-1))

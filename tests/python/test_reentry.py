@@ -459,7 +459,7 @@ def test_numbers_that_a_handler_asks_for_in_the_midst_of_the_same() -> None:
 
         each_point(case, stride=41)
         assert refused
-        with pytest.raises(InvalidArgument, match="added already"):
+        with pytest.raises(InvalidArgument, match="already been added"):
             telemetry.add(cache)
 
 

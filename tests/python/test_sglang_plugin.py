@@ -116,8 +116,8 @@ def test_options_that_exclude_it(given: dict[str, object], named: list[str]) -> 
         ("MHATokenToKVPoolMXFP8", "a quantized cache: scales in other"),
         ("SWAKVPool", "sliding windows"),
         ("HybridLinearKVPool", "a hybrid model"),
-        ("PageMajorMHATokenToKVPool", "all layers of a page together"),
-        ("SomethingNew", "buffers of its own"),
+        ("PageMajorMHATokenToKVPool", "the layers of a page are together"),
+        ("SomethingNew", "it has other buffers"),
     ],
 )
 def test_pools_that_are_refused(name: str, why: str) -> None:

@@ -195,7 +195,7 @@ def test_caches_that_end_are_forgotten_and_names_are_checked(context: Context) -
     numbers = Telemetry()
     with small_cache(context) as first:
         numbers.add(first, 'odd "name"\n\\')
-        with pytest.raises(InvalidArgument, match="added already"):
+        with pytest.raises(InvalidArgument, match="already been added"):
             numbers.add(first, 'odd "name"\n\\')
         labels = {s.labels["cache"] for one in families(numbers.text()) for s in one.samples}
         assert labels == {'odd "name"\n\\'}
@@ -257,7 +257,7 @@ def test_a_request_that_fails_is_told_of(
     numbers.text = fails  # type: ignore[method-assign]
     with numbers.serve() as server, pytest.raises(OSError, match="closed connection"):
         urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20)
-    eventually(lambda: "a request was not answered: RuntimeError('no numbers')" in caplog.text)
+    eventually(lambda: "answering a request failed: RuntimeError('no numbers')" in caplog.text)
     assert capfd.readouterr().err == ""
 
 

@@ -302,7 +302,7 @@ def test_several_tags_each_with_its_keep(
     wrong: Any
     for wrong in ({"a": False, "none": True}, {None: False}, ["a"], 5, b"a"):
         with pytest.raises(
-            pyvmem.InvalidArgument, match="was never used; there are: 'a', 'b', 'c'"
+            pyvmem.InvalidArgument, match="was never used; existing tags: 'a', 'b', 'c'"
         ):
             pool.pause(wrong)
     assert pool.pause({}) == 0
@@ -379,7 +379,9 @@ def test_pause_within_a_block_is_refused(pool: VMemPool, torch: Torch, page: int
             pool.close()
     torch.free(block)
     for call in (pool.pause, pool.resume, pool.stats):
-        with pytest.raises(pyvmem.InvalidArgument, match=r"'none' was never used; there are: 't'"):
+        with pytest.raises(
+            pyvmem.InvalidArgument, match=r"'none' was never used; existing tags: 't'"
+        ):
             call("none")
 
 

@@ -115,7 +115,7 @@ def test_runs_join_neighbours() -> None:
 
 
 def test_a_tensor_that_is_no_whole_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="1001 bytes is not 10 equal blocks"):
+    with pytest.raises(ValueError, match="1001 bytes cannot be divided into 10 equal blocks"):
         Geometry.of(10, PAGE, [1001])
 
 
@@ -239,7 +239,7 @@ def test_an_idle_engine_that_is_asked_again_gives_twice_as_much() -> None:
 
 def test_null_block_beyond_the_limit() -> None:
     backing = Backing(geometry_of("several pages"), LocalQuota(PAGE))
-    with pytest.raises(MemoryError, match="null block needs 196608 bytes, 65536 are available"):
+    with pytest.raises(MemoryError, match="null block needs 196608 bytes, but 65536 are available"):
         backing.begin_null()
 
 

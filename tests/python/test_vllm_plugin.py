@@ -548,7 +548,9 @@ def test_a_page_size_that_the_back_end_lacks() -> None:
 def test_more_than_the_device_has(name: str) -> None:
     settings = Settings.read({name: "2G"})
     settings.check_device(2 << 30)
-    with pytest.raises(ValueError, match=f"{name}={2 << 30}: the device has {(2 << 30) - 1} bytes"):
+    with pytest.raises(
+        ValueError, match=f"{name}={2 << 30} exceeds the device's {(2 << 30) - 1} bytes"
+    ):
         settings.check_device((2 << 30) - 1)
 
 

@@ -218,7 +218,7 @@ def test_a_limit_forces_preemption(start: Open, expected: Callable[..., Tokens])
     ("limit", "text"),
     [
         ("256K", "VMEM_LIMIT=262144: one request of max_model_len=512"),
-        ("1000T", f"VMEM_LIMIT={1000 << 40}: the device has [0-9]+ bytes"),
+        ("1000T", f"VMEM_LIMIT={1000 << 40} exceeds the device's [0-9]+ bytes"),
     ],
 )
 def test_a_senseless_limit_is_refused(start: Open, limit: str, text: str) -> None:

@@ -56,7 +56,7 @@ def test_an_engine_starts_while_another_has_all_the_memory(
         else:
             with (
                 pytest.raises(
-                    MemoryError, match=r"the null block needs 131072 bytes, 0 are available"
+                    MemoryError, match=r"the null block needs 131072 bytes, but 0 are available"
                 ),
                 start("llama", VMEM_VLLM="1"),
             ):
