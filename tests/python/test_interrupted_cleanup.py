@@ -50,8 +50,8 @@ def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) ->
     return calls
 
 
-def test_swap_in_while_the_prefix_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefix's last handle refers to the pages of the swapped request."""
+def test_swap_in_that_evicts_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evicting the prefix drops the last pages of a handle; that drop is interrupted."""
     with KVCache(config(memory_limit=1 << 20), backend="host") as cache:
         reqid = started(cache)
         swapped = cache.swap_out(reqid)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: KVCacheConfig and the arithmetic of the layout: limits, errors, and no memory."""
+"""Description: KVCacheConfig and the arithmetic of the layout: limits and errors, without
+memory.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_more_addresses_than_a_process_has(context: Context) -> None:
 
 def test_no_memory_limit_means_what_is_there(context: Context) -> None:
     with KVCache(small_config(context.info.granule, memory_limit=0), context) as cache:
-        assert cache.stats().total_pages == 4 * 6 * 4, "all that the slots can hold, if so much is"
+        assert cache.stats().total_pages == 4 * 6 * 4, (
+            "all that the slots can hold, if that much is free"
+        )
 
 
 # ---- from a model -------------------------------------------------------------------------------
@@ -279,7 +283,8 @@ def test_packed_slots_must_be_whole_pages(context: Context) -> None:
 @pytest.mark.needs_tensors
 def test_tensors_of_packed_slots_are_contiguous(context: Context) -> None:
     page = context.info.granule
-    rows = 8 * ((16 << 20) // page - 1)  # a page less than 16 MiB: otherwise slots lie on 16 MiB
+    # a page less than 16 MiB: otherwise slots are aligned to 16 MiB
+    rows = 8 * ((16 << 20) // page - 1)
     for packed in (False, True):
         config = small_config(page, max_seq_len=rows, packed_slots=packed)
         with KVCache(config, context) as cache:

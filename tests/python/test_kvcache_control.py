@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: what plug-ins need of a cache: a slot of their choice, a limit, idle pages back."""
+"""Description: functions for plug-ins: claiming a slot, changing the limit, reclaiming idle
+pages.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
         assert not cache.slots.is_ready(1, 1)
         assert cache.step_async(lens(cache, r1=ROWS + 1)) == 0
         eventually(lambda: cache.slots.is_ready(1, ROWS + 1))
-        assert cache.slots.capacity(1) == 0  # no step has granted it
+        assert cache.slots.capacity(1) == 0  # no step has granted the pages
         assert cache.slots.is_ready(1, 2 * ROWS)
         assert not cache.slots.is_ready(1, 2 * ROWS + 1)
         assert cache.step(lens(cache, r1=ROWS + 1)) == 0
@@ -110,7 +112,7 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
         cache.slots.claim(1)
         assert not cache.slots.is_ready(
             1, 3 * ROWS
-        )  # the earlier owner's growth is not the next one's
+        )  # the growth of the earlier owner does not count for the next
         with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
             cache.slots.is_ready(0, 1)
         longest = cache.config.max_seq_len
@@ -119,12 +121,12 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
 
 
 def lacking(cache: KVCache, reqid: int | None, tokens: int) -> int:
-    """Pages that a request lacks."""
+    """Returns the pages that a request needs and does not have."""
     return cache.memory.for_request(reqid, tokens) // cache.layout.page_size
 
 
 def obtainable(cache: KVCache) -> list[int]:
-    """Pages that requests could get, and all of them."""
+    """Returns the pages that requests can get, and all pages."""
     return [size // cache.layout.page_size for size in cache.memory.obtainable()]
 
 
@@ -166,7 +168,7 @@ def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
             with pytest.raises(InvalidArgument, match=f"seq_len {length} is not between 0 and"):
                 lacking(cache, 1, length)
         assert state(cache) == before
-        cache.free_reqid(1)  # its pages can be had again
+        cache.free_reqid(1)  # its pages can be reclaimed
         assert obtainable(cache) == [4 * TENSORS, 4 * TENSORS]
 
 
