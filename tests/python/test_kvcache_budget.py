@@ -284,7 +284,7 @@ def test_steps_of_both_in_two_threads(context: Context) -> None:
         assert not failures, failures
 
 
-def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
+def test_a_busy_cache_lets_others_take_a_turn(context: Context) -> None:
     """While one cache waits for GPU work on the other's slot, the other's call waits, and then runs
     before the first one's next call; there is no deadlock.
     """
@@ -416,7 +416,7 @@ def test_a_budgets_total_is_changed(context: Context) -> None:
         hold(other, 4)
 
 
-def test_what_nobody_holds_is_given_back(context: Context) -> None:
+def test_idle_memory_is_released(context: Context) -> None:
     page = context.info.granule
     with two(context, 40, {}, {"floor": 4}) as (budget, one, other):
         kept = hold(one, 2)

@@ -151,7 +151,7 @@ def test_trim_moves_pages_together(backend: str) -> None:
         assert given == before - cache.context.stats().slab_bytes
 
 
-def test_trim_moves_what_runs_where_its_caller_says_so(backend: str) -> None:
+def test_trim_moves_pages_of_idle_requests_on_request(backend: str) -> None:
     with fragmented(backend, idle_seconds=0) as (cache, _):
         cache.trim(compact=True)
         assert is_compact(cache)
@@ -191,7 +191,7 @@ def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
         marks.update(found)
 
 
-def test_what_runs_stays_where_it_is(backend: str) -> None:
+def test_pages_of_running_requests_are_not_moved(backend: str) -> None:
     """The last step named the live requests, so their work may be in the GPU's queue."""
     with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         lens = [slot.seq_len for slot in cache.snapshot()]
@@ -206,7 +206,7 @@ def test_an_engine_may_promise_that_nothing_runs(backend: str) -> None:
         eventually(lambda: is_compact(cache))
 
 
-def test_never_where_that_is_configured(backend: str) -> None:
+def test_compaction_can_be_disabled(backend: str) -> None:
     with fragmented(backend, idle_seconds=AN_HOUR, idle_compact=False) as (cache, _):
         rest(cache)
         looks(cache)
@@ -214,7 +214,7 @@ def test_never_where_that_is_configured(backend: str) -> None:
         assert not is_compact(cache)
 
 
-def test_the_last_work_is_over_first(backend: str) -> None:
+def test_compaction_waits_for_the_last_work(backend: str) -> None:
     with FdEvent.create() as work, fragmented(backend, idle_seconds=0.1) as (cache, _):
         before = cache.context.stats().slab_bytes
         rest(cache, work)
@@ -245,7 +245,7 @@ def test_not_while_others_have_pages_in_the_context(backend: str) -> None:
         assert is_compact(cache)
 
 
-def test_a_call_that_comes_in_waits_for_one_piece(
+def test_a_concurrent_call_waits_for_one_slab(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache is compacted slab by slab; a step between two slabs stops it."""
@@ -298,7 +298,7 @@ def test_a_steady_load_is_not_compacted(backend: str, monkeypatch: pytest.Monkey
         assert pieces
 
 
-def test_requests_go_on_after_it(backend: str) -> None:
+def test_requests_continue_after_compaction(backend: str) -> None:
     with fragmented(backend, idle_seconds=0) as (cache, marks):
         cache.trim(compact=True)
         lens = [slot.seq_len for slot in cache.snapshot()]
@@ -322,7 +322,7 @@ def test_not_in_a_context_of_others(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_all_classes_of_layers(backend: str) -> None:
+def test_all_groups_of_layers(backend: str) -> None:
     shapes = [LayerShape(num_kv_heads=8, head_dim=128), LayerShape(num_kv_heads=4, head_dim=128)]
     with LayeredCache(shapes, backend=backend, dtype="float16", max_batch=2, max_seq_len=64) as one:
         assert one.alloc_reqid() == 0

@@ -99,7 +99,7 @@ def test_slots_of_two_megabytes_and_more_begin_at_whole_blocks(context: Context)
         assert cache.layout.block == 0
 
 
-def test_packed_slots_that_are_no_whole_blocks(context: Context, backend: str) -> None:
+def test_packed_slots_that_are_not_whole_blocks(context: Context, backend: str) -> None:
     odd = config(packed_slots=True, max_seq_len=FULL + ROWS)
     with pytest.raises(InvalidArgument, match=f"packed_slots: slots of {BLOCK + PAGE} bytes"):
         KVCache(odd, context)
@@ -130,9 +130,7 @@ SHORT = {"memory_limit": (2 * PAGES + 8) * COLUMN}
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_short_of_memory_splits_what_a_request_has_no_use_for(
-    cache: KVCache, ahead: bool
-) -> None:
+def test_a_step_short_of_memory_splits_unused_parts(cache: KVCache, ahead: bool) -> None:
     """Another request gets the pages that `truncate` left in a running request's entry; no row is
     lost.
     """
@@ -182,7 +180,7 @@ def test_every_driver_call_of_a_split_fails_once(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
-def test_only_what_is_lacking_is_split(cache: KVCache) -> None:
+def test_only_missing_pages_are_split_off(cache: KVCache) -> None:
     first = prefill(cache, FULL, 1.0)
     second = prefill(cache, FULL, 2.0)
     assert cache.truncate(first, 10 * ROWS) == 0
@@ -195,7 +193,7 @@ def test_only_what_is_lacking_is_split(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
-def test_a_request_goes_on_in_what_its_entry_has_left(cache: KVCache) -> None:
+def test_a_request_grows_within_its_entry(cache: KVCache) -> None:
     """When it grows, its own part of the entry is not taken from it."""
     first = prefill(cache, FULL, 1.0)
     second = prefill(cache, FULL, 2.0)
@@ -213,7 +211,7 @@ def test_a_request_goes_on_in_what_its_entry_has_left(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("cache", [{**SHORT, "deferred_reclaim": False}], indirect=True)
-def test_nothing_of_a_running_requests_entry_goes_in_the_background(cache: KVCache) -> None:
+def test_the_background_never_splits_a_running_requests_entry(cache: KVCache) -> None:
     reqid = prefill(cache, 2 * FULL)
     assert cache.truncate(reqid, 5 * ROWS) == 0
     cache.trim(compact=False)
@@ -318,7 +316,7 @@ def test_a_move_of_a_part_of_a_block(cache: KVCache) -> None:
     cache.check_integrity()
 
 
-def test_joins_for_want_of_mappings_are_noted(backend: str) -> None:
+def test_joins_for_want_of_mappings_are_recorded(backend: str) -> None:
     """If mappings are scarce, a step consolidates pages; old pages stay while work reads them."""
     limit = 2 * TENSORS * (PAGES + 4)
     with Context(backend, granule=PAGE, large_entries=True, max_mappings=limit) as context:

@@ -104,7 +104,7 @@ def test_a_failed_reclaim_for_a_step_is_an_error_not_shortage(context: Context) 
         assert cache.step(lens(cache, r1=4 * ROWS)) == 0
 
 
-def test_a_reclaim_that_cannot_be_undone_costs_its_slot_alone(backend: str) -> None:
+def test_a_reclaim_that_cannot_be_rolled_back_costs_only_its_slot(backend: str) -> None:
     with (
         open_context(backend) as context,
         small_cache(context, deferred_reclaim=False) as cache,
@@ -225,7 +225,7 @@ def _still_works(cache: KVCache) -> None:
         cache.free_reqid(reqid)
 
 
-def test_what_cannot_be_undone_costs_its_slot_alone(backend: str) -> None:
+def test_a_failed_rollback_costs_only_its_slot(backend: str) -> None:
     with open_context(backend) as context, small_cache(context) as cache:
         if Caps.ONE_CALL in context.info.caps:
             pytest.skip("a batch is one driver call: there is nothing to undo")
@@ -293,7 +293,7 @@ def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> Non
         assert context.stats().mapped_bytes == 0
 
 
-def test_a_full_queue_is_not_a_lack_of_memory(context: Context) -> None:
+def test_a_full_queue_is_not_a_memory_shortage(context: Context) -> None:
     """If no batch fits, memory that is needed immediately is unmapped in the calling thread."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_batch=3) as cache:
@@ -314,7 +314,7 @@ def test_a_full_queue_is_not_a_lack_of_memory(context: Context) -> None:
             assert cache.step(lens(cache, r1=4 * ROWS + 1)) == -1, "this is"
 
 
-def test_a_full_queue_is_not_a_lack_of_slots(context: Context) -> None:
+def test_a_full_queue_is_not_a_slot_shortage(context: Context) -> None:
     if Caps.ALIAS | Caps.READONLY not in context.info.caps:
         pytest.skip("requests cannot share pages")
     with small_cache(context, max_batch=2) as cache:

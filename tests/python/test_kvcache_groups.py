@@ -36,7 +36,7 @@ def test_a_step_that_fails_in_one_group_changes_none(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_a_failure_in_the_background_is_told_once(context: Context) -> None:
+def test_a_failure_in_the_background_is_reported_once(context: Context) -> None:
     with layered(context) as cache:
         assert [cache.alloc_reqid() for _ in range(2)] == [0, 1]
         assert cache.step(both(cache, 4)) == 0
@@ -97,7 +97,7 @@ def test_the_windows_of_all_groups_slide_in_one_batch(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_what_a_snapshot_calls_over_is_in_the_records(
+def test_a_snapshot_agrees_with_the_records(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Includes pages whose unmapping completes while the snapshot is taken."""
