@@ -321,9 +321,7 @@ def test_a_step_ahead_in_a_budget_does_not_wait_for_its_own_pages(
 
 
 def two_classes(context: Context, pages: int) -> tuple[int, LayeredCache]:
-    """Returns the rows per page of the first group, twice those of the second; memory for `pages` a
-    tensor.
-    """
+    """Returns the rows per page of the first group, half those of the second; and the cache."""
     page = context.info.granule
     rows = page // (2 * 64 * 4)
     return rows, LayeredCache(

@@ -478,8 +478,10 @@ def test_a_forked_window_is_moved_and_swapped(context: Context) -> None:
 
 
 @pytest.mark.parametrize("pages", [8, 9])
-def test_a_fork_that_could_not_come_back_is_not_swapped_out(context: Context, pages: int) -> None:
-    """It gives one page of its own back; those that it shares are still its parent's."""
+def test_a_fork_that_could_not_be_swapped_in_is_not_swapped_out(
+    context: Context, pages: int
+) -> None:
+    """Swapping it out frees one page of its own; its parent keeps those that they share."""
     limit = pages * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, **WINDOW) as cache:
         parent = decoded(cache, 41)
@@ -503,10 +505,10 @@ def test_a_fork_that_could_not_come_back_is_not_swapped_out(context: Context, pa
         assert read_rows(cache, back, first, list(range(first + 1, 42)))
 
 
-# ---- models of both kinds ------------------------------------------------------------------------
+# ---- models with sliding and full layers ---------------------------------------------------------
 
 
-def test_sliding_layers_beside_others(context: Context) -> None:
+def test_sliding_and_full_layers(context: Context) -> None:
     page = context.info.granule
     heads = page // (ROWS * 64 * 4)
     layers = [LayerShape(heads, 64, window=8), LayerShape(heads, 64)]
@@ -548,12 +550,13 @@ def test_layers_of_a_transformers_model() -> None:
     assert layer_shapes(model(sliding_window=128, use_sliding_window=False)) == [whole] * 4
     mixed = model(sliding_window=128, layer_types=[sliding, full, sliding, "chunked_attention"])
     assert layer_shapes(mixed) == [every, whole, every, whole]
-    mixed.attention_chunk_size = 64  # no token sees more
+    mixed.attention_chunk_size = 64  # no token attends to more
     assert layer_shapes(mixed) == [every, whole, every, LayerShape(2, 32, window=64)]
     assert KVCacheConfig.from_hf(mixed).window == 0
     mixed.per_layer_config = {1: {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
-    mixed.per_layer_config = {"01": {"head_dim": 64, "num_key_value_heads": 1}}  # as in a file
+    # as read from a file
+    mixed.per_layer_config = {"01": {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
     shared = model(num_kv_shared_layers=1)
     assert layer_shapes(shared) == [whole] * 3 + [EmptyShape()]
@@ -565,7 +568,7 @@ def test_layers_of_a_transformers_model() -> None:
     assert KVCacheConfig.from_hf(latent, head_dim=192).tensors_per_layer == 2
 
 
-def test_layers_that_are_refused() -> None:
+def test_unsupported_layers_are_rejected() -> None:
     for values, text in (
         ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the model has 4"),
         (
@@ -593,10 +596,8 @@ def test_layers_of_real_configurations() -> None:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_no_row_is_kept_for_a_prefix_where_none_can_be_recorded(
-    host: Context, stateful: bool
-) -> None:
-    """16 rows of 768 bytes fill whole pages: a window that can be recorded goes on by these."""
+def test_no_row_is_kept_if_no_prefix_can_be_recorded(host: Context, stateful: bool) -> None:
+    """16 rows of 768 bytes fill whole pages; a recordable window keeps all of them mapped."""
     shapes: list[LayerShape | StateShape] = [
         LayerShape(num_kv_heads=3, head_dim=64, window=8),
         StateShape(conv=(40, 4), recurrent=(4, 20, 20))
