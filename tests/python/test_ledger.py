@@ -850,7 +850,7 @@ def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "llama", str(os.getpid()), "6.0G", "2.0G", "3.0G", "100.0G", "1.0G", "0", "75%",
     ]  # fmt: skip
     shown = {heading.replace(" ", "_") for heading in re.split(r"  +", heads)}
-    assert shown <= one.keys(), "one name for one thing"
+    assert shown <= one.keys(), "headings must be named like the fields"
     a.close()
 
 
@@ -886,7 +886,7 @@ def test_top_sums_and_sorts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_top_live(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture that is drawn anew until somebody interrupts it; rates are since the last one."""
+    """The table is redrawn until it is interrupted; rates cover the time since the last drawing."""
     a = join(folder, "llama")
     readings = 0
 
@@ -908,7 +908,7 @@ def test_top_live(
 
 
 def reading(**more: float) -> top_table.Reading:
-    """A reading of one engine on a GPU."""
+    """Returns a reading of one engine on a GPU."""
     sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "short": 0}
     sizes |= {"host": 0, "host_cached": 0}
     one = {"engine": "llama-3", "pid": 12345, "limit": 100 * GIB, "floor": 10 * GIB, "hits": 0.75}
@@ -919,7 +919,7 @@ def reading(**more: float) -> top_table.Reading:
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 160])
 def test_top_on_a_narrow_terminal(width: int) -> None:
-    """Whole columns go; what is left is whole, and says who has how much."""
+    """On narrow terminals whole columns are dropped; the others still show each engine's memory."""
     text = top_table.drawn(reading(), width)
     title, heading, line = text.splitlines()
     assert max(map(len, (heading, line))) <= width
@@ -929,7 +929,7 @@ def test_top_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_top_draws_the_memory() -> None:
-    """In use, cached, and what is mapped beside these, of the card's memory."""
+    """The bar shows memory in use, cached memory, and other mapped memory of the GPU."""
     line = top_table.drawn(reading(mapped=70 * GIB), 160).splitlines()[2]
     bar = line.split()[-1]
     assert re.fullmatch("#+=+-+", bar)
@@ -937,7 +937,7 @@ def test_top_draws_the_memory() -> None:
 
 
 @pytest.mark.parametrize(("more", "paint"), [({"short": GIB}, "\x1b[31m"), ({}, "\x1b[32m")])
-def test_top_is_red_where_memory_is_short(more: dict[str, int], paint: str) -> None:
+def test_top_is_red_when_memory_is_short(more: dict[str, int], paint: str) -> None:
     line = top_table.drawn(reading(**more), 160, colour=True).splitlines()[2]
     assert paint in line
     assert ("\x1b[31m" in line) == bool(more)
@@ -945,7 +945,7 @@ def test_top_is_red_where_memory_is_short(more: dict[str, int], paint: str) -> N
 
 @pytest.mark.parametrize("command", [["top"], ["watch", "9464"]])
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])
-def test_an_interval_that_is_none(
+def test_an_invalid_interval(
     command: list[str], interval: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

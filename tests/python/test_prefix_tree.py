@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The radix tree of prefixes, and token ids as bytes."""
+"""Tests the radix tree of prefixes, and token ids as bytes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.prefix_tree import Node, PrefixTree, TokenIds
 
 UNIT = 4
-PAGES = 3  # pages of a unit
+PAGES = 3  # pages per unit
 
 
 @dataclass(eq=False)
 class Units:
-    """A span that knows the prefix that each of its units ends."""
+    """A span that knows the prefix that ends with each of its units."""
 
     ends: list[tuple[int, ...]]
 
@@ -36,7 +36,7 @@ class Units:
     def split(self, units: int) -> tuple[Units, Units]:
         assert 0 < units < len(self.ends)
         left, right = Units(self.ends[:units]), Units(self.ends[units:])
-        self.ends = []  # not used again
+        self.ends = []  # must not be used again
         return left, right
 
 
@@ -56,12 +56,12 @@ def add(tree: Tree, tokens: list[int]) -> Node[Units]:
 
 
 def units(*ids: int) -> list[int]:
-    """Tokens: a unit of equal ids for each."""
+    """Returns tokens: a unit of equal ids for each argument."""
     return [one for one in ids for _ in range(UNIT)]
 
 
 def length(tree: Tree, tokens: Any) -> int:
-    """The match, after checking the spans."""
+    """Returns the length of the match, after checking the spans."""
     match = tree.match(tokens)
     ends = [end for span, used in match.parts for end in span.ends[:used]]
     assert ends == [tuple(list(tokens)[:at]) for at in range(UNIT, match.length + 1, UNIT)]
@@ -71,13 +71,13 @@ def length(tree: Tree, tokens: Any) -> int:
 
 
 def locked_pages(tree: Tree) -> int:
-    """Pages of pinned nodes and of those above them."""
+    """Returns the pages of pinned nodes and of their ancestors."""
     locked = {one for node in tree if node.pins for one in node.path()}
     return sum(node.span.pages for node in locked)
 
 
 def match_and_pin(tree: Tree, tokens: Any) -> Node[Units]:
-    """The node of a match, pinned, which ends with what matched."""
+    """Returns the node of a match, pinned and split after the matched part."""
     found = tree.match(tokens)
     node = tree.cut_at(found.node, found.length)
     assert node.end == found.length
@@ -88,7 +88,7 @@ def match_and_pin(tree: Tree, tokens: Any) -> Node[Units]:
 # ---- matching and recording ----------------------------------------------------------------------
 
 
-def test_match_is_in_whole_units() -> None:
+def test_a_match_has_whole_units() -> None:
     tree: Tree = PrefixTree(UNIT)
     assert length(tree, units(1, 2)) == 0
     add(tree, [*units(1, 2, 3), 9, 9])
@@ -101,7 +101,7 @@ def test_match_is_in_whole_units() -> None:
     assert length(tree, units(2, 1)) == 0
 
 
-def test_what_is_new_is_made_once_and_the_rest_shared() -> None:
+def test_new_units_are_created_once_and_others_shared() -> None:
     tree: Tree = PrefixTree(UNIT)
     made: list[tuple[int, int]] = []
 
@@ -149,7 +149,7 @@ def test_a_split_keeps_the_node_below() -> None:
     assert len(tree) == tree.tokens == tree.pages == 0
 
 
-def test_nothing_is_new_when_making_fails() -> None:
+def test_a_failed_insert_changes_nothing() -> None:
     tree: Tree = PrefixTree(UNIT)
     add(tree, units(0, 0))
     add(tree, units(0, 1, 2, 3))
@@ -192,7 +192,7 @@ def test_long_runs_agree_up_to_the_unit_that_differs() -> None:
 # ---- pins ----------------------------------------------------------------------------------------
 
 
-def test_a_pin_keeps_the_node_and_all_above() -> None:
+def test_a_pin_keeps_the_node_and_its_ancestors() -> None:
     tree: Tree = PrefixTree(UNIT)
     low = add(tree, units(1, 2))
     add(tree, units(1, 2, 3))
@@ -226,7 +226,7 @@ def test_a_match_is_pinned() -> None:
     assert tree.check() == []
 
 
-def test_a_pinned_match_keeps_no_more_than_what_matched() -> None:
+def test_a_pinned_match_keeps_only_the_matched_units() -> None:
     tree: Tree = PrefixTree(UNIT)
     node = add(tree, units(1, 2, 3, 4))
     upper = match_and_pin(tree, units(1, 2, 9))
@@ -243,7 +243,7 @@ def test_evicted_prefixes_cannot_be_pinned() -> None:
     tree: Tree = PrefixTree(UNIT)
     node = add(tree, units(1, 2, 3))
     match = tree.match(units(1, 2, 3))
-    assert sum(span.pages for span in tree.evict(1)) == PAGES  # the last unit alone
+    assert sum(span.pages for span in tree.evict(1)) == PAGES  # only the last unit
     tree.pin(node)
     tree.unpin(node)
     assert node in tree
@@ -260,7 +260,7 @@ def test_evicted_prefixes_cannot_be_pinned() -> None:
 # ---- eviction ------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_leaf_goes_first() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     tree: Tree = PrefixTree(UNIT)
     for last in (1, 2, 3):
         add(tree, units(0, last))
