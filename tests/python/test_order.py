@@ -249,7 +249,7 @@ class Nonsense:
 
 
 class Handle:
-    """A stream and event whose handle is not a number."""
+    """A stream and event with a given number as its handle."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = self.cuda_event = number

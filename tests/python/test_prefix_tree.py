@@ -269,7 +269,7 @@ def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     assert gone == [2, 3, 1, 0]
 
 
-def test_a_leaf_is_cut_where_that_is_enough() -> None:
+def test_a_leaf_is_cut_if_that_is_enough() -> None:
     tree: Tree = PrefixTree(UNIT)
     add(tree, units(1, 2, 3, 4, 5))
     spans = tree.evict(PAGES + 1)
@@ -282,7 +282,7 @@ def test_a_leaf_is_cut_where_that_is_enough() -> None:
     assert length(tree, units(1, 2, 3, 6)) == 4 * UNIT
 
 
-def test_evict_takes_what_is_asked_for_or_all() -> None:
+def test_evict_frees_the_requested_pages_or_all() -> None:
     tree: Tree = PrefixTree(UNIT)
     assert tree.evict(5) == []
     add(tree, units(1, 2))
@@ -293,9 +293,9 @@ def test_evict_takes_what_is_asked_for_or_all() -> None:
 
 
 def test_uneven_pages() -> None:
-    """A cut that brings too little is followed by another."""
+    """If one cut frees too little, another follows."""
 
-    class Heavy(Units):  # all pages belong to the first unit
+    class Heavy(Units):  # the first unit has all pages
         @property
         def pages(self) -> int:
             return 50 if self.ends and len(self.ends[0]) == UNIT else 0
@@ -315,7 +315,7 @@ def test_uneven_pages() -> None:
 
 
 class Model:
-    """Every recorded prefix in whole units, with the time of its last use."""
+    """Keeps every recorded prefix in whole units, with the time of its last use."""
 
     def __init__(self, unit: int) -> None:
         self.tree: Tree = PrefixTree(unit)
@@ -431,7 +431,7 @@ def test_long_against_a_plain_model(seed: int) -> None:
     model.check()
 
 
-def test_check_finds_what_is_wrong() -> None:
+def test_check_finds_inconsistencies() -> None:
     def broken(change: Callable[[Tree, Node[Units]], None]) -> str:
         tree: Tree = PrefixTree(UNIT)
         node = add(tree, units(1, 2))
@@ -480,7 +480,7 @@ IDS = [0, 1, 65535, 70000, (1 << 32) - 1]
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_every_form_of_ids_is_the_same(given: Any) -> None:
+def test_every_form_of_ids_is_equivalent(given: Any) -> None:
     ids = TokenIds(given)
     assert list(ids) == IDS
     assert len(ids) == len(IDS)
@@ -527,7 +527,7 @@ def test_ranges_and_nothing_are_ids_too() -> None:
         (torch.tensor([[1, 2]]), r"the shape \(1, 2\)"),
     ],
 )
-def test_ids_that_are_refused(given: Any, message: str) -> None:
+def test_invalid_ids(given: Any, message: str) -> None:
     tree: Tree = PrefixTree(1)
     with pytest.raises(InvalidArgument, match=message):
         TokenIds(given)
@@ -538,13 +538,13 @@ def test_ids_that_are_refused(given: Any, message: str) -> None:
     assert len(tree) == 0
 
 
-def test_bytes_that_are_no_ids() -> None:
+def test_bytes_that_are_not_ids() -> None:
     with pytest.raises(InvalidArgument, match="5 bytes are not a whole number of ids"):
         TokenIds.from_bytes(bytes(5))
 
 
 @pytest.mark.parametrize("unit", [0, -1, 1 << 40, 1.5, None, "4"])
-def test_units_that_are_refused(unit: Any) -> None:
+def test_invalid_units(unit: Any) -> None:
     with pytest.raises(InvalidArgument, match="unit"):
         PrefixTree(unit)
 
@@ -557,8 +557,10 @@ def test_the_root_has_no_span() -> None:
         _ = tree.root.span
 
 
-def test_a_use_that_is_interrupted_leaves_an_order_to_evict_in() -> None:
-    """Some nodes of the path count as used by then, and some do not: children still go first."""
+def test_an_interrupted_use_leaves_a_valid_eviction_order() -> None:
+    """Some nodes of the path are marked as used by then, others are not: children must still be
+    evicted first.
+    """
     for point in range(1, 1000):
         tree = Tree(UNIT)
         for tokens in (units(1, 2, 3), units(1, 2, 4), units(1, 5), units(6)):
@@ -568,7 +570,7 @@ def test_a_use_that_is_interrupted_leaves_an_order_to_evict_in() -> None:
         except Interrupted:
             pass
         else:
-            assert point > 10, "every point of the call"
+            assert point > 10, "every point of the call was interrupted"
             return
         assert tree.check() == []
         assert sum(span.pages for span in tree.evict(100)) == 6 * PAGES
