@@ -123,7 +123,7 @@ def test_known_results_are_dropped_in_libvmem(context: pyvmem.Context) -> None:
     assert context.stats().tickets == 0
 
 
-def test_closed_and_forgotten_tickets(context: pyvmem.Context) -> None:
+def test_closed_and_dropped_tickets(context: pyvmem.Context) -> None:
     with pyvmem.FdEvent.create() as gate:
         closed, forgotten = empty(context, [gate]), empty(context, [gate])
         closed.close()
@@ -132,7 +132,7 @@ def test_closed_and_forgotten_tickets(context: pyvmem.Context) -> None:
             closed.wait(0)
         del forgotten
         gc.collect()
-        last = empty(context)  # drops what was forgotten
+        last = empty(context)  # drops the tickets that were lost
         assert context.stats().tickets == 1
         last.wait(60)
         assert context.stats().pending == 2
@@ -163,7 +163,7 @@ def test_limit_names_the_oldest(context: pyvmem.Context) -> None:
 
 
 def test_waits_of_several_threads(context: pyvmem.Context) -> None:
-    """Whoever comes second finds the ticket dropped, and the result in the object."""
+    """The second thread finds the ticket dropped, and the result in the object."""
     for _ in range(50):
         with pyvmem.FdEvent.create() as gate:
             ticket = empty(context, [gate])
@@ -172,7 +172,7 @@ def test_waits_of_several_threads(context: pyvmem.Context) -> None:
             def wait(one: pyvmem.Ticket = ticket, errors: list[BaseException] = errors) -> None:
                 try:
                     one.wait(60)
-                except BaseException as error:  # a thread's errors are lost otherwise
+                except BaseException as error:  # a thread's errors would be lost otherwise
                     errors.append(error)
 
             threads = [threading.Thread(target=wait) for _ in range(4)]
@@ -186,7 +186,7 @@ def test_waits_of_several_threads(context: pyvmem.Context) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_interrupted_anywhere(context: pyvmem.Context, fails: bool) -> None:
-    """An exception at any point of wait: the next wait says the same as ever."""
+    """After an exception at any point of wait, the next wait returns the same result."""
     page = context.info.granule
     result = pytest.raises(pyvmem.DriverError) if fails else contextlib.nullcontext()
     with context.reserve(page) as reservation, context.create(page) as pages:
@@ -211,7 +211,7 @@ def test_interrupted_anywhere(context: pyvmem.Context, fails: bool) -> None:
 
 
 def test_signal_while_waiting(context: pyvmem.Context) -> None:
-    """A wait that a signal's handler ends leaves the ticket as it was."""
+    """A signal handler that interrupts a wait leaves the ticket unchanged."""
 
     def ring(*_: object) -> None:
         raise Interrupted
