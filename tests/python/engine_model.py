@@ -234,7 +234,7 @@ class EngineModel:
 
     def window_gone(self, error: InvalidArgument) -> None:
         assert self.windows, error
-        assert "starts in unmapped rows" in str(error)
+        assert "begins in rows that are unmapped" in str(error)
         self.counts["window gone"] += 1
 
     def no_swap(self, error: OutOfMemory) -> None:
