@@ -281,7 +281,7 @@ class ShareModel:
         swapped, tokens, tags = self.swapped[-1]
         reqid = self.cache.swap_in(swapped)
         if reqid is None:
-            self.count("no swap-in was possible")
+            self.count("no swap-in")
             assert swapped.is_open
             return
         assert not swapped.is_open

@@ -30,7 +30,9 @@ def test_missing_packages_are_installed_first(
     monkeypatch.setattr(vllm_setup, "missing_libraries", lambda: ["libnuma1"])
     monkeypatch.setattr(vllm_setup, "install_debian_packages", refuse)
     monkeypatch.setattr(
-        vllm_setup, "make", lambda *arguments, **_: pytest.fail("the environment is still created")
+        vllm_setup,
+        "make",
+        lambda *arguments, **_: pytest.fail("the environment must not be created"),
     )
     monkeypatch.setattr(sys, "argv", ["vllm_setup.py"])
     assert vllm_setup.main() == vllm_setup.CANNOT
