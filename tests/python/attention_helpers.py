@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""A cache of random rows with poison behind them, and attention written out."""
+"""Fills caches with random rows, followed by NaNs that no kernel may read, and computes reference
+attention.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """Requests by reqid, new tokens, tokens; all that decides what a kernel must do."""
+    """A batch: lengths and new tokens by reqid, and the tokens in order; all that selects a
+    kernel's path.
+    """
 
     name: str
     reqids: tuple[int, ...]
@@ -47,7 +51,7 @@ def filled(
     poison: bool = True,
     **changes: Any,
 ) -> Iterator[KVCache]:
-    """A cache whose requests hold random rows; the rest of their pages is NaN, or zero."""
+    """Yields a cache whose requests hold random rows; the rest of their pages is NaN, or zero."""
     values: dict[str, Any] = {
         "num_layers": LAYERS,
         "num_kv_heads": heads,
@@ -104,7 +108,9 @@ def queries(cache: KVCache, case: Case, repeat: int) -> torch.Tensor:
 
 
 def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
-    """Random rows that may be seen; NaN, or zero, in the other ones that have memory."""
+    """Writes random values to the visible rows, and NaN or zero to all other rows that have
+    memory.
+    """
     torch.manual_seed(3)
     lens = [0] * 6
     for _ in range(6):
@@ -132,7 +138,7 @@ def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
 def wanted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case, window: int
 ) -> torch.Tensor:
-    """In float64, token by token, of whole tensors."""
+    """Computes the reference in float64, token by token, from whole tensors."""
     out, start = [], 0
     for reqid, new, length in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
         for token in range(new):

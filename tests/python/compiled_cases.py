@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Every plug with compiled models, a process for some cases: a hole that is read ends it.
+"""Runs every integration with compiled models, a few cases per process: reading unmapped memory
+crashes it.
 
     python compiled_cases.py BACKEND DYNAMIC CASE...
 
@@ -42,7 +43,7 @@ def compiled(function: Any, **more: Any) -> Any:
 
 
 def generates(model: Any, rows: int, length: int) -> None:
-    """`generate` with a VMemCache, twice, greedy and with beams."""
+    """Checks `generate` with a VMemCache twice, greedy and with beams."""
     model = model.to(DEVICE)
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (2, 9), generator=dice).to(DEVICE)
@@ -75,7 +76,7 @@ def latent() -> None:
 
 
 def states() -> None:
-    """Some models write their convolutions' states themselves."""
+    """Checks a model that writes its convolution states itself."""
     generates(model_of("lfm2"), 4, 1024)
 
 
@@ -84,7 +85,9 @@ def recurrent() -> None:
 
 
 def attention() -> None:
-    """`Attention` and `Writer` in one graph, without a break; each token overwrites itself."""
+    """Checks `Attention` and `Writer` in one graph without a graph break; each token overwrites
+    itself.
+    """
     config = KVCacheConfig(2, 2, 16, "float32", max_batch=4, max_seq_len=65536)
     with KVCache(config, backend=WHERE) as cache:
         attend, values = Attention(cache), Writer(cache.v(1))
@@ -121,7 +124,7 @@ def attention() -> None:
 
 
 def writer() -> None:
-    """Keys, and states without positions, in both modes of autograd."""
+    """Checks that keys are written, and states without positions, with and without autograd."""
     shapes = layer_shapes(model_of("lfm2").config)
     state = next(layer for layer, one in enumerate(shapes) if hasattr(one, "states"))
     keys = next(layer for layer, one in enumerate(shapes) if not hasattr(one, "states"))
@@ -152,7 +155,7 @@ def writer() -> None:
 
 
 def engine() -> None:
-    """The demo's, compiled as a whole."""
+    """Checks the demo's engine, compiled as a whole."""
     loaded = tiny_model()
     model, jobs = loaded.model.to(DEVICE), make_requests(5)
     wanted = expected(loaded, jobs)
@@ -168,7 +171,7 @@ def engine() -> None:
 
 
 def example() -> None:
-    """examples/engine.py, compiled as a whole."""
+    """Checks examples/engine.py, compiled as a whole."""
     loaded = tiny_model()
     model, jobs = loaded.model.to(DEVICE), make_requests(5)
     wanted = expected(loaded, jobs)
@@ -190,7 +193,7 @@ def example() -> None:
 
 
 def continuous() -> None:
-    """transformers' continuous batching."""
+    """Checks transformers' continuous batching."""
     model, inputs = tiny_model(2).model.to(DEVICE), [[5, 6, 7], [8, 9], [4] * 20]
     how = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     answers = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Fixtures: one context per test, on every back end that this machine can use.
 
-VMEM_TEST_BACKEND (names with commas between) chooses the back ends; one that is named and not
-usable is a failure, not a skip. VMEM_TEST_GRANULE (4096): bytes of the smallest page on `host`;
-with 2097152 its pages are cuda's.
+VMEM_TEST_BACKEND (names with commas between) chooses the back ends; if a named back end is
+unusable, tests fail instead of being skipped. VMEM_TEST_GRANULE (4096): the smallest page size on
+`host`, in bytes; 2097152 gives it the page size of cuda.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 
 import pyvmem
 
-# Threads of torch that spin at a barrier stand still on a busy machine: eight times slower,
-# measured with two other processes on two cores. Read when torch is loaded, which the tests do
-# later.
+# Torch's threads spin at barriers, which on a busy machine wastes the time slices that other
+# threads need: eight times slower, measured with two other processes on two cores. Torch reads this
+# when it is loaded, which the tests do later.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -27,7 +27,7 @@ HOST_GRANULE = int(os.environ.get("VMEM_TEST_GRANULE", "4096"))
 
 
 def usable_backends() -> list[str]:
-    """The back ends to test: those asked for, or all that work here."""
+    """Returns the back ends to test: those requested, or all that work on this machine."""
     asked = os.environ.get("VMEM_TEST_BACKEND", "")
     if asked:
         return [name.strip() for name in asked.split(",")]
@@ -35,7 +35,7 @@ def usable_backends() -> list[str]:
 
 
 def open_context(backend: str, **options: object) -> pyvmem.Context:
-    """A context with the back end's smallest granule that tests can afford."""
+    """Opens a context with the back end's smallest granule that tests can afford."""
     options.setdefault("granule", HOST_GRANULE if backend == "host" else 0)
     return pyvmem.Context(backend, **options)  # type: ignore[arg-type]
 
@@ -57,16 +57,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def has_cuda() -> bool:
-    """True if a GPU's memory can become a torch tensor here."""
+    """Returns true if GPU memory can become a torch tensor here."""
     import torch
 
     return bool(torch.cuda.is_available())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a patched driver without CUDA (a software GPU) there are no tensors: skipped, and said.
+    """Skips tests that need CUDA tensors on a patched driver without CUDA (a software GPU).
 
-    Where more points are asked for than a test takes by itself, it may take longer.
+    With --points above a test's default, its time limit is raised.
     """
     reason = "needs torch tensors over GPU memory, and there is no CUDA here"
     for item in items:
@@ -81,9 +81,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def short_collections() -> None:
-    """Leaves what was loaded so far out of the collections that follow every test.
+    """Excludes the objects that exist so far from the garbage collections that follow every test.
 
-    With torch, its compiler and transformers loaded, one took 0.2 to 0.4 s.
+    With torch, its compiler and transformers loaded, each took 0.2 to 0.4 s.
     """
     gc.collect()
     gc.freeze()
@@ -98,7 +98,7 @@ def points(request: pytest.FixtureRequest) -> int | None:
 
 @pytest.fixture
 def context(backend: str) -> Iterator[pyvmem.Context]:
-    """An open context; its invariants are checked when the test is over."""
+    """Opens a context; checks its invariants when the test is over."""
     ctx = open_context(backend)
     yield ctx
     gc.collect()
@@ -109,7 +109,7 @@ def context(backend: str) -> Iterator[pyvmem.Context]:
 
 @pytest.fixture
 def host() -> Iterator[pyvmem.Context]:
-    """The same on ``host``, for what only makes sense there (CPU access, fork, exact counts)."""
+    """Opens a context on ``host``, for what only works there (CPU access, fork, exact counts)."""
     ctx = open_context("host")
     yield ctx
     gc.collect()

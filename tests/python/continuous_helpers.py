@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Features of the installed transformers' continuous batching, and how to call it."""
+"""Lists features of the installed transformers' continuous batching, and how to enable them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["HERE", "HOW", "OLD", "checked_versions"]
 HERE = transformers.__version__
 VERSION = ".".join(HERE.split(".")[:2])
 OLD = VERSION == "5.17"
-"""It has no layers that differ, forks no request, and calls a page a block."""
+"""This version requires equal layers, cannot fork requests, and calls a page a block."""
 
 HOW: dict[str, Any] = {"block_size" if OLD else "page_size": 16}
 if "auto_switch_to_flash" in transformers.ContinuousBatchingConfig.__annotations__:  # from 5.19 on
     HOW["auto_switch_to_flash"] = False
-"""Of a `ContinuousBatchingConfig`: small blocks, and the attention that the model has."""
+"""Arguments of a `ContinuousBatchingConfig`: small blocks, and the model's own attention."""
 
 checked_versions = pytest.mark.skipif(
     VERSION not in CHECKED,
-    reason=f"continuous batching needs a transformers of {', '.join(CHECKED)}; {HERE} is here",
+    reason=f"continuous batching needs transformers {', '.join(CHECKED)}; {HERE} is installed",
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A plain Python model of a `RequestCache`: which requests there are, and what their rows hold."""
+"""A plain Python model of a `RequestCache`: its requests, and the contents of their rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["EngineModel"]
 
 
 def told(short: Shortage) -> str:
-    """A shortage with what follows from its numbers."""
+    """Describes a shortage, including the properties computed from its fields."""
     return f"{short!r}, short of {short.what}, {short.missing} bytes"
 
 
 @dataclass(eq=False)
 class Life:
-    """A request as its engine knows it: the ids whose rows it holds, and what these hold."""
+    """A request as its engine sees it: the ids whose rows it holds, and the rows' contents."""
 
     request: Request
     ids: list[int]
@@ -34,7 +34,7 @@ class Life:
 
 @dataclass(eq=False)
 class Call:
-    """A background call: on whom, and what to do with its result."""
+    """A background call: its request, and the function that handles its result."""
 
     future: Future[Any]
     life: Life | None
@@ -45,12 +45,12 @@ class EngineModel:
     """Drives a cache at random. A token's row depends on the namespace and all tokens before it.
 
     Args:
-        cache: the model alone uses it.
-        seed: of its choices.
+        cache: used by the model alone.
+        seed: of the random choices.
 
     Attributes:
-        stream: GPU work that is not over yet, or none.
-        more: most new tokens of a prompt.
+        stream: unfinished GPU work, or None.
+        more: the most new tokens that a prompt adds.
     """
 
     def __init__(self, cache: KVCache, seed: int) -> None:
@@ -69,17 +69,17 @@ class EngineModel:
         self.seen: defaultdict[Namespace | None, list[list[int]]] = defaultdict(list)
         self.counts: Counter[str] = Counter()
 
-    # ---- what the rows hold ----------------------------------------------------------------------
+    # ---- contents of rows ------------------------------------------------------------------------
 
     def tag(self, space: Namespace | None, ids: list[int]) -> int:
-        """The row of the last of these ids, the same whoever computes it."""
+        """Returns the content of the row of the last id; the same in every request."""
         return self.known.setdefault((space, *ids), len(self.known) + 1)
 
     def tags(self, space: Namespace | None, ids: list[int]) -> list[int]:
         return [self.tag(space, ids[: n + 1]) for n in range(len(ids))]
 
     def holds(self, life: Life) -> bool:
-        """True if its rows are intact, except those outside a window."""
+        """Returns true if the request's rows are intact, except those outside a window."""
         slot = life.request.slot
         return all(
             read_rows(one, slot, low, life.tags[low:])
@@ -88,30 +88,30 @@ class EngineModel:
         )
 
     def born(self, request: Request, ids: list[int]) -> Life:
-        """A request that holds the rows of these ids, which must be those that were computed."""
+        """Adds a request that holds the rows of these ids, and checks their contents."""
         assert request.length == len(ids)
         assert request not in [life.request for life in self.lives]
         life = Life(request, ids, self.tags(request.namespace, ids))
         self.lives.append(life)
-        assert self.holds(life), f"{request!r}: what it began with"
+        assert self.holds(life), f"{request!r}: its rows at admission"
         return life
 
     def idle(self, state: State = State.RUNNING) -> list[Life]:
-        """Those that no background call works on."""
+        """Returns the requests without a background call."""
         busy = [call.life for call in self.calls]
         return [one for one in self.lives if one not in busy and one.request.state is state]
 
     def prompt(self, space: Namespace | None) -> list[int]:
-        """Mostly the beginning of something seen before."""
+        """Returns a prompt that mostly starts like an earlier one."""
         seen = self.random.choice(self.seen[space]) if self.seen[space] else []
         keep = self.random.randint(0, len(seen))
         more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, self.more))]
         return [*seen[:keep], *more][: self.longest]
 
-    # ---- what an engine does ---------------------------------------------------------------------
+    # ---- calls of an engine ----------------------------------------------------------------------
 
     def admit(self) -> None:
-        """A new request, now or in the background, with a lease taken before or none."""
+        """Admits a request, now or in the background, with a lease taken earlier or none."""
         options: dict[str, Any] = {
             "room": self.random.choice((0, 1, 9)),
             "stream": self.stream(),
@@ -133,7 +133,7 @@ class EngineModel:
             except BadHandle:
                 self.counts["closed namespace"] += 1
                 return
-            raise AssertionError("a closed namespace has a request")
+            raise AssertionError("a request was admitted to a closed namespace")
 
         def take(found: Request | Shortage) -> None:
             if isinstance(found, Shortage):
@@ -144,7 +144,7 @@ class EngineModel:
             assert found.length < len(ids)
             self.counts["hit" if found.length else "miss"] += 1
             life = self.born(found, ids[: found.length])
-            if options["reserve"] and not later and not self.calls:  # what was promised
+            if options["reserve"] and not later and not self.calls:  # promised by the reservation
                 room = min(len(ids) + options["room"], self.longest)
                 short = self.engine.extend({found: room})
                 assert short is None, f"{found!r} was promised {room} tokens: {told(short)}"
@@ -159,7 +159,7 @@ class EngineModel:
             take(self.engine.admit(given, space, **options))
 
     def lease(self) -> None:
-        """Looks a prompt up, for later; or gives one up, or forgets it."""
+        """Looks a prompt up for later; or releases or drops an earlier lease."""
         if len(self.leases) > 2:
             lease = self.leases.pop(0)
             if self.random.random() < 0.5:
@@ -169,7 +169,7 @@ class EngineModel:
         self.leases.append(self.engine.match(self.prompt(space), space))
 
     def grow(self, more: dict[Life, list[int]]) -> None:
-        """Rows for more tokens; the last to come is preempted where memory is short."""
+        """Grows requests; preempts the newest when memory is short."""
         more = {life: ids[: self.longest - len(life.ids)] for life, ids in more.items()}
         want = {life.request: len(life.ids) + len(ids) for life, ids in more.items()}
         if self.random.random() < 0.4:
@@ -178,7 +178,7 @@ class EngineModel:
         if found is not None:
             self.short(found)
             for life in more:
-                assert life.request.length == len(life.ids), "of a call that was short"
+                assert life.request.length == len(life.ids), "the call failed for want of memory"
             victims = self.idle()
             if victims:
                 self.release(victims[-1])
@@ -203,7 +203,7 @@ class EngineModel:
     def in_background(
         self, life: Life | None, future: Future[Any], take: Callable[[Any], None]
     ) -> None:
-        """A background call; sometimes it is taken back at once."""
+        """Starts a background call; sometimes cancels it immediately."""
         self.calls.append(Call(future, life, take))
         if self.random.random() < 0.1 and future.cancel():
             self.counts["cancelled"] += 1
@@ -216,7 +216,7 @@ class EngineModel:
                 assert life.request.state is State.SWAPPED
 
     def settle(self, call: Call) -> None:
-        """Waits for a background call, and does what its result asks for."""
+        """Waits for a background call, and acts on its result."""
         self.calls.remove(call)
         try:
             result = call.future.result()
@@ -311,7 +311,7 @@ class EngineModel:
                 self.short(found)
                 assert life.request.state is State.SWAPPED
             else:
-                assert self.holds(life), f"{life.request!r}: what came back"
+                assert self.holds(life), f"{life.request!r}: rows after the swap"
 
         if self.random.random() < 0.5:
             self.in_background(life, self.engine.swap_in_async(life.request, self.stream()), take)
@@ -319,7 +319,7 @@ class EngineModel:
             take(self.engine.swap_in(life.request, self.stream()))
 
     def namespace(self) -> None:
-        """One ends, and another of its name, or a new one, begins."""
+        """Closes a namespace and opens another, of the same or another name."""
         old = self.random.choice([one for one in self.spaces if one is not None])
         old.close()
         if len(self.spaces) > 5:
@@ -327,11 +327,11 @@ class EngineModel:
         self.spaces.append(self.engine.namespace(self.random.choice("ab")))
 
     def behind(self) -> None:
-        """Actions of another user of the cache."""
+        """Acts as another user of the cache does."""
         pick = self.random.random()
         if pick < 0.5:
             self.cache.trim(prefixes=self.random.random() < 0.3)
-        elif pick < 0.8 and (idle := self.idle()):  # its slot is taken back
+        elif pick < 0.8 and (idle := self.idle()):  # frees its slot without the engine
             life = self.random.choice(idle)
             self.lives.remove(life)
             self.cache.free_reqid(life.request.slot)
@@ -341,7 +341,7 @@ class EngineModel:
             self.cache.memory.reclaim_free(wait=False)
 
     def any_step(self) -> None:
-        """One random thing."""
+        """Makes one random call."""
         for call in self.calls[:]:
             if call.future.done() or len(self.calls) > 3:
                 self.settle(call)
@@ -374,7 +374,7 @@ class EngineModel:
             self.behind()
 
     def check(self) -> None:
-        """Every row of every request, and the cache's records."""
+        """Checks every row of every request, and the cache's records."""
         self.cache.check_integrity()
         for life in self.idle():
             assert life.request.length == len(life.ids) == len(life.tags)
@@ -383,7 +383,7 @@ class EngineModel:
             assert set(self.engine.requests) == {life.request for life in self.lives}
 
     def end(self) -> None:
-        """Gives everything back; then nothing may be left."""
+        """Releases everything and checks that nothing is left."""
         while self.calls:
             self.settle(self.calls[0])
         self.check()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Stand-ins for torch, cuda.core and libcuda, which note what work is ordered after what."""
+"""Stand-ins for torch, cuda.core and libcuda that record what work is ordered after what."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ CURRENT, DEFAULT, TORCH, CORE, OTHER, LEGACY = 0x10, 0, 0x20, 0x30, 0x40, 1
 
 
 class Gpu:
-    """Calls in order: (stream, "waits for", event) or ("cpu", ..., event)."""
+    """Records calls in order: (stream, "waits for", event) or ("cpu", ..., event)."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, str, int]] = []
         self.captured: set[int] = set()
-        self.mode = 0  # of capture: global, as CUDA begins
+        self.mode = 0  # capture mode; CUDA starts in global mode
         self.modes: list[int] = []
         self.over = False
 
     def event_of(self, stream: int) -> int:
-        """The event that is recorded on a stream here."""
+        """Returns the event recorded on a stream."""
         return 0xE000 + stream
 
 
 def stand_ins(gpu: Gpu) -> types.SimpleNamespace:
-    """Classes that look like torch's and cuda.core's."""
+    """Returns classes that mimic torch's and cuda.core's."""
 
     class TorchEvent:
         def __init__(self, handle: int) -> None:
@@ -128,7 +128,7 @@ def stand_ins(gpu: Gpu) -> types.SimpleNamespace:
 
 
 class Driver:
-    """The libcuda calls in use."""
+    """The libcuda calls in use, faked."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""Raises exceptions at chosen points of a call, as signal handlers do, and checks what is left.
+"""Raises exceptions at chosen points of a call, as signal handlers do, and checks the state
+afterwards.
 
 A point is a place in a frame of the package where CPython may run a signal handler. The interpreter
 looks at its eval breaker
 
 - 3.10: after CALL_FUNCTION, CALL_FUNCTION_KW, CALL_FUNCTION_EX, CALL_METHOD, JUMP_ABSOLUTE and
-  POP_JUMP_IF_*, and where a frame begins or goes on;
-- 3.11: after CALL and its kin of C functions, CALL_FUNCTION_EX, JUMP_BACKWARD*,
+  POP_JUMP_IF_*, and where a frame starts or resumes;
+- 3.11: after CALL and its variants for C functions, CALL_FUNCTION_EX, JUMP_BACKWARD*,
   POP_JUMP_BACKWARD_IF_* and RESUME;
 - 3.12 and 3.13: after CALL, CALL_KW, CALL_FUNCTION_EX, JUMP_BACKWARD and RESUME.
 
-Taken here is what any of them does: after each of these, also after calls of Python functions, and
-where a frame begins or goes on; not where something is thrown into a generator, which also happens
-when one is dropped, as `any` may do. The exception is raised before the next instruction runs.
-Where that one has another handler than the call (``return f()`` inside ``with``), the point is left
-out: CPython would enter the call's handler, which tracing cannot. Left out, too, are finalizers,
-whose exceptions are lost, and frames of other packages.
+The points are the union of these over all versions: after each of these instructions, also after
+calls of Python functions, and where a frame starts or resumes; except where an exception is thrown
+into a generator, which also happens when a generator is dropped, as `any` may do. The exception is
+raised before the next instruction runs. If that instruction has another handler than the call
+(``return f()`` inside ``with``), the point is skipped: CPython would enter the call's handler, and
+tracing cannot do so. Finalizers, whose exceptions are lost, and frames of other packages are
+skipped too.
 """
 
 from __future__ import annotations
@@ -45,27 +47,27 @@ from pyvmem import BadHandle, Context, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, SwappedRequest
 from pyvmem.kvcache.cache import GroupView
 
-LIMIT = 8  # seconds for a call; for all that is done after it
+LIMIT = 8  # seconds for a call, and for all checks after it
 PACKAGE = str(Path(pyvmem.__file__).parent) + "/"
 
 
 class Interrupted(BaseException):
-    """Raised by the signal handler."""
+    """Raised at a point in place of a signal handler's exception."""
 
 
 class Stuck(BaseException):
-    """A call did not come back in time."""
+    """A call did not return in time."""
 
 
 class NotHere(Exception):
-    """A scenario needs what this back end lacks."""
+    """A scenario needs something that this back end does not have."""
 
 
 # ---- points --------------------------------------------------------------------------------------
 
 
 def _checked(name: str) -> bool:
-    """True if some CPython checks its eval breaker after this instruction."""
+    """Returns true if some CPython version checks its eval breaker after this instruction."""
     if name.startswith("CALL") and not name.startswith("CALL_INTRINSIC"):
         return True
     if name == "JUMP_ABSOLUTE" or "JUMP_BACKWARD" in name or name == "RESUME":
@@ -74,7 +76,7 @@ def _checked(name: str) -> bool:
 
 
 class Instructions:
-    """A code object's data for the tracer, by the offset of an instruction."""
+    """The tracer's tables of a code object's instructions, by offset."""
 
     def __init__(self, code: CodeType, package: str) -> None:
         self.file = code.co_filename.removeprefix(package)
@@ -84,7 +86,7 @@ class Instructions:
         self._lines = dict(dis.findlinestarts(code))
         prefix: list[int] = []
         for one in dis.get_instructions(code):
-            prefix.append(one.offset)  # those of EXTENDED_ARG stand for what they extend
+            prefix.append(one.offset)  # an EXTENDED_ARG counts as the instruction it extends
             if one.opname == "EXTENDED_ARG":
                 continue
             if one.opname in ("RESUME", "COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR"):
@@ -99,7 +101,7 @@ class Instructions:
             }
 
     def place(self, offset: int) -> str:
-        """The file and the line of an instruction."""
+        """Returns the file and the line of an instruction."""
         line = max((at for at in self._lines if at <= offset), default=0)
         return f"{self.file}:{self._lines.get(line)}"
 
@@ -112,23 +114,25 @@ class Interrupts:
     """Counts the points of a call; raises `Interrupted` at some of them.
 
     Attributes:
-        places: file and line of each point where it raised.
-        count: points since the last of these, or since the beginning.
+        places: file and line of each point that raised.
+        count: points since the last one that raised, or since the start.
     """
 
     _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
 
     def __init__(self, *at: int, package: str = PACKAGE) -> None:
-        """`at`: the first, from 1 on; then how many points later the second, and so on."""
+        """`at`: the first point that raises, from 1 on; then the distance in points to the second,
+        and so on.
+        """
         self._at = list(at)
         self._package = package
         self.places: list[str] = []
         self.count = 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Makes the call; returns or raises what it does."""
+        """Makes the call; returns its result or passes its exception on."""
         collecting = gc.isenabled()
-        gc.disable()  # finalizers would come at other points each time
+        gc.disable()  # a collection would run finalizers at different points each time
         try:
             if sys.version_info >= (3, 12):
                 return self._run_monitored(call)
@@ -141,11 +145,14 @@ class Interrupts:
                 gc.enable()
 
     def _run_monitored(self, call: Callable[[], Any]) -> Any:
-        """From 3.12 on a trace function misses instructions of code that is run the first time."""
-        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - unknown to older Pythons
+        """Makes the call under sys.monitoring; since 3.12 a trace function misses instructions on a
+        code object's first run.
+        """
+        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - missing in older Pythons
         events = monitoring.events
-        states: dict[int, list[Any]] = {}  # by frame: the last instruction, and whether it begins
-        caller = threading.get_ident()  # monitoring is of all threads, tracing of one
+        # per frame: the last instruction, and whether the frame has just started
+        states: dict[int, list[Any]] = {}
+        caller = threading.get_ident()  # monitoring covers all threads, tracing only the caller's
 
         def begins(code: CodeType, offset: int) -> Any:
             frame = sys._getframe(1)
@@ -158,7 +165,8 @@ class Interrupts:
             states.pop(id(sys._getframe(1)), None)
 
         def raises(code: CodeType, offset: int, error: BaseException) -> None:
-            # An instruction that raises looks at nothing; nor does a generator thrown into.
+            # An instruction that raises does not check the eval breaker; nor does a throw into a
+            # generator.
             if code.co_filename.startswith(self._package):
                 states[id(sys._getframe(1))] = [-1, False]
 
@@ -199,7 +207,8 @@ class Interrupts:
             return call()
         finally:
             monitoring.set_events(tool, 0)
-            monitoring.restart_events()  # what was disabled is not for the next one
+            # re-enables locations that returned DISABLE, for the next run
+            monitoring.restart_events()
             for event in callbacks:
                 monitoring.register_callback(tool, event, None)
             monitoring.free_tool_id(tool)
@@ -231,7 +240,7 @@ class Interrupts:
             nonlocal last, entry
             if event == "opcode":
                 at = frame.f_lasti
-                if entry:  # RESUME itself may have been traced or not
+                if entry:  # RESUME may or may not have been traced
                     if at not in known.prologue:
                         entry = False
                         self._point(known, at)
@@ -250,12 +259,13 @@ class Interrupts:
             self._at.pop(0)
             self.count = 0
             self.places.append(known.place(offset))
-            if sys.version_info < (3, 12):  # what ends tracing ends no monitoring
+            # an exception of the tracer disables tracing, but not monitoring
+            if sys.version_info < (3, 12):
                 sys.setprofile(self._go_on)
             raise Interrupted(self.places[-1])
 
     def _go_on(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Traces what follows an exception of the tracer, which ends all tracing."""
+        """Turns tracing on again after the tracer's exception turned it off."""
         sys.setprofile(None)
         sys.settrace(self._enter)
         here: FrameType | None = frame
@@ -270,7 +280,7 @@ class Handler(Interrupts):
     """Calls something at one point of a call, as Python calls a signal handler.
 
     Attributes:
-        came: whether the call had such a point.
+        came: true if the call reached the point.
     """
 
     def __init__(self, at: int, handle: Callable[[], None]) -> None:
@@ -291,14 +301,15 @@ class Handler(Interrupts):
 
 
 class Alarm:
-    """Raises an exception in the main thread after a time."""
+    """Raises an exception in the main thread after a timeout."""
 
     def __init__(self) -> None:
         self._error: type[BaseException] = Stuck
         self._due = math.inf
 
     def ring(self, *_: object) -> None:
-        # A signal that another thread took may be told of after the alarm was set anew.
+        # The signal may be delivered late, after the alarm was set anew, if another thread received
+        # it.
         if time.monotonic() >= self._due:
             raise self._error
 
@@ -314,7 +325,7 @@ class Alarm:
 
 @contextlib.contextmanager
 def alarms() -> Iterator[Alarm]:
-    """The process's alarm clock; gives it back, with the time that is left, to whoever had it."""
+    """Borrows the process's alarm clock; restores the previous handler and its remaining time."""
     alarm = Alarm()
     begun = time.monotonic()
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
@@ -334,21 +345,22 @@ Cache = KVCache
 
 
 def is_over(cache: Cache) -> bool:
-    """True if a cache is closed, or only its close may be called."""
+    """Returns true if a cache is closed, or half closed so that only close() may be called."""
     return cache._closed or cache._manager._closing
 
 
 class Engine:
-    """Caches over one context, and what the rows of their requests hold.
+    """Caches over one context, and the contents of their requests' rows.
 
     Attributes:
-        held: what the rows of each request hold, by cache and reqid.
-        leaving: requests that the interrupted call gives up.
-        swapped: what the interrupted call may take in.
-        orphans: slots that the interrupted call left taken, whose reqid nobody was told.
+        held: contents of each request's rows, by cache and reqid.
+        leaving: requests that the interrupted call frees.
+        swapped: swapped requests that the interrupted call may swap in.
+        orphans: slots that the interrupted call allocated without returning the reqid.
         place: where the call was interrupted last.
-        twice: it was more than once.
-        forgotten: caches that were made, and that the exception kept from whoever made them.
+        twice: true if it was interrupted more than once.
+        forgotten: caches that were created, but lost because the exception replaced the return
+            value.
     """
 
     def __init__(self, backend: str = "host", **options: Any) -> None:
@@ -366,10 +378,10 @@ class Engine:
         self._locked = False
         self._tag = 0
 
-    # ---- what scenarios are made of --------------------------------------------------------------
+    # ---- building blocks of scenarios ------------------------------------------------------------
 
     def cache(self, budget: Budget | None = None, pages: int = 64, **changes: Any) -> KVCache:
-        """A small cache; `pages`: its memory or its budget's, in pages of each tensor."""
+        """Creates a small cache; `pages`: its memory or its budget's, in pages per tensor."""
         config = small_config(self.page, **changes)
         tensors = 2 * config.num_layers // config.group_size
         if budget is None:
@@ -382,12 +394,12 @@ class Engine:
         return cache
 
     def tags(self, count: int) -> list[int]:
-        """Contents of so many rows that nobody has yet."""
+        """Returns new contents for `count` rows."""
         self._tag += count
         return list(range(self._tag - count + 1, self._tag + 1))
 
     def write(self, cache: Cache, reqid: int, rows: int) -> None:
-        """Rows that a step has given the request get contents."""
+        """Writes new contents to rows that a step has given the request."""
         held = self.held.setdefault((cache, reqid), [])
         more = self.tags(rows - len(held))
         for part in parts(cache):
@@ -395,7 +407,7 @@ class Engine:
         held.extend(more)
 
     def start(self, cache: Cache, rows: int) -> int:
-        """A new request with so many rows."""
+        """Allocates a request and grows it to `rows` rows."""
         reqid = cache.alloc_reqid(rows)
         assert reqid is not None, "no slot is free"
         self.held[cache, reqid] = []
@@ -407,21 +419,21 @@ class Engine:
         self.write(cache, reqid, rows)
 
     def take(self, cache: Cache, reqid: int | None, of: list[int]) -> None:
-        """Notes a request that begins with these rows."""
+        """Records a request that starts with these rows."""
         assert reqid is not None, "the call returned None"
-        assert (cache, reqid) not in self.held, f"reqid {reqid} is somebody's"
+        assert (cache, reqid) not in self.held, f"reqid {reqid} is already in use"
         self.held[cache, reqid] = list(of)
         assert holds(cache, reqid, of), "rows of the new one"
 
     def fork(self, cache: Cache, parent: int) -> int:
-        """A new request with the rows of another."""
+        """Forks a request; the new one shares its rows."""
         child: int | None = cache.fork(parent)
         self.take(cache, child, self.held[cache, parent])
         assert child is not None
         return child
 
     def free(self, cache: Cache, reqid: int, **options: Any) -> None:
-        """Gives a request up, or finds that an interrupted call has done so."""
+        """Frees a request, or finds that an interrupted call has freed it."""
         try:
             cache.free_reqid(reqid, **options)
         except InvalidArgument as error:
@@ -431,7 +443,7 @@ class Engine:
         self.held.pop((cache, reqid), None)
 
     def leaves(self, cache: Cache, reqid: int) -> None:
-        """The call that will be interrupted gives this request up."""
+        """Records that the call to be interrupted frees this request."""
         self.leaving.add((cache, reqid))
 
     # ---- checks ----------------------------------------------------------------------------------
@@ -440,12 +452,14 @@ class Engine:
         for cache in self.caches:
             if not is_over(cache):
                 cache.check_integrity()
-            elif not cache._closed:  # everything may be given back by then
+            elif not cache._closed:  # by now it may have released everything
                 with pytest.raises(BadHandle, match=r"half closed|is closed"):
                     cache.check_integrity()
 
     def check_rows(self) -> None:
-        """Every row of every request; of one that leaves, as long as it is taken."""
+        """Checks every row of every request; those of a leaving request only while its slot is
+        taken.
+        """
         for (cache, reqid), tags in self.held.items():
             if is_over(cache):
                 continue
@@ -458,7 +472,7 @@ class Engine:
             assert holds(cache, reqid, tags), f"rows of reqid {reqid}"
 
     def check_lock(self) -> None:
-        """True if another thread gets to run."""
+        """Checks that another thread can take the lock."""
         for cache in self.caches:
             if is_over(cache):
                 continue
@@ -469,7 +483,7 @@ class Engine:
             assert not self._locked, "the lock is still held"
 
     def unknown(self, cache: Cache) -> list[int]:
-        """Taken slots that belong to no request that the engine knows."""
+        """Returns the taken slots that belong to no request of the engine."""
         slots = parts(cache)[0].snapshot()
         return [s.reqid for s in slots if s.state == "active" and (cache, s.reqid) not in self.held]
 
@@ -480,7 +494,9 @@ class Engine:
                 cache.free_reqid(reqid)
 
     def ordinary(self) -> None:
-        """A new request in every cache grows to its full length; it may have all others' memory."""
+        """Grows a new request in every cache to its full length; it may use the memory of all
+        others.
+        """
         for cache in self.caches:
             if is_over(cache):
                 continue
@@ -507,7 +523,7 @@ class Engine:
                 self.free(cache, reqid)
 
     def end(self) -> None:
-        """Gives everything back; then nothing may be left."""
+        """Closes everything and checks that nothing is left."""
         self._free_all(self.caches)
         for swapped in self.swapped:
             swapped.close()
@@ -522,7 +538,7 @@ class Engine:
         self.context.close()
 
     def abandon(self) -> None:
-        """Gives back what can be, after a failure."""
+        """Closes what it can after a failure."""
         with contextlib.suppress(Stuck):
             for cache in [] if self._locked else self.caches:
                 with contextlib.suppress(Exception):
@@ -537,12 +553,12 @@ def _touch(cache: Cache) -> None:
 
 
 def parts(cache: Cache) -> tuple[GroupView, ...]:
-    """Its groups of equal layers with keys and values."""
+    """Returns the cache's groups of equal layers that have keys and values."""
     return tuple(one for one in cache.caches if not one.config.state)
 
 
 def holds(cache: Cache, reqid: int, tags: list[int]) -> bool:
-    """True if a request has these rows in every part, except those outside a window."""
+    """Returns true if a request has these rows in every group, except those outside a window."""
     return all(
         read_rows(part, reqid, low, tags[low:])
         for part in parts(cache)
@@ -551,7 +567,7 @@ def holds(cache: Cache, reqid: int, tags: list[int]) -> bool:
 
 
 def lens(cache: Cache, more: dict[int, int] | None = None) -> list[int]:
-    """Contents of the slots after the last step, except some."""
+    """Returns the lengths of all slots after the last step, with `more` merged in."""
     out = [slot.seq_len for slot in parts(cache)[0].snapshot()]
     for reqid, rows in (more or {}).items():
         out[reqid] = rows
@@ -564,19 +580,19 @@ Call = Callable[[], Any]
 Steps = Iterator[Call]
 Scenario = Callable[[Engine], Steps]
 """Prepares an engine, yields the call to interrupt, then makes it again and checks its effect,
-whether the call was interrupted or came to its end. An attribute `context` of the function holds
-options of the engine's context. Failures that it injects end with the call."""
+whether the call was interrupted or completed. The function's attribute `context` holds
+options for the engine's context. Failures that it injects stop after the call."""
 
 
 def again(call: Call) -> Generator[Call, None, Any]:
-    """The call, and what it returns the second time."""
+    """Yields the call, then makes it a second time and returns that result."""
     yield call
     return call()
 
 
 def ended(steps: Steps) -> None:
-    """Runs what comes after the call."""
-    assert list(steps) == [], "a scenario has one call"
+    """Runs the rest of a scenario after its call."""
+    assert list(steps) == [], "a scenario has only one call"
 
 
 class Outcome:
@@ -584,9 +600,9 @@ class Outcome:
 
     Attributes:
         places: where it was interrupted.
-        count: points of the call, or after the last interruption.
-        broken: what is wrong; empty: nothing.
-        stuck: something did not come back in time.
+        count: points in the call, or after the last interruption.
+        broken: the first check that failed; empty: none.
+        stuck: true if a call did not return in time.
         orphans: see `Engine`.
     """
 
@@ -599,7 +615,7 @@ class Outcome:
 
 
 def examine(engine: Engine, again: Call, outcome: Outcome) -> None:
-    """Everything that must hold after an interruption; notes the first thing that does not."""
+    """Checks everything that must hold after an interruption; records the first failure."""
     steps: list[tuple[str, Call]] = [
         ("integrity", engine.check_integrity),
         ("rows", engine.check_rows),
@@ -607,7 +623,7 @@ def examine(engine: Engine, again: Call, outcome: Outcome) -> None:
         ("again", again),
         ("integrity after the repeated call", engine.check_integrity),
         ("rows after the repeated call", engine.check_rows),
-        ("slots that nobody knows", engine.free_unknown),
+        ("slots that no request owns", engine.free_unknown),
         ("ordinary work", engine.ordinary),
         ("integrity after ordinary work", engine.check_integrity),
         ("rows after ordinary work", engine.check_rows),
@@ -629,7 +645,7 @@ def _told(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Forgotten objects are what is looked for here; they need not be warned of as well."""
+    """Silences warnings about leaked objects, which these tests leak on purpose."""
     hook = sys.unraisablehook
 
     def unraisable(args: Any) -> None:
@@ -670,7 +686,7 @@ def _run(scenario: Scenario, backend: str, act: Callable[[Call], Outcome], alarm
 
 
 def run_at(scenario: Scenario, at: tuple[int, ...], alarm: Alarm, backend: str = "host") -> Outcome:
-    """Runs a scenario, interrupted at these points (see `Interrupts`), and examines it."""
+    """Runs a scenario, interrupted at these points (see `Interrupts`), and checks the outcome."""
 
     def act(call: Call) -> Outcome:
         outcome, interrupts = Outcome(), Interrupts(*at)
@@ -683,7 +699,7 @@ def run_at(scenario: Scenario, at: tuple[int, ...], alarm: Alarm, backend: str =
         except (Exception, Stuck) as error:
             outcome.stuck = isinstance(error, Stuck)
             what = "instead of the interruption" if interrupts.places else "not interrupted"
-            outcome.broken = f"the caller got, {what}, {_told(error)}"
+            outcome.broken = f"{what}, the caller got {_told(error)}"
         outcome.places, outcome.count = interrupts.places, interrupts.count
         return outcome
 
@@ -691,8 +707,8 @@ def run_at(scenario: Scenario, at: tuple[int, ...], alarm: Alarm, backend: str =
 
 
 def measure(scenario: Scenario, alarm: Alarm, backend: str = "host") -> int:
-    """The points of the scenario's call. The run is examined, too: it must be sound as it is."""
-    for _ in range(2):  # the first loads modules and fills caches
+    """Counts the points of the scenario's call. The uninterrupted run is checked, too."""
+    for _ in range(2):  # the first run loads modules and fills caches
         outcome = run_at(scenario, (), alarm, backend)
         assert not outcome.broken, f"without an interruption: {outcome.broken}"
     return outcome.count
@@ -701,7 +717,9 @@ def measure(scenario: Scenario, alarm: Alarm, backend: str = "host") -> int:
 def run_after(
     scenario: Scenario, seconds: float, alarm: Alarm, backend: str = "host"
 ) -> tuple[Outcome, float]:
-    """Runs a scenario, interrupted by a real signal; also the seconds that the call took."""
+    """Runs a scenario, interrupted by a real signal; also returns the seconds that the call
+    took.
+    """
     took = 0.0
 
     def act(call: Call) -> Outcome:

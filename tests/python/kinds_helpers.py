@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Small random models of the kinds that people run: windows, MLA, and layers that differ."""
+"""Builds small random models of common kinds: with windows, MLA, and unequal layers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _deepseek() -> Any:
 def _qwen3next() -> Any:
     config = transformers.Qwen3NextConfig(
         **_SMALL,
-        num_hidden_layers=4,  # three of linear attention, one of full
+        num_hidden_layers=4,  # three layers of linear attention, one of full attention
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=8,
@@ -126,7 +126,7 @@ def _lfm2() -> Any:
 
 
 def _gemma4() -> Any:
-    """Its full layer has larger heads; its last two use the keys of others."""
+    """The full-attention layer has larger heads; the last two layers reuse the keys of others."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     config = transformers.Gemma4TextConfig(
         **_SMALL,
@@ -154,7 +154,7 @@ def _llama4() -> Any:
 
 
 def _gptoss() -> Any:
-    """Its scores have a sink, and every other layer slides."""
+    """The scores have a sink, and every other layer has a sliding window."""
     config = transformers.GptOssConfig(
         **{**_SMALL, "attn_implementation": "eager"},
         num_hidden_layers=2,
@@ -166,7 +166,7 @@ def _gptoss() -> Any:
 
 
 def _gemma2() -> Any:
-    """Its scores are capped, and every other layer slides."""
+    """The scores are capped, and every other layer has a sliding window."""
     config = transformers.Gemma2Config(
         **{**_SMALL, "attn_implementation": "eager"},
         num_hidden_layers=2,
@@ -177,7 +177,7 @@ def _gemma2() -> Any:
 
 
 def _mimo() -> Any:
-    """Values have smaller heads than keys; sliding layers have twice the heads, and sinks."""
+    """Values have smaller heads than keys; sliding layers have twice as many heads, and sinks."""
     config = transformers.MiMoV2FlashConfig(
         **{**_SMALL, "attn_implementation": "eager"},
         num_hidden_layers=3,
@@ -191,7 +191,7 @@ def _mimo() -> Any:
 
 
 def _nemotron() -> Any:
-    """A state, experts without attention, attention, a plain layer, a state."""
+    """The layers are a state, experts without attention, attention, a plain layer and a state."""
     kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]
     config = transformers.NemotronHConfig(
         **_SMALL,
@@ -211,7 +211,7 @@ def _nemotron() -> Any:
 
 
 STATES = {"qwen3next": _qwen3next, "jamba": _jamba, "bamba": _bamba, "lfm2": _lfm2}
-"""Kinds with layers that keep a state for each request."""
+"""Kinds with layers that keep a recurrent state per request."""
 
 PARTIAL = {
     "gemma2": _gemma2,
@@ -221,13 +221,13 @@ PARTIAL = {
     "mimo": _mimo,
     "nemotron": _nemotron,
 }
-"""Kinds that `VMemCache` serves, and attention over slots does not."""
+"""Kinds that `VMemCache` supports but attention over slots does not."""
 
 KINDS = {"gemma3": _gemma3, "mistral": _mistral, "qwen3": _qwen3, "deepseek": _deepseek}
 
 
 @functools.cache
 def model_of(kind: str) -> Any:
-    """A model of the kind, in evaluation; the same object every time."""
+    """Returns a model of the kind, in evaluation mode; the same object every time."""
     torch.manual_seed(7)
     return {**KINDS, **STATES, **PARTIAL}[kind]().eval()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Small caches for tests, and a plain Python model of what a cache must do."""
+"""Small caches for tests, and a plain Python model of a cache's behaviour."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ import torch
 import pyvmem
 from pyvmem import FdEvent, KVCache, KVCacheConfig
 
-ROWS = 8  # rows in a page of `small_config`
+ROWS = 8  # rows per page of `small_config`
 LAYERS = 2
 
 
 def small_config(page: int, **changes: Any) -> KVCacheConfig:
-    """Two layers, four slots of up to six pages, eight float32 rows in a page of any size."""
+    """Describes two layers, four slots of up to six pages, and eight float32 rows per page of any
+    size.
+    """
     values: dict[str, Any] = {
         "num_layers": LAYERS,
         "num_kv_heads": page // (ROWS * 64 * 4),
@@ -44,7 +46,7 @@ def small_config(page: int, **changes: Any) -> KVCacheConfig:
 
 @contextlib.contextmanager
 def small_cache(context: pyvmem.Context, **changes: Any) -> Iterator[KVCache]:
-    """A cache over `context` whose integrity is checked before it is closed."""
+    """Yields a cache over `context`; checks its integrity before closing it."""
     with KVCache(small_config(context.info.granule, **changes), context) as cache:
         yield cache
         cache.check_integrity()
@@ -53,14 +55,16 @@ def small_cache(context: pyvmem.Context, **changes: Any) -> Iterator[KVCache]:
 def policy_cache(
     context: pyvmem.Context, policy: dict[str, Any], limit: int, **changes: Any
 ) -> KVCache:
-    """A cache for random engines; the policy may give another `limit`, in pages per tensor."""
+    """Yields a cache for random engines; the policy may set another `limit`, in pages per
+    tensor.
+    """
     page, options = context.info.granule, {"limit": limit, **policy, **changes}
     options["memory_limit"] = options.pop("limit") * 2 * LAYERS * page
     return KVCache(small_config(page, **options), context)
 
 
 def lens(cache: KVCache, **by_reqid: int) -> list[int]:
-    """Lengths by reqid, as keywords r0=..., r2=..."""
+    """Returns lengths by reqid, from keywords r0=..., r2=..."""
     out = [0] * cache.config.max_batch
     for name, value in by_reqid.items():
         out[int(name[1:])] = value
@@ -68,12 +72,12 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
 
 
 def has_tensors(cache: KVCache) -> bool:
-    """True if torch can access the cache's memory; otherwise rows are accessed as bytes."""
+    """Returns true if torch can access the cache's memory; otherwise tests access rows as bytes."""
     return cache.context.cuda_device is None or torch.cuda.is_available()
 
 
 def _rows(cache: KVCache, layer: int, which: int, reqid: int, low: int, high: int) -> Iterator[int]:
-    """The offset of each row of K (`which` 0) or V (1) in the reservation."""
+    """Yields the offset of each row of K (`which` 0) or V (1) in the reservation."""
     layout = cache.layout
     group, member = divmod(layer, cache.config.group_size)
     start = layout.offset(reqid, 0, 2 * group + which) + member * layout.head_row_bytes
@@ -107,9 +111,10 @@ def _are(cache: KVCache, layer: int, which: int, reqid: int, rows: range, value:
 
 
 def stamp(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> None:
-    """Writes rows [low, high) of a slot in every layer, different in each.
+    """Writes rows [low, high) of a slot in every layer, with different values in each.
 
-    It is over when this returns: tests that free a slot after an `FdEvent` name no other work.
+    The write has completed on return, because tests that free a slot after an `FdEvent` wait for
+    nothing else.
     """
     for layer in range(cache.config.num_layers):
         _put(cache, layer, 0, reqid, range(low, high), tag + layer / 16)
@@ -119,7 +124,7 @@ def stamp(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> None:
 
 
 def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> bool:
-    """True if the rows that `stamp` wrote are intact, in every element."""
+    """Returns true if the rows that `stamp` wrote are intact, in every element."""
     return all(
         _are(cache, layer, 0, reqid, range(low, high), tag + layer / 16)
         and _are(cache, layer, 1, reqid, range(low, high), -tag - layer / 16)
@@ -128,7 +133,7 @@ def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> boo
 
 
 def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
-    """True if every element of the rows is zero (NaN is not)."""
+    """Returns true if every element of the rows is zero (NaN is not)."""
     return all(
         _are(cache, layer, which, reqid, range(low, high), 0.0)
         for layer in range(cache.config.num_layers)
@@ -137,23 +142,23 @@ def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
 
 
 def without(context: pyvmem.Context, caps: pyvmem.Caps) -> None:
-    """Makes a context report fewer capabilities: the one way for tests to have a poorer back end.
+    """Makes a context report fewer capabilities, the only way for tests to get a weaker back end.
 
-    The cache goes by what the context reports; libvmem, below, still does what the back end can.
+    The cache uses only the reported capabilities; libvmem still uses all that the back end has.
     """
     context.info = dataclasses.replace(context.info, caps=context.info.caps & ~caps)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Returns when it holds; the limit only keeps a broken build from hanging."""
+    """Waits until the condition holds; the time limit only keeps a broken build from hanging."""
     limit = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < limit, "it never came true"
+        assert time.monotonic() < limit, "the condition never held"
         time.sleep(0.001)
 
 
 def wrap_methods(monkeypatch: pytest.MonkeyPatch, *owners: type) -> None:
-    """Wraps all public methods of classes, as tracers do."""
+    """Wraps all public methods of the classes, as tracers do."""
 
     def traced(method: Any) -> Any:
         @functools.wraps(method)
@@ -169,7 +174,7 @@ def wrap_methods(monkeypatch: pytest.MonkeyPatch, *owners: type) -> None:
 
 
 def at_the_gate(turns: Any) -> bool:
-    """True if a thread waits for a budget's lock; not callable by that thread."""
+    """Returns true if a thread waits for a budget's lock; that thread itself cannot ask."""
     if turns._gate.acquire(blocking=False):
         turns._gate.release()
         return False
@@ -178,9 +183,10 @@ def at_the_gate(turns: Any) -> bool:
 
 @contextlib.contextmanager
 def pending() -> Iterator[FdEvent]:
-    """GPU work that is over at the end of the block at the latest.
+    """Yields an event for GPU work that completes at the end of the block at the latest.
 
-    In a block of the cache's: what fails there fails, and does not hang where the cache is closed.
+    Use it inside the cache's own block: a failing test then completes the work before the cache is
+    closed, instead of hanging there.
     """
     with FdEvent.create() as event:
         try:
@@ -191,7 +197,7 @@ def pending() -> Iterator[FdEvent]:
 
 @contextlib.contextmanager
 def firing_later(event: FdEvent) -> Iterator[list[bool]]:
-    """Sets the event from another thread; the list is true from just before that."""
+    """Sets the event from another thread; the yielded list holds True from just before that."""
     fired: list[bool] = []
 
     def fire() -> None:
@@ -207,7 +213,7 @@ def firing_later(event: FdEvent) -> Iterator[list[bool]]:
 
 
 def _allow_descriptors(count: int) -> None:
-    """Raises this process's limit where that is allowed; skips the test where it is not."""
+    """Raises this process's limit of file descriptors; skips the test if that is not allowed."""
     limit = resource.RLIMIT_NOFILE
     soft, hard = resource.getrlimit(limit)
     if soft == resource.RLIM_INFINITY or soft >= count:
@@ -216,14 +222,14 @@ def _allow_descriptors(count: int) -> None:
     try:
         resource.setrlimit(limit, (count, more))
     except (ValueError, OSError):
-        pytest.skip(f"a process may have {hard} descriptors, not {count}")
+        pytest.skip(f"a process may have {hard} file descriptors; the test needs {count}")
 
 
 @contextlib.contextmanager
 def full_queue(context: pyvmem.Context) -> Iterator[None]:
-    """The most unfinished batches that a context can hold."""
+    """Fills a context with as many unfinished batches as it can hold."""
     nothing = pyvmem.OpBatch(1)
-    _allow_descriptors(8192)  # each batch has its own
+    _allow_descriptors(8192)  # each batch has its own descriptor
     with FdEvent.create() as gate:
         waiting = [context.submit(nothing, after=[gate]) for _ in range(4096)]
         try:
@@ -237,7 +243,7 @@ def full_queue(context: pyvmem.Context) -> Iterator[None]:
 
 
 def state(cache: KVCache) -> tuple[Any, ...]:
-    """State that a call without effect must not change."""
+    """Returns the state that a call without effect must not change."""
     now = cache.stats()
     return (
         cache.snapshot(),
@@ -253,17 +259,17 @@ def state(cache: KVCache) -> tuple[Any, ...]:
 
 
 class Model:
-    """Drives a cache and knows what every row must hold.
+    """Drives a cache and keeps the expected contents of every row.
 
-    Every new row must read as zero before it is written. The cache may refuse for want of memory;
-    then nothing may have changed, and a request is given up.
+    Every new row must read as zero before it is written. When the cache returns -1 for want of
+    memory, nothing may have changed, and a request is freed.
     """
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         self.cache = cache
         self.random = random.Random(seed)
         self.rows: dict[int, list[float]] = {}
-        self.written: dict[int, int] = {}  # rows that the request ever had
+        self.written: dict[int, int] = {}  # the most rows that the slot has ever had
         self.events: list[FdEvent] = []
         self.tag = 0.0
 
@@ -283,7 +289,7 @@ class Model:
         self.grow({reqid: length}, ahead=False)
 
     def grow(self, more: dict[int, int], ahead: bool) -> None:
-        """`grow_now`, with GPU work that ends meanwhile if it has not yet."""
+        """Grows requests; unfinished GPU work completes meanwhile."""
         if not self.events:
             self.grow_now(more, ahead)
             return
@@ -295,7 +301,7 @@ class Model:
             timer.join()
 
     def grow_now(self, more: dict[int, int], ahead: bool) -> None:
-        """Asks for more rows for some requests, and writes them."""
+        """Grows some requests, and writes the new rows."""
         want = self.lengths()
         for reqid, count in more.items():
             want[reqid] = min(want[reqid] + count, self.cache.config.max_seq_len)
@@ -306,7 +312,7 @@ class Model:
         if self.cache.step(want) == -1:
             assert not ahead, "step_async had reserved the pages"
             after = state(self.cache)
-            # Unless pages were reclaimed, or what was in flight before is over.
+            # Unless pages were reclaimed, or work in flight before has completed.
             assert (
                 after[0] == before[0]
                 or after[7] > before[7]
@@ -330,12 +336,12 @@ class Model:
         rows.extend([self.tag] * (length - low))
 
     def give_up(self) -> None:
-        """Frees the longest request, as an engine that preempts."""
+        """Frees the longest request, as an engine does that preempts."""
         if self.rows:
             self.free(max(self.rows, key=lambda reqid: len(self.rows[reqid])), wait=False)
 
     def free(self, reqid: int, wait: bool) -> None:
-        """Gives a request up; `wait`: GPU work of it is not over yet."""
+        """Frees a request; `wait`: it still has unfinished GPU work."""
         event = None
         if wait:
             event = FdEvent.create()
@@ -345,7 +351,7 @@ class Model:
         self.written.pop(reqid, None)
 
     def truncate(self, reqid: int) -> None:
-        """Gives up some rows, with GPU work on them that is not over yet, or none."""
+        """Truncates a request, with or without unfinished GPU work on its rows."""
         rows = self.rows[reqid]
         event = None
         if self.random.random() < 0.5:
@@ -356,7 +362,7 @@ class Model:
         del rows[length:]
 
     def fire(self) -> None:
-        """All GPU work is over."""
+        """Completes all GPU work."""
         if self.cache.context.cuda_device is not None:
             torch.cuda.synchronize()  # the writes so far are the work that the events stand for
         while self.events:
@@ -381,7 +387,7 @@ class Model:
         )
 
     def any_step(self) -> None:
-        """One random thing that an engine might do."""
+        """Makes one random call that an engine might make."""
         pick = self.random.random()
         longest = self.cache.config.max_seq_len
         if pick < 0.2:
@@ -398,7 +404,7 @@ class Model:
 
 
 def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
-    """A request with so many rows of one tag."""
+    """Allocates a request of `rows` rows, all with one tag."""
     reqid = cache.alloc_reqid(rows)
     assert reqid is not None
     grown(cache, reqid, 0, rows, tag)
@@ -406,7 +412,7 @@ def started(cache: KVCache, rows: int, tag: float = 1.0) -> int:
 
 
 def grown(cache: KVCache, reqid: int, low: int, rows: int, tag: float) -> None:
-    """A request's rows become so many, those from `low` on of another tag."""
+    """Grows a request to `rows` rows and writes those from `low` on with another tag."""
     want = [slot.seq_len for slot in cache.snapshot()]
     want[reqid] = rows
     assert cache.step(want) == 0

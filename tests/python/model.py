@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A plain model of a context: what is mapped where, who holds which page, what the bytes are.
+"""A plain model of a context: its mappings, the owners of pages, and their bytes.
 
-It predicts the class of the first error of a batch, and otherwise changes itself as the batch
-should change the context. Lengths are granules; contents are four equal quarters of one byte each,
-None where they are not known.
+It predicts the class of the first error of a batch; if there is none, it changes its own state as
+the batch should change the context. Lengths are in granules; contents are four quarters of one byte
+value each, None where unknown.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ QUARTERS = 4
 
 @dataclass(eq=False)
 class Phys:
-    """One granule of physical memory."""
+    """A granule of physical memory."""
 
     content: list[int | None]
 
 
 @dataclass(eq=False)
 class Handle:
-    """A handle: the granules it refers to."""
+    """A handle, with the granules that it refers to."""
 
     pages: list[Phys]
     page_size: int  # granules
@@ -68,7 +68,7 @@ class Op:
 
 
 class Refused(Exception):
-    """The model says that the batch must fail so."""
+    """The batch must fail with this error."""
 
     def __init__(self, error: type[pyvmem.VMemError]) -> None:
         super().__init__(error.__name__)
@@ -77,7 +77,7 @@ class Refused(Exception):
 
 @dataclass
 class Model:
-    """All of it."""
+    """The expected state of a context."""
 
     sizes: list[int]  # granules of each reservation
     spaces: list[dict[int, Pte]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Model:
         self.spaces = [{} for _ in self.sizes]
         self.lost = [set() for _ in self.sizes]
 
-    # ---- what the statistics must say
+    # ---- expected statistics ---
 
     def mapped(self) -> int:
         return sum(len(space) for space in self.spaces)
@@ -101,7 +101,7 @@ class Model:
         return [handle for handle in self.handles if handle.live]
 
     def mappings(self, handle: Handle) -> list[tuple[int, int, int]]:
-        """(space, first, last + 1) of each live mapping made with a handle."""
+        """Returns (space, first, last + 1) of each live mapping made with a handle."""
         found: list[tuple[int, int, int]] = []
         for number, space in enumerate(self.spaces):
             for at in sorted(space):
@@ -118,14 +118,14 @@ class Model:
     # ---- batches
 
     def new_pages(self, ops: list[Op]) -> int:
-        """Granules that a batch takes from the pool."""
+        """Returns the number of granules that a batch allocates from the pool."""
         return sum(op.size * op.count for op in ops if op.kind == "populate")
 
     def check(self, ops: list[Op]) -> None:
-        """Raises Refused with the first error that the batch must give; changes nothing."""
+        """Raises Refused with the first error that the batch must report; changes nothing."""
         busy: set[tuple[int, int]] = set()
         going: set[int] = set()  # handles that an earlier operation consumes
-        for op in ops:  # the arguments of all come first
+        for op in ops:  # the arguments of all operations are checked first
             self._check_arguments(op)
         for op in ops:
             op.found = []
@@ -138,14 +138,14 @@ class Model:
                 going.add(id(op.handle))
 
     def _check_arguments(self, op: Op) -> None:
-        """Checks made before any page: the handle, then the bounds of the operation."""
+        """Checks arguments before any page: the handle, then the bounds of the operation."""
         if op.kind == "map":
             self._check_handle(op)
         if max(op.pieces()) + op.size > self.sizes[op.space]:
             raise Refused(pyvmem.NotReserved)
 
     def argument_error(self, ops: list[Op]) -> type[pyvmem.VMemError] | None:
-        """The error of the first operation that is wrong in itself."""
+        """Returns the error of the first operation whose own arguments are wrong."""
         for op in ops:
             try:
                 self._check_arguments(op)
@@ -214,7 +214,7 @@ class Model:
     def _fill(self, op: Op, filled: dict[Phys, int]) -> None:
         for at in op.found:
             phys = self.spaces[op.space][at].phys
-            # Two fills of one page through two addresses: their order is not promised.
+            # If two fills write one page through two addresses, their order is unspecified.
             same = filled.setdefault(phys, op.value) == op.value
             phys.content[:] = [op.value if same else None] * QUARTERS
 
@@ -223,7 +223,7 @@ class Model:
             self.spaces[space].pop(at, None)
         rest = self.spaces[space].get(last)
         if rest is not None:
-            rest.start = True  # also where it was a continuation of what has gone
+            rest.start = True  # even if it continued a mapping that is now unmapped
 
     def forget_fills(self, ops: list[Op]) -> None:
         """A batch that failed while it ran may have written its fills."""

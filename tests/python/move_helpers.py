@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Caches whose pages change under their requests, for the tests of promotion and tiers."""
+"""Builds caches whose pages move under their requests, for the tests of promotion and tiers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from share_helpers import grow
 from pyvmem import Caps, Context, KVCache, NotSupported, OpBatch
 
 TENSORS = 2 * LAYERS
-UNIT = 4  # pages of a block
+UNIT = 4  # pages per block
 PART = UNIT * ROWS
 MIB2 = 2 << 20
 
 
 def cache_over(context: Context, **changes: Any) -> Any:
-    """Slots of up to eleven pages; an entry of 2 MiB maps four, in a context `in_slabs`."""
+    """Creates a cache of slots of up to eleven pages; in a context `in_slabs`, an entry of 2 MiB
+    maps four.
+    """
     changes.setdefault("max_seq_len", 11 * ROWS)
     return small_cache(context, **changes)
 
 
 def with_tiers(backend: str, **options: Any) -> Context:
-    """A context that can have pages in host memory; skips the test where there is none."""
+    """Opens a context that can have pages in host memory; skips the test if there is none."""
     context = open_context(backend, **options)
     if Caps.HOST_PAGES not in context.info.caps:
         context.close()
@@ -34,7 +36,7 @@ def with_tiers(backend: str, **options: Any) -> Context:
 
 
 def in_pieces(cache: KVCache, rows: int, by: int = ROWS) -> tuple[int, int]:
-    """Two requests that grew page by page in turn, and none of whose pages are neighbours."""
+    """Grows two requests in turn, page by page, so that no request has adjacent pages."""
     one, two = cache.alloc_reqid(), cache.alloc_reqid()
     assert one is not None
     assert two is not None
@@ -47,7 +49,9 @@ def in_pieces(cache: KVCache, rows: int, by: int = ROWS) -> tuple[int, int]:
 
 
 def scatter(cache: KVCache, reqid: int, first: int = 0) -> None:
-    """Moves pages from `first` on, behind the cache's back: the even ones, then the odd."""
+    """Moves the pages from `first` on without the cache's knowledge: the even ones, then the odd
+    ones.
+    """
     layout, page = cache.layout, cache.layout.page_size
     pages = cache.snapshot()[reqid].mapped_pages - first
     order = [*range(0, pages, 2), *range(1, pages, 2)]
@@ -69,7 +73,7 @@ def scatter(cache: KVCache, reqid: int, first: int = 0) -> None:
 
 
 def in_slabs(backend: str, **options: Any) -> Context:
-    """A context with entries of 2 MiB, each for four pages."""
+    """Opens a context with entries of 2 MiB, each for four pages."""
     try:
         context = Context(backend, granule=MIB2 // UNIT, large_entries=True, **options)
     except NotSupported:
@@ -81,12 +85,12 @@ def in_slabs(backend: str, **options: Any) -> Context:
 
 
 def lens(cache: KVCache) -> list[int]:
-    """The contents of every slot."""
+    """Returns the lengths of all slots."""
     return [slot.seq_len for slot in cache.snapshot()]
 
 
 def settled(cache: KVCache, reqid: int) -> None:
-    """Steps until what is under way for a request is over."""
+    """Steps until nothing is in flight for a request."""
 
     def over() -> bool:
         assert cache.step(lens(cache)) == 0

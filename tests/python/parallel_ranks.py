@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""One rank of test_parallel.py and tests/gpu/test_parallel_gpu.py, a process of its own.
+"""Runs one rank of test_parallel.py and tests/gpu/test_parallel_gpu.py in its own process.
 
     python parallel_ranks.py RANK RANKS STORE BACKEND [CALLS [SEED]]
 
-runs all scenarios, or one of so many random calls, and prints what they return as one line of JSON.
-With BACKEND ``host`` the ranks use gloo, else NCCL and a GPU each. Ranks sleep differently and
-their GPU work ends at different times.
+runs all scenarios, or one of CALLS random calls, and prints the results as one line of JSON. With
+BACKEND ``host`` the ranks use gloo, otherwise NCCL and a GPU each. Ranks sleep for different times,
+and their GPU work completes at different times.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ TENSORS = 2 * LAYERS
 
 
 class Rank:
-    """A scenario's view of its process."""
+    """A scenario's handle on its process."""
 
     def __init__(self, index: int, size: int, backend: str) -> None:
         self.index, self.size = index, size
         self.backend = backend
-        self.random = random.Random(1000 + index)  # every rank has other numbers
+        self.random = random.Random(1000 + index)  # each rank has its own random sequence
 
     def dawdle(self) -> None:
         if self.random.random() < 0.3:
@@ -58,7 +58,9 @@ class Rank:
 
     @contextmanager
     def cache(self, pages: float = 12, **changes: Any) -> Iterator[ParallelKVCache]:
-        """A cache with a budget of `pages` pages per tensor, 8 rows each, 6 in a slot."""
+        """Yields a cache with a budget of `pages` pages per tensor, 8 rows per page and 6 pages per
+        slot.
+        """
         values: dict[str, Any] = {
             "num_layers": LAYERS,
             "num_kv_heads": PAGE // (ROWS * 64 * 4),
@@ -76,8 +78,8 @@ class Rank:
                 cache.check_integrity()
 
     def work(self) -> FdEvent:
-        """GPU work that ends some time later: at once on rank 0, on the others now and then so
-        late that several calls find it unfinished.
+        """Starts GPU work that completes later: immediately on rank 0, on the other ranks sometimes
+        so late that several calls find it unfinished.
         """
         event = FdEvent.create()
         slow = self.random.random() < 0.2
@@ -92,7 +94,9 @@ class Rank:
 
 
 def play(rank: Rank, cache: ParallelKVCache, seed: int, count: int) -> list[Any]:
-    """Random calls, the same on every rank; checks that 0 means exactly: the owned pages fit."""
+    """Makes random calls, the same on every rank; checks that 0 is returned if and only if the
+    owned pages fit.
+    """
     same = random.Random(seed)
     lens = [0] * 4
     owned = [0] * 4  # pages per tensor
@@ -162,7 +166,7 @@ def least_budget(rank: Rank) -> Any:
     distributed.available_bytes = lambda context: available  # type: ignore[assignment]
     with rank.cache(memory_limit=0) as cache:
         out.append(cache.stats().total_pages // TENSORS)
-        # From now on no call needs the driver's memory.
+        # From here on no call needs more memory from the driver.
         cache.context.inject(Inject.SLAB, count=1 << 30)
         first, second = cache.alloc_reqid(), cache.alloc_reqid()
         assert (first, second) == (0, 1)
@@ -199,7 +203,8 @@ def one_rank_fails(rank: Rank) -> Any:
         out.append([cache.alloc_reqid() for _ in range(5)])
         out.append(cache.step([24, 24, 24, 24]))
         cache.check_step()
-        # In the background, found by the step after it; reduced with a collective of the engine.
+        # A failure in the background is found by the next step, and agreed on through the engine's
+        # own collective.
         if rank.index == 0:
             cache.context.inject(Inject.MAP)
         out.append(cache.step_async([24, 24, 24, 24]))
@@ -215,7 +220,7 @@ def one_rank_fails(rank: Rank) -> Any:
         dist.all_reduce(engine, op=dist.ReduceOp.MAX)
         out.append(caught(cache.agree, engine[1:].tolist()))
         cache.recover()
-        # An engine's own exception between the step and the model.
+        # The engine itself raises an exception between the step and the model.
         try:
             with cache.together():
                 cache.step([0, 0, 0, 0])
@@ -228,7 +233,7 @@ def one_rank_fails(rank: Rank) -> Any:
         with cache.together():
             out.append(cache.alloc_reqid())
         try:
-            with cache.together():  # alike on every rank: nothing is poisoned
+            with cache.together():  # every rank raises the same error, so nothing is poisoned
                 cache.step([0, 99, 0, 0])
         except pyvmem.InvalidArgument:
             out.append("invalid")
@@ -251,7 +256,7 @@ def ranks_differ(rank: Rank) -> Any:
 
 
 def ranks_ask_for_other_things(rank: Rank) -> Any:
-    """Calls of one name and answer, with arguments of which the ranks' differ."""
+    """Makes the same call on all ranks, with the same result but different arguments."""
     other = int(rank.index == 1)
     prompt = list(range(40))
     calls: dict[str, Callable[[ParallelKVCache], Any]] = {

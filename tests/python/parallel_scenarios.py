@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""More of what the ranks of parallel_ranks.py play: sharing, swapping, windows, and failures there.
+"""More scenarios for parallel_ranks.py: sharing, swapping, windows, and failures in these.
 
 A `rank` is parallel_ranks.Rank.
 """
@@ -43,7 +43,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 
 def caught(call: Any, *args: Any) -> str:
-    """The error of a call, in words that are the same on every rank."""
+    """Returns the error of a call, in words that are the same on every rank."""
     try:
         call(*args)
     except pyvmem.VMemError as error:
@@ -57,7 +57,7 @@ def model_of(rank: Any, cache: ParallelKVCache, seed: int) -> RankModel:
 
 
 def shared_pages(rank: Any) -> Any:
-    """Random engines that do everything a cache can do, short of memory most of the time."""
+    """Runs random engines that use every function of a cache, mostly short of memory."""
     played = []
     for seed, policy in enumerate(POLICIES):
         with rank.cache(max_batch=SLOTS, **policy) as cache:
@@ -66,7 +66,9 @@ def shared_pages(rank: Any) -> Any:
 
 
 def soak(rank: Any, calls: int, seed: int = 0) -> Any:
-    """So many random calls, of such engines one after the other; returns how many answers."""
+    """Makes about `calls` random calls, with one engine after the other; returns the number of
+    answers.
+    """
     count = 0
     for one in range(-(-calls // 500)):
         with rank.cache(max_batch=SLOTS, **POLICIES[one % len(POLICIES)]) as cache:
@@ -76,7 +78,7 @@ def soak(rank: Any, calls: int, seed: int = 0) -> Any:
 
 
 def filled(rank: Any) -> Any:
-    """Many requests grow until memory is full, with far fewer mappings than pages."""
+    """Grows many requests until memory is full, with far fewer mappings than pages."""
     pace = random.Random(7)
     slots = 20
     mappings = 0 if rank.backend == "cuda" else 4 * 200  # pages of 2 MB are runs by themselves
@@ -99,7 +101,7 @@ def filled(rank: Any) -> Any:
 
 @contextmanager
 def taken(rank: Any, cache: ParallelKVCache, index: int) -> Iterator[None]:
-    """No mapping is left in the cache's context on one rank."""
+    """Uses up all mappings of the cache's context on one rank."""
     context, page = cache.context, cache.layout.page_size
     with ExitStack() as stack:
         if rank.index == index:
@@ -107,7 +109,7 @@ def taken(rank: Any, cache: ParallelKVCache, index: int) -> Iterator[None]:
             addresses = stack.enter_context(context.reserve(2 * count * page))
             for place in range(count):
                 pages = context.create(page)
-                stack.callback(pages.release)  # where it is mapped, too
+                stack.callback(pages.release)  # also releases the mappings
                 try:
                     addresses.map(2 * place * page, pages)
                 except pyvmem.TooManyMappings:
@@ -135,7 +137,9 @@ def together(cache: ParallelKVCache, lens: list[int]) -> None:
 
 
 def agreeing(rank: Any, cache: ParallelKVCache) -> list[int]:
-    """Random steps; rows stay, and requests have pages for just these where one says -1."""
+    """Makes random steps; when one returns -1, requests keep their rows and have pages for just
+    these.
+    """
     same, lens, answers = random.Random(5), [0] * 4, []
     alive: set[int] = set()
     for _ in range(120):
@@ -166,9 +170,9 @@ def agreeing(rank: Any, cache: ParallelKVCache) -> list[int]:
 
 
 def crowded(rank: Any) -> Any:
-    """One rank has fewer mappings left than the others, which only its own `step` can find out."""
+    """Gives one rank fewer mappings than the others, which only its own `step` can notice."""
     if rank.backend == "cuda":
-        return None  # no limit there
+        return None  # no limit on mappings
     out: dict[str, Any] = {}
     policy: dict[str, Any] = {"growth_fraction": 0.0, "join_at": 0.0, "low_watermark": 0.0}
     with ExitStack() as stack:
@@ -191,9 +195,10 @@ def crowded(rank: Any) -> Any:
         own = caught(cache.step, [32] * 4)
         assert own == ("TooManyMappings  ENOSPC" if rank.index == 1 else "nothing")
         if rank.index == 1:
-            assert caught(cache.stats) == own, "nothing is called before check_step"
+            assert caught(cache.stats) == own, "no other call may pass before check_step"
         caught_by.append(caught(cache.check_step))
-        # In the background; the step that follows takes part in the agreement.
+        # The failure in the background is found by the next step, which takes part in the
+        # agreement.
         assert cache.step_async([32] * 4) == 0
         caught_by.append(caught(lambda: together(cache, [32] * 4)))
         out["caught"] = caught_by
@@ -202,7 +207,7 @@ def crowded(rank: Any) -> Any:
         out["steps"] = answers
         assert all(written(cache, reqid, 0, 24) for reqid in range(3))
         cache.check_integrity()
-        # A rank that goes on without asking cannot take the step back.
+        # A rank that makes another call without check_step can no longer roll the step back.
         cache.alloc_reqid()
         if caught(cache.step, [32, 32, 32, 24]) == "nothing":
             cache.step([32, 32, 32, 24])
@@ -214,7 +219,9 @@ def crowded(rank: Any) -> Any:
 
 
 def windows(rank: Any) -> Any:
-    """Pages that leave a window are counted per call, not as the unmapping proceeds."""
+    """Checks that pages which leave a window are counted per call, not as their unmapping
+    proceeds.
+    """
     same = random.Random(5)
     answers: list[Any] = []
     with rank.cache(pages=8, window=4, window_tile=4) as cache:
@@ -243,7 +250,7 @@ def windows(rank: Any) -> Any:
 
 
 def shared_windows(rank: Any) -> Any:
-    """Windows share, cache and find the same on all ranks, short of memory or not."""
+    """Checks that windows share, cache and match the same on all ranks, short of memory or not."""
     same = random.Random(6)
     answers: list[Any] = []
     with rank.cache(pages=12, window=4, window_tile=4, max_batch=SLOTS) as cache:
@@ -282,7 +289,7 @@ def shared_windows(rank: Any) -> Any:
 
 
 def held_back(rank: Any) -> Any:
-    """GPU work ends when a step waits for it, on all ranks but 0, which saw it over long before."""
+    """Completes GPU work while a step waits for it; rank 0 saw it complete long before."""
     answers: list[Any] = []
     prompt = list(range(8))
     with rank.cache(pages=6, low_watermark=0.5) as cache, FdEvent.create() as work:
@@ -295,7 +302,7 @@ def held_back(rank: Any) -> Any:
         timer = threading.Timer(0.05, work.set)
         if rank.index == 0:
             work.set()
-        cache.free_reqid(0, work)  # the watermark takes a page of three
+        cache.free_reqid(0, work)  # the watermark reclaims one of three pages
         cache.free_reqid(1)
         while rank.index == 0 and any(slot.in_flight for slot in cache.snapshot()):
             time.sleep(0.001)
@@ -312,7 +319,7 @@ def held_back(rank: Any) -> Any:
 
 
 def sharing_fails(rank: Any) -> Any:
-    """Every driver call of a call that shares or swaps fails once, on one rank."""
+    """Fails every driver call of a call that shares or swaps once, on one rank."""
     kinds = Inject.MAP | Inject.UNMAP | Inject.FILL
     out = []
     prompt = list(range(30))
@@ -334,7 +341,7 @@ def sharing_fails(rank: Any) -> Any:
                     cache.context.inject(kinds, skip=skip)
                 own = caught(call, parent, swapped)
                 if own == "nothing":
-                    own = caught(cache.trim)  # what the background does for it
+                    own = caught(cache.trim)  # does the background work of the call
                 cache.context.inject(kinds, count=0)
                 assert own == "nothing" or rank.index == failing
                 learnt = caught(cache.check_step)
@@ -352,7 +359,7 @@ def sharing_fails(rank: Any) -> Any:
 
 
 def prepared(cache: ParallelKVCache, prompt: list[int]) -> tuple[int, Any]:
-    """Two requests, one recorded prefix, one swapped request, and free slots with pages."""
+    """Allocates two requests, a cached prefix, a swapped request, and free slots with pages."""
     reqids = [cache.alloc_reqid() for _ in range(4)]
     assert reqids == [0, 1, 2, 3]
     assert cache.step([20, 20, 9, 9, 0, 0]) == 0
@@ -364,7 +371,7 @@ def prepared(cache: ParallelKVCache, prompt: list[int]) -> tuple[int, Any]:
 
 
 def swap_without_memory(rank: Any) -> Any:
-    """The host of one rank has no memory for a request that is swapped out."""
+    """Swaps a request out while one rank has no host memory for it."""
     out: list[Any] = []
     real = swap._host_memory
 
@@ -391,6 +398,7 @@ def swap_without_memory(rank: Any) -> Any:
             swapped = cache.swap_out(0)
         with cache.together():
             out.append(cache.swap_in(swapped))
-        out.append(caught(cache.swap_in, swapped))  # alike on every rank: nothing is poisoned
+        # every rank raises the same error, so nothing is poisoned
+        out.append(caught(cache.swap_in, swapped))
         cache.check_step()
     return out

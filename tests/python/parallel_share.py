@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A plain model of one rank's cache: which pages requests own, and what their rows hold.
+"""A plain model of one rank's cache: the pages that requests own, and the contents of their rows.
 
-Every random number that decides what is called comes from one seed, the same on every rank; how
-long anything takes comes from the rank's own. The model knows each page by a number, so it can tell
-whether a call must have had its memory.
+One seed, the same on every rank, decides the calls; each rank's own seed decides how long anything
+takes. The model numbers each page, so it can tell whether a call must have had enough memory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["RankModel"]
 
 
 class Request:
-    """A request's rows by id and tag, and the numbers of its pages."""
+    """A request's rows as ids and tags, and the numbers of its pages."""
 
     def __init__(self, ids: list[int], tags: list[int], pages: list[int]) -> None:
         self.ids = ids
@@ -35,9 +34,9 @@ class RankModel:
 
     Args:
         cache: a row fills an eighth of a page; no window.
-        rank: whose rows these are, and of how many: every rank writes its own.
-        work: GPU work that ends some time later, other on every rank.
-        dawdle: waits, on every rank for another time.
+        rank: index and number of ranks; every rank writes rows of its own.
+        work: starts GPU work that completes later, at a different time on every rank.
+        dawdle: sleeps, for a different time on every rank.
     """
 
     def __init__(
@@ -57,12 +56,13 @@ class RankModel:
         self.budget = cache.available_pages
         self.requests: dict[int, Request] = {}
         self.swapped: list[tuple[SwappedRequest, Request]] = []
-        self.recorded: dict[tuple[int, ...], int] = {}  # the page of a unit, by all ids up to it
+        # the page of a sharing unit, by all ids up to its end
+        self.recorded: dict[tuple[int, ...], int] = {}
         self.known: dict[tuple[int, ...], int] = {(0,): 0}
         self.numbers = 0
         self.answers: list[Any] = []
 
-    # ---- what must be ----------------------------------------------------------------------------
+    # ---- expected state --------------------------------------------------------------------------
 
     def new_pages(self, count: int) -> list[int]:
         self.numbers += count
@@ -72,7 +72,7 @@ class RankModel:
         return -(-rows // self.rows)
 
     def left(self) -> int:
-        """Pages per tensor that no request owns."""
+        """Returns the pages per tensor that no request owns."""
         owned = {page for one in self.requests.values() for page in one.pages}
         return self.budget // self.cache.layout.num_tensors - len(owned)
 
@@ -90,7 +90,9 @@ class RankModel:
         return out
 
     def prompt(self) -> list[int]:
-        """One of three system prompts, or its beginning, or a turn seen before; and some more."""
+        """Returns one of three system prompts, a part of one, or an earlier turn; then a few more
+        ids.
+        """
         system = [self.random.choice((1, 2, 3))] * 3 * self.rows
         known = [*map(list, self.known), system, system, system]
         seen = self.random.choice(known)
@@ -112,7 +114,9 @@ class RankModel:
         assert read_rows(self.cache, reqid, 0, one.tags)
 
     def write(self, reqid: int, ids: list[int]) -> None:
-        """Writes the rows of new tokens: a row depends on all ids before it, and on the rank."""
+        """Writes the rows of new tokens; their contents depend on all ids before them, and on the
+        rank.
+        """
         one = self.requests[reqid]
         low = len(one.ids)
         for token in ids:
@@ -122,7 +126,7 @@ class RankModel:
         write_rows(self.cache, reqid, low, one.tags[low:])
 
     def grow(self, more: dict[int, list[int]]) -> None:
-        """`step`, sometimes after `step_async`, and calls between the two."""
+        """Calls `step`, sometimes after `step_async` with other calls between the two."""
         longest = self.cache.config.max_seq_len
         want = self.lens()
         for reqid, ids in more.items():
@@ -144,13 +148,13 @@ class RankModel:
                 self.requests[reqid].pages += self.new_pages(count)
             if name == "step_async" and self.random.random() < 0.5:
                 self.random.choice((self.admit, self.fork, self.record))(self.any_request())
-                for reqid, one in self.requests.items():  # those that were forked
+                for reqid, one in self.requests.items():  # requests that were forked
                     want[reqid] = max(want[reqid], len(one.ids))
         for reqid, ids in more.items():
             self.write(reqid, ids[: want[reqid] - len(self.requests[reqid].ids)])
 
     def start(self) -> None:
-        """A new request, with what is recorded of its prompt."""
+        """Starts a request with the cached prefix of its prompt."""
         prompt = self.prompt()
         match: Any = prompt
         if self.random.random() < 0.5:
@@ -194,7 +198,7 @@ class RankModel:
             self.enter(child, Request(one.ids[:length], one.tags[:length], own))
 
     def note_record(self, reqid: int, ids: list[int]) -> None:
-        """New rows lie in the request's own pages."""
+        """Records new rows as pages that the request owns."""
         with self.cache.match(ids, leave=0) as found:
             before = self.said("match", found.length)
         for end in range(before + self.rows, len(ids) + 1, self.rows):
@@ -215,7 +219,7 @@ class RankModel:
         del self.requests[reqid]
 
     def give_up(self) -> None:
-        """Preempts the longest request, by swapping or for good."""
+        """Preempts the longest request: swaps it out or frees it."""
         reqid = max(self.requests, key=lambda one: len(self.requests[one].pages))
         if self.random.random() < 0.5:
             self.swap_out(reqid)
@@ -247,10 +251,10 @@ class RankModel:
         fits = fits and len(lengths) <= self.slots_left()
         assert self.said("can_admit", self.cache.can_admit(lengths)) == fits
 
-    # ---- all of it -------------------------------------------------------------------------------
+    # ---- calls -----------------------------------------------------------------------------------
 
     def any_call(self) -> None:
-        """One random thing that an engine might do."""
+        """Makes one random call that an engine might make."""
         self.dawdle()
         pick = self.random.random()
         reqid = self.any_request()
@@ -279,14 +283,14 @@ class RankModel:
         assert self.cache.available_pages == self.left() * tensors + self.budget % tensors
 
     def check(self) -> None:
-        """Every row of every request, the books, and that the other ranks did the same."""
+        """Checks every row of every request, the books, and that the other ranks did the same."""
         self.cache.check_integrity()
         for reqid, one in self.requests.items():
             assert read_rows(self.cache, reqid, 0, one.tags), f"rows of reqid {reqid}"
         self.cache.check_step()
 
     def play(self, count: int) -> list[Any]:
-        """So many calls; returns the answers. What is left is given back."""
+        """Makes `count` calls and returns the answers; then frees everything."""
         for number in range(count):
             self.any_call()
             if number % 10 == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Starts the processes of parallel_ranks.py, on the CPU or on a GPU each."""
+"""Starts the processes of parallel_ranks.py, on the CPU or with one GPU each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("parallel_ranks.py")
 def run_ranks(
     backend: str, folder: Path, size: int = 2, *calls: int, seconds: float = 240
 ) -> dict[str, Any]:
-    """Results of every scenario, or those in `calls`: the same on all ranks."""
+    """Returns the results of every scenario, or of `calls`; they must be the same on all ranks."""
     words = [str(size), str(folder / "store"), backend, *map(str, calls)]
     with ExitStack() as stack:
         ranks = []
@@ -31,11 +31,12 @@ def run_ranks(
         end = time.monotonic() + seconds
         running = True
         while running:
-            # The others wait for one that failed; what they say later is a consequence.
+            # If a rank fails, the other ranks wait for it; their later errors are only
+            # consequences.
             running = any(one.poll() is None for one in ranks)
             for rank, one in enumerate(ranks):
                 assert not one.poll(), (folder / f"{rank}.err").read_text()
-            assert time.monotonic() < end, f"no end after {seconds} s"
+            assert time.monotonic() < end, f"still running after {seconds} s"
             time.sleep(0.05)
     found = [
         json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(size)

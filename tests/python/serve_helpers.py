@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A model of random weights that is small enough for unit tests, and its reference answers."""
+"""A small model with random weights for unit tests, and its reference answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ VOCABULARY = 199
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads, and on a busy machine they wait for each other."""
+    """Limits torch to one thread: tiny matrices gain nothing from more, and on a busy machine
+    threads wait for each other.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -28,7 +30,9 @@ def one_thread() -> Iterator[None]:
 
 
 def tiny_model(layers: int = 3) -> LoadedModel:
-    """Rows of 192 bytes, which do not divide a page: 2 heads of 24 elements in float32."""
+    """Builds a model whose rows have 192 bytes, which do not divide a page: 2 heads of 24 float32
+    elements.
+    """
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -56,7 +60,7 @@ def make_requests(
     longest: int = 70,
     new_tokens: tuple[int, int] = (1, 40),
 ) -> list[Job]:
-    """Requests of different lengths; the same for the same arguments."""
+    """Returns requests of different lengths; the same for the same arguments."""
     dice = random.Random(seed)
     return [
         Job(
@@ -69,6 +73,6 @@ def make_requests(
 
 
 def expected(loaded: LoadedModel, requests: list[Job]) -> dict[int, Reference]:
-    """Answers of ``generate``, by request id."""
+    """Returns the answers of ``generate``, by request id."""
     found = references(loaded, requests)
     return {request.request_id: item for request, item in zip(requests, found, strict=True)}

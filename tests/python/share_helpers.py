@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A plain Python model of a cache whose requests share pages: what every row must hold.
+"""A plain Python model of a cache whose requests share pages: the expected contents of every row.
 
-Rows are read and written through the reservation, so it works where no tensors are to be had.
+Rows are read and written through the reservation, so the model also works where torch cannot access
+the memory.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ __all__ = [
 
 
 def row_bytes(cache: KVCache, tensor: int, tag: int) -> bytes:
-    """The bytes of a row with this tag in a tensor; its first bytes all differ."""
+    """Returns the bytes of a row with this tag in a tensor; its first bytes are unique."""
     pattern = (tag * 64 + tensor + 1).to_bytes(4, "little")
     size = cache.layout.row_bytes
     return (pattern * (size // 4 + 1))[:size]
 
 
 def write_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> None:
-    """Writes rows from `low` on in every tensor."""
+    """Writes rows with these tags from `low` on in every tensor."""
     size = cache.layout.row_bytes
     for tensor in range(cache.layout.num_tensors):
         data = b"".join(row_bytes(cache, tensor, tag) for tag in tags)
@@ -46,7 +47,7 @@ def write_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> None:
 
 
 def read_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> bool:
-    """True if the rows from `low` on match, byte by byte, in every tensor."""
+    """Returns true if the rows from `low` on match, byte by byte, in every tensor."""
     size = cache.layout.row_bytes
     return all(
         cache.reservation.read(cache.layout.offset(reqid, 0, tensor) + low * size, len(tags) * size)
@@ -57,7 +58,9 @@ def read_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> bool:
 
 
 def start(cache: KVCache, rows: int, first: int = 1, by: int = 0) -> int:
-    """A request of so many rows with the tags `first`, `first` + 1, ...; `by`: rows of a step."""
+    """Starts a request of `rows` rows with the tags `first`, `first` + 1, ...; `by`: rows per
+    step.
+    """
     reqid = cache.alloc_reqid(rows)
     assert reqid is not None
     grow(cache, reqid, 0, rows, first, by)
@@ -65,7 +68,7 @@ def start(cache: KVCache, rows: int, first: int = 1, by: int = 0) -> int:
 
 
 def grow(cache: KVCache, reqid: int, low: int, rows: int, first: int = 1, by: int = 0) -> None:
-    """A request's rows become so many; those from `low` on get the tags ``first + row``."""
+    """Grows a request to `rows` rows; those from `low` on get the tags ``first + row``."""
     for end in [*range(low + by, rows, by), rows] if by else [rows]:
         want = [slot.seq_len for slot in cache.snapshot()]
         want[reqid] = end
@@ -74,12 +77,12 @@ def grow(cache: KVCache, reqid: int, low: int, rows: int, first: int = 1, by: in
 
 
 def whole(cache: KVCache, reqid: int, rows: int, first: int = 1) -> bool:
-    """True if the rows are those of `start`."""
+    """Returns true if the rows are those of `start`."""
     return read_rows(cache, reqid, 0, list(range(first, first + rows)))
 
 
 def is_zero(cache: KVCache, reqid: int, low: int, rows: int) -> bool:
-    """True if `count` rows from `low` on are zero in every tensor."""
+    """Returns true if `rows` rows from `low` on are zero in every tensor."""
     size = cache.layout.row_bytes
     return not any(
         any(cache.reservation.read(cache.layout.offset(reqid, 0, t) + low * size, rows * size))
@@ -91,11 +94,11 @@ class ShareModel:
     """Drives a cache at random. A token's row depends on all tokens before it, as a model's does.
 
     Attributes:
-        parts: its groups of equal layers.
+        parts: the cache's groups of equal layers.
         tokens: by reqid, the ids whose rows the request holds.
-        tags: by reqid, what the rows hold.
-        waits: GPU work of freed requests may go on when a call wants their slots, as that of the
-            current stream may on a GPU.
+        tags: by reqid, the contents of the rows.
+        waits: GPU work of freed requests may still run when a call needs their slots, as work of
+            the current stream may on a GPU.
     """
 
     waits = False
@@ -112,18 +115,18 @@ class ShareModel:
         self.events: list[FdEvent] = []
         self.known: dict[tuple[int, ...], int] = {}
         self.counts: dict[str, int] = {}
-        self.more = 20  # most new tokens of a prompt
+        self.more = 20  # the most new tokens of a prompt
 
     def tag(self, tokens: list[int]) -> int:
-        """The row of the last of these tokens, the same whoever computes it."""
+        """Returns the content of the row of the last token; the same in every request."""
         return self.known.setdefault(tuple(tokens), len(self.known) + 1)
 
     def named(self, tokens: list[int]) -> tuple[list[int], Any]:
-        """The ids that the cache is told for these tokens, and their namespace."""
+        """Returns the ids passed to the cache for these tokens, and their namespace."""
         return tokens, None
 
     def length_of(self, tokens: list[int], leave: int = 1) -> int:
-        """The cached length of a prompt."""
+        """Returns the cached length of a prompt."""
         ids, space = self.named(tokens)
         return self.cache.match(ids, leave, space).length
 
@@ -131,7 +134,7 @@ class ShareModel:
         self.counts[what] = self.counts.get(what, 0) + 1
 
     def stream(self) -> FdEvent | None:
-        """GPU work that is not over yet, or none."""
+        """Returns unfinished GPU work, or None."""
         if self.random.random() < 0.6:
             return None
         event = FdEvent.create()
@@ -145,17 +148,17 @@ class ShareModel:
         return out
 
     def prompt(self) -> list[int]:
-        """Mostly the beginning of something seen before."""
+        """Returns a prompt that mostly starts like an earlier one."""
         longest = self.first.config.max_seq_len
         seen = self.random.choice(list(self.known)) if self.known else ()
         keep = self.random.randint(0, len(seen))
         more = [self.random.randint(0, 2) for _ in range(self.random.randint(1, self.more))]
         return [*seen[:keep], *more][:longest]
 
-    # ---- what an engine does ---------------------------------------------------------------------
+    # ---- calls of an engine ----------------------------------------------------------------------
 
     def append(self, reqid: int, ids: list[int]) -> None:
-        """Writes the rows of new tokens, which a step has made room for."""
+        """Writes the rows of new tokens; a step has already mapped their pages."""
         tokens, tags = self.tokens[reqid], self.tags[reqid]
         low = len(tokens)
         for one in ids:
@@ -165,11 +168,11 @@ class ShareModel:
             write_rows(one, reqid, low, tags[low:])
 
     def holds(self, reqid: int) -> bool:
-        """True if a request has all its rows, in every class."""
+        """Returns true if a request has all its rows, in every group."""
         return all(read_rows(one, reqid, 0, self.tags[reqid]) for one in self.parts)
 
     def grow(self, more: dict[int, list[int]]) -> None:
-        self.fire()  # the model's stand-in for GPU work ends before anyone waits for it
+        self.fire()  # the model's stand-in for GPU work completes before anything waits for it
         longest = self.first.config.max_seq_len
         more = {r: ids[: longest - len(self.tokens[r])] for r, ids in more.items()}
         want = self.lens({reqid: len(ids) for reqid, ids in more.items()})
@@ -195,7 +198,9 @@ class ShareModel:
             return
         reqid, length = taken
         if length != found:
-            assert (length, self.waits) == (0, True), "no slot was held up by GPU work"
+            assert (length, self.waits) == (0, True), (
+                "no prefix was used, though no GPU work held up a slot"
+            )
             self.count("held up")
         assert length < len(prompt)
         assert reqid not in self.tokens
@@ -206,13 +211,15 @@ class ShareModel:
         self.grow({reqid: prompt[length:]})
 
     def refused(self, before: tuple[Any, ...]) -> None:
-        """`alloc_prefix` returned None; what was given up before may be unmapped meanwhile."""
+        """Checks that `alloc_prefix` returned None without effect; pages freed earlier may be
+        unmapped meanwhile.
+        """
         self.count("no slot")
         assert len(self.tokens) == self.first.config.max_batch
         assert self.running() == self.running(before[0])
 
     def running(self, slots: list[SlotInfo] | None = None) -> list[tuple[int, int, int]]:
-        """Pages that requests hold, and their rows."""
+        """Returns the pages and rows of each running request."""
         slots = self.first.snapshot() if slots is None else slots
         return [(s.reqid, s.seq_len, s.granted_pages) for s in slots if s.state == "active"]
 
@@ -248,7 +255,7 @@ class ShareModel:
         assert self.length_of(tokens, leave=0) == len(tokens) // unit * unit
 
     def truncate(self, reqid: int) -> None:
-        """Gives up some rows; where memory is short for a copy, none."""
+        """Truncates a request; if memory is short for a copy, nothing changes."""
         self.fire()
         held = self.first.snapshot()[reqid].seq_len
         held = min(held, len(self.tokens[reqid]))
@@ -289,7 +296,7 @@ class ShareModel:
             self.fire()
 
     def fire(self) -> None:
-        """All GPU work is over."""
+        """Completes all GPU work."""
         for event in self.events:
             event.set()
             event.close()
@@ -303,7 +310,7 @@ class ShareModel:
         assert now.used_bytes <= now.active_pages * self.first.layout.page_size
 
     def any_step(self) -> None:
-        """One random thing."""
+        """Makes one random call."""
         pick, requests = self.random.random(), list(self.tokens)
         any_one: Any = self.random.choice(requests) if requests else None
         if pick < 0.2 or not requests:
@@ -330,7 +337,7 @@ class ShareModel:
         self.cache.trim(prefixes=self.random.random() < 0.3)
 
     def run(self, steps: int) -> None:
-        """So many random calls, checked now and then, and the end."""
+        """Makes `steps` random calls, with checks now and then and at the end."""
         for count in range(steps):
             self.any_step()
             if count % 8 == 0:
@@ -339,7 +346,7 @@ class ShareModel:
         self.end()
 
     def end(self) -> None:
-        """Gives everything back; then nothing may be left."""
+        """Frees everything and checks that nothing is left."""
         self.fire()
         for reqid in list(self.tokens):
             self.free(reqid, record=False)
@@ -352,10 +359,10 @@ class ShareModel:
 
 
 class WindowModel(ShareModel):
-    """The same where layers have a window: rows that have left it are not there."""
+    """The same for layers with a window: rows outside it may be unmapped."""
 
     def holds(self, reqid: int) -> bool:
-        """True if a request has its rows in every class, except those outside a window."""
+        """Returns true if a request has its rows in every group, except those outside a window."""
         tags = self.tags[reqid]
         return all(
             read_rows(one, reqid, low, tags[low:])
@@ -364,7 +371,9 @@ class WindowModel(ShareModel):
         )
 
     def sees(self, reqid: int) -> bool:
-        """True if all rows that the next token attends to, and its kernel reads, are intact."""
+        """Returns true if all rows that the next token attends to, and its kernel reads, are
+        intact.
+        """
         length = len(self.tags[reqid])
         kept = [one.config.window + one.config.window_tile for one in self.parts]
         windows = zip(self.parts, kept, strict=True)
@@ -381,7 +390,7 @@ class WindowModel(ShareModel):
             assert self.sees(reqid), f"the window of reqid {reqid}"
 
     def record(self, reqid: int) -> None:
-        """All of it is recorded, or what was before: the window of its end is gone."""
+        """Records all full units; or nothing new, if the window before the end is unmapped."""
         self.fire()
         held = self.first.snapshot()[reqid].seq_len
         tokens = self.tokens[reqid][:held]
@@ -400,7 +409,7 @@ class WindowModel(ShareModel):
         self._where_it_is_there(super().truncate, reqid)
 
     def _where_it_is_there(self, call: Callable[[int], None], reqid: int) -> None:
-        """A call that may find that a window begins in rows that are unmapped."""
+        """Makes a call that may fail because a window starts in unmapped rows."""
         before = self.running()
         try:
             call(reqid)

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Random engines over one context, for a long time, against models that know every row.
+"""Runs random engines over one context for a long time, against models that know every row.
 
-    python tests/python/soak.py --seconds 600 --backend stock --seed 7
-    python tests/python/soak.py --steps 1000000 --log soak.log      # goes on where it was ended
+    python tests/python/soak.py --seconds 600 --backend stock --seed 7 python tests/python/soak.py
+    --steps 1000000 --log soak.log      # resumes from the log
 
-A run is a number of rounds. Each has a context and one to three caches: alone, of a budget, or one
-of layers that differ, some with a window; a model (share_helpers.py, test_kvcache_mixed_model.py)
-drives each. GPU work of freed requests is an FdEvent that a thread signals late. In a quiet phase
-one cache is not called at all, for more batches than a context remembers. With ``--interrupts``
-calls are interrupted at random points (interrupts_helpers.py) and the model finds out what became
-of them.
+A run consists of rounds. Each has a context and one to three caches: a single cache, several that
+share a budget, or one of unequal layers, some with a window; a model (share_helpers.py,
+test_kvcache_mixed_model.py) drives each. GPU work of freed requests is an FdEvent that a thread
+signals late. In a quiet phase one cache is not called at all, for more batches than a context
+remembers. With ``--interrupts`` calls are interrupted at random points (interrupts_helpers.py) and
+the model then reads the cache's state to learn what they did.
 
-The last line says what was done; an error ends the run with the state of the caches, and with the
-seed and the step that repeat it.
+The last line sums up the run; after an error, the run stops and prints the state of the caches and
+the seed and step that reproduce it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, PrefixMatch
 
 __all__ = ["Soak", "main"]
 
-TENSORS = 4  # of `small_config`
-IDS = 4  # tokens of the model that stand for the cache's, in each namespace
-QUIET = 4500  # calls of the others while one cache is quiet: each is a batch or more
+TENSORS = 4  # per page of `small_config`
+# the cache's own token ids in each namespace; the model numbers namespaces and ids together
+IDS = 4
+QUIET = 4500  # calls of the other caches while one cache is quiet; each is a batch or more
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {},
@@ -67,7 +68,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 
 class LateEvents:
-    """GPU work that a thread brings to its end some milliseconds after it was asked for."""
+    """GPU work that a thread completes some milliseconds after its creation."""
 
     def __init__(self, rng: random.Random) -> None:
         self._random = rng
@@ -87,7 +88,7 @@ class LateEvents:
         return event
 
     def fire(self) -> None:
-        """All work is over."""
+        """Completes all work."""
         with self._lock:
             while self._waiting:
                 self._end()
@@ -103,10 +104,10 @@ class LateEvents:
 
     def _end(self) -> None:
         event = self._waiting[0][1]
-        event.set()  # may be interrupted, and is done again then
+        event.set()  # if this is interrupted, it is repeated
         self._waiting.popleft()
         self._ended.append(event)
-        if len(self._ended) > 16:  # the call that it was made for has it by now
+        if len(self._ended) > 16:  # by now the call that waits for it has returned
             self._ended.popleft().close()
 
     def _run(self) -> None:
@@ -124,7 +125,7 @@ class LateEvents:
 
 @dataclass
 class Lease:
-    """A match that is held, of the first of these tokens; `lost`: it may be."""
+    """A held match of the first of these tokens; `lost`: it may have been evicted."""
 
     match: PrefixMatch
     tokens: list[int]
@@ -132,10 +133,10 @@ class Lease:
 
 
 class Endless:
-    """Changes a `ShareModel` so that it can go on for ever, beside others.
+    """Lets a `ShareModel` run without end, alongside others.
 
-    A token of the model names a token of the cache and a namespace, and what a row holds depends on
-    both. Matches are held for a while, and steps need not name all requests.
+    A token of the model stands for a token of the cache and a namespace; a row's content depends on
+    both. Matches are held for a while, and steps may leave requests out.
     """
 
     late: LateEvents
@@ -164,7 +165,7 @@ class Endless:
         return prompt
 
     def alike(self: Any, tokens: list[int], more: list[int]) -> list[int]:
-        """More tokens, in the namespace of these."""
+        """Moves the new tokens to the namespace of the first."""
         space = (tokens or more or [0])[0] // IDS
         return [space * IDS + token % IDS for token in more]
 
@@ -173,7 +174,9 @@ class Endless:
         return [token % IDS for token in tokens], f"space {space}" if space else None
 
     def lens(self: Any, more: dict[int, int] | None = None) -> list[int]:
-        """Requests that get nothing more need not be named by a step."""
+        """Returns lengths for a step; some requests that do not grow get a smaller one, which steps
+        ignore.
+        """
         out: list[int] = super().lens(more)  # type: ignore[misc]
         if more is not None and self.random.random() < 0.3:
             for reqid in self.tokens:
@@ -185,10 +188,10 @@ class Endless:
         alike = {reqid: self.alike(self.tokens[reqid], ids) for reqid, ids in more.items()}
         super().grow(alike)  # type: ignore[misc]
 
-    # ---- matches that are held -------------------------------------------------------------------
+    # ---- held matches ----------------------------------------------------------------------------
 
     def hold(self: Any) -> None:
-        """Leases what is recorded of a prompt."""
+        """Leases the cached prefix of a prompt."""
         tokens = self.prompt()
         ids, space = self.named(tokens)
         match = self.cache.match(ids, namespace=space)
@@ -197,7 +200,7 @@ class Endless:
             self.count("lease")
 
     def begin_with(self: Any, lease: Lease) -> None:
-        """A request begins with what is leased, which only a trim may have taken."""
+        """Starts a request from a lease, which only a trim may have evicted."""
         self.fire()
         self.leases.remove(lease)
         try:
@@ -217,7 +220,7 @@ class Endless:
         reqid, length = taken
         assert length in (0, len(lease.tokens))
         assert reqid not in self.tokens
-        if not length:  # GPU work holds the free slots up
+        if not length:  # GPU work holds up the free slots
             self.count("lease held up")
             self.leases.append(lease)
         self.tokens[reqid] = lease.tokens[:length]
@@ -247,7 +250,7 @@ class Endless:
         return None if self.random.random() < 0.5 else self.late.create()
 
     def fire(self: Any) -> None:
-        """The thread does; often nothing is over yet when a call waits for it."""
+        """Mostly leaves it to the thread, so that calls often wait for unfinished work."""
         if self.random.random() < 0.2:
             self.late.fire()
 
@@ -260,7 +263,7 @@ class Endless:
         super().swap_out(reqid)  # type: ignore[misc]
 
     def step_ahead(self: Any) -> None:
-        """Asks for rows in the background that no step may ever use."""
+        """Requests rows in the background that no step may ever use."""
         longest = self.first.config.max_seq_len
         want = self.lens()
         for reqid, tokens in self.tokens.items():
@@ -288,7 +291,7 @@ class Endless:
                 self._check_tensors(part)
 
     def _check_tensors(self: Any, part: KVCache) -> None:
-        """The rows as a kernel would read them."""
+        """Checks the rows as a kernel reads them."""
         if not has_tensors(part):
             return
         size = part.layout.row_bytes
@@ -305,7 +308,7 @@ class Endless:
                 assert found == want, f"reqid {reqid}, tensor {number}"
 
     def move(self: Any, reqid: int) -> None:
-        """To the host or back; what was on its way before arrives even where memory is short."""
+        """Moves pages to the host or back; earlier moves still complete when memory is short."""
         before = self.cache.snapshot()[reqid]
         held = before.seq_len
         tokens = None
@@ -324,11 +327,11 @@ class Endless:
             self.count(f"to the {place}")
 
     def settle(self: Any, before: tuple[Any, ...]) -> None:
-        """After an interruption: what the cache says is what has happened."""
+        """Adopts the cache's state after an interruption."""
         tokens, tags, swapped = before
         slots = self.first.snapshot()
         self.tokens, self.tags, self.swapped = {}, {}, []
-        for lease in self.leases:  # the call may have used it, or trimmed
+        for lease in self.leases:  # the call may have used the lease, or trimmed
             lease.lost = True
         for one in swapped:
             if one[0].is_open:
@@ -336,7 +339,7 @@ class Endless:
         for reqid, ids in tokens.items():
             slot = slots[reqid]
             if slot.state != "active":
-                assert reqid in self.leaving, f"reqid {reqid} is {slot.state}"
+                assert reqid in self.leaving, f"reqid {reqid} became {slot.state}"
                 continue
             least = self.shorter.get(reqid, len(ids))
             assert slot.seq_len >= least, f"reqid {reqid} has lost rows"
@@ -344,7 +347,7 @@ class Endless:
             assert {part.snapshot()[reqid].seq_len for part in self.parts} == {slot.seq_len}
             self.tokens[reqid], self.tags[reqid] = ids[:kept], tags[reqid][:kept]
             assert self.holds(reqid), f"rows of reqid {reqid}"
-            if slot.seq_len > len(ids):  # a step was done, its rows were not written
+            if slot.seq_len > len(ids):  # the step was done, but its rows were not written
                 self.free(reqid, record=False)
         for slot in slots:
             if slot.state == "active" and slot.reqid not in tokens:
@@ -360,7 +363,7 @@ class SoakLayers(Endless, LayeredModel):
 
 
 class SoakWindows(Endless, WindowModel):
-    """A soak of sliding and full layers: prompts often continue a finished request."""
+    """A soak of sliding and full layers; prompts often continue a finished request."""
 
     def free(self, reqid: int, record: bool) -> None:
         if record:
@@ -376,7 +379,7 @@ class SoakWindows(Endless, WindowModel):
 
 
 class SoakEngine(EngineModel):
-    """An engine over requests as objects, with calls in the background."""
+    """A soak of `RequestCache`, with calls in the background."""
 
     def begin(self, late: LateEvents, seed: int) -> None:
         dice = random.Random(seed)
@@ -384,7 +387,9 @@ class SoakEngine(EngineModel):
 
 
 def described(cache: KVCache) -> Iterator[str]:
-    """The state of a cache, a line each: first the records as they are, then what polls batches."""
+    """Yields the state of a cache, one line each: first the plain records, then values that poll
+    batches.
+    """
     for group in cache._groups:
         yield str(group.config)
         for slot in group.table:
@@ -392,7 +397,7 @@ def described(cache: KVCache) -> Iterator[str]:
         for node in group.prefixes.tree:
             yield f"{node!r}: {node.span.each[group.place]!r}, {node.pins} pins"
         yield f"leased: {group.prefixes.leases.nodes()}"
-        yield f"left to a later call: {[(slot.index, *left) for slot, left in group.left.items()]}"
+        yield f"left for later: {[(slot.index, *left) for slot, left in group.left.items()]}"
         yield f"moves: {list(group.mover.moves.values())}, cancelled: {group.mover.cancelled}"
         yield f"errors: {group.reclaimer.errors}, refused: {group.pager.runs.refused!r}"
     for part in cache.caches:
@@ -402,7 +407,7 @@ def described(cache: KVCache) -> Iterator[str]:
 
 
 class Soak:
-    """A run; `steps` and `seconds` end it, whichever is first (0: no limit)."""
+    """A run; it stops after `steps` or `seconds`, whichever comes first (0: no limit)."""
 
     def __init__(self, backend: str, seed: int, *, interrupts: bool = False) -> None:
         self.backend, self.seed, self.interrupts = backend, seed, interrupts
@@ -438,14 +443,14 @@ class Soak:
                         self.counts.update(one.counts)
                 left = context.stats()
                 for name in ("mapped_bytes", "used_bytes", "handles", "pending"):
-                    assert getattr(left, name) == 0, f"{name} after the end: {left}"
+                    assert getattr(left, name) == 0, f"{name} left after close: {left}"
                 context.check()
         finally:
             late.close()
 
     @contextmanager
     def _models(self, context: Context, late: LateEvents) -> Iterator[list[Any]]:
-        """The caches of a round, each with its model."""
+        """Yields the caches of a round, each with its model."""
         rng, made = self.random, []
         kind = rng.choice(("one", "two", "three", "layers", "two", "windows", "engine"))
         try:
@@ -535,7 +540,7 @@ class Soak:
             model.settle(before)
 
     def _tell(self, context: Context, models: list[Any]) -> None:
-        """Prints what is known after a failure, as far as it can still be had."""
+        """Prints the state after a failure, as far as it can still be read."""
         device = context.cuda_device
         print(f"soak: round {self.rounds}, {context!r}, {context.stats()}")
         print(f"soak: {context.memory()} of {device=}")
@@ -545,7 +550,7 @@ class Soak:
                 print(f"soak:   {line}")
 
     def told(self) -> str:
-        """The closing line."""
+        """Returns the closing line."""
         what = ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
         return (
             f"soak: {self.backend}, seed {self.seed}: {self.done} steps in {self.rounds} rounds, "
@@ -563,7 +568,7 @@ def main() -> int:
     parser.add_argument(
         "--log",
         type=Path,
-        help="a line for every part that is done; with the same file a run goes on after these",
+        help="logs each finished part; a later run with the same file continues after these",
     )
     parser.add_argument("--part", type=int, default=20_000, help="steps of a part, with --log")
     options = parser.parse_args()
@@ -577,7 +582,7 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace, seed: int, steps: int, seconds: float = 0.0) -> Soak:
-    """One run, which its seed repeats; prints how it ended."""
+    """Makes one run, which its seed reproduces; prints the result."""
     print(f"soak: {options.backend}, seed {seed}", flush=True)
     soak = Soak(options.backend, seed, interrupts=options.interrupts)
     begun = time.monotonic()
@@ -591,7 +596,7 @@ def _run(options: argparse.Namespace, seed: int, steps: int, seconds: float = 0.
 
 
 def _in_parts(options: argparse.Namespace) -> int:
-    """Runs of `part` steps, each with a seed of its own, until the log has `steps` of them."""
+    """Makes runs of `part` steps, each with its own seed, until the log has `steps` of them."""
     lines = options.log.read_text().splitlines() if options.log.exists() else []
     found = [one for line in lines if (one := re.search(r"seed (\d+): (\d+) steps", line))]
     done = sum(int(one[2]) for one in found)
@@ -602,7 +607,7 @@ def _in_parts(options: argparse.Namespace) -> int:
         with options.log.open("a") as log:
             print(soak.told(), file=log)
         done, seed = done + soak.done, seed + 1
-    print(f"soak: {done} steps are done: {options.log}", flush=True)
+    print(f"soak: {done} steps done: {options.log}", flush=True)
     return 0
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention over slots, against a softmax written out; choice, poison, bad input."""
+"""Description: attention over slots, against a softmax written out; kernel choice, poison, bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ def close(out: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(out.double().cpu(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_the_choice_on_a_gpu_is_right_too(context: pyvmem.Context) -> None:
-    """On every back end: what "auto" takes is what the sum says."""
+def test_auto_agrees_with_the_reference_on_every_back_end(context: pyvmem.Context) -> None:
+    """Checks on every back end that the kernel chosen by "auto" agrees with the reference."""
     with filled(context, MIXED, heads=1, width=64) as cache:
         q = queries(cache, MIXED, 4)
         out = attention(q, cache, 1, MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)
@@ -124,12 +126,12 @@ def test_a_batch_advances_in_its_own_tensors(context: pyvmem.Context) -> None:
         attend.close()
 
 
-def test_an_advanced_batch_has_a_mask_of_its_own(host: pyvmem.Context) -> None:
+def test_an_advanced_batch_gets_a_new_mask(host: pyvmem.Context) -> None:
     with filled(host, MIXED, max_seq_len=1024) as cache:
         attend = Attention(cache)
         batch = attend.batch((5, 0), (1, 2), (9, 60))
         first = flex._mask(batch, 0, 6, 384)
-        assert flex._mask(batch, 0, 6, 384) is first, "kept for all layers"
+        assert flex._mask(batch, 0, 6, 384) is first, "the mask is the same for all layers"
         batch.advance((5, 0), (260, 64))
         wanted = flex._mask(attend.batch((5, 0), (1, 2), (260, 64)), 0, 6, 384)
         assert torch.equal(flex._mask(batch, 0, 6, 384).kv_num_blocks, wanted.kv_num_blocks)
@@ -141,10 +143,10 @@ def test_an_advanced_batch_has_a_mask_of_its_own(host: pyvmem.Context) -> None:
     ("rows", "sharing", "forced"), [(1, 8, False), (32, 4, False), (33, 4, True)]
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_a_chunk_that_torchs_decoding_kernel_cannot_hold(
+def test_a_chunk_too_large_for_torchs_decoding_kernel(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
 ) -> None:
-    """The GPU's code, uncompiled: its options are those that torch has a kernel for."""
+    """The code used on a GPU, uncompiled: torch has a kernel for the options it chooses."""
     from torch.nn.attention.flex_attention import flex_attention
 
     given = []
@@ -165,7 +167,7 @@ def test_a_chunk_that_torchs_decoding_kernel_cannot_hold(
     assert given == [{"FORCE_USE_FLEX_ATTENTION": True} if forced else {}]
 
 
-def test_neighbours_of_equal_length_are_one_call(host: pyvmem.Context) -> None:
+def test_adjacent_requests_of_equal_length_share_one_call(host: pyvmem.Context) -> None:
     case = Case("runs", (0, 1, 2, 4, 5, 3), (1, 1, 1, 1, 2, 2), (9, 9, 9, 9, 9, 9))
     with filled(host, case) as cache:
         attend = Attention(cache)
@@ -179,7 +181,7 @@ def test_neighbours_of_equal_length_are_one_call(host: pyvmem.Context) -> None:
         attend.close()
 
 
-def test_the_choice_is_logged_once_and_can_be_asked(
+def test_the_chosen_kernel_is_logged_once_and_readable(
     host: pyvmem.Context, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_said", set())
@@ -195,10 +197,10 @@ def test_the_choice_is_logged_once_and_can_be_asked(
         assert set(probe(cache, cpu)) == set(KERNELS) == set(NAMES)
 
 
-def test_a_kernel_that_reads_tiles_needs_rows_behind_the_length(
+def test_a_kernel_that_reads_tiles_needs_rows_past_the_length(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rule itself; no GPU is asked."""
+    """Checks the rule alone; no GPU is needed."""
     one = KERNELS["fa3"]
     monkeypatch.setitem(KERNELS, "fa3", kernels._Kernel(lambda c, d: "", one.run, one.reads))
     cpu = torch.device("cpu")
@@ -214,7 +216,7 @@ def test_a_kernel_that_reads_tiles_needs_rows_behind_the_length(
         assert choose(cache, cpu, "fa3").name == "fa3"
 
 
-def test_bad_input_is_named(host: pyvmem.Context) -> None:
+def test_errors_name_the_bad_value(host: pyvmem.Context) -> None:
     with filled(host, MIXED) as cache:
         q = queries(cache, MIXED, 2)
         with pytest.raises(InvalidArgument, match=r"kernel must be one of auto, fa3.*, not 'fa9'"):
@@ -257,10 +259,10 @@ def test_bad_input_is_named(host: pyvmem.Context) -> None:
         attend.close()
 
 
-# ---- what is read past a length ------------------------------------------------------------------
+# ---- reads past a length ------------------------------------------------------------------------
 
 
-def test_what_a_kernel_reads() -> None:
+def test_ranges_that_a_kernel_reads() -> None:
     assert [EXACT.end(length, 512) for length in (1, 31, 512)] == [1, 31, 512]
     assert [Reads(block=128).end(length, 500) for length in (1, 128, 129, 400)] == [
         128,
@@ -286,7 +288,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_block_table_of_a_contiguous_slot(host: pyvmem.Context, shape: Any) -> None:
-    """Each row of each request, by its block's number and its place there."""
+    """Checks each row of each request by its block's number and its place in the block."""
     with filled(host, MIXED, **shape) as cache:
         attend = Attention(cache)
         batch = attend.batch(MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)
@@ -328,7 +330,7 @@ def _strides(cache: pyvmem.KVCache) -> tuple[int, int, int]:
     return k.shape[1], k.stride(0), k.stride(1)
 
 
-def test_how_wide_a_table_must_be() -> None:
+def test_width_of_a_block_table() -> None:
     blocks = Blocks.of(1000, 1024 * 64, 64)
     assert blocks.per_slot == 32
     lengths = (1, 32, 33, 65, 129, 512, 513, 1000)
@@ -340,7 +342,9 @@ def test_how_wide_a_table_must_be() -> None:
 def test_the_paged_call_gets_what_it_needs(
     host: pyvmem.Context, shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An op that does what the real one does, row by row, in the call that its schema asks for."""
+    """Replaces the op by one that computes the same row by row, and checks the call against its
+    schema.
+    """
     monkeypatch.setattr(flash, "_fa3", lambda: flash._vllm_call(FakeOp()))
     for case in CASES:
         with filled(host, case, **shape) as cache:
@@ -352,7 +356,7 @@ def test_the_paged_call_gets_what_it_needs(
 
 
 class FakeOp:
-    """vLLM's, as far as it is called here; paged only."""
+    """Mimics vLLM's op, as far as it is called here; paged only."""
 
     names = (
         *("q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
@@ -390,7 +394,7 @@ class FakeOp:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention-3's two calls on the CPU, chosen as on a GPU; SDPA does the work."""
+    """Puts FlashAttention-3's two calls on the CPU, chosen as on a GPU; SDPA does the work."""
     for name in ("fa3", "fa3-paged"):
         reads = KERNELS[name].reads
         monkeypatch.setitem(
@@ -401,7 +405,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, name, {"cpu": order["cuda"]})
 
 
-def test_each_phase_takes_the_kernel_that_suits_it(host: pyvmem.Context, pretend: None) -> None:
+def test_prefill_and_decoding_choose_their_own_kernels(host: pyvmem.Context, pretend: None) -> None:
     cpu = torch.device("cpu")
     with filled(host, MIXED) as cache:
         choice = choose(cache, cpu)
@@ -425,7 +429,7 @@ def test_each_phase_takes_the_kernel_that_suits_it(host: pyvmem.Context, pretend
             assert (choice.name, choice.decode) == (name, name)
 
 
-def test_decoding_takes_no_kernel_whose_rows_only_prefills_map(
+def test_decoding_never_chooses_a_kernel_whose_tile_only_prefills_map(
     host: pyvmem.Context, pretend: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_DECODE", {"cpu": ("fa3", "sdpa")})
@@ -436,7 +440,7 @@ def test_decoding_takes_no_kernel_whose_rows_only_prefills_map(
 
 
 def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -> None:
-    """Rows that were mapped for the tile can be used, but then the tile's own are missing."""
+    """Rows mapped for the tile may be used as tokens, but then the tile itself has no rows left."""
     with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         (mapped,) = cache.slots.readable_rows([4])
         assert 90 + 191 <= mapped < 400
@@ -463,8 +467,10 @@ def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -
         attend.close()
 
 
-def test_the_end_of_a_slot_ends_what_is_read(host: pyvmem.Context, pretend: None) -> None:
-    """No kernel reads behind the tensor's last row, so the longest request needs no more."""
+def test_reads_stop_at_the_end_of_a_slot(host: pyvmem.Context, pretend: None) -> None:
+    """No kernel reads past the tensor's last row, so the longest request needs no rows for a
+    tile.
+    """
     case = Case("full", (0,), (1,), (512,))
     with filled(host, case, overread_rows=191, overread_decode=True) as cache:
         assert cache.slots.readable_rows([0, 1]) == [512, 0]
@@ -495,15 +501,17 @@ def test_a_sparse_cache_protects_where_pages_appear_in_one_step(
         assert not cache.safe_overread
 
 
-def test_rows_for_tiles_are_waste(host: pyvmem.Context) -> None:
-    """In the cache's own statistics, in what layouts cost, and in how many requests run."""
+def test_rows_mapped_for_tiles_count_as_waste(host: pyvmem.Context) -> None:
+    """Checks the cache's own statistics, the cost of layouts, and the number of requests that
+    fit.
+    """
     wasted = []
     for rows in (0, 191):
         with filled(host, MIXED, overread_rows=rows) as cache:
             now = cache.stats()
             wasted.append(now.wasted_bytes)
             assert now.used_bytes == sum(MIXED.kv_lens) * 4 * cache.layout.row_bytes
-    pages = 4096  # a row is 256 bytes
+    pages = 4096  # in rows of 256 bytes each
     prefilled = sum(length > PREFILL_TOKENS for length in MIXED.kv_lens)
     assert 0 < prefilled < len(MIXED.kv_lens)
     more = (wasted[1] - wasted[0]) / (prefilled * 2 * LAYERS)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention where layers differ: windows, a latent, head sizes; 8-bit rows, scales.
+"""Description: attention with unequal layers: windows, a latent, head sizes; 8-bit rows, scales.
 
-Against a softmax written out. What a token must not see is NaN, behind the length and before the
-window.
+Results are compared with a softmax written out. Rows that a token must not see, past the length and
+before the window, are NaN.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ LAYERS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads, and on a busy machine they wait for each other."""
+    """Limits torch to one thread: tiny matrices gain nothing from more, and on a busy machine
+    threads wait for each other.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,7 +67,7 @@ BOTH = [("sdpa", case) for case in CASES] + [("flex", Case("chunk", (3, 1), (5, 
 def test_every_kind_of_layer(cache: LayeredCache, kernel: str, case: Case) -> None:
     fill(cache, case)
     attend = Attention(cache, kernel, v_head_dim=LATENT)
-    assert len(attend.choices) == 5  # two layers are alike
+    assert len(attend.choices) == 5  # two layers are equal
     batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
     for layer, shape in enumerate(LAYERS):
         k = cache.k(layer)
@@ -79,7 +81,7 @@ def test_every_kind_of_layer(cache: LayeredCache, kernel: str, case: Case) -> No
     attend.close()
 
 
-def test_layers_with_a_state_and_those_that_keep_nothing_are_left_out(host: pyvmem.Context) -> None:
+def test_state_layers_and_layers_without_storage_are_skipped(host: pyvmem.Context) -> None:
     layers = (StateShape((8, 4), (2, 4, 4)), LAYERS[0], EmptyShape(), LAYERS[1], StateShape((8, 4)))
     policy = {"dtype": "float32", "max_batch": 6, "max_seq_len": 512}
     with LayeredCache(layers, host, **policy) as cache:
@@ -113,8 +115,8 @@ def test_layers_with_a_state_and_those_that_keep_nothing_are_left_out(host: pyvm
         Attention(cache)
 
 
-def test_the_block_mask_of_a_window_has_the_blocks_that_are_seen(host: pyvmem.Context) -> None:
-    """As in the compiled call: counts each row's columns by its blocks and its mask."""
+def test_the_block_mask_of_a_window_covers_the_visible_blocks(host: pyvmem.Context) -> None:
+    """Counts each row's columns by blocks and mask, as the compiled call sees them."""
     from pyvmem.attention import flex
 
     config = KVCacheConfig(1, 1, 16, "float32", max_batch=6, max_seq_len=1024)
@@ -145,8 +147,10 @@ def test_the_block_mask_of_a_window_has_the_blocks_that_are_seen(host: pyvmem.Co
         attend.close()
 
 
-def test_a_window_of_the_model_over_a_cache_that_keeps_all(host: pyvmem.Context) -> None:
-    """Rows that are kept are masked: for forks, prefixes and swapping, which need all rows."""
+def test_a_model_window_over_a_cache_without_windows(host: pyvmem.Context) -> None:
+    """A window of the model masks rows that the cache keeps, as forks, prefixes and swapping need
+    them.
+    """
     config = KVCacheConfig(2, 2, 16, "float32", max_batch=2, max_seq_len=128)
     with KVCache(config, host) as cache:
         reqid = cache.alloc_reqid()
@@ -197,7 +201,7 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
 def test_a_tile_before_the_window_needs_its_rows(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rule itself; no GPU is asked."""
+    """Checks the rule alone; no GPU is needed."""
     one = KERNELS["fa2"]
     free = kernels._Kernel(lambda form, device: "", KERNELS["sdpa"].run, one.reads)
     monkeypatch.setitem(KERNELS, "fa2", free)
@@ -219,7 +223,7 @@ def test_a_tile_before_the_window_needs_its_rows(
         there = cache.slots.first_rows([0])[0]
         assert there
         attend.batch([0], [1], [2049])
-        new = 2049 - 64 + 1 - there  # the window itself is there, the tile before it is not
+        new = 2049 - 64 + 1 - there  # the window itself is mapped, the tile before it is not
         with pytest.raises(OverRead, match=f"fa2 may read from row .* rows before {there} have"):
             attend.batch([0], [new], [2049])
         attend.close()
@@ -227,7 +231,7 @@ def test_a_tile_before_the_window_needs_its_rows(
     assert Reads(before=191).first(100, 1, 64) == 0
 
 
-def test_what_cannot_be_is_named(cache: LayeredCache, host: pyvmem.Context) -> None:
+def test_impossible_options_are_rejected(cache: LayeredCache, host: pyvmem.Context) -> None:
     with pytest.raises(
         InvalidArgument, match="layer 2 has one tensor of 48 elements per row; v_head_dim"
     ):
@@ -255,7 +259,7 @@ def test_what_cannot_be_is_named(cache: LayeredCache, host: pyvmem.Context) -> N
     attend.close()
 
 
-def test_forms_are_equal_where_kernels_see_no_difference(cache: LayeredCache) -> None:
+def test_equal_layers_share_a_kernel_choice(cache: LayeredCache) -> None:
     forms = forms_of(cache, v_head_dim=LATENT)
     assert forms[0] == forms[4]
     assert len(set(forms)) == 5
@@ -267,7 +271,7 @@ def test_forms_are_equal_where_kernels_see_no_difference(cache: LayeredCache) ->
 # ---- 8 bits --------------------------------------------------------------------------------------
 
 
-def test_no_kernel_of_a_cpu_reads_8_bits(host: pyvmem.Context) -> None:
+def test_no_cpu_kernel_reads_8_bits(host: pyvmem.Context) -> None:
     for dtype in (FP8, "float8_e5m2"):
         config = KVCacheConfig(1, 2, 64, dtype, max_batch=1, max_seq_len=64)
         with KVCache(config, host) as cache:
@@ -280,7 +284,9 @@ def test_no_kernel_of_a_cpu_reads_8_bits(host: pyvmem.Context) -> None:
 def test_8_bit_rows_are_written_by_their_scales(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's inputs: rows in the layer's scales, queries in their own, descales."""
+    """Checks the kernel's inputs: rows in the layer's scales, queries in their own, and
+    descales.
+    """
     got: dict[str, Any] = {}
 
     def run(q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0, scales: Any = None):  # type: ignore[no-untyped-def]
@@ -296,7 +302,7 @@ def test_8_bit_rows_are_written_by_their_scales(
         attend = Attention(cache, "fa3-paged", scales=[(1, 1), ([0.5, 2.0], 0.25)])
         batch = attend.batch([0], [3], [3])
         key, value = torch.randn(2, 3, 2, 16, dtype=torch.bfloat16)
-        key[0, 0, 0] = 1000.0  # out of range: the largest
+        key[0, 0, 0] = 1000.0  # out of range: becomes the largest value
         attend.write(1, key, value, batch)
         k, v = cache.k(1)[0, :3].float(), cache.v(1)[0, :3].float()
         scale = torch.tensor([0.5, 2.0])[:, None]
@@ -330,8 +336,10 @@ def test_scales_are_checked() -> None:
     assert [one.key.tolist() for one in scales_of(None, [2, 1], cpu)] == [[1, 1], [1]]
 
 
-def test_the_error_of_8_bits_stays_within_what_is_promised() -> None:
-    """Attention as FlashAttention-3 computes it in 8 bits: q, k, v and the weights rounded."""
+def test_the_error_of_8_bits_is_within_the_documented_bound() -> None:
+    """Compares with FlashAttention-3's arithmetic in 8 bits: q, k, v and the weights are
+    rounded.
+    """
     torch.manual_seed(5)
     for length in (64, 1024):
         q, k, v = torch.randn(3, 4, length, 128).unbind()
@@ -349,10 +357,10 @@ def test_the_error_of_8_bits_stays_within_what_is_promised() -> None:
         assert float(error) < FP8_TOLERANCE
 
 
-FP8_TOLERANCE = 0.08  # root mean square of the error by that of the result; docs/guides/kernels.md
+FP8_TOLERANCE = 0.08  # RMS of the error relative to RMS of the result; docs/guides/kernels.md
 
 
-def test_a_form_of_other_value_heads_is_not_for_flash(host: pyvmem.Context) -> None:
+def test_flash_rejects_values_of_another_head_size(host: pyvmem.Context) -> None:
     from pyvmem.attention import flash, infer
 
     with KVCache(KVCacheConfig(1, 1, 64, "float16", max_batch=1, max_seq_len=64), host) as cache:
@@ -363,7 +371,7 @@ def test_a_form_of_other_value_heads_is_not_for_flash(host: pyvmem.Context) -> N
         assert flash.why_not_blocks(form) == ""
 
 
-def test_what_flex_attention_takes_on_a_gpu(
+def test_shapes_that_flex_attention_supports_on_a_gpu(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pyvmem.attention import flex
@@ -384,7 +392,7 @@ def test_what_flex_attention_takes_on_a_gpu(
 def test_narrow_values_block_by_block(
     monkeypatch: pytest.MonkeyPatch, groups: int, new: int, rows: int, window: int
 ) -> None:
-    """A latent's prompts, whole and in chunks, against one masked call of SDPA."""
+    """Compares prompts over a latent, whole and in chunks, with one masked call of SDPA."""
     q, k = torch.randn(2, new, 4, 24), torch.randn(2, rows, groups, 24)
     v = k[..., :16]
     mask = torch.ones(new, rows, dtype=torch.bool).tril(rows - new)
@@ -392,7 +400,7 @@ def test_narrow_values_block_by_block(
         mask = mask.triu(rows - new - window + 1)
     every = [one.transpose(1, 2) for one in (q, k, v)]
     want = scaled_dot_product_attention(*every, attn_mask=mask, scale=0.3, enable_gqa=True)
-    for scores in (1, 1000, 1 << 26):  # a token, five tokens, all of them in a block
+    for scores in (1, 1000, 1 << 26):  # one token, five tokens, or all tokens per block
         monkeypatch.setattr(sdpa, "_SCORES", scores)
         found = sdpa.causal(q, k, v, 0.3, window)
         torch.testing.assert_close(found, want.transpose(1, 2))
@@ -405,9 +413,11 @@ def test_narrow_values_block_by_block(
 def test_a_latent_with_its_up_projections(
     monkeypatch: pytest.MonkeyPatch, cache: LayeredCache, nope: int, values: int, elements: int
 ) -> None:
-    """As every head's own keys and values do, however many new tokens a request has.
+    """Checks that the result equals attention over every head's own keys and values, for any number
+    of new tokens.
 
-    A head of 4 + 8 elements is narrower than its values; with 100, expanding never multiplies less.
+    A head of 4 + 8 elements is narrower than its values; with 100 elements, expanding never saves
+    multiplications.
     """
     monkeypatch.setattr(latent, "_ELEMENTS", elements)
     heads, layer = 4, 2
@@ -430,7 +440,7 @@ def test_a_latent_with_its_up_projections(
         del rows, some
         q = torch.randn(batch.tokens, heads, nope + rotary) / 10
         want = wanted(q, k, v, case, 0)
-        for _ in range(2):  # the second time with what the first derived from the lengths
+        for _ in range(2):  # the second pass reuses what the first derived from the lengths
             out = attend(q, layer, batch, up=up)
             assert out.shape == (batch.tokens, heads, values)
             torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
@@ -439,7 +449,7 @@ def test_a_latent_with_its_up_projections(
     assert ways == ({False} if nope == 100 else {False, True})
 
 
-def test_wrong_up_projections_are_refused(cache: LayeredCache) -> None:
+def test_wrong_up_projections_are_rejected(cache: LayeredCache) -> None:
     fill(cache, CASES[0])
     attend = Attention(cache, v_head_dim=LATENT)
     batch = attend.batch(CASES[0].reqids, CASES[0].q_lens, CASES[0].kv_lens)
@@ -460,8 +470,8 @@ def test_wrong_up_projections_are_refused(cache: LayeredCache) -> None:
     attend.close()
 
 
-def test_layers_and_batches_of_others_are_refused(context: pyvmem.Context) -> None:
-    """The lengths of a batch were checked against its own cache: here rows may not be mapped."""
+def test_layers_and_batches_of_other_caches_are_rejected(context: pyvmem.Context) -> None:
+    """A batch checks lengths against its own cache; in another cache those rows may be unmapped."""
     shapes = [LayerShape(1, 16), LayerShape(1, 16, window=WINDOW)]
     how: dict[str, Any] = {"dtype": "float32", "max_batch": 1, "max_seq_len": 64}
     with (
@@ -489,7 +499,7 @@ def test_layers_and_batches_of_others_are_refused(context: pyvmem.Context) -> No
             one.close()
 
 
-def test_a_fork_of_no_length_is_refused_as_such(context: pyvmem.Context) -> None:
+def test_an_invalid_fork_length_is_rejected(context: pyvmem.Context) -> None:
     with LayeredCache(
         [LayerShape(1, 16), LayerShape(1, 16, window=WINDOW)], context=context, max_batch=2
     ) as cache:

@@ -24,10 +24,10 @@ U64 = 2**64
 def refused(
     context: pyvmem.Context, error: type[pyvmem.VMemError], *, calls: bool = False
 ) -> Iterator[pytest.ExceptionInfo[pyvmem.VMemError]]:
-    """The block raises exactly `error`, and the context is as before.
+    """Checks that the block raises exactly `error` and leaves the context as before.
 
-    `calls`: the call may go as far as the driver or the pool; the counters and the high-water marks
-    tell of that, the present state must be as before all the same.
+    `calls`: the call may reach the driver or the pool; then counters and high-water marks may
+    change, but the present state must still be as before.
     """
 
     def state() -> dict[str, int]:
@@ -86,7 +86,7 @@ def test_reserve_number_outside_64_bits(context: pyvmem.Context, size: int) -> N
     assert str(size) in str(caught.value)
 
 
-def test_reserve_align_no_power_of_two(context: pyvmem.Context, page: int) -> None:
+def test_reserve_align_not_a_power_of_two(context: pyvmem.Context, page: int) -> None:
     with refused(context, pyvmem.InvalidArgument):
         context.reserve(page, align=3 * page)
 
@@ -104,16 +104,14 @@ def test_create_unaligned_size(context: pyvmem.Context, page: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [3, 0.5, 1 << 20])
-def test_create_page_size_that_the_back_end_lacks(
-    context: pyvmem.Context, page: int, scale: float
-) -> None:
+def test_create_unsupported_page_size(context: pyvmem.Context, page: int, scale: float) -> None:
     with refused(context, pyvmem.NotSupported) as caught:
         context.create(page << 21, page_size=int(page * scale))
     assert caught.value.bytes == int(page * scale)
 
 
-def test_create_more_than_there_is(context: pyvmem.Context) -> None:
-    """Nothing is taken for it: other processes on the device would lack it meanwhile."""
+def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
+    """No memory is allocated for it: other processes on the device would lack it meanwhile."""
     before = context.stats().slab_calls
     with refused(context, pyvmem.OutOfMemory, calls=True) as caught:
         context.create(1 << 56)
@@ -121,8 +119,10 @@ def test_create_more_than_there_is(context: pyvmem.Context) -> None:
     assert context.stats().slab_calls == before
 
 
-def test_driver_out_of_memory_arrives(context: pyvmem.Context, page: int) -> None:
-    """The driver's own refusal is passed on, once smaller slabs were tried; then all is well."""
+def test_driver_out_of_memory_is_passed_on(context: pyvmem.Context, page: int) -> None:
+    """The driver's own error is passed on after smaller slabs were tried; then the context works
+    again.
+    """
     context.trim()
     context.inject(pyvmem.Inject.SLAB, 0, 100, errno.ENOMEM)
     with refused(context, pyvmem.OutOfMemory, calls=True):
@@ -149,7 +149,7 @@ def test_create_unknown_location(context: pyvmem.Context, page: int) -> None:
         context.create(page, location=9)  # type: ignore[arg-type]
 
 
-def test_create_in_a_peer_where_there_is_none(host: pyvmem.Context) -> None:
+def test_create_in_a_peer_without_peers(host: pyvmem.Context) -> None:
     with refused(host, pyvmem.NotSupported):
         host.create(4096, location=pyvmem.Location.PEER, device=1)
 
@@ -207,7 +207,7 @@ def test_map_over_a_live_mapping(
 def test_map_released_handle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     pages = context.create(page)
     pages.release()
-    other = context.create(page)  # may take the entry of the first
+    other = context.create(page)  # may reuse the entry of the first
     with refused(context, pyvmem.BadHandle):
         rsv.map(0, pages)
     other.release()
@@ -223,7 +223,7 @@ def test_map_handle_of_another_context(
             other.map(rsv.addr, page, foreign)
 
 
-def test_map_made_up_handle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
+def test_map_invalid_handle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     with context.create(page) as pages:
         for handle in (0, 1, pages.handle ^ 1 << 40, pages.handle ^ 1 << 60, U64 - 1):
             made_up = _native.Outcome()
@@ -257,17 +257,17 @@ def test_unmap_with_a_hole(context: pyvmem.Context, rsv: pyvmem.Reservation, pag
         assert caught.value.addr == rsv.addr + page
 
 
-def test_readonly_where_there_is_none(
+def test_readonly_without_support(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
     if pyvmem.Caps.READONLY in context.info.caps:
-        pytest.skip("this back end has read-only mappings")
+        pytest.skip("this back end supports read-only mappings")
     with context.create(page) as pages, refused(context, pyvmem.NotSupported):
         rsv.map(0, pages, readonly=True)
 
 
 class Fraction:
-    """Like numpy's float32 or a Decimal: `int` accepts it, and would truncate."""
+    """A number like numpy's float32 or a Decimal, which `int` would truncate."""
 
     def __int__(self) -> int:
         return 4096
@@ -283,7 +283,7 @@ class Fraction:
         ("compact", "nbytes"),
     ],
 )
-def test_a_size_that_is_no_whole_number(context: pyvmem.Context, call: str, name: str) -> None:
+def test_size_not_an_integer(context: pyvmem.Context, call: str, name: str) -> None:
     before = context.stats()
     with pytest.raises(TypeError, match=f"^{name}: expected a whole number, not <.*Fraction"):
         getattr(context, call)(Fraction())
@@ -293,20 +293,20 @@ def test_a_size_that_is_no_whole_number(context: pyvmem.Context, call: str, name
     assert context.stats().handles == before.handles
 
 
-def test_options_that_are_no_whole_numbers(backend: str) -> None:
+def test_options_not_integers(backend: str) -> None:
     for name in ("granule", "slab_size", "mem_limit", "pool_low", "pool_high", "max_mappings"):
         with pytest.raises(TypeError, match=f"^{name}: expected a whole number, not <.*Fraction"):
             pyvmem.Context(backend, **{name: Fraction()})  # type: ignore[arg-type]
 
 
-def test_a_page_size_that_is_no_whole_number(context: pyvmem.Context, page: int) -> None:
+def test_page_size_not_an_integer(context: pyvmem.Context, page: int) -> None:
     with pytest.raises(TypeError, match=r"^page_size: .*, not '64K': write 65536"):
         context.create(page, page_size="64K")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not '2M': write 2097152"):
         context.reserve(page, align="2M")  # type: ignore[arg-type]
 
 
-def test_operations_that_no_one_wrote() -> None:
+def test_batch_of_malformed_operations() -> None:
     ops = pyvmem.OpBatch(4)
     with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
         ops.wrote(1.5)  # type: ignore[arg-type]
@@ -314,7 +314,7 @@ def test_operations_that_no_one_wrote() -> None:
 
 
 @pytest.mark.parametrize("kind", ["context", "reservation", "pages"])
-def test_what_is_held_has_one_owner(context: pyvmem.Context, kind: str) -> None:
+def test_reservation_and_handle_cannot_be_copied(context: pyvmem.Context, kind: str) -> None:
     page = context.info.granule
     with context.reserve(page) as addresses, context.create(page) as pages:
         one = {"context": context, "reservation": addresses, "pages": pages}[kind]
@@ -323,7 +323,7 @@ def test_what_is_held_has_one_owner(context: pyvmem.Context, kind: str) -> None:
                 make(one)
 
 
-def test_an_event_has_one_owner() -> None:
+def test_an_event_cannot_be_copied() -> None:
     with pyvmem.FdEvent.create() as event:
         for make in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="have a single owner"):
@@ -372,7 +372,7 @@ def test_double_free_of_a_reservation(context: pyvmem.Context, rsv: pyvmem.Reser
     rsv.close()
     with refused(context, pyvmem.NotReserved):
         _native.free(context.handle, rsv.addr, 0)
-    rsv.close()  # the object knows: nothing happens
+    rsv.close()  # the object is already closed: this does nothing
 
 
 def test_free_in_the_middle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
@@ -408,7 +408,7 @@ def test_use_after_close(backend: str) -> None:
     known.wait()
     addr = rsv.addr
     context.close()
-    known.wait()  # its result is in the object
+    known.wait()  # the object already holds the result
     calls: list[Callable[[], Any]] = [
         context.stats,
         context.check,
@@ -441,7 +441,7 @@ def test_use_after_close(backend: str) -> None:
         with pytest.raises(pyvmem.BadHandle) as caught:
             call()
         assert type(caught.value) is pyvmem.BadHandle
-    context.close()  # again: nothing
+    context.close()  # closing again does nothing
     rsv.close()
 
 
@@ -490,7 +490,7 @@ def test_batch_maps_where_it_unmaps(
             context.batch(batch)
 
 
-def test_batch_holes_are_told_in_the_order_of_the_operations(
+def test_batch_holes_are_reported_in_the_order_of_the_operations(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
     batch = pyvmem.OpBatch(2)
@@ -525,7 +525,7 @@ def test_batch_overflowing_pieces(
         context.batch(batch)
 
 
-def test_batch_fill_value_that_is_no_byte(
+def test_batch_fill_value_not_a_byte(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
     batch = pyvmem.OpBatch(1)
@@ -537,7 +537,7 @@ def test_batch_fill_value_that_is_no_byte(
         context.fill(rsv.addr, page, 256)
 
 
-def test_batch_page_size_that_the_back_end_lacks(
+def test_batch_unsupported_page_size(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
     batch = pyvmem.OpBatch(1)
@@ -584,7 +584,7 @@ def test_too_many_batches(context: pyvmem.Context) -> None:
         for ticket in tickets:
             ticket.wait(60)
     context.submit(empty).wait(60)
-    tickets[0].wait()  # as often as it is asked
+    tickets[0].wait()  # waiting may be repeated
 
 
 def test_ticket_of_another_context(backend: str, context: pyvmem.Context) -> None:
@@ -593,10 +593,10 @@ def test_ticket_of_another_context(backend: str, context: pyvmem.Context) -> Non
             with refused(other, pyvmem.BadHandle):
                 _native.wait(other.handle, handle, 0)
         with refused(other, pyvmem.BadHandle):
-            pyvmem.Ticket(other).wait()  # never submitted
+            pyvmem.Ticket(other).wait()  # a ticket that was never submitted
 
 
-def test_after_a_descriptor_that_is_none(context: pyvmem.Context) -> None:
+def test_after_an_invalid_descriptor(context: pyvmem.Context) -> None:
     batch = pyvmem.OpBatch(1)
     with refused(context, pyvmem.InvalidArgument):
         context.submit(batch, after=[pyvmem.FdEvent(-1)])
@@ -611,7 +611,7 @@ def test_after_a_descriptor_that_is_none(context: pyvmem.Context) -> None:
 # ---- contents ----------------------------------------------------------------------------------
 
 
-def test_read_and_write_where_nothing_is(
+def test_read_and_write_unmapped(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
     with context.create(page) as pages:
@@ -647,7 +647,7 @@ def test_size_zero(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) 
 
 def test_absurd_sizes(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     with refused(context, pyvmem.NotMapped) as caught:
-        context.read(rsv.addr, 1 << 62)  # before 4 EiB are asked of Python's heap
+        context.read(rsv.addr, 1 << 62)  # rejected before 4 EiB are requested from Python's heap
     assert caught.value.limit == rsv.nbytes
     with refused(context, pyvmem.AddressOverflow):
         context.fill(rsv.addr, U64 - 1)
@@ -666,7 +666,7 @@ def test_write_to_a_readonly_mapping(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
     if pyvmem.Caps.READONLY not in context.info.caps:
-        pytest.skip("this back end has no read-only mappings")
+        pytest.skip("this back end does not support read-only mappings")
     calls: list[Callable[[], None]] = [
         lambda: rsv.write(0, b"x"),
         lambda: rsv.fill(0, page, 1),
@@ -767,7 +767,7 @@ def test_open(options: dict[str, Any]) -> None:
     assert caught.value.op == "vmem_open"
 
 
-def test_open_a_back_end_that_cannot_be_used() -> None:
+def test_open_an_unusable_back_end() -> None:
     for one in pyvmem.probe():
         if one.usable:
             continue
@@ -814,7 +814,7 @@ def test_objects_of_another_type_are_named(context: pyvmem.Context, page: int) -
 @pytest.mark.parametrize(
     ("fd", "text"), [(-1, "negative"), (1 << 31, "too large"), (1 << 70, "too large")]
 )
-def test_a_descriptor_that_is_none(context: pyvmem.Context, fd: int, text: str) -> None:
+def test_an_invalid_descriptor(context: pyvmem.Context, fd: int, text: str) -> None:
     with (
         refused(context, pyvmem.InvalidArgument) as caught,
         pyvmem.FdEvent(fd) as event,
@@ -823,12 +823,12 @@ def test_a_descriptor_that_is_none(context: pyvmem.Context, fd: int, text: str) 
     assert f"FdEvent({fd}) is {text}" in str(caught.value)
 
 
-def test_a_device_below_zero() -> None:
+def test_a_negative_device() -> None:
     with pytest.raises(pyvmem.InvalidArgument, match="device = -1: expected a CUDA ordinal"):
         pyvmem.Context("host", device=-1)
 
 
-def test_a_handle_has_one_way_to_end(context: pyvmem.Context, page: int) -> None:
+def test_a_handle_ends_by_release_or_drop(context: pyvmem.Context, page: int) -> None:
     with context.create(page) as pages:
         assert not hasattr(pages, "close"), "release or drop"
     assert context.stats().handles == 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Every command, and what engines use, where containers run them.
+"""Runs every command, and the functions that engines use, in environments as containers have them.
 
-A user without a home and without an entry in the list of users, a home that cannot be written, a
-/dev/shm that is full or closed, and no /proc. The interpreter may lie in a folder that only root
-may read, so the user keeps the right to read everything; what it may not write, it may not.
+The environments: a user without a home and without a passwd entry, a read-only home, a full or
+inaccessible /dev/shm, and no /proc. The interpreter may be in a directory that only root can read,
+so the user keeps the capability to read everything, but not to write.
 """
 
 import os
@@ -33,7 +33,7 @@ PLACES = {
 }
 MAIN = "import sys; from pyvmem.commands.cli import main; sys.exit(main(sys.argv[1:]))"
 
-# of each command: words, exit status, and what the one line on standard error says
+# per command: arguments, exit status, and a part of the one line on standard error
 CALLS: dict[str, list[tuple[str, int, str]]] = {
     "probe": [("", 0, ""), ("--report", 0, ""), ("--json", 0, "")],
     "features": [("", 0, "")],
@@ -95,18 +95,18 @@ assert own.equal(model.generate(ids, **options))
 
 @pytest.fixture(scope="module")
 def spaces() -> None:
-    """Skips where no other user, or no namespace of mounts, can be had."""
+    """Skips the tests if there is no other user or no mount namespace."""
     if os.geteuid() or not shutil.which("setpriv") or not shutil.which("unshare"):
         pytest.skip("needs root, setpriv and unshare")
     words = ["unshare", "-m", "--propagation", "private", "mount", "-t", "tmpfs", "none", "/mnt"]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"no namespace of mounts can be made here: {done.stderr.strip()}")
+        pytest.skip(f"cannot create a mount namespace: {done.stderr.strip()}")
 
 
 @pytest.fixture(scope="module")
 def folder(spaces: None) -> Iterator[Path]:
-    """A folder that everybody may write, and a model in another."""
+    """Creates a directory that everybody may write, and a model in another."""
     with tempfile.TemporaryDirectory(prefix="vmem-bare-") as name:
         path = Path(name)
         path.chmod(0o755)
@@ -119,7 +119,7 @@ def folder(spaces: None) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
-    """A tiny model in the format of transformers."""
+    """Creates a tiny model in the format of transformers."""
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
@@ -148,7 +148,9 @@ def model(folder: Path) -> Path:
 
 
 def _run(folder: Path, place: str, words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these words as that user in that place; nothing is left in its folder."""
+    """Runs Python with these arguments as that user in that environment; checks that it leaves no
+    files in its working directory.
+    """
     environment = {
         "PATH": os.environ["PATH"],
         "OMP_NUM_THREADS": "1",
@@ -169,7 +171,7 @@ def _run(folder: Path, place: str, words: list[str]) -> subprocess.CompletedProc
         text=True,
         timeout=300,
     )
-    assert not any((folder / "work").iterdir()), "something was left in the working folder"
+    assert not any((folder / "work").iterdir()), "files were left in the working directory"
     assert not any((folder / "home").iterdir())
     return done
 
@@ -208,7 +210,7 @@ def test_a_cache(place: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.slow
-def test_the_plug_of_transformers(place: str, folder: Path, model: Path) -> None:
+def test_transformers_integration(place: str, folder: Path, model: Path) -> None:
     done = _run(folder, place, ["-c", PLUG])
     assert done.returncode == 0, (done.stdout, done.stderr)
 
@@ -216,7 +218,9 @@ def test_the_plug_of_transformers(place: str, folder: Path, model: Path) -> None
 @pytest.mark.parametrize("place", ["no home", "home cannot be written"])
 @pytest.mark.slow
 def test_where_a_converted_model_goes(place: str, folder: Path) -> None:
-    """Into the folder of temporary files, and not into another's folder of that name."""
+    """It goes to the directory for temporary files, but not to another user's directory of the same
+    name.
+    """
     ask = "from pyvmem.serve.model import cache_dir; print(cache_dir())"
     own = folder / "tmp" / f"vmem-{UID}"
     done = _run(folder, place, ["-c", ask])
@@ -247,8 +251,8 @@ assert "torch" in sys.modules
 
 
 @pytest.mark.parametrize("of", ["cache", pytest.param("reservation", marks=pytest.mark.long)])
-def test_tensors_without_numpy_end(of: str) -> None:
-    """Without numpy, torch keeps the frames that first import it, and what their locals hold."""
+def test_tensors_without_numpy_are_released(of: str) -> None:
+    """Without numpy, torch keeps the frames that import it first, and so their locals, alive."""
     pytest.importorskip("torch")
     words = [sys.executable, "-W", "ignore", "-c", NO_NUMPY, of]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -86,7 +86,7 @@ def test_the_warm_up_round_is_dropped_unless_it_is_alone() -> None:
     assert two.flat() == [1.0]
 
 
-def test_turns_rotate_and_every_round_has_each_once() -> None:
+def test_order_rotates_and_every_round_has_each_case_once() -> None:
     seen: list[str] = []
     turns = [lambda n=name: seen.append(n) for name in "abc"]
     assert interleave(turns, 4) == 4
@@ -157,14 +157,14 @@ def test_a_row_says_time_overhead_and_rate_in_its_unit() -> None:
     assert part.find("x/stock/64K") is row
 
 
-def test_two_rows_of_one_name_are_refused() -> None:
+def test_duplicate_row_names_are_rejected() -> None:
     part = record().part("calls", "each call")
     part.value("x", "x", "stock", 1.0, "bytes")
     with pytest.raises(ValueError, match="two rows"):
         part.value("x", "x", "stock", 2.0, "bytes")
 
 
-def test_a_book_adds_its_rows_without_the_first_round() -> None:
+def test_a_book_drops_the_first_round() -> None:
     part = record().part("calls", "each call")
     book = Book(part)
     first = book.samples("a", "a", "stock")
@@ -196,9 +196,9 @@ def test_a_long_row_keeps_part_of_its_samples_and_says_so() -> None:
     assert len(row["samples"][0]) == 3334
 
 
-def test_kernel_memory_sees_page_tables_of_its_own_doing() -> None:
+def test_kernel_memory_counts_page_tables() -> None:
     before = KernelMemory.now()
-    # Memory of this process, not of the kernel: mapped afresh and touched page by page.
+    # memory of this process, not of the kernel: mapped and touched page by page
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kept:
         for at in range(0, len(kept), 4096):
             kept[at] = 1
@@ -220,7 +220,7 @@ def aim(whole: Record, name: str, system: str = "stock") -> dict[str, Any]:
     return next(a for a in aims.compute(whole, system) if a["id"] == name)
 
 
-def test_the_ratio_of_maps_is_of_net_times_and_judged() -> None:
+def test_the_ratio_of_map_times_is_net_and_judged() -> None:
     whole = record()
     timed(whole, "calls/map_access/stock/64K", 13.0, overhead_ns=1000)
     timed(whole, "calls/map_access/cumem/2M", 20.0, overhead_ns=4000)
@@ -278,7 +278,7 @@ def test_attention_is_judged_against_the_median_of_all_baselines() -> None:
     assert found["baseline_spread"] == pytest.approx(0.04)
 
 
-def test_what_is_recovered_is_a_share() -> None:
+def test_recovered_memory_is_a_share() -> None:
     whole = record()
     part = whole.part("live", "live")
     part.value("decode/stock/400k/kernel_bytes", "", "stock", 2000.0, "bytes")
@@ -347,7 +347,7 @@ def test_merging_takes_the_better_finished_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["gpu", "driver", "commit"])
-def test_runs_of_different_machines_do_not_go_together(tmp_path: Path, key: str) -> None:
+def test_runs_of_different_machines_are_not_merged(tmp_path: Path, key: str) -> None:
     paths = [
         write(record(), tmp_path / "one.json"),
         write(record(**{key: "another"}), tmp_path / "two.json"),
@@ -356,7 +356,7 @@ def test_runs_of_different_machines_do_not_go_together(tmp_path: Path, key: str)
         merge(paths)
 
 
-def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
+def test_files_without_results_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     for text in ("{", "[]", '{"format": "something else"}'):
         path.write_text(text)

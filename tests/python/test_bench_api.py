@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api` run for real, in its quick form, on the back end host."""
+"""Runs `vmem bench api` in its quick form, on the back end host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDS_TORCH = {"step", "attention", "readbw", "hostcopy"}
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The raw file of one quick run of everything."""
+    """Returns the raw file of one quick run of everything."""
     path = tmp_path_factory.mktemp("bench") / "host.json"
     arguments = ["bench", "api", "--backend", "host", "--quick", "--out", str(path)]
     assert main(arguments) == 0
@@ -107,13 +107,13 @@ def test_calls_of_the_cache_by_the_number_of_slots(quick: dict[str, Any]) -> Non
         assert found[f"slots/{name}/host"]["median"] > 0
 
 
-def test_more_live_pages_in_less_runs(quick: dict[str, Any]) -> None:
+def test_more_live_pages_in_fewer_runs(quick: dict[str, Any]) -> None:
     found = rows(quick)
     runs = found["live/runs/host/1k/segments"]["value"]
     assert runs < found["live/decode/host/1k/segments"]["value"]
 
 
-def test_a_quick_run_is_not_held_against_the_aims(quick: dict[str, Any]) -> None:
+def test_a_quick_run_is_not_compared_with_the_aims(quick: dict[str, Any]) -> None:
     found = {aim["id"]: aim for aim in quick["aims"]}
     assert found["create"]["value"] > 0
     assert not any(aim["applies"] for aim in found.values())
@@ -130,7 +130,7 @@ def test_the_machine_is_described(quick: dict[str, Any]) -> None:
     assert {"clock", "overheads_ns", "net"} <= quick["method"].keys()
 
 
-def test_chosen_parts_alone_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_selected_parts_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "api", "--backend", "host", "--quick", "--json", "--only", "pool,bytes"]
     assert main(arguments) == 0
     data = json.loads(capsys.readouterr().out)
@@ -147,7 +147,7 @@ def test_the_tables_name_what_was_not_run(capsys: pytest.CaptureFixture[str]) ->
         assert "busy: mapping while a kernel fills the GPU (not run" in text
 
 
-def test_results_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = []
     for name in ("pool", "bytes"):
         path = tmp_path / f"{name}.json"

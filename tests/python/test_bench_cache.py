@@ -39,7 +39,7 @@ torch = pytest.importorskip("torch")
 def conduct(
     name: str, folder: Path, backend: str, *options: str, status: int = 0
 ) -> dict[str, Any]:
-    """The raw file of one quick run."""
+    """Returns the raw file of one quick run."""
     out = folder / f"{name}.json"
     words = ["bench", name, "--quick", "--backend", backend, "--out", str(out), *options]
     assert main(words) == status
@@ -61,7 +61,7 @@ def aims(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def test_the_models_size_is_that_of_its_public_configuration() -> None:
+def test_the_models_size_matches_its_public_configuration() -> None:
     from pyvmem.layouts.shapes import SHAPES
     from vmem_bench.decoder import LLAMA_3_8B
 
@@ -72,7 +72,9 @@ def test_the_models_size_is_that_of_its_public_configuration() -> None:
 
 @pytest.mark.needs_tensors
 def test_decoding_agrees_with_one_prefill(backend: str) -> None:
-    """Token by token through the cache, or all at once: the last token's logits are the same."""
+    """Decodes token by token through the cache, and in one prefill: the last token's logits are the
+    same.
+    """
     from pyvmem.attention import Attention
     from vmem_bench.decoder import TINY, Decoder
 
@@ -114,8 +116,8 @@ def test_lengths_grow_and_start_again() -> None:
 
 @pytest.mark.needs_tensors
 @pytest.mark.parametrize("name", ["overlap", "deferred"])
-def test_the_page_size_is_the_one_that_was_asked_for(tmp_path: Path, name: str) -> None:
-    """Larger pages: fewer of them for the same lengths."""
+def test_the_requested_page_size_is_used(tmp_path: Path, name: str) -> None:
+    """With larger pages, the same lengths need fewer of them."""
     pages = []
     for page in ("4K", "16K"):
         fewer = ["--modes", "sync", "--iterations", "20"] if name == "overlap" else []
@@ -140,8 +142,8 @@ def test_overlap(tmp_path: Path, backend: str) -> None:
         assert found[f"iterations/time/{mode}"]["n"] == 90
         assert found[f"iterations/time/{mode}"]["rounds"] == 5
         assert found[f"iterations/spikes/{mode}"]["value"] >= 0
-    # The same lengths need as many pages, whoever maps them. Which of them are new depends on when
-    # the background takes those of a freed slot.
+    # The same lengths need the same number of pages, whoever maps them. How many of them are new
+    # depends on when the background unmaps those of a freed slot.
     needed = []
     for mode in ("async", "sync"):
         grown, reused, zeroed = (
@@ -169,7 +171,7 @@ def test_overlap_stops_at_its_deadline(tmp_path: Path, backend: str) -> None:
     assert "the deadline came after 20 iterations" in data["parts"]["iterations"]["notes"]
 
 
-def test_overlap_of_one_mode_names_what_the_aims_lack(tmp_path: Path) -> None:
+def test_overlap_of_one_mode_names_the_missing_modes(tmp_path: Path) -> None:
     data = conduct("overlap", tmp_path, "host", "--modes", "sync", "--iterations", "10")
     assert "iterations/time/mapped" in aims(data)["p99_sync"]["why"]
     assert "iterations/time/async" not in rows(data)
@@ -243,7 +245,7 @@ def test_prefills_that_differ_fail_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert part["rows"]
 
 
-def test_a_mode_that_cannot_be_made_is_named(
+def test_a_mode_that_cannot_be_created_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: Any) -> None:
@@ -258,7 +260,7 @@ def test_a_mode_that_cannot_be_made_is_named(
     assert "prefill/time/pages" in aims(data)["prefill_pages"]["why"]
 
 
-def test_a_failure_on_the_way_keeps_what_was_measured(
+def test_a_failure_midway_keeps_finished_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     iterate = overlap_modes.Mode.iterate
@@ -290,7 +292,7 @@ def test_fragments_are_single_pages(backend: str) -> None:
         with context.create(64 * page) as pages:
             before = context.stats().map_calls
             reservation.map(0, pages)
-            if backend != "uvm":  # which maps in one call, whatever the pages
+            if backend != "uvm":  # uvm maps all pages in one call
                 assert context.stats().map_calls - before == 64
             reservation.unmap(0, 64 * page)
         reservation.close()
@@ -303,14 +305,15 @@ def test_fragments_are_single_pages(backend: str) -> None:
 def test_prefix_map(tmp_path: Path, backend: str) -> None:
     data = conduct("prefix-map", tmp_path, backend)
     found, part = rows(data), data["parts"]["prefix"]
-    if backend == "cuda":  # 2 MB only, and read-only by the driver's version
+    if backend == "cuda":  # 2 MB pages only, and read-only mappings depend on the driver's version
         assert part["status"] in ("done", "not run"), part
         return
     assert part["status"] == "done", part
     for kind in prefix_map.KINDS:
         assert found[f"prefix/map/{kind}"]["n"] == 3
         assert found[f"prefix/match/{kind}"]["n"] == 3
-        assert found[f"prefix/resume/{kind}"]["n"] == 3  # each was checked for driver calls
+        # each iteration was checked for driver calls
+        assert found[f"prefix/resume/{kind}"]["n"] == 3
         assert found[f"prefix/bytes/{kind}"]["value"] == 2048 * 4 * 2048
     pages = 4 * 2048 * 2048 // found["prefix/map/fragmented"]["page"]
     assert found["prefix/segments/fragmented"]["value"] >= pages
@@ -356,9 +359,7 @@ def test_footprints_have_every_layout_and_memory(tmp_path: Path) -> None:
     assert ratio["value"] == pytest.approx(values[0] / values[1], rel=1e-4)
 
 
-def test_a_memory_that_holds_something_else_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupt_memory_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill, filled = Footprint._fill, []
 
     def spoiled(self: Footprint, flat: torch.Tensor) -> None:
@@ -376,7 +377,7 @@ def test_a_memory_that_holds_something_else_is_noticed(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of everything on host, where only SDPA can be had."""
+    """Runs everything on host, where SDPA is the only kernel."""
     folder = tmp_path_factory.mktemp("kernels")
     return conduct("kernels", folder, "host", "--kernels", "fa3,flashinfer,fa2,sdpa")
 
@@ -389,7 +390,7 @@ def test_kernels_that_cannot_run_say_why(kernels: dict[str, Any]) -> None:
         assert part["missing"] == [{"id": f"{name}/*", "why": "needs a GPU"}]
 
 
-def test_every_case_has_every_form_and_memory(kernels: dict[str, Any]) -> None:
+def test_every_case_has_every_shape_and_memory(kernels: dict[str, Any]) -> None:
     assert kernels["parts"]["sdpa"]["status"] == "done"
     found = rows(kernels)
     forms = [f"contiguous/{name}" for name in ("random0", "random1", "malloc0", "malloc1")]
@@ -402,13 +403,13 @@ def test_every_case_has_every_form_and_memory(kernels: dict[str, Any]) -> None:
     assert note.endswith(" splits, a sample is the mean of 4 calls")
     assert "note" not in found["sdpa/prefill_512/contiguous/random0"]
     assert any("splits (0: the" in note for note in kernels["parts"]["sdpa"]["notes"])
-    # Twelve forms, of which splits are chosen for eight; two requests' last tokens by float32.
+    # Of twelve cases, eight choose splits; two requests' last tokens are in float32.
     notes = kernels["parts"]["sdpa"]["notes"]
     assert sum("14 outputs checked" in n for n in notes) == 3
     assert sum("10 outputs checked" in n for n in notes) == 1
 
 
-def test_ours_is_held_against_the_best_block_and_against_16(kernels: dict[str, Any]) -> None:
+def test_ours_is_compared_with_the_best_block_and_with_16(kernels: dict[str, Any]) -> None:
     found, known = rows(kernels), aims(kernels)
 
     def median(form: str) -> float:
@@ -420,11 +421,11 @@ def test_ours_is_held_against_the_best_block_and_against_16(kernels: dict[str, A
     assert known["sdpa_prefill_512_best"]["value"] == pytest.approx(best, rel=1e-3)
     expected = median("paged16") / median("contiguous")
     assert known["sdpa_prefill_512_16"]["value"] == pytest.approx(expected, rel=1e-3)
-    assert known["sdpa_prefill_512_best"]["aim"] is None  # it is no paged kernel
+    assert known["sdpa_prefill_512_best"]["aim"] is None  # not a paged kernel
 
 
 def test_decoding_says_how_fast_it_reads(kernels: dict[str, Any]) -> None:
-    """For the roofline: a head of keys and of values of each row, in bfloat16."""
+    """The rate, for the roofline, is bytes read: a head of keys and values per row, in bfloat16."""
     row = rows(kernels)["sdpa/decode_b2_1k/contiguous/random0"]
     assert row["bytes"] == 2 * 1024 * 2 * 128 * 2 * 2
     assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median"] / 1e6, rel=1e-3)
@@ -450,7 +451,7 @@ def test_sets_of_cases_are_chosen_by_their_names() -> None:
     assert chosen("nothing") == []
 
 
-def test_a_run_that_is_stopped_has_written_the_cases_before(
+def test_a_stopped_run_has_written_its_finished_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure, cases = paged._one, [case.name for case in TINY_SETS["heads"]]
@@ -486,12 +487,12 @@ def test_heads_from_mha_to_mqa_in_other_pages(tmp_path: Path) -> None:
     assert "contiguous 2M pages" in aims(data)["sdpa_decode_mqa_16"]["what"]
 
 
-def test_pages_that_the_back_end_has_not_are_refused(tmp_path: Path) -> None:
+def test_unsupported_pages_are_rejected(tmp_path: Path) -> None:
     data = conduct("kernels", tmp_path, "host", "--kernels", "sdpa", "--page", "4M", status=3)
     assert data["parts"]["sdpa"]["missing"] == [{"id": "sdpa/*", "why": "host has no pages of 4M"}]
 
 
-def test_decoding_is_held_against_the_roofline(tmp_path: Path) -> None:
+def test_decoding_is_compared_with_the_roofline(tmp_path: Path) -> None:
     args = argparse.Namespace(backend="host", device=0, quick=True, fa3=None, deadline=1, out=None)
     command = Command(args, "kernels", {})
     part = command.record.part("fa3", "")
@@ -540,7 +541,7 @@ def test_the_goals_of_paged_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["contiguous", "paged", "slots"])
-def test_a_kernel_that_computes_something_else_fails_the_run(
+def test_a_kernel_with_wrong_results_fails_the_run(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = getattr(Gather, form)
@@ -562,7 +563,7 @@ def test_a_kernel_that_computes_something_else_fails_the_run(
     assert any(row["id"].startswith("sdpa/chunks_128_512/") for row in part["rows"])
 
 
-def test_chosen_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_selected_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--kernels", "sdpa", "--cases", "decode_b2_1k"]
     data = conduct("kernels", tmp_path, "host", *options)
     assert {name.split("/")[1] for name in rows(data)} == {"decode_b2_1k"}
@@ -572,7 +573,7 @@ def test_chosen_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 class _Wrapper:
-    """FlashInfer's wrappers as far as `plan` and `run` are seen from outside."""
+    """FlashInfer's wrappers, as far as a caller sees `plan` and `run`."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert layout == "NHD"
@@ -598,7 +599,7 @@ class _Wrapper:
         return out.copy_(Gather().contiguous(case, 0)(q, k.view(shape), v.view(shape)))
 
 
-def test_flashinfer_is_told_the_right_shapes() -> None:
+def test_flashinfer_gets_the_right_shapes() -> None:
     flashinfer = object.__new__(FlashInfer)
     flashinfer._device = torch.device("cpu")
     flashinfer._workspace = torch.empty(0)
@@ -623,8 +624,8 @@ def test_flashinfer_is_told_the_right_shapes() -> None:
         flashinfer.contiguous(TINY_CASES[2], 0)
 
 
-def test_flashinfer_takes_a_call_for_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a prompt with rows at any stride; the paged call decodes."""
+def test_flashinfer_makes_a_call_per_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts whose rows have any stride need a call per slot; decoding uses the paged call."""
     flashinfer = object.__new__(FlashInfer)
     flashinfer._device = torch.device("cpu")
     flashinfer._why = {"fa2": "", "fa3": "", "single": "no compiler"}
@@ -652,10 +653,10 @@ def test_flashinfer_takes_a_call_for_each_slot(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [(8 * 2 * 128, 128, 1)] * 3
 
 
-def test_flashinfer_takes_its_ragged_call_for_one_long_prompt(
+def test_flashinfer_uses_its_ragged_call_for_one_long_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Planned once for all layers, and again for other lengths; two prompts are two calls."""
+    """One plan serves all layers; other lengths need a new plan; two prompts are two calls."""
     monkeypatch.setattr(infer, "_LONG", 32)
     monkeypatch.setattr(infer, "_wrapper", functools.cache(infer._wrapper.__wrapped__))
     case = replace(TINY_CASES[3], batch=1)
@@ -689,8 +690,8 @@ def test_flashinfer_takes_its_ragged_call_for_one_long_prompt(
 # ---- fill ----------------------------------------------------------------------------------------
 
 
-def test_fill_takes_all_ways_and_fills_with_the_defaults(tmp_path: Path) -> None:
-    """On host: `max_mappings` is a limit of libvmem's own there."""
+def test_fill_runs_all_methods_and_fills_with_the_defaults(tmp_path: Path) -> None:
+    """Runs on host, where `max_mappings` is libvmem's own limit."""
     data = conduct("fill", tmp_path, "host")
     found = rows(data)
     filled = {way: found[f"fill/filled/{way}"]["value"] for way in fill.WAYS}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cuMem* baseline where there is no GPU: it says why, and its calls fit cuda.bindings.
+"""Checks the cuMem* baseline without a GPU: it gives the reason, and its calls fit cuda.bindings.
 
 cuda.bindings converts the arguments of a call before it looks for libcuda. So without a driver a
 call with good arguments fails with "no libcuda", and one with bad arguments with a TypeError: the
@@ -35,7 +35,7 @@ without_gpu = pytest.mark.skipif(has_libcuda(), reason="this machine has libcuda
 
 
 class Unopened(Cuda):
-    """Everything of Cuda but an open device."""
+    """Cuda without an open device."""
 
     def __init__(self) -> None:
         self.driver: Any = driver
@@ -111,7 +111,7 @@ def call_of(name: str, m: CuMem) -> tuple[Any, ...]:
         "cuLaunchKernel",
     ],
 )
-def test_the_arguments_are_what_cuda_bindings_takes(name: str, m: CuMem) -> None:
+def test_the_arguments_fit_cuda_bindings(name: str, m: CuMem) -> None:
     function = getattr(driver, name)
     args = call_of(name, m)
     with pytest.raises(Exception, match=r"libcuda|driver library|symbol") as good:
@@ -121,7 +121,7 @@ def test_the_arguments_are_what_cuda_bindings_takes(name: str, m: CuMem) -> None
         function(*args, object())
 
 
-def test_what_the_allocation_asks_for(m: CuMem) -> None:
+def test_properties_of_the_allocation(m: CuMem) -> None:
     assert m.prop.type == driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     assert m.prop.location.type == driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     (access,) = m.access

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench devices`: mappings on several devices, pages in peers, ranks in lockstep."""
+"""Checks `vmem bench devices`: mappings on several devices, pages in peers, ranks in lockstep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(out: Path) -> tuple[int, dict[str, Any]]:
     return main(words), json.loads(out.read_text())["parts"]
 
 
-def test_what_one_machine_without_gpus_can_measure(tmp_path: Path) -> None:
+def test_measurements_without_gpus(tmp_path: Path) -> None:
     status, parts = run(tmp_path / "devices.json")
     assert status == 0
     rows = {row["id"]: row for part in parts.values() for row in part["rows"]}
@@ -36,14 +36,12 @@ def test_what_one_machine_without_gpus_can_measure(tmp_path: Path) -> None:
     assert all(rows[name]["median"] > 0 for name in steps)
 
 
-def test_it_begins_with_the_first_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_must_start_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "devices", "--quick", "--backend", "host", "--device", "1"]) == 2
     assert "it begins with device 0" in capsys.readouterr().err
 
 
-def test_rows_that_do_not_arrive_are_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_rows_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = KVCache.move
 
     def move(self: KVCache, reqid: int, location: str, *args: Any) -> Any:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm --part full`: the order of its engines, its load, its ratios and intervals."""
+"""Checks `vmem bench vllm --part full`: the order of its engines, its load, its ratios and
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from vmem_bench.vllm.engines import Plan
 from vmem_bench.vllm.full import compare, filling, interval, there_and_back
 
 
-def test_arms_follow_one_another_there_and_back() -> None:
+def test_arms_run_forward_then_backward() -> None:
     assert list(there_and_back("AB", 4)) == list("ABBAABBA")
     assert list(there_and_back("ABC", 2)) == list("ABCCBA")
 
 
-def test_an_interval_is_students() -> None:
+def test_the_interval_is_students_t() -> None:
     mean, half = interval([1.0, 2.0, 3.0, 4.0])
     assert mean == 2.5
     assert half == pytest.approx(3.182 * 1.2909944 / 2, rel=1e-4)
@@ -46,7 +48,9 @@ def test_a_load_fills_the_cache() -> None:
 
 
 class _Fleet:
-    """Stands in for vLLM: an arm's step takes the seconds given; the second engine is slower."""
+    """Stands in for vLLM: a step takes the seconds given for its arm; the second engine is
+    slower.
+    """
 
     block_bytes, block_size, vocabulary, longest = 16 << 10, 16, 512, 4096
 
@@ -99,7 +103,7 @@ def test_engines_one_at_a_time_and_their_ratio() -> None:
     compare(command, part, fleet, plans)
     assert fleet.log == ["stock", "elastic", "elastic", "stock"] * 2
     rows = {row["id"].partition("/")[2]: row for row in part.rows}
-    # The first stock engine was slower by half: one ratio of four.
+    # The first stock engine was 1.5 times slower: one ratio of the four.
     assert rows["over/rate/elastic"]["rounds"] == [1.2, 0.8, 0.8, 0.8]
     assert rows["over/step/elastic"]["value"] == pytest.approx(0.9)
     assert rows["over/step/elastic"]["half_width"] == pytest.approx(0.3182, rel=1e-3)

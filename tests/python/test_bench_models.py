@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem bench models` on a tiny model: the ways agree; what is refused."""
+"""Description: `vmem bench models` on a tiny model: the methods agree, and bad input is
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from pyvmem.kvcache import KVCache
 from vmem_bench import models
 
 __all__ = ["one_thread"]
-pytestmark = pytest.mark.filterwarnings("default")  # transformers' own
+pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
 
 
 @pytest.mark.needs_tensors
-def test_all_ways_of_three_kinds(tmp_path: Path, backend: str) -> None:
+def test_all_methods_on_three_kinds(tmp_path: Path, backend: str) -> None:
     out = tmp_path / "models.json"
     args = [
         "--quick",
@@ -56,10 +58,10 @@ def test_all_ways_of_three_kinds(tmp_path: Path, backend: str) -> None:
             assert found[f"{kind}/difference/{way}"]["value"] < (0.5 if way == "fp8" else 0.1)
 
 
-def test_why_a_way_failed_is_told_and_its_memory_is_freed(
+def test_a_failed_method_is_reported_and_its_memory_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error's frames hold tensors of the cache, which must not hide it."""
+    """The frames of the error hold tensors of the cache; freeing it must still work."""
     caches: list[KVCache] = []
     begin = models._Attend.open
 
@@ -85,7 +87,7 @@ def test_why_a_way_failed_is_told_and_its_memory_is_freed(
     assert [cache.is_closed for cache in caches] == [True]
 
 
-def test_8_bits_may_differ_as_much_more_as_they_are_coarser() -> None:
+def test_the_tolerance_of_8_bits_grows_with_their_step() -> None:
     limit = models.largest_difference
     assert [limit(way, True, {}) for way in ("vmem", "attend")] == [0.1, 0.1]
     assert limit("vmem", False, {}) == 1e-3
@@ -103,7 +105,7 @@ def test_an_unknown_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.needs_tensors
 def test_the_kernels_beside_each_other(tmp_path: Path, backend: str) -> None:
-    """Each is timed by phase, head size and type, or the reason stands there."""
+    """Each kernel is timed by phase, head size and type, or the table gives the reason."""
     out = tmp_path / "kernels.json"
     args = ["--quick", "--backend", backend, "--kinds", "kernels", "--out", str(out)]
     assert cli.main(["bench", "models", *args]) == 0

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: the one file of a run to send: tables, pictures, raw data; and the plot alone."""
+"""Description: the single file that reports a run: tables, pictures, raw data; and the plot
+alone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def document() -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """A page's loaded resources, scripts and texts; checks that elements are closed."""
+    """Reads the resources, scripts and texts that a page loads; checks that elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ def test_the_page_has_everything_and_loads_nothing(document: dict[str, Any]) -> 
     assert document["parts"]["calls"]["rows"][0]["samples"] == [[1.0, 2.0, 3.0]]
 
 
-def test_the_page_begins_with_what_a_person_asks(document: dict[str, Any]) -> None:
+def test_the_page_starts_with_the_summary(document: dict[str, Any]) -> None:
     bound = {"unit": "x", "op": "<=", "aim": 0.75, "rows": ["a/b"], "id": "raw_id"}
     document["aims"] = [
         {**bound, "what": "reached", "value": 0.5, "pass": True, "applies": True},
@@ -114,7 +116,7 @@ def test_a_part_without_times_is_drawn_from_its_numbers() -> None:
     part.time("map", "map", "host", samples)
     timed = page.picture([vars(part)])
     assert timed is not None
-    assert timed != drawn  # times are what a part is drawn by, where it has any
+    assert timed != drawn  # times are drawn if a part has any
 
 
 def test_a_series_is_drawn_as_a_line() -> None:
@@ -122,7 +124,7 @@ def test_a_series_is_drawn_as_a_line() -> None:
     columns = ["seconds", "mapped", "running"]
     plain = page.picture([vars(part)])
     part.value("memory/a", "over time", "a", 2, "samples", columns=columns, series=[])
-    assert page.picture([vars(part)]) == plain  # a run that was over at once
+    assert page.picture([vars(part)]) == plain  # a run that ended immediately
     part.value("memory/b", "over time", "b", 2, "samples", columns=columns, series=[[0, 1, 2]] * 2)
     drawn = page.picture([vars(part)])
     assert drawn is not None
@@ -148,7 +150,7 @@ def test_a_run_that_measures_nothing_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plot_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_in_an_unknown_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*API, "--plot", str(tmp_path / "p.gif")])
     assert "expected a name in .svg, .png or .pdf" in capsys.readouterr().err
@@ -167,7 +169,7 @@ def test_every_benchmark_that_keeps_a_result_can_be_reported() -> None:
         for name, parser in which.choices.items()
         if not {"report", "plot"} <= {option.dest for option in parser._actions}
     }
-    assert without == {"paper"}  # which measures nothing
+    assert without == {"paper"}  # it measures nothing
 
 
 def test_the_self_test_is_reported(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The page that puts the papers' numbers beside ours is what the kept results say."""
+"""Checks that the page which compares the papers' numbers with ours matches the kept results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEEDS_RUNS = {
     "makespan",
     "latency",
     "memory",
-}  # pictures of runs on a card, which may not be kept yet
+}  # pictures of runs on a GPU, which may not be kept yet
 
 
 def test_the_page_and_the_pictures_show_the_kept_results() -> None:
@@ -51,7 +51,7 @@ def test_every_picture_can_be_drawn_from_kept_results() -> None:
 
 
 def _made_up(folder: Path) -> Results:
-    """Runs as the benchmarks write them, with numbers of no meaning."""
+    """Writes runs in the benchmarks' format, with meaningless numbers."""
     arms = ("contiguous", "2M", "paged16", "paged128")
     figures = ("makespan", "tokens", "first50", "first99", "between50", "between99")
     rows = [
@@ -90,8 +90,8 @@ def test_pictures_of_runs_that_are_not_kept_yet_can_be_drawn(tmp_path: Path) -> 
     assert memory["tokens"] == [[0.0, 1.0], [1.0, 1.0]]
 
 
-def test_rows_of_serving_runs_are_what_the_runs_say(tmp_path: Path) -> None:
-    """Runs with every figure of every arm: half, the same, or twice that of the contiguous one."""
+def test_rows_of_serving_runs_match_the_runs(tmp_path: Path) -> None:
+    """Every figure of an arm is half, the same, or twice that of the contiguous arm."""
     factors = {"contiguous": 8.0, "2M": 16.0, "paged16": 4.0, "static": 32.0, "again": 8.0}
     figures = ("tokens", "requests", "first50", "batch", "largest", "mapped", "used", "shared")
     for part in ("offline", "azure", "prefixes", "chat"):
@@ -117,13 +117,13 @@ def test_rows_of_serving_runs_are_what_the_runs_say(tmp_path: Path) -> None:
     found = "\n".join(texts)
     assert "tokens/s, contiguous over paged16 2.000x, again 1.000x" in found
     ratios = "largest batch 0.50x, tokens/s 0.50x"
-    assert f"64 KB over 2 MB in 20 GB: batch 0.50x, {ratios}" in found  # of the chat
+    assert f"64 KB over 2 MB in 20 GB: batch 0.50x, {ratios}" in found  # from the chat workload
     assert f"20 GB: batch 0.50x, batch while others wait 1.00x, {ratios}" in found
     assert "-100 % of the pool is not mapped" in found
     assert "held memory that is rows 25 % / 100 % static" in found
 
 
-def test_the_model_of_time_is_of_its_inputs_and_has_an_error() -> None:
+def test_the_time_model_follows_its_inputs_and_states_its_error() -> None:
     results = Results(KEPT)
     for way in ("map", "unmap"):
         cost = costs(results, way)
@@ -143,12 +143,12 @@ def test_the_model_of_time_is_of_its_inputs_and_has_an_error() -> None:
         assert one.uvm_us < one.stock_us
 
 
-def test_without_counts_there_is_no_model_of_time(tmp_path: Path) -> None:
+def test_no_time_model_without_counts(tmp_path: Path) -> None:
     shutil.copy(KEPT / "h100.json", tmp_path)
     assert section(Results(tmp_path)) == []
 
 
-def test_a_drawing_is_the_same_every_time() -> None:
+def test_drawing_is_deterministic() -> None:
     pytest.importorskip("matplotlib")
     picture, data = available(Results(KEPT))[0]
     assert draw(picture, data) == draw(picture, data)
@@ -169,7 +169,7 @@ def test_a_changed_result_is_noticed(tmp_path: Path) -> None:
     assert main(words) == 1
 
 
-def test_writing_makes_everything_and_removes_what_is_of_nothing(tmp_path: Path) -> None:
+def test_write_creates_everything_and_removes_stale_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.md"
     (tmp_path / "reproduction").mkdir()
@@ -196,8 +196,8 @@ def test_without_results_every_measured_row_says_so(tmp_path: Path) -> None:
     assert main(["bench", "paper", "--results", str(tmp_path / "none")]) == 2
 
 
-def test_rows_are_whole() -> None:
-    """Each has a source, one of ours or a reason, and a command that there is."""
+def test_rows_are_complete() -> None:
+    """Each has a source, a result of ours or a reason, and an existing command."""
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())
     for row in ROWS:
@@ -215,8 +215,8 @@ def test_rows_are_whole() -> None:
 # ---- arithmetic ----------------------------------------------------------------------------------
 
 
-def test_blocks_and_waste_are_those_of_the_paper() -> None:
-    """vAttention's table of blocks: tokens in a page, and what a request wastes at most."""
+def test_blocks_and_waste_match_the_paper() -> None:
+    """Checks vAttention's table of blocks: tokens per page, and the most that a request wastes."""
     tokens = [block_tokens(m, r, 64 * K) for m in ("Yi-6B", "Llama-3-8B", "Yi-34B") for r in (1, 2)]
     assert tokens == [64, 128, 32, 64, 32, 64]
     pages = (64 * K, 128 * K, 256 * K, 2 * M)
@@ -224,13 +224,15 @@ def test_blocks_and_waste_are_those_of_the_paper() -> None:
     assert [2 * waste("Yi-34B", page) for page in pages] == [15, 30, 60, 480]
 
 
-def test_room_for_tokens_is_that_of_the_paper() -> None:
-    """PagedAttention's table 1: OPT-13B, 12 GB for keys and values."""
+def test_room_for_tokens_matches_the_paper() -> None:
+    """Checks PagedAttention's table 1: OPT-13B with 12 GB for keys and values."""
     assert round(slot_tokens(12 * (1 << 30), 40, 5120) / 1e3, 1) == 15.7
 
 
-def test_what_decoding_reads_is_all_keys_and_values_over_the_time() -> None:
-    """32 requests of 16K, 8 heads of 128, two bytes: 2 GiB of keys and values."""
+def test_decoding_rate_counts_all_keys_and_values() -> None:
+    """Takes 32 requests of 16K tokens, 8 heads of 128 elements, two bytes: 2 GiB of keys and
+    values.
+    """
     results = Results(KEPT)
     names = [f"fa3/decode_b32_16k/contiguous/random{i}" for i in (0, 1)]
     ms = results["kernels-h200"].median(names)

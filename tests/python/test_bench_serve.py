@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench serve`: the loop, the stores, and that the arms compute the same."""
+"""Checks `vmem bench serve`: the loop, the stores, and that all arms compute the same."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ KERNELS = Kernels("contiguous", "paged")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A tiny model is slower on many threads, most of all beside other tests."""
+    """Limits torch to one thread: a tiny model is slower on many, most of all next to other
+    tests.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -116,7 +118,9 @@ def run(
 
 
 def answers(found: dict[tuple[int, int], Any], requests: Sequence[Request]) -> set[Any]:
-    """Results after whole prompts: where a prompt is split depends on when it gets memory."""
+    """Returns the results after whole prompts: where a prompt is split depends on when it gets
+    memory.
+    """
     return {(number, rows) for number, rows in found if rows >= requests[number].context}
 
 
@@ -130,8 +134,8 @@ REQUESTS = (Request(100, 5), Request(3, 40), Request(65, 2), Request(17, 9), Req
 
 
 @pytest.mark.parametrize("kind", ["slots", "16", "128", "static"])
-def test_every_store_computes_what_a_single_prefill_does(model: Decoder, kind: str) -> None:
-    """Teacher-forced: the logits after each token are those of one pass over all of the tokens."""
+def test_every_store_agrees_with_a_single_prefill(model: Decoder, kind: str) -> None:
+    """Teacher-forced: the logits after each token equal those of one pass over all tokens."""
     with closing(make(kind, 4 << 20)) as store:
         outcome, found = run(model, store, kernels(kind), REQUESTS)
         assert outcome.finished == len(REQUESTS)
@@ -156,12 +160,12 @@ def test_every_store_computes_what_a_single_prefill_does(model: Decoder, kind: s
 
 
 @pytest.mark.parametrize("kind", ["slots", "16"])
-def test_preempted_requests_are_computed_again_alike(model: Decoder, kind: str) -> None:
-    """With memory for a part of them, requests come back and end with the same logits."""
+def test_recomputed_requests_get_the_same_logits(model: Decoder, kind: str) -> None:
+    """Memory is too small for all requests; preempted ones resume and end with the same logits."""
     requests = [Request(60, 60), Request(50, 60), Request(40, 70)]
     with closing(make(kind, 4 << 20)) as store:
         ample, wanted = run(model, store, kernels(kind), requests)
-    with closing(make(kind, 260 << 10)) as store:  # of 360 KiB that they need together
+    with closing(make(kind, 260 << 10)) as store:  # the requests need 360 KiB together
         tight, found = run(model, store, kernels(kind), requests)
         held = store.held()
     assert ample.preemptions == 0
@@ -170,12 +174,12 @@ def test_preempted_requests_are_computed_again_alike(model: Decoder, kind: str) 
     assert tight.finished == 3
     assert found.keys() >= {(i, one.longest) for i, one in enumerate(requests)}
     assert apart(wanted, found) < 0.05
-    assert held.held == 0  # everything was given back
+    assert held.held == 0  # everything was released
 
 
 @pytest.mark.parametrize("kind", ["slots", "16"])
 def test_shared_prefixes_are_not_computed_again(model: Decoder, kind: str) -> None:
-    """One after the other: what the first has written is what the others begin with."""
+    """Requests run one after the other; each starts from the prefix that an earlier one wrote."""
     sizes = [(100, 1), (200, 1), (200, 2), (150, 1)]
     arrivals = [Arrival(0.0, Request(size, 5), (content,)) for size, content in sizes]
     with closing(make(kind, 4 << 20, slots=1)) as store:
@@ -184,13 +188,14 @@ def test_shared_prefixes_are_not_computed_again(model: Decoder, kind: str) -> No
         shared, found = run(model, store, kernels(kind), arrivals)
         assert store.held().held == 0
     assert plain.shared == 0
-    # In units of 16 tokens: 100 of the second are there, and of the last all but its last token.
+    # In units of 16 tokens: of the second request, 100 tokens are cached; of the last, all but its
+    # last.
     assert shared.shared == 96 + 144
     assert shared.prompt_tokens == plain.prompt_tokens - shared.shared
     assert apart(wanted, found) < 0.05
 
 
-def test_blocks_of_prefixes_are_forgotten_where_memory_is_short() -> None:
+def test_prefix_blocks_are_evicted_when_memory_is_short() -> None:
     with closing(make("16", 16 * TINY.token_bytes * 4, prefixes=True)) as store:
         first, other = list(range(40)), list(range(100, 140))
         slot, rows = taken(store, first)
@@ -198,21 +203,21 @@ def test_blocks_of_prefixes_are_forgotten_where_memory_is_short() -> None:
         assert store.hold([slot], [40])
         store.release(slot, np.array(first, dtype=np.int32))
         slot, rows = taken(store, first)
-        assert rows == 32  # its two full blocks
+        assert rows == 32  # the two full blocks of the prompt
         assert store.held().held == 2 * 16 * TINY.token_bytes
         second, rows = taken(store, [*first[:16], *other])
-        assert rows == 16  # the first of them is shared
-        assert not store.hold([second], [64])  # 3 more: 2 are free, and none is idle
+        assert rows == 16  # the first of the two is shared
+        assert not store.hold([second], [64])  # it needs 3 more: 2 are free, and none is idle
         store.release(slot)
         assert store.hold([second], [64])
         store.release(second)
-        assert taken(store, first)[1] == 16  # the second block was given to another
+        assert taken(store, first)[1] == 16  # the second block was given to another request
         assert isinstance(store, SharedPaged)
         assert len(store._known) == len(store._key) == 1
 
 
 class NeverCaptured(dict[int, Any]):
-    """Every step of decoding is the first of its size."""
+    """Makes every decoding step the first of its size."""
 
     def __contains__(self, size: object) -> bool:
         return False
@@ -229,7 +234,7 @@ def fake_capture(graph: FakeGraph, **options: Any) -> Iterator[None]:
 
 
 def like_fa3(q: Any, k: Any, v: Any, batch: Any, scale: float, table: Any = None) -> torch.Tensor:
-    """A model of FlashAttention-3's use of its tensors."""
+    """Models how FlashAttention-3 uses its tensors."""
     out = torch.zeros(q.shape, dtype=q.dtype)
     assert len(batch.starts) == len(batch.used) + 1
     assert batch.starts[-1] == len(q)
@@ -249,10 +254,12 @@ def like_fa3(q: Any, k: Any, v: Any, batch: Any, scale: float, table: Any = None
 
 
 @pytest.mark.parametrize("kind", ["slots", "16"])
-def test_kernels_get_tensors_that_are_enough(
+def test_kernels_get_sufficient_tensors(
     model: Decoder, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The calls of a GPU, with decoding padded to the sizes of graphs: the same logits."""
+    """Runs the calls of a GPU, with decoding padded to the sizes of graphs: the logits are the
+    same.
+    """
     requests = [Request(70, 4), Request(30, 6), Request(18, 9), Request(2, 3), Request(9, 9)]
     with closing(make(kind, 4 << 20, slots=6)) as store:
         _, wanted = run(model, store, kernels(kind), requests)
@@ -276,7 +283,9 @@ def test_kernels_get_tensors_that_are_enough(
 
 
 class LikeFlashInfer:
-    """Its paged wrapper, and its call for one request, with what they get and nothing else."""
+    """FlashInfer's paged wrapper and its call for one request; they see their arguments and nothing
+    else.
+    """
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert (layout, backend) == ("NHD", "fa3")
@@ -334,13 +343,15 @@ def test_prompts_by_flashinfer(model: Decoder, kind: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Forward, "__init__", on_a_gpu)
     with closing(make(kind, 4 << 20)) as store:
         outcome, found = run(model, store, kernels(kind), requests)
-    assert 4 <= calls[0] <= outcome.steps + 2  # of all layers together, and of the warm-up
+    assert 4 <= calls[0] <= outcome.steps + 2  # calls for all layers together, and for the warm-up
     assert answers(found, requests) == answers(wanted, requests) != set()
     assert apart(wanted, found) < 0.05
 
 
-def test_what_a_store_is_told_ahead(model: Decoder) -> None:
-    """The look-ahead of decoding, in steps of half of it, and never below that."""
+def test_look_ahead_passed_to_a_store(model: Decoder) -> None:
+    """The store gets the look-ahead of decoding in steps of half of it, and never less than that
+    half.
+    """
     told: list[tuple[int, int]] = []
     ended: list[tuple[int, int]] = []
 
@@ -355,8 +366,8 @@ def test_what_a_store_is_told_ahead(model: Decoder) -> None:
     with closing(Told(TINY, LONGEST, 1, 4 << 20, 1, CPU)) as store:
         outcome, _ = run(model, store, kernels("1"), [Request(70, 30), Request(9, 1)], ahead=8)
     assert outcome.finished == 2
-    assert [tokens for _, tokens in ended] == [70, 9]  # the last chunk alone
-    assert outcome.short_s > 0, "one waited for the only slot"
+    assert [tokens for _, tokens in ended] == [70, 9]  # only the last chunk of each prompt
+    assert outcome.short_s > 0, "one request waited for the only slot"
     assert outcome.short_batch_s == pytest.approx(outcome.short_s)
     answer = [(rows, length) for rows, length in told if 70 <= rows < 99]
     assert {length % 4 for _, length in answer} == {0}
@@ -364,7 +375,7 @@ def test_what_a_store_is_told_ahead(model: Decoder) -> None:
 
 
 def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
-    """The comparison of logits can fail: one entry of the table is another block."""
+    """Shows that the comparison of logits can fail: one table entry names a wrong block."""
 
     class Wrong(Paged):
         def upload(self) -> None:
@@ -379,15 +390,16 @@ def test_a_wrong_block_table_is_seen(model: Decoder) -> None:
 
 
 class Later(Paged):
-    """Memory that is there a step after a slot's was asked for; keeps what was asked for."""
+    """A store whose memory is ready one step after it was requested; records the requests."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.told: dict[int, int] = {}  # tokens, by slot
+        self.told: dict[int, int] = {}  # requested tokens, by slot
         self.there: dict[int, int] = {}
         self.begun: set[int] = set()
-        self.held_early: list[tuple[int, int]] = []  # a slot's first tokens
-        self.largest = 0  # slots whose prompts began to be asked for at a time
+        # (slot, tokens) of slots that were held before their memory was ready
+        self.held_early: list[tuple[int, int]] = []
+        self.largest = 0  # the most slots whose prompts were first requested in one call
 
     def settle(self) -> None:
         super().settle()
@@ -416,7 +428,7 @@ class Later(Paged):
         return super().hold(slots, lengths)
 
 
-def test_a_prompt_begins_once_the_store_has_made_its_memory(model: Decoder) -> None:
+def test_a_prompt_starts_once_the_store_has_its_memory_ready(model: Decoder) -> None:
     with closing(make("16", 4 << 20)) as store:
         prompt, wanted = run(model, store, kernels("16"), REQUESTS)
         assert prompt.late == 0
@@ -435,10 +447,10 @@ def test_steps_read_prompts_while_the_next_ones_get_their_memory(model: Decoder)
     for kind in (Paged, Later):
         with closing(kind(TINY, LONGEST, 4, 4 << 20, 16, CPU)) as store:
             steps.append(run(model, store, kernels("16"), many)[0].steps)
-    assert steps[1] <= steps[0] + 1  # the first prompt has nothing to hide behind
+    assert steps[1] <= steps[0] + 1  # no step can overlap the first prompt's wait
 
 
-def test_who_never_is_ready_is_served_where_nobody_else_is(model: Decoder) -> None:
+def test_a_request_that_is_never_ready_runs_alone(model: Decoder) -> None:
     class Never(Paged):
         def ready(self, slot: int, tokens: int) -> bool:
             return False
@@ -454,23 +466,24 @@ def test_memory_too_small_for_one_request_is_an_error(model: Decoder) -> None:
         run(model, store, kernels("16"), [Request(100, 5)])
 
 
-def test_what_does_not_fit_a_slot_is_refused(model: Decoder) -> None:
+def test_a_request_larger_than_a_slot_is_rejected(model: Decoder) -> None:
     with closing(make("16", 4 << 20)) as store, pytest.raises(ValueError, match="a slot holds 256"):
         run(model, store, kernels("16"), [Request(200, 100)])
 
 
-def test_time_that_runs_out_ends_the_run(model: Decoder) -> None:
+def test_a_run_stops_at_its_time_limit(model: Decoder) -> None:
     with closing(make("16", 4 << 20)) as store:
         outcome, _ = run(model, store, kernels("16"), REQUESTS, limit_s=0.0)
         assert outcome.cut
         assert store.held().held == 0
 
 
-def test_slots_leave_some_pages_to_requests_that_run() -> None:
+def test_slots_leave_some_pages_to_running_requests() -> None:
     with closing(make("slots", 200 * 4096)) as store:
         assert isinstance(store, Slots)
         layout = store.cache.layout
-        assert LONGEST * layout.row_bytes * layout.num_tensors == 64 * 4096  # a request's pages
+        # the pages of a request
+        assert LONGEST * layout.row_bytes * layout.num_tensors == 64 * 4096
         page_rows = 4096 // layout.row_bytes
         slots = [taken(store)[0] for _ in range(3)]
         whole = [(slot, LONGEST) for slot in slots[:2]]
@@ -478,13 +491,13 @@ def test_slots_leave_some_pages_to_requests_that_run() -> None:
         assert not store.fits([*whole, (slots[2], 2 * page_rows)], LONGEST)  # all
 
 
-def test_blocks_are_given_out_and_taken_back() -> None:
+def test_blocks_are_allocated_and_freed() -> None:
     with closing(make("16", 16 * TINY.token_bytes * 10)) as store:
         assert isinstance(store, Paged)
         (one, _), (other, _) = taken(store), taken(store)
         assert store.hold([one, other], [17, 100])  # 2 and 7 blocks
         assert store.held().held == 9 * 16 * TINY.token_bytes
-        assert not store.hold([one, other], [33, 129])  # 1 and 2 more: 1 is left
+        assert not store.hold([one, other], [33, 129])  # 1 and 2 more blocks: only 1 is free
         assert store.held().held == 9 * 16 * TINY.token_bytes
         assert not store.fits([(other, 112)], 17)
         assert store.fits([(other, 112)], 16)
@@ -501,7 +514,7 @@ def test_blocks_are_given_out_and_taken_back() -> None:
         assert store.held().held == 0
 
 
-def test_static_slots_are_those_that_the_memory_has_room_for() -> None:
+def test_the_number_of_static_slots_follows_from_the_memory() -> None:
     with closing(make("static", 3 * LONGEST * TINY.token_bytes + 1, slots=8)) as store:
         assert store.slots == 3
         assert [store.take(np.zeros(1, np.int32)) for _ in range(4)].count(None) == 1
@@ -512,7 +525,7 @@ def test_static_slots_are_those_that_the_memory_has_room_for() -> None:
 # ---- arrivals ------------------------------------------------------------------------------------
 
 
-def test_arrivals_are_those_of_the_trace(tmp_path: Path) -> None:
+def test_arrivals_match_the_trace(tmp_path: Path) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -531,7 +544,8 @@ def test_arrivals_are_those_of_the_trace(tmp_path: Path) -> None:
     assert times == [(0.0, 1), (0.0, 1), (0.5, 501)]
     timeless = tmp_path / "timeless.csv"
     timeless.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,374,44\n")
-    assert read_trace(timeless) == [Request(374, 44)]  # which nobody asked for times
+    # a trace without times, read without asking for them
+    assert read_trace(timeless) == [Request(374, 44)]
     with pytest.raises(InvalidArgument, match="soon"):
         read_arrivals(timeless)
 
@@ -562,7 +576,7 @@ def test_workloads_choose_and_shift_the_requests_of_a_trace(tmp_path: Path) -> N
         args = parser.parse_args(["serve", "--trace", str(trace), *words])
         return serve_command._workload(args, longest, 1)
 
-    assert [one.at for one in arrivals()] == [0, 1, 2, 3, 4]  # two are longer than a slot
+    assert [one.at for one in arrivals()] == [0, 1, 2, 3, 4]  # two requests are longer than a slot
     assert arrivals("--skip", "1", "--requests", "2", "--speed-up", "4") == [
         Arrival(0.0, Request(200, 8)),
         Arrival(0.25, Request(300, 8)),
@@ -582,7 +596,7 @@ def test_workloads_choose_and_shift_the_requests_of_a_trace(tmp_path: Path) -> N
 
 
 def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # every step
+    monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # sample at every step
     ready: list[int] = []
     take = Slots.take
 
@@ -613,8 +627,8 @@ def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arm in set(arms) - {"contiguous", AGAIN}:
         assert rows[f"difference/{arm}"]["value"] <= serve_command._BOUND
     tokens = {rows[f"tokens/{arm}"]["value"] * rows[f"makespan/{arm}"]["value"] for arm in arms}
-    assert max(tokens) == pytest.approx(min(tokens), rel=1e-4)  # everybody did the same work
-    # Larger pages and blocks waste more, and static slots most.
+    assert max(tokens) == pytest.approx(min(tokens), rel=1e-4)  # all arms did the same work
+    # Larger pages and blocks waste more, and static slots the most.
     wasted = {arm: rows[f"wasted/{arm}"]["value"] for arm in arms}
     assert wasted["static"] > wasted["2M"] > wasted["contiguous"]
     assert wasted["paged128"] > wasted["paged16"]
@@ -633,7 +647,7 @@ def test_a_quick_run_shrinks_long_prompts_until_they_fit(tmp_path: Path) -> None
     assert makespan["finished"] == [1]
 
 
-def test_runs_of_which_one_measured_nothing_are_joined(tmp_path: Path) -> None:
+def test_merging_runs_of_which_one_measured_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "too_long.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n90000,100\n")
     words = ["bench", "serve", "--quick", "--backend", "host", "--trace", str(trace)]
@@ -645,7 +659,7 @@ def test_runs_of_which_one_measured_nothing_are_joined(tmp_path: Path) -> None:
     assert "no request" in part["missing"][0]["why"]
 
 
-def test_conversations_find_what_was_said_before(tmp_path: Path) -> None:
+def test_conversations_reuse_earlier_turns(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
     words += ["--workload", "prefixes", "--slots", "1", "--no-check", "--rate", "1000"]
@@ -656,12 +670,13 @@ def test_conversations_find_what_was_said_before(tmp_path: Path) -> None:
         for row in part["rows"]
         if row["id"].startswith("prefixes/shared")
     }
-    # Four talks of 127 tokens, then two go on: 7 units of 16 each are there, and no block of 128.
+    # Four conversations of 127 tokens, then two continue: 7 units of 16 each are cached, but no
+    # block of 128.
     assert shared == {"contiguous": 224, "paged16": 224, "paged128": 0}
 
 
 def test_an_arm_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' results are kept."""
+    """The results of the other arms are kept."""
 
     def broken(*args: Any) -> None:
         raise RuntimeError("no blocks today")
@@ -702,7 +717,7 @@ def test_vllm_that_cannot_run_says_why(
     assert (missing["id"].partition("/")[2], missing["why"]) == ("makespan/vllm", why)
 
 
-def test_pages_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_page_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
     real = Forward.launch
 
@@ -722,14 +737,14 @@ def test_pages_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_arm_that_fails_midway_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its store is closed although the error's frames held tensors of it."""
+    """Its store is closed although the frames of the error held tensors of it."""
     opened: list[Store] = []
     launch = Forward.launch
 
     def failing(self: Forward, works: list[Work]) -> Any:
         if isinstance(self.store, Slots):
             opened.append(self.store)
-            held = self.store.layers[0]  # in the frame of the traceback
+            held = self.store.layers[0]  # held by the frame of the traceback
             raise RuntimeError(f"illegal access near {held[0].shape}")
         return launch(self, works)
 
@@ -751,10 +766,10 @@ def test_an_arm_that_fails_midway_leaves_no_memory_behind(
             store.cache.stats()
 
 
-def test_an_arm_that_computes_something_else_is_not_measured(
+def test_an_arm_with_wrong_results_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others' results are kept, and the run fails."""
+    """The results of the other arms are kept, and the run fails."""
     upload = Paged.upload
 
     def wrong(self: Paged) -> None:
@@ -776,9 +791,9 @@ def test_an_arm_that_computes_something_else_is_not_measured(
 
 
 def result(path: Path, arms: dict[str, list[float]], waited: float = 1.0, **changed: Any) -> Path:
-    """A run with the tokens a second of each arm's rounds; those below 0: its time ran out.
+    """Writes a run with each arm's tokens per second by round; negative: the round ran out of time.
 
-    For `waited` seconds of each round requests waited for memory, while 3 were in a step.
+    In each round, requests waited for memory for `waited` seconds, while 3 were in a step.
     """
     options = {"backend": "stock", "quick": False, "workload": "azure", "limit": 20 << 30}
     options |= {"arms": list(arms), "deadline": float(len(arms)), **changed}
@@ -804,7 +819,7 @@ def result(path: Path, arms: dict[str, list[float]], waited: float = 1.0, **chan
     return path
 
 
-def test_runs_are_joined_by_their_reference(tmp_path: Path, capsys: Any) -> None:
+def test_runs_are_merged_by_their_reference(tmp_path: Path, capsys: Any) -> None:
     fast = result(tmp_path / "a.json", {"contiguous": [100.0, 300.0], "2M": [100.0, 100.0]})
     slow = result(tmp_path / "b.json", {"contiguous": [50.0], "paged16": [40.0]})
     last = result(tmp_path / "c.json", {"contiguous": [60.0], AGAIN: [66.0], "paged16": [60.0]})
@@ -817,13 +832,13 @@ def test_runs_are_joined_by_their_reference(tmp_path: Path, capsys: Any) -> None
     assert rows["azure/tokens/contiguous"]["rounds"] == [100, 300, 50, 60]
     assert rows["azure/tokens/contiguous"]["value"] == 80
     assert rows["azure/tokens/contiguous"]["by_run"] == [[0, 200], [1, 50], [2, 60]]
-    assert rows["azure/difference/contiguous"]["value"] == 0.02  # the worst
+    assert rows["azure/difference/contiguous"]["value"] == 0.02  # the worst of the runs
     aims = {aim["id"]: aim for aim in data["aims"]}
-    # Each against the reference of its own runs: the card was slower in the second.
+    # Each is relative to the reference of its own run: the GPU was slower in the second.
     assert aims["tokens_2M"]["value"] == 2.0
     assert aims["tokens_2M"]["pass"]
     assert aims["tokens_paged16"]["value"] == pytest.approx((50 / 40 + 1) / 2)
-    assert aims["tokens_paged16"]["aim"] == 0.95  # equal arms are 10 % apart, and 5 % excuse
+    assert aims["tokens_paged16"]["aim"] == 0.95  # equal arms are 10 % apart, which excuses 5 %
     assert "what contiguous is" in aims["tokens_paged16"]["what"]
     assert aims["batch_2M"]["why"] == "2M has 0"
     assert "what paged16 is" in capsys.readouterr().out
@@ -837,7 +852,7 @@ def test_runs_are_joined_by_their_reference(tmp_path: Path, capsys: Any) -> None
         ({"fa3": [1.0], "contiguous": [1.0]}, {}, "no reference in common: contiguous, fa3"),
     ],
 )
-def test_runs_of_different_things_are_not_joined(
+def test_runs_with_different_options_are_not_merged(
     tmp_path: Path, capsys: Any, arms: dict[str, list[float]], changed: dict[str, Any], why: str
 ) -> None:
     one = result(tmp_path / "a.json", {"contiguous": [1.0]})
@@ -848,7 +863,7 @@ def test_runs_of_different_things_are_not_joined(
     assert not out.exists()
 
 
-def test_a_part_of_a_workload_is_held_against_nothing(tmp_path: Path) -> None:
+def test_a_partial_workload_is_not_compared(tmp_path: Path) -> None:
     one = result(tmp_path / "a.json", {"contiguous": [5.0], "paged16": [-5.0], "fa3": [5.0]})
     out = tmp_path / "all.json"
     assert main(["bench", "serve", "--out", str(out), "--merge", str(one)]) == 0
@@ -858,7 +873,7 @@ def test_a_part_of_a_workload_is_held_against_nothing(tmp_path: Path) -> None:
     assert aims["tokens_fa3"]["value"] == 1.0
 
 
-def test_more_memory_helps_only_those_who_wait_for_it(tmp_path: Path) -> None:
+def test_an_aim_of_memory_applies_only_if_requests_wait(tmp_path: Path) -> None:
     out = tmp_path / "all.json"
     for waited, aim in ((1.0, 1.2), (0.0, None)):
         one = result(tmp_path / "a.json", {"contiguous": [5.0], "2M": [5.0]}, waited)
@@ -868,13 +883,14 @@ def test_more_memory_helps_only_those_who_wait_for_it(tmp_path: Path) -> None:
         assert aims["full_2M"]["value"] == (1.0 if waited else None)
 
 
-def test_a_run_that_was_cut_gives_way_to_one_that_was_not(tmp_path: Path) -> None:
+def test_a_complete_run_replaces_one_that_was_cut(tmp_path: Path) -> None:
     short = result(tmp_path / "a.json", {"contiguous": [5.0], "static": [-9.0]})
     whole = result(tmp_path / "b.json", {"contiguous": [5.0], "static": [4.0]})
     out = tmp_path / "all.json"
     assert main(["bench", "serve", "--out", str(out), "--merge", str(short), str(whole)]) == 0
     data = json.loads(out.read_text())
-    assert data["format"] == "vmem-bench-serve/1"  # so that it is shown, and joined, as its parts
+    # the merged file has the format of its parts, so it can be shown and merged in turn
+    assert data["format"] == "vmem-bench-serve/1"
     rows = {row["id"]: row for row in data["parts"]["azure"]["rows"]}
     assert rows["azure/tokens/static"]["rounds"] == [4.0]
     assert not rows["azure/makespan/static"]["cut"]
@@ -886,8 +902,8 @@ def test_a_run_that_was_cut_gives_way_to_one_that_was_not(tmp_path: Path) -> Non
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def test_two_ranks_compute_what_one_does(model: Decoder) -> None:
-    """Each has half of the heads and of the inner layer; their sums are the whole's."""
+def test_two_ranks_agree_with_one(model: Decoder) -> None:
+    """Each rank has half of the heads and of the inner layer; the sums equal the full result."""
     with closing(make("16", 4 << 20)) as store:
         _, wanted = run(model, store, kernels("16"), REQUESTS)
     parts: list[Any] = [None, None]
@@ -918,13 +934,13 @@ def test_two_ranks_compute_what_one_does(model: Decoder) -> None:
     assert apart(found[0], found[1]) == 0
 
 
-def test_heads_that_cannot_be_divided_are_refused() -> None:
+def test_indivisible_heads_are_rejected() -> None:
     with pytest.raises(ValueError, match="2 KV heads cannot be split over 3 ranks"):
         TINY.on_ranks(3)
     assert YI_34B.on_ranks(2).token_bytes == 120 << 10
 
 
-def test_a_rank_that_answers_otherwise_is_seen() -> None:
+def test_a_rank_with_another_answer_is_detected() -> None:
     store = make("16", 4 << 20)
     steps = [ranks.Step([("take", (np.zeros(1, np.int32),), (7, 0))], None)]
     group: Any = SimpleNamespace(rank=1, tell=lambda: steps.pop(0))
@@ -935,8 +951,8 @@ def test_a_rank_that_answers_otherwise_is_seen() -> None:
         ranks._follow(group, cast(Forward, SimpleNamespace(store=store)))
 
 
-def test_other_ranks_are_told_at_once_what_is_needed_next() -> None:
-    """A store that maps nothing ahead costs no message."""
+def test_look_ahead_is_sent_to_other_ranks_immediately() -> None:
+    """A store that maps nothing ahead needs no message."""
     told: list[ranks.Step] = []
     group: Any = SimpleNamespace(tell=told.append)
     for store, steps in (
@@ -994,7 +1010,7 @@ def test_slots_keep_memory_that_no_request_needs() -> None:
 
 
 def test_two_processes_serve_as_one(tmp_path: Path) -> None:
-    """Ranks as started by torchrun, on the CPU: every arm, equal answers, a single result."""
+    """Starts ranks as torchrun does, on the CPU: every arm, equal answers, a single result."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -1016,7 +1032,7 @@ def test_two_processes_serve_as_one(tmp_path: Path) -> None:
             process.kill()
     assert [process.returncode for process in both] == [0, 0], texts
     assert "makespan/static" in texts[0]
-    assert "makespan" not in texts[1]  # one report
+    assert "makespan" not in texts[1]  # only rank 0 prints the report
     assert "nothing was measured" not in texts[1]
     data = json.loads(out.read_text())
     assert data["options"]["ranks"] == 2
@@ -1028,7 +1044,9 @@ def test_two_processes_serve_as_one(tmp_path: Path) -> None:
     assert found["difference/paged16"]["value"] <= serve_command._BOUND
 
 
-def test_an_arm_that_a_rank_cannot_make_runs_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_that_one_rank_cannot_create_runs_on_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     group = object.__new__(ranks.Group)
     group.rank, group.size, group._control = 0, 2, None
 

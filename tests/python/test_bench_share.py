@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench sglang --part share` without engines: its requests, its rows and its table."""
+"""Checks `vmem bench sglang --part share` without engines: its requests, its rows and its table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vmem_bench.sglang.tables import shared
 from vmem_bench.vllm.loads import Heard, tiny
 
 
-def test_bursts_take_turns() -> None:
-    """A burst is as long as asked for, and while it comes the other engine has no burst."""
+def test_bursts_alternate() -> None:
+    """A burst has the requested length, and no other engine has a burst at the same time."""
     loads = bursts(tiny(20), 700, 3, 8.0)
     assert sorted(loads) == sorted(ENGINES)
     for place, engine in enumerate(ENGINES):
@@ -31,7 +31,8 @@ def test_bursts_take_turns() -> None:
             assert [one.at for one in load if begin + 0.5 <= one.at < begin + 8.0] == [
                 begin + 4.0 + k for k in range(4)
             ]
-    assert loads["vllm"][0].request != loads["sglang"][0].request  # another stretch
+    # each engine gets a different part of the trace
+    assert loads["vllm"][0].request != loads["sglang"][0].request
 
 
 def heard(first: list[float], tokens: int, seconds: float) -> Heard:
@@ -62,18 +63,18 @@ def test_rows_and_table() -> None:
     assert rows["over/p99/vllm"]["half_width"] == pytest.approx(0.0, abs=1e-6)
     assert rows["p50/both/static"]["rounds"] == pytest.approx([200, 600])
     assert rows["rate/vllm/elastic"]["value"] == 100
-    assert rows["rate/both/static"]["value"] == 50  # 200 tokens, until the slower has ended
+    assert rows["rate/both/static"]["value"] == 50  # 200 tokens, over the time of the slower engine
     assert rows["requests/sglang/elastic"]["value"] == 4
     assert rows["most/vllm/static"]["value"] == 1 << 29
     assert rows["most/both/elastic"]["value"] == 1 << 30
     lines = {line[0]: line[1:] for line in shared(rows)}
     assert lines["first token of vLLM, p99, ms"][2].startswith("0.25")
     assert lines["GB of keys and values of both, peak"] == ["1.074", "1.074", ""]
-    assert not any("at rest" in title or "device" in title for title in lines)  # not yet measured
+    assert not any("at rest" in title or "device" in title for title in lines)  # not measured yet
 
 
 def test_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept run has its words and its table on the page of SGLang's results."""
+    """A kept run appears with its description and table on the page of SGLang's results."""
     found = Found(3 << 30)
     for arm in ("static", "elastic"):
         found.heard[arm].append({name: heard([0.1, 0.3], 5, 1.0) for name in ENGINES})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench sharing` and `vmem bench swap`: what forks save, and preemption in two ways."""
+"""Checks `vmem bench sharing` and `vmem bench swap`: memory saved by forks, and two ways to
+preempt.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +30,25 @@ def blocks(rows: int, longest: int = 1024) -> Layout:
 
 def test_samples_share_the_full_blocks_of_their_prompt() -> None:
     family = Family(blocks(16), 40, 3)
-    assert (family.held, family.alone) == (2 + 3, 9)  # two full ones, and a partly filled each
+    # two full blocks, and a partly filled one each
+    assert (family.held, family.alone) == (2 + 3, 9)
     for _ in range(9):
         family.step([0, 1, 2])
     assert (family.held, family.alone) == (2 + 3 * 2, 12)
 
 
-def test_beams_that_die_give_back_what_was_theirs() -> None:
+def test_dropped_beams_free_their_blocks() -> None:
     family = Family(blocks(4), 4, 2)
     for _ in range(8):
         family.step([0, 1])
     assert family.held == 1 + 2 * 2
-    family.step([1, 1])  # both go on from the second: its full blocks are shared
+    family.step([1, 1])  # both continue from the second: its full blocks are shared
     assert (family.held, family.alone) == (3 + 2, 8)
     assert saved(blocks(4), 4, [[0, 0]] * 2) == pytest.approx(1 - (1 + 3 + 3) / (2 + 4 + 4))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_cache_with_real_pages_holds_as_many(seed: int) -> None:
+def test_a_real_cache_holds_as_many_pages(seed: int) -> None:
     rng = random.Random(seed)
     width, prompt = 4, rng.randrange(1, 70)
     config = KVCacheConfig(**SHAPE, max_batch=2 * width, max_seq_len=256, page_size=4096)
@@ -84,7 +87,7 @@ def test_a_cache_with_real_pages_holds_as_many(seed: int) -> None:
 
 
 class Words:
-    """A tokenizer of a few ids."""
+    """A tokenizer with a few ids."""
 
     chat_template = None
 
@@ -92,9 +95,7 @@ class Words:
         return {"input_ids": [1 + ord(letter) % 60 for letter in text[:12]]}
 
 
-def test_beams_are_those_of_transformers_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beams_match_transformers_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
@@ -156,14 +157,14 @@ def test_swapping_and_computing_again(tmp_path: Path) -> None:
     for way in ("pages", "prefix", "blocks/16", "blocks/64"):
         assert found[f"swap/200/{way}/out"]["n"] == found[f"swap/200/{way}/in"]["n"] == 2
     assert found["swap/200/again"]["n"] == 2
-    assert found["swap/200/blocks/16/pieces"]["value"] == 13 * 4  # tensors: 2 layers, K and V
+    assert found["swap/200/blocks/16/pieces"]["value"] == 13 * 4  # per tensor: 2 layers, K and V
     aims = {aim["id"]: aim["value"] for aim in data["aims"]}
     assert aims.keys() == {"200_pages", "200_blocks_16", "200_blocks_64"}
     assert all(value > 0 for value in aims.values())
 
 
 @pytest.mark.parametrize("way", ["pages", "blocks"])
-def test_rows_that_come_back_changed_fail_the_run(
+def test_rows_changed_by_swapping_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     pytest.importorskip("torch")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables of the benchmarks of the cache and of attention, from quick runs."""
+"""Checks the tables of the benchmarks of the cache and of attention, from quick runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quick run of each that says it was a full one, and one that does not."""
+    """Runs every benchmark in its quick form; writes each result twice, once marked as a full
+    run.
+    """
     folder = tmp_path_factory.mktemp("results")
     for name, options in COMMANDS.items():
         out = folder / f"{name}.json"
         words = ["bench", name, "--quick", "--backend", "host", "--out", str(out), *options]
-        words += ["--deadline", "9000"]  # a machine under load is no failure
+        words += ["--deadline", "9000"]  # a slow machine must not fail the test
         assert main(words) == 0
         data = json.loads(out.read_text())
         (folder / f"{name}-quick.json").write_text(json.dumps(data))
@@ -47,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_one_table_of_each(name: str, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_table_per_result(name: str, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readme_cache, "RESULTS", results)
     monkeypatch.setattr(readme_cache, "ROOT", results)
     lines = readme_cache.CACHE_PARTS[name]([])
@@ -61,7 +63,7 @@ def test_one_table_of_each(name: str, results: Path, monkeypatch: pytest.MonkeyP
     assert not any("None" in line or "nan" in line for line in body)
 
 
-def test_parts_are_asked_for_when_there_is_a_result(
+def test_a_missing_place_for_a_result_is_an_error(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in readme_tables.files()}
@@ -104,7 +106,7 @@ def test_links_of_a_part_are_relative_to_its_file() -> None:
     )
 
 
-def test_a_row_of_a_result_is_a_line() -> None:
+def test_a_result_has_a_line_per_row() -> None:
     rows = [{"id": f"part/{n}", "median": n / 3, "note": "x" * 200} for n in range(5)]
     document = {"format": "f", "parts": {"part": {"rows": rows, "missing": []}}, "empty": {}}
     text = record.lines(document)
@@ -113,10 +115,10 @@ def test_a_row_of_a_result_is_a_line() -> None:
     assert all(line.count('"id"') <= 1 for line in text.splitlines())
 
 
-def test_committed_results_have_a_line_for_a_row() -> None:
+def test_committed_results_have_a_line_per_row() -> None:
     for path in sorted(readme_index.RESULTS.glob("*.json")):
         text = path.read_text(encoding="utf-8")
-        if path.name.startswith("driver-"):  # the driver's tests write these: a line a test
+        if path.name.startswith("driver-"):  # written by the driver's tests, with a line per test
             assert len(text.splitlines()) == len(json.loads(text)["tests"]) + 4, path.name
         else:
             assert text == record.lines(json.loads(text)) + "\n", path.name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem probe --report`: complete, and without what is the user's own."""
+"""Description: `vmem probe --report` is complete and has no private data of the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyvmem.commands.cli import main
 from pyvmem.selftest.run import CHECKS
 
 
-def test_every_back_end_and_version_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_every_back_end_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--report"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("```text\n")
@@ -29,7 +29,7 @@ def test_every_back_end_and_version_is_in_it(capsys: pytest.CaptureFixture[str])
         assert word in said
 
 
-def test_nothing_of_the_user_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_no_private_data(capsys: pytest.CaptureFixture[str]) -> None:
     main(["probe", "--report"])
     said = capsys.readouterr().out
     assert str(Path.home()) not in said
@@ -39,7 +39,7 @@ def test_nothing_of_the_user_is_in_it(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_file_has_the_outcome_of_each_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside what is printed otherwise, with nothing of the user's."""
+    """Besides the usual output, the file has each check's outcome, without private data."""
     file = tmp_path / "report.md"
     assert main(["probe", "--report", str(file)]) == 0
     report, said = file.read_text(encoding="utf-8"), capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_a_check_that_fails_is_in_the_file(
     assert "FAILED; report: " in capsys.readouterr().out
 
 
-def test_where_the_file_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main(["probe", "--report", "/proc/report.md"])
     assert raised.value.code == 2
@@ -95,7 +95,7 @@ def test_any_home(monkeypatch: pytest.MonkeyPatch, home: str, found: str) -> Non
     assert bug_report.scrub("/dev/x /rootfs /root") == found
 
 
-def test_modules_with_what_taints_them() -> None:
+def test_modules_with_their_taints() -> None:
     lines = (
         "nvidia_uvm 4890624 2 - Live 0x0000000000000000 (OE)\n"
         "ext4 1130496 2 - Live 0x0000000000000000\n"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Counts the Python functions that a call of the cache runs: its cost on any machine.
+"""Counts the Python functions that a call of the cache runs: its cost, whatever the machine.
 
-Counted are the functions of the package that are entered or gone on with, each page and each slot
-that a loop calls a function for included, so that a number that grows with either is seen.
+The count is of entries into functions of the package and resumptions of its generators. It includes
+a function that a loop calls per page or slot, so a cost that grows with either shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pyvmem.memory import streams
 __all__ = ["gpu"]
 
 PACKAGE = str(Path(pyvmem.__file__).parent)
-ROWS = 16  # tokens of a page
+ROWS = 16  # tokens per page
 
 
 class Calls(NamedTuple):
@@ -97,7 +97,8 @@ def test_a_step(context: Context, growing: int) -> None:
         for _ in range(growing):
             lens[cache.alloc_reqid() or 0] = ROWS // 2
         assert cache.step(lens) == 0
-        joins = Caps.JOIN in context.info.caps  # such a back end has few mappings: they are counted
+        # such a back end has few mappings, so the cache counts them
+        joins = Caps.JOIN in context.info.caps
         idle = calls_of(lambda: cache.step(lens))
         assert idle.result == 0
         assert idle.count <= 8 + joins, idle
@@ -113,7 +114,7 @@ def test_a_step(context: Context, growing: int) -> None:
 
 @pytest.mark.parametrize("growing", [1, 100])
 def test_a_step_with_growth_ahead(context: Context, growing: int) -> None:
-    """The next pages are there when they are needed; a step that looks for more finds none."""
+    """The next pages are ready when needed; a step that looks for more finds none."""
     with cache_of(context, pages=64, slots=128, layers=1, ahead_tokens=4) as cache:
         lens = [0] * 128
         for _ in range(growing):
@@ -135,7 +136,7 @@ def test_a_step_with_growth_ahead(context: Context, growing: int) -> None:
 
 
 @pytest.mark.parametrize("growing", [1, 100])
-def test_a_step_that_is_begun(context: Context, growing: int) -> None:
+def test_a_step_async(context: Context, growing: int) -> None:
     with cache_of(context, pages=64, slots=128, layers=1) as cache:
         lens = [0] * 128
         for _ in range(growing):
@@ -155,7 +156,7 @@ KINDS = {
     "sliding and full": [(1, WINDOW), (2, 0)],
     "three groups": [(1, WINDOW), (1, 0), (2, 0)],
 }
-"""Of each layer, its heads and its window: layers that differ are groups of their own."""
+"""The heads and window of each layer; unequal layers form separate groups."""
 
 
 def layered_cache_of(context: Context, kind: str, slots: int) -> LayeredCache:
@@ -186,7 +187,7 @@ def test_a_step_of_several_groups(context: Context, kind: str) -> None:
         assert grown.result == 0
         assert context.stats().batches == batches + 1
         assert cache.stats().mapped_bytes > mapped
-        counts = 2 * len(cache.caches) * (Caps.JOIN in context.info.caps)  # of the mappings
+        counts = 2 * len(cache.caches) * (Caps.JOIN in context.info.caps)  # the counts of mappings
         assert grown.count <= 30 + counts, grown
         batches = context.stats().batches
         begun = calls_of(lambda: cache.step_async([(2 * ROWS + 1) * (n > 0) for n in lens]))
@@ -199,7 +200,7 @@ def test_a_step_of_several_groups(context: Context, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_several_groups_that_zeroes_is_one_batch(context: Context, kind: str) -> None:
-    """The pages of earlier owners, and new ones, of all groups together."""
+    """One batch zeroes the pages of earlier owners and maps new pages, for all groups together."""
     with layered_cache_of(context, kind, slots=32) as cache:
         taken = [cache.alloc_reqid() or 0 for _ in range(16)]
         assert cache.step([2 * ROWS * (one in taken) for one in range(32)]) == 0
@@ -213,7 +214,8 @@ def test_a_step_of_several_groups_that_zeroes_is_one_batch(context: Context, kin
         batches, after = context.stats().batches, cache.stats()
         assert after.zeroed_pages > before[1].zeroed_pages
         assert after.grown_pages > before[1].grown_pages
-        # Freed on a GPU's stream, they may have to be zeroed after that, by a second batch.
+        # On a GPU, the pages were freed on a stream: a second batch may have to zero them after its
+        # work.
         assert batches - before[0] <= 1 + (context.cuda_device is not None)
         assert grown.count <= 40 + 18 * 16 * len(cache.caches), grown
         cache.check_integrity()
@@ -221,7 +223,7 @@ def test_a_step_of_several_groups_that_zeroes_is_one_batch(context: Context, kin
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_step_in_which_windows_slide(context: Context, shared: bool) -> None:
-    count = 64 if context.info.granule < 2 << 20 else 8  # these would be 6 GiB
+    count = 64 if context.info.granule < 2 << 20 else 8  # more slots would be 6 GiB
     with layered_cache_of(context, "three groups", slots=count + 16) as cache:
         lens = [0] * (count + 16)
         first = cache.alloc_reqid() or 0
@@ -233,7 +235,7 @@ def test_a_step_in_which_windows_slide(context: Context, shared: bool) -> None:
         assert cache.step(lens) == 0
         longer = [(n + 1) * (n > 0) for n in lens]
         batches = context.stats().batches
-        slid = calls_of(lambda: cache.step(longer))  # each also crosses a page
+        slid = calls_of(lambda: cache.step(longer))  # each also crosses into a new page
         assert context.stats().batches - batches <= 2
         assert slid.result == 0
         assert all(cache.slots.first_rows(range(count)))
@@ -246,7 +248,7 @@ def test_a_step_in_which_windows_slide(context: Context, shared: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_shares_pages_of_several_groups_is_one_batch(context: Context, kind: str) -> None:
+def test_sharing_pages_of_several_groups_is_one_batch(context: Context, kind: str) -> None:
     def batches(call: Callable[[], Any]) -> tuple[Any, int]:
         before = context.stats().batches
         result = call()
@@ -262,7 +264,7 @@ def test_what_shares_pages_of_several_groups_is_one_batch(context: Context, kind
         assert mapped == 1
         lens[first] = rows
         assert cache.step(lens) == 0
-        # One that copies what is kept of a shared page, and one that puts it in its place.
+        # One batch copies the kept part of a shared page, and one maps the copy in its place.
         cut, mapped = batches(lambda: cache.truncate(child, rows - ROWS - 3))
         assert (cut, mapped) == (0, 2)
         cache.check_integrity()
@@ -286,7 +288,8 @@ def test_a_fork_and_a_truncation_of_several_groups(context: Context, kind: str) 
         lens[first] = rows + ROWS - 5
         assert cache.step(lens) == 0
         more = 6 * groups * (context.cuda_device is not None)
-        shared = calls_of(lambda: cache.fork(first))  # what the parent has written is shared now
+        # the first fork also shares the pages that the parent has written since
+        shared = calls_of(lambda: cache.fork(first))
         forked = calls_of(lambda: cache.fork(first))
         assert shared.count <= 37 + 25 * groups + more, shared
         assert forked.count <= 37 + 13 * groups + more, forked
@@ -296,7 +299,7 @@ def test_a_fork_and_a_truncation_of_several_groups(context: Context, kind: str) 
         cache.check_integrity()
 
 
-def test_a_step_that_is_refused(context: Context) -> None:
+def test_a_step_without_memory(context: Context) -> None:
     with cache_of(context, pages=64, slots=128, layers=1) as cache:
         lens = [0] * 128
         for _ in range(4):
@@ -308,19 +311,19 @@ def test_a_step_that_is_refused(context: Context) -> None:
         lens[first] = 5 * ROWS
         refused = calls_of(lambda: cache.step(lens))
         assert refused.result == -1
-        # Where mappings are limited, they are counted with a function more.
+        # With limited mappings, one more function counts them.
         assert refused.count <= 50 + bool(context.info.max_mappings), refused
 
 
 def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
-    """The functions that a fork and requests with a recorded prefix of so many pages run."""
+    """Counts the functions of a fork and of requests with a cached prefix of `pages` pages."""
     found = {}
     with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
         lens, tokens = [0] * 8, list(range(pages * ROWS))
         first = cache.alloc_reqid() or 0
         lens[first] = pages * ROWS - 3
         assert cache.step(lens) == 0
-        # As an engine that has run for a while: what the back end can do was asked before.
+        # As in an engine that has run for a while: the back end's capabilities were queried before.
         cache.free_reqid(cache.fork(first, ROWS) or 0)
         cache.trim()
         forked = calls_of(lambda: cache.fork(first))
@@ -341,7 +344,7 @@ def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
     return found
 
 
-def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> None:
+def test_sharing_costs_the_same_for_any_length(context: Context) -> None:
     short = shared(context, 4, 1)
     assert shared(context, 200, 1) == short
     assert shared(context, 4, 16) == short, "for any number of tensors"
@@ -350,14 +353,15 @@ def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> No
 
 
 def freed(context: Context, pages: int, layers: int) -> dict[str, int]:
-    """The functions of frees that record so many pages: of a prompt, of its next turn, and again.
+    """Counts the functions of frees that record `pages` pages: of a prompt, of its next turn, and
+    again.
 
-    No batch is under way, so that the worker's pace changes nothing.
+    No batch is in flight, so the worker's pace does not matter.
     """
     found = {}
     with cache_of(context, pages=pages + 4, slots=8, layers=layers) as cache:
         prompt = list(range(pages * ROWS + 3))
-        turns = {  # the first as an engine that has run for a while
+        turns = {  # the first stands for an engine that has run for a while
             "settled": list(range(1_000_000, 1_000_000 + 2 * ROWS)),
             "prompt": prompt,
             "next turn": prompt + list(range(2 * ROWS)),
@@ -385,7 +389,7 @@ def test_a_free_that_records_costs_the_same_for_any_length(context: Context) -> 
 
 
 def truncated(context: Context, pages: int, layers: int) -> dict[str, int]:
-    """The functions of truncations, within pages of a request's own and within shared ones."""
+    """Counts the functions of truncations, within a request's own pages and within shared ones."""
     found = {}
     with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
         lens = [0] * 8
@@ -419,14 +423,12 @@ def test_a_truncation_costs_the_same_for_any_length(context: Context) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "torch"])
-def test_what_shares_pages_after_gpu_work(
-    name: str, gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same where a stream's work must be ordered first, as it is on every GPU."""
+def test_sharing_after_gpu_work(name: str, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where a stream's work must be ordered first, as on every GPU."""
 
     def after_items(after: Any, device: int | None) -> Any:
         streams.after_items(after, device)
-        return pyvmem._native.AFTER_NONE, []  # the stand-in's events are none of libvmem's
+        return pyvmem._native.AFTER_NONE, []  # libvmem does not know the stand-in's events
 
     with open_context("host", pool_high=pyvmem.KEEP_ALL) as context:
         context.cuda_device = 0
@@ -457,7 +459,7 @@ def test_what_shares_pages_after_gpu_work(
             begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))
             assert begun.result[1] == 20 * ROWS
             assert gpu.log == [(number, "waits for", event)] * 2
-            # A fork looks what is in its way, waits for it without the lock, and looks again.
+            # A fork lists what it must wait for, waits without the lock, and checks again.
             for calls in (forked, resumed, begun):
                 assert calls.count <= 102, calls
             gpu.over = True
@@ -465,9 +467,9 @@ def test_what_shares_pages_after_gpu_work(
 
 
 @pytest.mark.parametrize("slots", [8, 1024])
-def test_a_slot_taken_and_given_back(context: Context, slots: int) -> None:
+def test_allocating_and_freeing_a_slot(context: Context, slots: int) -> None:
     with cache_of(context, pages=4, slots=slots, layers=1) as cache:
-        for _ in range(3):  # as an engine that has run for a while finds it
+        for _ in range(3):  # the state in an engine that has run for a while
             cache.free_reqid(cache.alloc_reqid(ROWS) or 0)
         taken = calls_of(lambda: cache.alloc_reqid(ROWS))
         assert taken.count <= 40, taken
@@ -475,7 +477,7 @@ def test_a_slot_taken_and_given_back(context: Context, slots: int) -> None:
         assert freed.count <= 30, freed
         asked = calls_of(lambda: cache.can_admit([ROWS]))
         assert asked.result
-        assert asked.count <= 60, asked  # the pool is empty: what the device has is asked for
+        assert asked.count <= 60, asked  # the pool is empty, so the device's free memory is queried
         lengths = [0] * slots
         lengths[(reqid := cache.alloc_reqid() or 0)] = ROWS
         assert cache.step(lengths) == 0
@@ -516,7 +518,7 @@ def test_an_iteration_of_an_engine(context: Context) -> None:
 
 
 def test_import_without_torch() -> None:
-    """`import pyvmem` loads nothing of torch, numpy, an engine, or the command line."""
+    """`import pyvmem` loads neither torch, numpy, an engine nor the command line."""
     script = "import sys, pyvmem; print(*sorted({n.split('.')[0] for n in sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

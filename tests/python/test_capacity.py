@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The replay of requests against a memory: by arithmetic, by a real cache, and by other means."""
+"""Checks the replay of requests against a memory limit: by arithmetic, with a real cache, and
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from vmem_bench.capacity import System, systems
 from vmem_bench.replay import Lengths, Outcome, Pages, replay
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
-SMALL = ModelShape("small", 2, 1, 64, "float16")  # a row of 128 bytes, 512 bytes a token
+SMALL = ModelShape("small", 2, 1, 64, "float16")  # a row has 128 bytes, a token 512
 
 
 def scaled(count: int, seed: int) -> list[Request]:
-    """Requests like Azure's, a sixteenth as long."""
+    """Returns requests like Azure's, a sixteenth as long."""
     return [
         Request(max(1, context // 16), max(1, output // 16))
         for context, output in generate(count, seed)
@@ -42,13 +44,14 @@ def pages(memory: int, page: int, requests: list[Request], group: int = 1) -> Pa
     )
 
 
-# ---- other ways to the same number ---------------------------------------------------------------
+# ---- other ways to compute the same number -------------------------------------------------------
 
 
 def by_littles_law(trace: list[tuple[int, int]], row: int, tensors: int, page: int) -> float:
-    """Bytes that a running request holds in the mean, from the trace alone.
+    """Returns the mean of the bytes that a running request holds, from the trace alone.
 
-    A request holds context + k tokens in its iteration k; each counts for all its iterations.
+    A request holds context + k tokens in its iteration k; requests are weighted by their
+    iterations.
     """
     total = iterations = 0
     for context, output in trace:
@@ -59,7 +62,9 @@ def by_littles_law(trace: list[tuple[int, int]], row: int, tensors: int, page: i
 
 
 def by_hand(trace: list[tuple[int, int]], row: int, tensors: int, page: int, memory: int) -> float:
-    """The mean batch while a request waits, from the trace alone, one list of lengths."""
+    """Returns the mean batch while requests wait, from the trace alone, with one list of
+    lengths.
+    """
     waiting, running = list(reversed(trace)), list[tuple[int, int]]()
     batch = iterations = 0
 
@@ -135,9 +140,11 @@ class RealCache:
 def test_a_real_cache_reaches_the_same_batch(
     context: Context, page: int, group: int, overread: int
 ) -> None:
-    """Real `step` calls that return -1 at the limit, iteration by iteration as the arithmetic."""
+    """Makes real `step` calls, which return -1 at the limit in the same iterations as the
+    arithmetic.
+    """
     requests = scaled(60, seed=7)
-    shape = ModelShape("small", 2, page // (4 * KB), 64, "float16")  # 32 rows of a layer in a page
+    shape = ModelShape("small", 2, page // (4 * KB), 64, "float16")  # 32 rows of a layer per page
     memory = 200 * page
     config = shape.config(
         max_batch=64,
@@ -153,20 +160,20 @@ def test_a_real_cache_reaches_the_same_batch(
         assert cache.stats().short > 0
         cache.check_integrity()
         assert real == replay(requests, Pages(cache.layout, memory), shape.token_bytes)
-    assert real.preemptions > 0 or overread  # behind a prompt is what it grows into
+    assert real.preemptions > 0 or overread  # prompts have room to grow into only with overread
     assert real.max_batch > real.mean_batch > 4
 
 
 # ---- the replay itself ---------------------------------------------------------------------------
 
 
-def test_an_iteration_by_iteration_example() -> None:
-    """Pages of 8 tokens; room for 4 of them. A: 7..9 tokens, B: 8..11, C: 1..2."""
+def test_an_example_iteration_by_iteration() -> None:
+    """Uses pages of 8 tokens and room for 4 of them. A has 7 to 9 tokens, B 8 to 11, C 1 to 2."""
     requests = [Request(7, 3), Request(8, 4), Request(1, 2)]
     config = SMALL.config(max_batch=1, max_seq_len=16)
     memory = Pages(Layout(config, KB), 4 * KB * 4)
-    # A and B and C are in (1 + 1 + 1 pages); B needs 2 (1 + 2 + 1); then A too: C, the last, is
-    # over already. A and B go on with 2 + 2 pages.
+    # A, B and C start with a page each; B then needs 2 (1 + 2 + 1), and so does A in the next
+    # iteration, but C, the newest, has finished by then. A and B continue with 2 + 2 pages.
     found = replay(requests, memory, SMALL.token_bytes)
     assert found == Outcome(
         iterations=4,
@@ -179,8 +186,8 @@ def test_an_iteration_by_iteration_example() -> None:
     )
 
 
-def test_the_last_one_goes_back_and_loses_nothing() -> None:
-    """Room for 3 pages of 8 tokens: A (8..10) needs two from its second iteration on."""
+def test_the_newest_request_waits_and_loses_nothing() -> None:
+    """Room for 3 pages of 8 tokens: A (8 to 10 tokens) needs two from its second iteration on."""
     requests = [Request(8, 3), Request(8, 2), Request(8, 1)]
     config = SMALL.config(max_batch=1, max_seq_len=16)
     memory = Pages(Layout(config, KB), 3 * KB * 4)
@@ -191,17 +198,18 @@ def test_the_last_one_goes_back_and_loses_nothing() -> None:
     assert memory.mapped_bytes() == 0
 
 
-def test_nothing_waits_where_all_fits() -> None:
+def test_nothing_waits_if_everything_fits() -> None:
     requests = scaled(20, seed=1)
     found = replay(requests, pages(GB, 4 * KB, requests), SMALL.token_bytes)
     assert found.limited == found.preemptions == 0
     assert found.max_batch == 20
 
 
-def test_what_cannot_be_replayed() -> None:
+def test_requests_that_cannot_be_replayed() -> None:
     with pytest.raises(InvalidArgument, match="at least one request"):
         replay([], pages(MB, 4 * KB, [Request(1, 1)]), SMALL.token_bytes)
-    for request in (Request(100, 1), Request(32, 2)):  # at once, and when it has grown
+    # too large at once, and too large when it has grown
+    for request in (Request(100, 1), Request(32, 2)):
         with pytest.raises(InvalidArgument, match="tokens does not fit into the memory alone"):
             replay([request], pages(4 * 4 * KB, 4 * KB, [request]), SMALL.token_bytes)
 
@@ -305,7 +313,7 @@ def test_command_with_bad_input(words: list[str], status: int) -> None:
 def real_trace(name: str) -> Path:
     folder = os.environ.get("VMEM_TRACES")
     if not folder:
-        pytest.skip(f"VMEM_TRACES does not name the folder of {name}")
+        pytest.skip(f"VMEM_TRACES does not name the directory of {name}")
     return Path(folder) / name
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: every command ends with a message, not a traceback, whatever becomes of its output.
+"""Description: whatever happens to its output, a command ends with a message, not a traceback.
 
-The reader of a pipe goes away, the disk is full, the terminal cannot show a character.
+Cases: the reader of a pipe exits, the disk is full, the terminal cannot show a character.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pyvmem.bench.cli import OTHERS
 from pyvmem.commands import cli, top
 from pyvmem.plumbing import paths
 
-# A call of each command that ends by itself and prints something.
+# For each command, a call that exits by itself and prints something.
 CALLS = {
     "probe": ["probe", "--json"],
     "features": ["features"],
@@ -38,7 +38,7 @@ CALLS = {
 
 
 def vmem(words: list[str], stdout: int, **env: str) -> tuple[int, str]:
-    """Exit status and standard error of `vmem`, as a shell starts it."""
+    """Runs `vmem` as a shell would; returns the exit status and standard error."""
     done = subprocess.run(
         [sys.executable, "-m", "pyvmem", *words],
         stdin=subprocess.DEVNULL,
@@ -53,7 +53,7 @@ def vmem(words: list[str], stdout: int, **env: str) -> tuple[int, str]:
 
 @pytest.fixture
 def unread() -> Iterator[int]:
-    """The end of a pipe that nobody reads."""
+    """Yields the write end of a pipe whose read end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
@@ -65,16 +65,16 @@ def test_every_command_is_tried() -> None:
 
 
 @pytest.mark.parametrize("command", CALLS)
-def test_nobody_reads(command: str, unread: int) -> None:
+def test_a_closed_pipe(command: str, unread: int) -> None:
     assert vmem(CALLS[command], unread) == (141, "")
 
 
-def test_nobody_reads_what_is_not_buffered(unread: int) -> None:
+def test_a_closed_pipe_without_buffering(unread: int) -> None:
     assert vmem(["probe"], unread, PYTHONUNBUFFERED="1") == (141, "")
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])
-def test_nobody_reads_what_no_command_prints(option: str, unread: int) -> None:
+def test_a_closed_pipe_with_version_and_help(option: str, unread: int) -> None:
     assert vmem([option], unread) == (141, "")
 
 
@@ -86,14 +86,14 @@ def test_the_disk_is_full(command: str) -> None:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of a command."""
+    """Returns the parser of a command."""
     sub = next(one for one in cli._parser(name)._actions if isinstance(one.choices, dict))
     parser: argparse.ArgumentParser = sub.choices[name]
     return parser
 
 
 def outputs() -> list[list[str]]:
-    """Each option of each command that names a file to write."""
+    """Returns each option of each command that names a file to write."""
     parsers = {(name,): parser_of(name) for name in CALLS}
     benchmarks = next(one for one in parsers.pop(("bench",))._actions if one.choices)
     parsers |= {("bench", name): parser for name, parser in dict(benchmarks.choices or {}).items()}
@@ -102,14 +102,14 @@ def outputs() -> list[list[str]]:
         [*words, option]
         for words, parser in parsers.items()
         for one in parser._actions
-        if one.nargs != 0  # else it prints
+        if one.nargs != 0  # without an argument, the option prints
         for option in one.option_strings
         if option in names
     ]
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The message for a command line refused before anything runs."""
+    """Returns the message for a command line that is rejected before anything runs."""
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
     assert caught.value.code == 2
@@ -125,7 +125,7 @@ def test_all_outputs_are_tried() -> None:
 
 
 @pytest.mark.parametrize("words", outputs(), ids=" ".join)
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+def test_a_file_that_cannot_be_written_is_rejected_before_anything_runs(
     words: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -148,10 +148,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("words", [["selftest", "--report"], ["selftest", "--out"]])
-def test_a_folder_that_only_seems_writable(
+def test_a_directory_that_only_seems_writable(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Root may write anywhere, and yet not make a file there."""
+    """Root has write permission in /proc, but cannot create a file there."""
     said = refused([*words, "/proc/x.html"], capsys)
     assert said.endswith(f"argument {words[-1]}: /proc/x.html: /proc cannot be written to")
 
@@ -169,10 +169,10 @@ def test_a_full_disk_is_noticed_before_anything_runs(
 @pytest.mark.parametrize(
     "words", [["selftest", "--report"], ["bench", "api", "--out"], ["bench", "sharing", "--out"]]
 )
-def test_what_would_be_gone_is_not_replaced(
+def test_special_files_are_not_replaced(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipe, as a device is; what a link names is replaced, and the link stays."""
+    """Rejects a pipe, as it does a device; a link stays, and the file it names is replaced."""
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
     os.mkfifo(pipe)
     said = refused([*words, str(pipe)], capsys)
@@ -189,7 +189,7 @@ def test_what_would_be_gone_is_not_replaced(
 
 @pytest.mark.parametrize("words", [["probe"], ["limit"]])
 def test_without_standard_output(words: list[str]) -> None:
-    """Closes standard output, like a shell's `>&-`."""
+    """Closes standard output, as `>&-` does in a shell."""
     line = f'exec "$0" -m pyvmem {words[0]} >&-'
     found = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True)
     assert "Traceback" not in found.stderr
@@ -202,7 +202,7 @@ def test_without_standard_error() -> None:
     assert (found.stdout, found.returncode) == ("", 1)
 
 
-def test_what_cannot_be_written_in_the_end_is_called_as_the_user_did(tmp_path: Path) -> None:
+def test_a_late_write_error_names_the_file_as_the_user_did(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         paths.write_text(Path("/dev/full"), "x")
     file = tmp_path / "gone" / "report.html"
@@ -212,7 +212,7 @@ def test_what_cannot_be_written_in_the_end_is_called_as_the_user_did(tmp_path: P
 
 
 @pytest.mark.parametrize("words", [["selftest", "--out"], ["serve-demo", "--trace-out"]])
-def test_a_file_that_is_there_and_may_not_be_written(
+def test_an_existing_file_without_write_permission(
     words: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -229,7 +229,7 @@ def test_a_file_that_is_there_and_may_not_be_written(
 @pytest.mark.parametrize(
     "words", [["serve-demo", "--picture"], ["bench", "api", "--plot"]], ids=" ".join
 )
-def test_a_picture_of_no_known_kind(
+def test_a_picture_in_an_unknown_format(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "run.jpeg")
@@ -237,7 +237,7 @@ def test_a_picture_of_no_known_kind(
     assert said.endswith(f"argument {words[-1]}: {file!r}: expected a name in .svg, .png or .pdf")
 
 
-def test_a_report_where_the_json_would_go(
+def test_a_report_with_the_name_of_the_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.json"
@@ -264,7 +264,7 @@ def test_a_report_where_the_json_would_go(
     ],
     ids=" ".join,
 )
-def test_a_file_that_is_not_there_is_refused_before_anything_runs(
+def test_a_missing_file_is_rejected_before_anything_runs(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "gone"
@@ -278,7 +278,7 @@ def test_a_file_that_is_not_there_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     "words", [["layouts", "--model"], ["bench", "prefixes", "--model"]], ids=" ".join
 )
-def test_a_model_that_is_none(
+def test_an_invalid_model(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "gone"
@@ -298,14 +298,14 @@ def test_a_model_that_is_none(
     [["layouts", "--trace"], ["bench", "prefixes", "--trace"], ["serve-demo", "--prompts"]],
     ids=" ".join,
 )
-def test_a_folder_is_no_file(
+def test_a_directory_instead_of_a_file(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused([*words, str(tmp_path)], capsys)
     assert said.endswith(f"error: argument {words[-1]}: {tmp_path} is a folder")
 
 
-def test_a_result_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "README.md"
     file.write_text("# A page")
     assert cli.main(["bench", "api", "--merge", str(file)]) == 2
@@ -334,7 +334,7 @@ def test_a_result_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["bench", "api", "--budget", "inf"], "'inf': expected a number above 0"),
     ],
 )
-def test_a_number_out_of_range_is_refused_before_anything_runs(
+def test_a_number_out_of_range_is_rejected_before_anything_runs(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(words, capsys).endswith(f"error: argument {words[-2]}: {text}")
@@ -343,7 +343,7 @@ def test_a_number_out_of_range_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     "where", ["http://[", "localhost:x", "99999", "0", "ftp://localhost:1", "file:///etc/passwd"]
 )
-def test_nothing_that_could_be_watched(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_an_invalid_target(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["watch", where], capsys)
     assert said.startswith(f"vmem watch: error: argument where: {where!r}")
     if "://" in where and not where.startswith("http"):
@@ -362,7 +362,7 @@ def test_nothing_that_could_be_watched(where: str, capsys: pytest.CaptureFixture
     ],
     ids=" ".join,
 )
-def test_a_trace_that_nothing_would_read(
+def test_an_unused_trace_is_rejected(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.csv"
@@ -380,7 +380,7 @@ def test_a_trace_that_nothing_would_read(
         (["bench", "api", "--quick", "--plot", "run.svg"], "matplotlib", "plot"),
     ],
 )
-def test_a_package_that_is_missing_is_named_with_its_extra(
+def test_a_missing_package_is_named_with_its_extra(
     words: list[str], package: str, extra: str, tmp_path: Path
 ) -> None:
     program = (
@@ -411,13 +411,13 @@ def test_a_benchmark_that_is_not_installed(
     )
 
 
-def test_the_benchmarks_that_may_be_missing_are_those_that_can_be_there() -> None:
+def test_optional_benchmarks_match_the_installed_ones() -> None:
     choices = next(one.choices for one in parser_of("bench")._actions if one.choices)
     assert dict(choices or {}).keys() == {"api", *OTHERS}
 
 
 def test_the_extras_are_those_of_the_package() -> None:
-    """The extra `bench` is a distribution of its own, which has the package in its turn."""
+    """The extra `bench` is a distribution of its own, which depends on the package in turn."""
     root = Path(__file__).parents[2]
     ours = (root / "pyproject.toml").read_text(encoding="utf-8")
     theirs = (root / "benchmarks" / "pyproject.toml").read_text(encoding="utf-8")
@@ -432,7 +432,7 @@ WITH_DEVICE = [["probe"], ["selftest"], ["serve-demo"], ["bench", "api"], ["benc
 
 @pytest.mark.parametrize("words", WITH_DEVICE, ids=" ".join)
 @pytest.mark.parametrize("device", ["-1", "x", "cuda:0", "65536", "²"])
-def test_a_device_that_is_none(
+def test_an_invalid_device(
     words: list[str], device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused([*words, f"--device={device}"], capsys)
@@ -440,20 +440,20 @@ def test_a_device_that_is_none(
     assert said == f"vmem {' '.join(words)}: error: {wanted}"
 
 
-def test_devices_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_devices(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["features", "--devices", "0,x"], capsys)
     assert said.endswith("argument --devices: 'x': expected a CUDA ordinal, 0 or more")
 
 
 @pytest.mark.parametrize("words", WITH_DEVICE[1:], ids=" ".join)
-def test_a_back_end_that_is_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_back_end(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     said = refused([*words, "--backend", "nope"], capsys)
     assert said.startswith(f"vmem {' '.join(words)}: error: argument --backend: invalid choice: ")
     assert all(name in said for name in ("nope", "uvm", "stock", "cuda", "host"))
 
 
 @pytest.mark.parametrize("option", ["--kv-memory", "--memory"])
-def test_memory_that_holds_no_page_of_each_tensor(
+def test_memory_for_less_than_a_page_per_tensor(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -470,8 +470,10 @@ def test_memory_that_holds_no_page_of_each_tensor(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_the_characters(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is not UTF-8, and that the locale does not tell Python to write UTF-8 to."""
+def test_a_terminal_that_cannot_show_a_character(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoding is not UTF-8, and the locale does not make Python write UTF-8."""
 
     def run(args: argparse.Namespace) -> int:
         print("≤ † 中")
@@ -487,7 +489,7 @@ def test_a_terminal_without_the_characters(encoding: str, monkeypatch: pytest.Mo
 def test_an_interrupted_command_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All but those that run until somebody interrupts them."""
+    """Covers all commands but those that run until they are interrupted."""
 
     def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A step's per-slot work in C, compared with the same in Python."""
+"""Compares the per-slot work of a step in C with the same in Python."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE, ROW = 4096, 100
 
 
 def columns_of(count: int, slots: list[Slot] | None = None, **place: int) -> Columns:
-    """Columns of so many slots that are requests'; `slots` gets them."""
+    """Makes columns of `count` slots that belong to requests; appends the slots to `slots`."""
     made = [Slot(index) for index in range(count)]
     for slot in made:
         slot.active = True
@@ -52,7 +52,7 @@ def read(slots: list[Slot], name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 4096])
-def test_a_scan_is_what_python_would_find(count: int) -> None:
+def test_a_scan_agrees_with_python(count: int) -> None:
     rng = random.Random(count)
     columns = columns_of(count)
     held = [0] * count
@@ -67,39 +67,39 @@ def test_a_scan_is_what_python_would_find(count: int) -> None:
         assert total == sum(rows) % (1 << 64)
         assert beyond == [i for i in range(count) if numbers[i] > columns.capacity[i]]
         assert list(columns.held_rows) == held
-        if most < 1 << 40:  # every second scan is committed
+        if most < 1 << 40:  # commit every second scan
             columns.held_rows, held = rows, list(rows)
 
 
-def test_every_place_may_be_beyond() -> None:
+def test_every_slot_may_exceed_its_capacity() -> None:
     assert columns_of(3).scan([1, 2, 3]) == (array("Q", [1, 2, 3]), 6, [0, 1, 2])
 
 
-def test_as_many_lengths_as_slots() -> None:
+def test_the_number_of_lengths_must_match_the_slots() -> None:
     for count in (0, 2, 4):
         with pytest.raises(ValueError, match=f"{count} lengths for 3 slots"):
             columns_of(3).scan([1] * count)
 
 
 @pytest.mark.parametrize("bad", [-1, 1 << 64, 1.0, "1", None, numpy.int64(1)])
-def test_the_first_that_is_no_length_is_named(bad: Any) -> None:
+def test_the_first_invalid_length_is_reported(bad: Any) -> None:
     columns = columns_of(4)
     assert columns.scan([1, True, bad, bad]) == 2
     assert list(columns.held_rows) == [0, 0, 0, 0]
     assert columns.scan([1, 0, 0, 0]) == (array("Q", [1, 0, 0, 0]), 1, [0])
 
 
-def test_what_no_slot_can_hold_and_free_slots_are_named() -> None:
+def test_too_long_lengths_and_free_slots_are_reported() -> None:
     slots: list[Slot] = []
     columns = columns_of(4, slots, max_rows=50)
     slots[2].active = False
     assert columns.scan([50, 0, 0, 50]) == (array("Q", [50, 0, 0, 50]), 100, [0, 3])
     assert columns.scan([50, 51, 1, 0]) == 4 + 1
     assert columns.scan([50, 50, 1, 51]) == 4 + 2
-    assert columns.scan([51, 50, 1, "x"]) == 3  # no number at all comes first
+    assert columns.scan([51, 50, 1, "x"]) == 3  # a value that is not a number is reported first
 
 
-def test_a_prefill_needs_what_it_may_over_read() -> None:
+def test_a_prefill_needs_the_rows_that_it_may_overread() -> None:
     columns = columns_of(4, max_rows=100, guard=30, prefill=16)
     columns.capacity[:] = array("Q", [16, 17, 46, 99])
     found = columns.scan([16, 17, 17, 90])
@@ -108,7 +108,7 @@ def test_a_prefill_needs_what_it_may_over_read() -> None:
 
 
 def goals_by_hand(runs: Any, active: int, want: list[tuple[int, int, int]]) -> list[int]:
-    """The policy of growth.py's introduction, written for reading."""
+    """The policy in growth.py's docstring, written for readability."""
 
     def power(number: int) -> int:
         return 1 << number.bit_length() >> 1
@@ -161,7 +161,7 @@ def test_runs_follow_the_policy() -> None:
     assert longer > 200
 
 
-def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
+def test_a_plan_maps_missing_pages_and_grants_mapped_ones() -> None:
     with Context("host", granule=PAGE) as context, context.reserve(2 << 24) as addresses:
         base = addresses.addr
         slots: list[Slot] = []
@@ -242,7 +242,7 @@ def test_unmap_calls_of_slots() -> None:
 
 
 class Guarded:
-    """Refuses to be changed but by what goes past it."""
+    """An object that only the C code may change: assignment in Python raises."""
 
     __slots__ = ("held",)
     held: Any
@@ -251,7 +251,7 @@ class Guarded:
         raise AssertionError(name)
 
 
-def test_edits_are_made_by_the_call_that_succeeds() -> None:
+def test_a_successful_call_applies_its_edits() -> None:
     with Context("host", granule=PAGE) as context, context.reserve(1 << 20) as addresses:
         one, two = Guarded(), Guarded()
         object.__setattr__(one, "held", first := object())
@@ -270,7 +270,7 @@ def test_edits_are_made_by_the_call_that_succeeds() -> None:
         context.batch(ops, (), outcome)
         assert outcome.happened
         assert (one.held, two.held, list(items), table) == (6, 7, [1, 8], {5: 1, 6: 9})
-        # What was there lives on until the edits are dropped.
+        # The old values stay alive until the edits are dropped.
         assert [edits[0][2], *edits[1][2], edits[2][2], edits[3][2]] == [first, 5, ..., 2, ...]
         object.__setattr__(one, "held", 1)
         ops.clear()
@@ -279,7 +279,7 @@ def test_edits_are_made_by_the_call_that_succeeds() -> None:
         assert one.held == 1, "made once"
 
 
-def test_edits_without_a_call_can_be_taken_back() -> None:
+def test_edits_without_a_call_can_be_undone() -> None:
     one = Guarded()
     object.__setattr__(one, "held", 1)
     items, table = array("Q", [1, 2]), {5: 1, 6: 2}
@@ -292,7 +292,7 @@ def test_edits_without_a_call_can_be_taken_back() -> None:
     ]  # fmt: skip
     made: list[Any] = [False, edits]
     _native.change_back(made)
-    assert (one.held, table, chosen) == (1, {5: 1, 6: 2}, set(keys[:2])), "nothing was made"
+    assert (one.held, table, chosen) == (1, {5: 1, 6: 2}, set(keys[:2])), "nothing was done"
     for _ in range(2):
         _native.change(made)
         assert (one.held, list(items), table) == (3, [3, 4], {6: 2, 7: 3})
@@ -312,7 +312,7 @@ def test_the_rest_of_a_large_entry_is_not_spare() -> None:
     assert columns.spare == (11 - 5) + (11 - 9)
 
 
-def test_a_plan_tells_how_far_there_may_be_large_entries() -> None:
+def test_a_plan_reports_how_far_large_entries_may_reach() -> None:
     slots: list[Slot] = []
     layout = {"block": 4, "slot_bytes": 1 << 20, "tensor_bytes": 1 << 24, "tensors": 1}
     columns = columns_of(3, slots, **layout)
@@ -332,7 +332,7 @@ def test_a_plan_tells_how_far_there_may_be_large_entries() -> None:
         (1 << 64, r"seq_lens\[1\] is 18446744073709551616; max_seq_len is 64"),
     ],
 )
-def test_numbers_that_a_step_refuses(number: int, text: str) -> None:
+def test_lengths_that_a_step_rejects(number: int, text: str) -> None:
     config = KVCacheConfig(
         num_layers=1, num_kv_heads=1, head_dim=8, dtype="float16", max_batch=2, max_seq_len=64
     )

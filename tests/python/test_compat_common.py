@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: the vAttention module's common pages are one id's to write and all ids' to read."""
+"""Description: in the vAttention module, one id may write the common pages, and all ids read
+them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def cache() -> KVCache:
 
 
 def common(page: int, blocks: int, **how: Any) -> list[torch.Tensor]:
-    """Common pages of one page and a row, so of two; `blocks` KV blocks of memory."""
+    """Creates common pages of one page and a row, so two; `blocks` KV blocks of memory."""
     tensors = init(page, **how)
     layers = 2 * LAYERS
     assert vattention.reserve_physical_pages(blocks * layers * page) == blocks * layers
@@ -44,8 +46,8 @@ def common(page: int, blocks: int, **how: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def test_a_page_is_given_to_every_id(page: int) -> None:
-    """The artifact's function shows what it documents."""
+def test_a_page_is_mapped_for_every_id(page: int) -> None:
+    """Writes through one id and reads through all, as the artifact documents."""
     tensors = common(page, 4)
     rows = 2 * page // ROW
     assert held() == 2 * 2 * LAYERS
@@ -61,8 +63,8 @@ def test_a_page_is_given_to_every_id(page: int) -> None:
 
 
 @pytest.mark.parametrize("megacache", [False, True])
-def test_requests_begin_with_the_common_rows_again_and_again(page: int, megacache: bool) -> None:
-    """Random requests: common rows and own rows stay what was written, and memory comes back."""
+def test_every_request_starts_with_the_common_rows(page: int, megacache: bool) -> None:
+    """Runs random requests: common rows and own rows keep their contents, and memory is freed."""
     dice = random.Random(5)
     tensors = init(page, megacache)
     columns = 2 if megacache else 2 * LAYERS
@@ -70,7 +72,8 @@ def test_requests_begin_with_the_common_rows_again_and_again(page: int, megacach
     if Caps.ALIAS | Caps.READONLY not in cache().context.info.caps:
         pytest.skip("pages cannot be shared here")
     vattention.map_common_pages(1)
-    first = cache().layout.capacity(held() // columns)  # the first row that is a request's own
+    # the first row that belongs to the request alone
+    first = cache().layout.capacity(held() // columns)
     longest = tensors[0].shape[1]
     assert vattention.alloc_new_batch_idx(first) == 0
     lengths = [first, 0, 0, 0]
@@ -88,7 +91,7 @@ def test_requests_begin_with_the_common_rows_again_and_again(page: int, megacach
             reqid = vattention.alloc_new_batch_idx(first)
             assert lengths[reqid] == 0
             lengths[reqid] = dice.randint(first, longest)
-        else:  # the artifact allows an id that was not allocated
+        else:  # the artifact accepts an id that was not allocated
             lengths[reqid] = dice.randint(first, longest)
         grown = [reqid for reqid in range(BATCH) if lengths[reqid] and not tags[reqid]]
         vattention.step(lengths, dice.random() < 0.5)
@@ -122,7 +125,7 @@ def test_memory_is_counted_once(page: int) -> None:
     cache().check_integrity()
 
 
-def test_what_cannot_be_mapped_changes_nothing(page: int) -> None:
+def test_a_failed_mapping_changes_nothing(page: int) -> None:
     tensors = init(page)
     longest = tensors[0].shape[1]
     vattention.map_common_pages(0)
@@ -158,7 +161,7 @@ def test_one_id_alone(page: int) -> None:
 
 
 def test_rows_that_cross_the_end_of_a_page_are_whole(page: int) -> None:
-    """Rows of 3 heads, which do not divide a page: the common pages end with a row."""
+    """With rows of 3 heads, which do not divide a page, the common pages still end with a row."""
     vattention.init_kvcache(2, 3, 64, 2, 8 * page // 384, 0, DTYPE, page, False)
     vattention.reserve_physical_pages(8 * 4 * page)
     if Caps.ALIAS | Caps.READONLY not in cache().context.info.caps:
@@ -186,7 +189,7 @@ def test_a_write_through_a_second_id_is_a_fault(reqid: int) -> None:
         assert (done.returncode, done.stdout) == (0, "128.0\n")
 
 
-def test_the_writers_end_leaves_the_rows(page: int) -> None:
+def test_the_rows_outlive_their_writer(page: int) -> None:
     tensors = common(page, 4)
     assert vattention.alloc_new_batch_idx(1) == 0
     tensors[1][0, 1] = 5

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: torch_memory_saver's interface over VMemPool, as far as it runs without a GPU.
+"""Description: torch_memory_saver's interface over VMemPool, as far as it works without a GPU.
 
-torch's CPU allocator cannot be replaced: where a test allocates in a region, `VMemPool.use` leaves
-torch out, and the block is taken by the C symbol that torch would call.
+torch's CPU allocator cannot be replaced: when a test allocates in a region, `VMemPool.use` skips
+torch, and the C function that torch would call allocates the block.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def saver(host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tor
 
 
 def allocate(saver: TorchMemorySaver, tag: str, backup: bool) -> torch.Tensor:
-    """1,024 numbers in a region."""
+    """Allocates a tensor of 1,024 numbers in a region."""
     with saver.region(tag, enable_cpu_backup=backup):
         address = Torch(0).malloc(PAGE)
     assert address is not None
@@ -82,10 +82,10 @@ def test_a_tag_with_and_without_a_backup(host: pyvmem.Context, saver: TorchMemor
 
 
 @pytest.mark.parametrize("tag", ["weights", None])
-def test_an_active_region_refuses_a_pause_before_anything_is_paused(
+def test_an_active_region_rejects_a_pause_before_anything_is_paused(
     host: pyvmem.Context, saver: TorchMemorySaver, tag: str | None
 ) -> None:
-    """Another thread's, under the same tag: what has no backup would be lost."""
+    """Another thread has a region of the same tag open; memory without a backup would be lost."""
     kept, lost = allocate(saver, "weights", True), allocate(saver, "weights", False)
     first = allocate(saver, "first", False)
     inside, leave = threading.Event(), threading.Event()
@@ -112,7 +112,9 @@ def test_an_active_region_refuses_a_pause_before_anything_is_paused(
 def test_a_pause_that_fails_loses_nothing(
     saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backup may lack host memory; it comes before what has none."""
+    """Backups may fail for want of host memory, so they are made before memory without one is
+    released.
+    """
     kept, lost = allocate(saver, "a", True), allocate(saver, "a", False)
 
     def fails(*_: object) -> None:
@@ -126,7 +128,7 @@ def test_a_pause_that_fails_loses_nothing(
     free(kept, lost)
 
 
-def test_no_tag_is_another_ones_name(saver: TorchMemorySaver) -> None:
+def test_a_tag_never_matches_another_tag(saver: TorchMemorySaver) -> None:
     kept, lost = allocate(saver, "w", True), allocate(saver, "w+backup", False)
     saver.pause("w+backup")
     assert kept.tolist() == list(range(PAGE // 4))
@@ -155,7 +157,7 @@ def test_the_backup_of_a_tensor(saver: TorchMemorySaver) -> None:
     free(kept, lost)
 
 
-def test_what_is_not_allowed(host: pyvmem.Context, saver: TorchMemorySaver) -> None:
+def test_invalid_calls(host: pyvmem.Context, saver: TorchMemorySaver) -> None:
     with pytest.raises(BadHandle, match="no region has been used"):
         saver.get_cpu_backup(torch.zeros(1))
     with pytest.raises(InvalidArgument, match=r"disable\(\) outside a region"), saver.disable():
@@ -178,7 +180,7 @@ def test_what_is_not_allowed(host: pyvmem.Context, saver: TorchMemorySaver) -> N
     free(kept)
 
 
-def test_what_needs_preloading_is_refused_by_name() -> None:
+def test_options_that_need_preloading_are_rejected_by_name() -> None:
     saver = TorchMemorySaver()
     saver.hook_mode = "torch"
     assert (saver.enabled, saver.hook_mode, saver.memory_margin_bytes) == (True, "torch", 0)
@@ -200,7 +202,7 @@ def test_a_subprocess_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_graph_is_captured_and_not_paused(
     saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch captures, on a GPU; here its arguments are looked at."""
+    """On a GPU, torch captures the graph; this test only checks the arguments."""
     asked: list[object] = []
 
     @contextmanager
@@ -223,7 +225,7 @@ def test_a_graph_is_captured_and_not_paused(
     saver.resume("graphs")
 
 
-def test_torch_on_host_is_refused(host: pyvmem.Context) -> None:
+def test_torch_on_host_is_rejected(host: pyvmem.Context) -> None:
     saver = TorchMemorySaver()
     saver.configure(host)
     with pytest.raises(NotSupported, match="CPU allocator cannot be replaced"), saver.region():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: the vAttention module: shapes, return values, and a serving engine's whole life."""
+"""Description: the vAttention module: shapes, return values, and the lifetime of a serving
+engine.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ pytestmark = pytest.mark.needs_tensors
 LAYERS, HEADS, DIM, BATCH = 3, 2, 64, 4
 DTYPE = torch.float16
 ROW = HEADS * DIM * 2
-PAGES = 6  # pages per tensor of a full request
+PAGES = 6  # pages per tensor in a full request
 
 
 @pytest.fixture
 def page(backend: str) -> Iterator[int]:
-    """A page size of the back end; the module is as new before and after."""
+    """Yields a page size of the back end; resets the module before and after."""
     with pyvmem.Context(backend, granule=4096 if backend == "host" else 0) as context:
         size = context.info.granule
     vattention.configure(backend)
@@ -61,7 +63,7 @@ def held() -> int:
     return stats.total_pages - stats.free_pages
 
 
-# ---- what the artifact documents -----------------------------------------------------------------
+# ---- behaviour that the artifact documents -------------------------------------------------------
 
 
 def test_k_of_all_layers_come_before_v_of_all_layers(page: int) -> None:
@@ -84,10 +86,12 @@ def test_k_of_all_layers_come_before_v_of_all_layers(page: int) -> None:
 
 
 @pytest.mark.parametrize("megacache", [False, True])
-def test_tensors_are_contiguous_whatever_a_request_takes(page: int, megacache: bool) -> None:
-    """Three pages less than 48 MiB; slots of a cache that is not packed would lie on 48 MiB."""
+def test_tensors_are_contiguous_for_any_request_size(page: int, megacache: bool) -> None:
+    """A slot is three pages short of 48 MiB; if slots were not packed, they would start at
+    multiples of 48 MiB.
+    """
     row = ROW * (LAYERS if megacache else 1)
-    rows = ((16 << 20) // page * 3 - 3) * page // row  # three pages hold whole rows of both kinds
+    rows = ((16 << 20) // page * 3 - 3) * page // row  # three pages hold whole rows in both modes
     assert rows * row % page == 0
     for tensor in init(page, megacache, rows):
         assert tensor.is_contiguous()
@@ -106,7 +110,7 @@ def test_a_megacache_is_two_tensors_of_five_dimensions(page: int, layers: int) -
     assert k.stride()[1:] == (layers * HEADS * DIM, HEADS * DIM, DIM, 1)
     assert k[:, :, 0].shape == (BATCH, rows, HEADS, DIM)
     assert vattention.reserve_physical_pages(2 * layers * 5 * page) == 2 * layers * 5
-    assert vattention.num_free_kvblocks() == layers * 5  # a block is a page of K and one of V
+    assert vattention.num_free_kvblocks() == layers * 5  # a block is one page of K and one of V
 
 
 def test_physical_pages_are_whole_blocks_and_grow_alone(page: int) -> None:
@@ -134,16 +138,16 @@ def test_return_values_and_free_blocks(page: int) -> None:
     assert vattention.step([rows + 1, 0, 0, 0], False) is None  # type: ignore[func-returns-value]
     assert held() == 2 * 2 * LAYERS
     assert vattention.step_async([2 * rows, 0, 0, 0]) is None  # type: ignore[func-returns-value]
-    assert held() == 3 * 2 * LAYERS  # the next token's page too
-    assert vattention.num_free_kvblocks() == 8  # which counts as free: nobody needs it yet
+    assert held() == 3 * 2 * LAYERS  # also the next token's page
+    assert vattention.num_free_kvblocks() == 8  # that page counts as free: no request needs it yet
     assert [vattention.alloc_new_batch_idx(1) for _ in range(4)] == [1, 2, 3, -1]
     assert vattention.free_batch_idx(0) is None  # type: ignore[func-returns-value]
     assert vattention.num_free_kvblocks() == 7
     assert held() == 3 * 2 * LAYERS
 
 
-def test_the_id_with_the_fewest_pages_that_are_enough_is_taken(page: int) -> None:
-    """The artifact keeps the first free id once that has too few pages."""
+def test_the_best_fitting_id_is_allocated(page: int) -> None:
+    """The artifact instead keeps the first free id once that id has too few pages."""
     init(page)
     vattention.reserve_physical_pages(20 * 2 * LAYERS * page)
     rows = page // ROW
@@ -185,14 +189,14 @@ def test_deferred_reclamation_keeps_idle_pages(page: int, deferred: bool) -> Non
     vattention.step_async([1, 0, 0, 0])
     group.reclaimer.finish_all()
     idle = [slot.mapped_pages for slot in vattention._manager.cache.snapshot()[1:]]
-    assert idle == ([4, 3, 2] if deferred else [4, 0, 0])  # the next request's stay
+    assert idle == ([4, 3, 2] if deferred else [4, 0, 0])  # the pages of the next request stay
 
 
-# ---- a serving engine's life ---------------------------------------------------------------------
+# ---- lifetime of a serving engine ----------------------------------------------------------------
 
 
 class CacheEngine:
-    """A serving engine's own state: ids of its sequences, and their lengths."""
+    """The state that a serving engine keeps: ids of its sequences, and their lengths."""
 
     def __init__(self, page: int, blocks: int, background: bool, megacache: bool) -> None:
         self.background = background
@@ -231,10 +235,10 @@ class CacheEngine:
 
 @pytest.mark.parametrize("megacache", [False, True])
 @pytest.mark.parametrize("background", [False, True])
-def test_an_engine_with_preemption_keeps_every_request_apart(
+def test_an_engine_with_preemption_keeps_requests_separate(
     page: int, background: bool, megacache: bool
 ) -> None:
-    """Random arrivals over too little memory; every row is compared in every step."""
+    """Random requests arrive with too little memory; every row is compared in every step."""
     dice = random.Random(3)
     engine = CacheEngine(page, 12, background, megacache)
     longest = engine.layers[0][0].shape[1]
@@ -277,10 +281,10 @@ def test_an_engine_with_preemption_keeps_every_request_apart(
     vattention._manager.cache.check_integrity()
 
 
-# ---- ends, errors, pictures ----------------------------------------------------------------------
+# ---- cleanup, errors, pictures -------------------------------------------------------------------
 
 
-def test_cleanup_gives_memory_back_under_living_tensors_and_init_works_again(page: int) -> None:
+def test_cleanup_frees_memory_under_live_tensors_and_init_works_again(page: int) -> None:
     for _ in range(3):
         tensors = init(page)
         vattention.reserve_physical_pages(4 * 2 * LAYERS * page)
@@ -350,7 +354,7 @@ def test_pictures_are_printed_when_verbose(page: int, capsys: pytest.CaptureFixt
     assert out[2:] == ["0: 5, 1, 1", "1: 0, 0, 0", "2: 0, 0, 0", "3: 0, 0, 0"]
 
 
-def test_install_makes_the_import_mean_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_replaces_the_imported_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vattention", raising=False)
     assert vattention.install() is vattention
     assert vattention.install() is vattention
@@ -362,7 +366,7 @@ def test_install_makes_the_import_mean_this_module(monkeypatch: pytest.MonkeyPat
         vattention.install()
 
 
-def test_a_program_that_forgets_cleanup_ends_well(backend: str) -> None:
+def test_a_program_without_cleanup_exits_cleanly(backend: str) -> None:
     with open_context(backend) as context:
         if 65536 not in context.info.page_sizes:
             pytest.skip("no pages of 64 KiB")
@@ -379,10 +383,10 @@ def test_a_program_that_forgets_cleanup_ends_well(backend: str) -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2", "")
 
 
-# ---- lengths that become less, and the demos' call ---------------------------------------------
+# ---- shrinking lengths, and the demos' call ---------------------------------------------------
 
 
-def test_a_smaller_number_gives_rows_and_blocks_up(page: int) -> None:
+def test_a_smaller_length_frees_rows_and_blocks(page: int) -> None:
     rows = page // ROW
     k = init(page)[0]
     vattention.reserve_physical_pages(2 * LAYERS * 4 * page)
@@ -402,7 +406,7 @@ def test_a_smaller_number_gives_rows_and_blocks_up(page: int) -> None:
 
 @pytest.mark.parametrize(("last", "size"), [(False, 2 << 20), (True, 64 << 10), (1 << 16, 1 << 16)])
 def test_the_demos_call_with_eight_arguments(backend: str, last: int, size: int) -> None:
-    """The last one tells whether to use the artifact's UVM driver, or is a page size."""
+    """The last argument says whether to use the artifact's UVM driver, or is a page size."""
     with pyvmem.Context(backend) as context:
         if size not in context.info.page_sizes:
             pytest.skip(f"{backend} has no pages of {size} bytes")
@@ -422,8 +426,8 @@ def test_the_demos_call_with_eight_arguments(backend: str, last: int, size: int)
 
 
 @pytest.mark.parametrize("common", [False, True])
-def test_what_is_mapped_ahead_is_free_for_others(page: int, common: bool) -> None:
-    """`num_free_kvblocks` counts it, and so does `step`."""
+def test_pages_mapped_ahead_count_as_free(page: int, common: bool) -> None:
+    """`num_free_kvblocks` counts these pages as free, and `step` may use them."""
     init(page)
     per_block = page // ROW
     vattention.reserve_physical_pages(5 * 2 * LAYERS * page)

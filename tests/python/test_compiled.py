@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: torch.compile with every plug gives the answers of the uncompiled model.
+"""Description: with torch.compile, every integration gives the answers of the uncompiled model.
 
-A compiled copy of a tensor with holes ends the process, so each group of cases has one of its own
-(`compiled_cases.py`).
+Compiled code that copies a tensor with holes crashes the process, so each group of cases runs in
+its own process (`compiled_cases.py`).
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ def test_operators_with_inductor() -> None:
     "cases", [PLUGS, OPERATORS, ENGINES], ids=["plugs", "operators", "engines"]
 )
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-def test_every_plug(compiler: str, dynamic: str, cases: list[str]) -> None:
+def test_every_integration(compiler: str, dynamic: str, cases: list[str]) -> None:
     run(compiler, dynamic, cases)

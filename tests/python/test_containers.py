@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""packaging/containers: what its files name exists. No image is built here."""
+"""Checks that everything named in packaging/containers exists. No image is built here."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VARIABLES = {
 
 
 def stages() -> dict[str, str]:
-    """The text of each stage of the Dockerfile by its name."""
+    """Returns the text of each stage of the Dockerfile by its name."""
     text = (FOLDER / "Dockerfile").read_text()
     parts = re.split(r"^FROM \S+ AS (\w+)$", text, flags=re.M)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_the_page_builds_the_targets_that_there_are() -> None:
+def test_the_page_builds_existing_targets() -> None:
     targets = re.findall(r"--target (\w+)", PAGE.read_text())
     assert set(targets) == set(stages()) - {"build"}
 

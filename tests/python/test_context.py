@@ -53,7 +53,7 @@ def test_info(context: pyvmem.Context, backend: str) -> None:
 def test_two_threads_close_one_reservation(
     context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second call would free what has got the addresses by then."""
+    """A second free would hit whatever has been given the addresses in the meantime."""
     free, began, got = _native.free, threading.Event(), []
     size = context.info.granule
     one = context.reserve(size)
@@ -62,7 +62,7 @@ def test_two_threads_close_one_reservation(
         began.set()
         free(*args, **options)
         if not got:
-            got.append(context.reserve(size))  # where the first was, as a rule
+            got.append(context.reserve(size))  # usually at the address of the first
             time.sleep(0.1)
 
     with monkeypatch.context() as patch:
@@ -77,14 +77,14 @@ def test_two_threads_close_one_reservation(
 
 
 @pytest.mark.parametrize("name", ["nope", "host\0nope", "host\udcff", ""])
-def test_a_back_end_that_is_none(name: str) -> None:
+def test_an_unknown_back_end(name: str) -> None:
     shown = name.encode("unicode_escape").decode().replace("\\x00", "\\0")
     with pytest.raises(pyvmem.InvalidArgument) as caught:
         pyvmem.Context(name)
     assert f'"{shown}"' in str(caught.value)
 
 
-def test_auto_is_what_probe_says() -> None:
+def test_auto_agrees_with_probe() -> None:
     results = pyvmem.probe()
     assert [one.backend for one in results] == ["uvm", "stock", "cuda", "host"]
     used = [one for one in results if one.used]
@@ -107,7 +107,7 @@ def test_stats_mirror_the_structure(context: pyvmem.Context) -> None:
     assert [getattr(context.stats(), name) for name in mine] == [getattr(raw, n) for n in mine]
 
 
-def test_options_arrive(backend: str) -> None:
+def test_options_are_passed_on(backend: str) -> None:
     if backend != "host":
         pytest.skip("sizes that only host has")
     options = {"granule": 8192, "slab_size": 1 << 20, "mem_limit": 1 << 21, "pool_low": 1 << 19}
@@ -210,7 +210,7 @@ def test_map_write_alias_release(
     rsv.map(0, pages)
     assert rsv.read(0, 2 * page) == bytes(2 * page)
     rsv.write(page - 2, b"abcd")
-    rsv.map(8 * page, pages, page, page)  # the second page once more
+    rsv.map(8 * page, pages, page, page)  # maps the second page once more
     assert rsv.read(8 * page, 2) == b"cd"
     rsv.write(8 * page, b"x")
     assert rsv.read(page - 2, 4) == b"abxd"
@@ -299,8 +299,8 @@ def test_copy_and_buffers(context: pyvmem.Context, rsv: pyvmem.Reservation, page
 # ---- batches and tickets -----------------------------------------------------------------------
 
 
-def test_opbatch_writes_what_the_structure_says() -> None:
-    """Every field, with values that differ, as C sees them."""
+def test_opbatch_matches_the_structure() -> None:
+    """Sets every field to a different value and reads them as C does."""
     batch = pyvmem.OpBatch(6)
     with pyvmem.Context("host") as context, context.create(65536) as pages:
         batch.map(1, 2, pages, 3, 4, 5, readonly=True, consume=True, offset_stride=25)
@@ -355,14 +355,14 @@ def test_batch(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, how:
     batch.unmap(rsv.addr, 8 * page, holes=True)
     run(batch)
     assert context.stats().used_bytes == 0
-    run(batch)  # the same batch again: only holes
+    run(batch)  # the same batch again: all ranges are holes now
     assert context.stats().mapped_bytes == 0
 
 
-def test_pages_move_under_their_address(
+def test_pages_are_replaced_under_their_address(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
-    """New pages with the old contents, then in the old ones' place."""
+    """Copies contents to new pages, then maps these at the old addresses."""
     batch = pyvmem.OpBatch(2)
     batch.populate(rsv.addr, page, count=2, stride=2 * page)
     context.batch(batch)
@@ -416,7 +416,7 @@ def test_consumed_pages_belong_to_the_mapping(
     ticket = context.submit(batch)
     with pytest.raises(pyvmem.DriverError):
         ticket.wait()
-    again.release()  # the batch was undone: the reference stayed with its owner
+    again.release()  # the batch was rolled back: the reference stayed with its owner
 
 
 def test_submit_waits_for_a_descriptor(
@@ -430,7 +430,7 @@ def test_submit_waits_for_a_descriptor(
             batch.unmap(rsv.addr, page)
             batch.populate(rsv.addr + page, page)
             ticket = context.submit(batch, after=[gate])
-            batch.clear()  # it was copied
+            batch.clear()  # the batch was copied
             assert not ticket.done()
             with pytest.raises(pyvmem.Timeout):
                 ticket.wait(0.3)
@@ -442,7 +442,7 @@ def test_submit_waits_for_a_descriptor(
             ticket.wait(60)
         assert not rsv.query(0).mapped
         assert rsv.query(page).mapped
-        ticket.wait()  # the result stays
+        ticket.wait()  # the result stays readable
 
 
 def test_batch_waits_for_a_descriptor_in_the_calling_thread(
@@ -454,7 +454,7 @@ def test_batch_waits_for_a_descriptor_in_the_calling_thread(
         opener = threading.Timer(0.05, gate.set)
         opener.start()
         context.batch(batch, after=[gate])
-        assert select.select([gate.fd], [], [], 0)[0]  # not before
+        assert select.select([gate.fd], [], [], 0)[0]  # not earlier
         opener.join()
     assert rsv.query().mapped
 
@@ -473,7 +473,7 @@ def test_a_waiting_batch_lets_later_ones_pass(
         held.wait(60)
 
 
-def test_error_of_a_background_batch_comes_with_the_wait(
+def test_wait_raises_the_error_of_a_background_batch(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
 ) -> None:
     batch = pyvmem.OpBatch(1)
@@ -498,7 +498,7 @@ def test_order(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> N
     assert rsv.read(0, page) == bytes(page)
 
 
-def test_after_takes_streams_by_their_protocols(context: pyvmem.Context) -> None:
+def test_after_accepts_streams_by_their_protocols(context: pyvmem.Context) -> None:
     batch = pyvmem.OpBatch(1)
 
     class Stream:
@@ -514,7 +514,7 @@ def test_after_takes_streams_by_their_protocols(context: pyvmem.Context) -> None
 
 
 def test_waiting_can_be_interrupted(context: pyvmem.Context) -> None:
-    """A signal's handler runs while a wait without limit is in C; what it raises comes out."""
+    """A signal handler runs during an unlimited wait in C; its exception propagates."""
 
     class Alarm(Exception):
         pass
@@ -537,7 +537,7 @@ def test_waiting_can_be_interrupted(context: pyvmem.Context) -> None:
 
 
 def test_gil_is_released_while_a_call_waits(context: pyvmem.Context) -> None:
-    """The thread that opens the gate runs although another one is inside a call of C."""
+    """The thread that opens the gate runs while another thread is inside a C call."""
     with pyvmem.FdEvent.create() as gate:
         ticket = context.submit(pyvmem.OpBatch(1), after=[gate])
         opener = threading.Timer(0.05, gate.set)
@@ -566,7 +566,7 @@ def test_compact() -> None:
     page = 64 << 10
     with pyvmem.Context("host", granule=page, slab_size=1 << 20) as context:
         rsv = context.reserve(160 * page)
-        for at in range(0, 160, 16):  # a larger piece would have a slab of its own
+        for at in range(0, 160, 16):  # a larger piece would get a slab of its own
             ops = pyvmem.OpBatch(1)
             ops.populate(rsv.addr + at * page, 16 * page)
             context.batch(ops)
@@ -612,7 +612,7 @@ def test_join(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> No
 def test_nth_failing_call_changes_nothing(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, kind: pyvmem.Inject
 ) -> None:
-    """Fails the 1st, 2nd, ... call of a batch until the batch gets through."""
+    """Fails the 1st, 2nd, ... driver call of a batch until the batch succeeds."""
     with context.create(2 * page) as pages:
         rsv.map(8 * page, pages)
         rsv.fill(8 * page, 2 * page, 4)
@@ -643,7 +643,7 @@ def test_nth_failing_call_changes_nothing(
         assert rsv.read(16 * page, 1) == b"\x04"
 
 
-# ---- memory goes back --------------------------------------------------------------------------
+# ---- memory is returned to the system ----------------------------------------------------------
 
 
 def shmem_of_this_process() -> int:
@@ -653,14 +653,14 @@ def shmem_of_this_process() -> int:
     raise AssertionError("no RssShmem")
 
 
-def test_memory_goes_back_to_the_system(host: pyvmem.Context) -> None:
+def test_memory_is_returned_to_the_system(host: pyvmem.Context) -> None:
     size = 64 << 20
     start = shmem_of_this_process()
     with host.reserve(size) as rsv:
         pages = host.create(size)
         rsv.map(0, pages)
         rsv.fill(0, size, 1)
-        # The kernel adds up its per-thread counts now and then only.
+        # The kernel sums its per-thread counts only now and then.
         assert shmem_of_this_process() - start >= size - (1 << 20)
         rsv.unmap(0, size // 2)
         pages.release()
@@ -721,7 +721,7 @@ def test_threads_on_their_own_ranges(context: pyvmem.Context, page: int) -> None
 
 
 def test_close_while_other_threads_call(backend: str) -> None:
-    """Each call either succeeds or says that the context is closed; none hangs or crashes."""
+    """Each call either succeeds or reports that the context is closed; none hangs or crashes."""
     for _ in range(10):
         context = open_context(backend)
         page = context.info.granule
@@ -764,7 +764,7 @@ def test_close_while_other_threads_call(backend: str) -> None:
         assert not surprises
 
 
-def test_close_completes_or_cancels_what_waits(backend: str) -> None:
+def test_close_completes_or_cancels_waiting_batches(backend: str) -> None:
     context = open_context(backend)
     page = context.info.granule
     rsv = context.reserve(page)

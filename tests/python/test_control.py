@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem control`: engines over HTTP, in the words of `vmem top` and `vmem limit`."""
+"""Description: `vmem control` serves engines over HTTP, with the terms of `vmem top` and `vmem
+limit`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class Unix(http.client.HTTPConnection):
 def ask(
     connection: http.client.HTTPConnection, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, Any]:
-    """The status, and what the JSON says."""
+    """Sends a request; returns the status and the decoded JSON."""
     text = body if isinstance(body, bytes | None) else json.dumps(body)
     connection.request(method, path, text, headers)
     found = connection.getresponse()
@@ -65,7 +67,7 @@ def server(folder: Path, engine: Account) -> Iterator[Unix]:
         connection.close()
 
 
-def test_the_words_are_those_of_top_and_limit(
+def test_the_terms_are_those_of_top_and_limit(
     server: Unix, engine: Account, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["top", "--json", "--ledger", str(folder)]) == 0
@@ -128,7 +130,7 @@ HERE = "/v1/engines/org/model"
         ("PATCH", HERE, {"floor": -1}, 400, {"field": "floor", "value": -1}),
         ("PATCH", HERE, {"floor": 1 << 62}, 400, {"field": "floor", "value": 1 << 62}),
         ("PATCH", HERE, {"asleep": 1}, 400, {"field": "asleep", "value": 1}),
-        # The device or the engine cannot do these.
+        # Well-formed values that the device or the engine cannot satisfy.
         ("PATCH", HERE, {"limit": "1K"}, 400, {"field": "limit", "value": 1024, "limit": MIB}),
         (
             *("PATCH", HERE, {"limit": "1K", "floor": 0}, 400),
@@ -144,7 +146,7 @@ HERE = "/v1/engines/org/model"
         ),
     ],
 )
-def test_what_is_refused_changes_nothing(
+def test_a_rejected_request_changes_nothing(
     server: Unix, engine: Account, method: str, path: str, body: Any, status: int, error: Any
 ) -> None:
     before = asdict(engine.ledger.engines()[0]) | {"age": 0}
@@ -169,7 +171,7 @@ def test_floors_leave_each_engine_what_it_needs(
         other.close()
 
 
-def test_an_engine_on_two_devices_changes_on_both_or_on_none(
+def test_an_engine_on_two_devices_changes_on_both_or_neither(
     server: Unix, engine: Account, folder: Path
 ) -> None:
     with Ledger("GPU-1", 16 * MIB, folder) as ledger:
@@ -213,8 +215,10 @@ def test_tcp_needs_a_token(folder: Path, engine: Account) -> None:
     assert engine.limit == 4 * MIB
 
 
-def test_a_socket_is_one_servers(folder: Path) -> None:
-    """Until that is gone; what a killed one left is taken over."""
+def test_a_socket_has_one_server(folder: Path) -> None:
+    """Only one server may use a socket while it runs; a socket left by a killed server is taken
+    over.
+    """
     path = folder / "control.sock"
 
     def answer(_: Any) -> Reply:
@@ -247,7 +251,7 @@ def test_another_users_process_is_not_answered(
 
 
 def test_the_command(folder: Path, engine: Account) -> None:
-    # A run in the background of a shell begins with SIGINT ignored.
+    # a background job of a shell starts with SIGINT ignored
     code = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); "
     code += "from pyvmem.commands.cli import main; raise SystemExit(main())"
     words = [sys.executable, "-c", code, "control", "--ledger", str(folder)]

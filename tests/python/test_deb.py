@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the Debian packaging names what there is, and its version is the header's."""
+"""Description: the Debian packaging names existing files, and its version is the header's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernel_headers import KernelHeaders
 from vmem_header import ROOT, functions, version
 
 
-def test_the_changelog_has_the_one_version() -> None:
+def test_the_changelog_has_the_version() -> None:
     text = deb.changelog(version(), "A Person <person@example.org>", 86400)
     assert text.startswith(f"vmem ({version()}-0vmem1) unstable;")
     assert text.endswith("\n -- A Person <person@example.org>  Fri, 02 Jan 1970 00:00:00 -0000\n")
@@ -43,7 +43,7 @@ def test_every_public_function_is_in_the_symbols() -> None:
     assert names - {"VMEM_0"} == set(functions())
 
 
-def test_the_dkms_package_has_all_that_its_program_imports() -> None:
+def test_the_dkms_package_has_everything_its_program_imports() -> None:
     rules = (deb.FILES / "rules").read_text(encoding="utf-8")
     found = re.search(r"^SCRIPTS = ((?:.*\\\n)*.*)", rules, re.M)
     assert found is not None
@@ -80,7 +80,7 @@ def test_the_upstream_archive_is_the_same_twice(tmp_path: Path) -> None:
         assert {one.mtime for one in archive} == {86400}
 
 
-def test_the_packages_are_a_stage_of_the_long_run_alone() -> None:
+def test_the_packages_are_a_stage_of_the_long_run_only() -> None:
     assert "deb" in run_tests.STAGES
     assert "deb" in run_tests.LONG
 
@@ -93,7 +93,7 @@ def test_the_guest_sees_the_packages_over_the_systems_disk() -> None:
     assert command[-4:] == ["--file=/tmp/debs:/debs", "--", "sh", "/check_guest.sh"]
 
 
-def test_the_tree_has_one_time_and_the_usual_permissions(
+def test_the_tree_has_uniform_times_and_the_usual_permissions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deb, "maintainer", lambda: "A Person <person@example.org>")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: how new Debian systems, in which packages are tried, are asked for."""
+"""Description: how the Debian systems are created in which packages are tried."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_archive_is_checked_by_its_key() -> None:
     assert not any("unauthenticated" in word.lower() for word in command)
 
 
-def test_nothing_is_kept_but_an_image_that_was_asked_for() -> None:
+def test_only_a_requested_image_is_kept() -> None:
     kept = check_deb.deb_system(Path("/debs"), "6.1.0-1-amd64", Path("/tmp/disk")).command("root")
     assert "--format=ext2" in kept
     assert kept[-2] == "/tmp/disk"
@@ -51,12 +51,12 @@ def test_the_wheels_system_has_no_compiler() -> None:
         assert set(system.include) == {"python3", "python3-venv"}
 
 
-def test_an_images_base_has_debians_essential_packages_alone() -> None:
+def test_an_images_base_has_only_debians_essential_packages() -> None:
     command = check_containers.base_system(Path("/base.tar"), Path("/pip.conf")).command("root")
     assert not any(word.startswith("--include") for word in command)
 
 
-def test_the_environment_of_this_machine_is_not_the_systems() -> None:
+def test_the_system_does_not_inherit_the_environment() -> None:
     assert debian_system.in_system("sh /check.sh").startswith('chroot "$1" env -i ')
 
 
@@ -69,6 +69,6 @@ def test_a_hook_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         system.make("root")
 
 
-def test_new_systems_are_made_in_the_long_run_alone() -> None:
+def test_new_systems_are_created_in_the_long_run_only() -> None:
     assert {"deb", "wheel-debian"} <= set(run_tests.STAGES)
     assert {"deb", "wheel-debian"} <= set(run_tests.LONG)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what `make dist` refuses, its bill of materials, how an sdist is written."""
+"""Description: what `make dist` rejects, its bill of materials, and how an sdist is written."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_wheel(folder: Path, name: str = GOOD, files: Sequence[str] = ()) -> Pat
         (GOOD, ["pyvmem/_vmem.abi3.so", "pyvmem/x.c"], "x.c"),
     ],
 )
-def test_refused(tmp_path: Path, name: str, files: list[str], text: str) -> None:
+def test_bad_wheels_are_rejected(tmp_path: Path, name: str, files: list[str], text: str) -> None:
     with pytest.raises(dist.DistError, match=text):
         dist.check_wheel(make_wheel(tmp_path, name, files))
 
@@ -83,7 +83,7 @@ def test_the_bill_of_materials(tmp_path: Path) -> None:
     ]
 
 
-def test_an_sdist_has_one_order_time_and_owner(
+def test_an_sdist_has_a_fixed_order_time_and_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "pyvmem-0.1.0.tar.gz"
@@ -110,7 +110,7 @@ def test_an_sdist_has_one_order_time_and_owner(
     ]
 
 
-def test_neither_zone_nor_umask_stays_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_zone_and_umask_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     before = os.umask(0o027)
     try:
@@ -125,7 +125,7 @@ def test_neither_zone_nor_umask_stays_changed(monkeypatch: pytest.MonkeyPatch) -
         os.umask(before)
 
 
-def test_another_build_must_be_the_same(tmp_path: Path) -> None:
+def test_a_second_build_must_be_identical(tmp_path: Path) -> None:
     made = [tmp_path / "a", tmp_path / "again" / "a"]
     made[1].parent.mkdir()
     for path in made:
@@ -137,7 +137,7 @@ def test_another_build_must_be_the_same(tmp_path: Path) -> None:
 
 
 def metadata(folder: Path, url: str) -> str:
-    """The package's metadata, built from this tree's own files."""
+    """Builds the package's metadata from this tree's own files."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(dist.ROOT / name, folder)
     for name in ("pyvmem", "libvmem", "kernel_module"):
@@ -159,8 +159,8 @@ def metadata(folder: Path, url: str) -> str:
     return (out / done.stdout.split()[-1] / "METADATA").read_text(encoding="utf-8")
 
 
-def test_the_metadata_of_what_is_published(tmp_path: Path) -> None:
-    """An index shows the README alone: its links lead to the tag's files."""
+def test_the_metadata_of_a_published_build(tmp_path: Path) -> None:
+    """A package index shows only the README, so its links must lead to files of the tag."""
     text = metadata(tmp_path, "https://forge.example/vmem/")
     fields = HeaderParser().parsestr(text)
     urls = dict(line.split(", ") for line in fields.get_all("Project-URL", []))
@@ -178,13 +178,13 @@ def test_the_metadata_of_what_is_published(tmp_path: Path) -> None:
         assert found is None or (dist.ROOT / found[1]).exists()
 
 
-def test_the_metadata_of_a_build_for_oneself(tmp_path: Path) -> None:
+def test_the_metadata_of_a_private_build(tmp_path: Path) -> None:
     fields = HeaderParser().parsestr(metadata(tmp_path, ""))
     assert fields.get_all("Project-URL") is None
 
 
 @pytest.mark.parametrize("name", ["release", "pages"])
-def test_a_workflow_runs_what_is_there(name: str) -> None:
+def test_workflows_run_existing_commands(name: str) -> None:
     yaml = pytest.importorskip("yaml")
     path = dist.ROOT / ".github" / "workflows" / f"{name}.yml"
     jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what builds and checks the documentation finds what it is there for."""
+"""Description: the programs that build and check the documentation find what they should."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ zero
 
 
 def link(name: str, section: str) -> str:
-    """A stand-in for the site's links."""
+    """Renders a link in place of the site's own."""
     return f"<{name}.{section}>"
 
 
@@ -98,7 +98,7 @@ def test_an_unknown_macro_is_an_error(tmp_path: Path) -> None:
         ("[there](nowhere.md)\n", "no file nowhere.md"),
     ],
 )
-def test_what_is_wrong_with_a_page(
+def test_errors_of_a_page(
     text: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "page.md"
@@ -109,7 +109,7 @@ def test_what_is_wrong_with_a_page(
     assert wrong in problems[0]
 
 
-def test_what_is_right_with_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correct_page_has_no_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.log").write_text("")
     page = tmp_path / "page.md"
     page.write_text(
@@ -121,7 +121,7 @@ def test_what_is_right_with_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert check_docs.check_links(page) == (1, [])
 
 
-def test_what_a_block_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nprint(1)\nprint('a b c ')\n```\n\n```text\n1\na ... c\n```\n\n"
@@ -153,7 +153,9 @@ def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_links_of_a_site_below_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page for unknown addresses has absolute links: on a forge below the repository's name."""
+    """A page for unknown addresses has absolute links, which on a forge lie below the repository's
+    name.
+    """
     (tmp_path / "index.html").write_text('<h1 id="here">x</h1>')
     (tmp_path / "404.html").write_text(
         '<a href="/vmem/">1</a><a href="/vmem/#here">2</a><a href="/#here">3</a>'
@@ -163,12 +165,12 @@ def test_links_of_a_site_below_the_root(tmp_path: Path, monkeypatch: pytest.Monk
     assert docs_site.check_site() == ["404.html: no page /#here"]
 
 
-# What the theme's search worker does with a message, as far as our part before it is concerned.
+# Stands for the theme's search worker: it records the messages that our part passes on.
 WORKER = "addEventListener('message', event => said.push(event.data.data));"
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node")
-def test_the_site_finds_options_as_they_are_written() -> None:
+def test_site_search_finds_options_as_written() -> None:
     queries = ["--backend", "serve --kv-cache-dtype", "-h", '"--out x"', "[-q]", "prefix-map", "-"]
     ours = (check_docs.ROOT / "scripts" / "docs_search.js").read_text()
     page = "const said = [], heard = []; const addEventListener = (_, one) => heard.push(one);"
@@ -196,7 +198,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize(("scheme", "page"), [("default", "#ffffff"), ("slate", "#1e2129")])
-def test_drawings_can_be_read(scheme: str, page: str) -> None:
+def test_drawings_have_enough_contrast(scheme: str, page: str) -> None:
     css = (check_docs.ROOT / "docs" / "assets" / "extra.css").read_text()
     block = re.search(rf'\[data-md-color-scheme="{scheme}"\] {{([^}}]*--d-ink[^}}]*)}}', css)
     assert block
@@ -209,7 +211,7 @@ def test_drawings_can_be_read(scheme: str, page: str) -> None:
         inks = re.findall(r'<text[^>]*fill="var\(--d-(\w+), ', text)
         assert len(inks) == text.count("<text"), f"{path.name}: text in a colour of its own"
         assert set(inks) <= {"ink", "soft"}, path.name
-        if scheme == "default":  # where nothing sets the colours, the drawing's own are the same
+        if scheme == "default":  # without colours from the page, the drawing's own must be the same
             own = set(re.findall(r"--d-(\w+), (#\w{6})\)", text))
             assert own <= set(colours.items()), path.name
 
@@ -219,16 +221,16 @@ def test_charts_have_a_white_ground() -> None:
     own = (
         "drawings",
         "operations",
-    )  # a drawing has a style for each scheme, a terminal its colours
+    )  # a drawing has a style for each colour scheme, a terminal picture keeps its colours
     charts = [path for path in docs.rglob("*.svg") if path.parent.name not in own]
     assert charts
     for path in charts:
         ground = re.search(r"<path [^>]*style=\"([^\"]*)\"", path.read_text())
         assert ground, path.name
-        assert ground[1] == "fill: #ffffff", f"{path.name}: the dark scheme turns it over"
+        assert ground[1] == "fill: #ffffff", f"{path.name}: the dark scheme inverts it"
 
 
-def test_columns_of_words_are_on_the_left() -> None:
+def test_columns_of_words_are_left_aligned() -> None:
     body = [["`fa3`", "prefill", "191", ""], ["`sdpa`", "decode", "", "1 ms"]]
     rows = readme_format.table(["kernel", "phase", "rows", "time"], body)
     assert rows[1] == "| --- | --- | ---: | ---: |"

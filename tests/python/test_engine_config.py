@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache from a model's shape and a policy, in the layout that is advised."""
+"""Description: a cache from a model's shape and a policy, in the layout of the adviser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    """Llama-3-8B's shape from transformers."""
+    """Returns Llama-3-8B's shape in transformers' format."""
     values = {
         "num_hidden_layers": 32,
         "num_key_value_heads": 8,
@@ -96,7 +96,7 @@ def test_a_policy_keeps_plain_numbers() -> None:
     assert repr((policy.max_batch, policy.memory_share)) == "(1, 1.0)"
 
 
-def test_the_layout_is_the_advisers(host: Context) -> None:
+def test_the_layout_is_the_one_advised(host: Context) -> None:
     """Tests the sizes that engines use."""
     model, policy = Model.of(config()), Policy(max_seq_len=2048)
     requests = [one for one in generate(200, 1) if one.longest <= 2048]
@@ -116,7 +116,7 @@ def test_the_layout_is_the_advisers(host: Context) -> None:
     assert short.best.held.used > 0
 
 
-def test_a_cache_is_opened_with_what_was_advised() -> None:
+def test_a_cache_is_opened_with_the_advised_layout() -> None:
     policy = Policy(max_batch=4, max_seq_len=2048, memory=512 * MIB)
     with RequestCache.open(Model.of(config()), policy, backend="host") as cache:
         kv = cache.cache
@@ -130,10 +130,10 @@ def test_a_cache_is_opened_with_what_was_advised() -> None:
         request = cache.admit(list(range(20)))
         assert isinstance(request, Request)
     assert kv.is_closed
-    cache.close()  # again: nothing
+    cache.close()  # closing again does nothing
 
 
-def test_memory_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyvmem.engine.config.free_bytes", lambda *_: 1000 * MIB)
     model = Model((LayerShape(2, 64),) * 2, "float16", 1024)
     policy = Policy(max_batch=2, memory_share=0.25)
@@ -142,7 +142,7 @@ def test_memory_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> N
         assert cache.cache.config.memory_limit == 250 * MIB
 
 
-def test_a_model_of_layers_that_differ() -> None:
+def test_a_model_with_unequal_layers() -> None:
     model = Model((LayerShape(2, 64), LayerShape(1, 64), LayerShape(2, 64)), "float16", 256)
     policy = Policy(max_batch=2, memory=64 * MIB)
     with RequestCache.open(model, policy, backend="host") as cache:
@@ -152,8 +152,10 @@ def test_a_model_of_layers_that_differ() -> None:
         assert cache.cache.k(1)[request.slot].shape == (256, 1, 64)
 
 
-def test_layers_that_differ_get_the_layout_that_is_advised(host: Context) -> None:
-    """A window keeps less than its model would without, and a tensor has layers of one kind."""
+def test_unequal_layers_get_the_advised_layout(host: Context) -> None:
+    """A window keeps less than the model would without it, and a tensor has layers of one kind
+    only.
+    """
     kinds = [LayerShape(8, 128, window=512)] * 4 + [LayerShape(8, 128)] * 2
     model = Model(tuple(kinds), "float16", 4096)
     whole = Model((LayerShape(8, 128),) * 6, "float16", 4096)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines over `RequestCache`, background calls included, against a model."""
+"""Description: random engines over `RequestCache`, with background calls, against a model."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
 PROMPT = list(range(100, 100 + 4 * ROWS))
-WAIT = 60.0  # only keeps a broken build from hanging
+WAIT = 60.0  # the limit only keeps a broken build from hanging
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def admitted(cache: RequestCache, prompt: list[int], **options: Any) -> Request:
 
 
 def computed(cache: RequestCache, prompt: list[int], tag: float = 1.0, **options: Any) -> Request:
-    """A request that holds its prompt, with rows of one tag behind the prefix."""
+    """Admits a request and computes its prompt; the rows after the prefix get one tag."""
     request = admitted(cache, prompt, **options)
     held = request.length
     assert cache.extend({request: len(prompt)}) is None
@@ -73,7 +73,7 @@ def computed(cache: RequestCache, prompt: list[int], tag: float = 1.0, **options
 
 
 def memory(pages: int, context: Context) -> int:
-    """A limit of so many pages in every tensor."""
+    """Returns the memory limit for `pages` pages in every tensor."""
     return pages * TENSORS * context.info.granule
 
 
@@ -96,7 +96,7 @@ def test_extend_touches_the_requests_that_it_names(host: Context) -> None:
         assert kv(cache).snapshot()[one.slot].seq_len == 10
 
 
-def test_rows_are_apart_from_pages(host: Context) -> None:
+def test_rows_are_independent_of_pages(host: Context) -> None:
     with requests(host, growth_fraction=0) as cache:
         request = computed(cache, PROMPT[:ROWS], room=0)
         assert cache.capacity(request) == ROWS
@@ -106,12 +106,12 @@ def test_rows_are_apart_from_pages(host: Context) -> None:
         eventually(lambda: not any(slot.in_flight for slot in kv(cache).snapshot()))
         grown = kv(cache).stats().grown_pages
         assert cache.extend({request: 2 * ROWS}) is None
-        assert kv(cache).stats().grown_pages == grown  # the pages were there
+        assert kv(cache).stats().grown_pages == grown  # the pages were mapped already
         assert cache.capacity(request) == 3 * ROWS
         assert request.length == 2 * ROWS
 
 
-def test_a_request_that_is_begun_has_a_slot_and_no_promise(host: Context) -> None:
+def test_begin_gives_a_slot_but_reserves_no_memory(host: Context) -> None:
     with requests(host, max_batch=2, memory_limit=memory(2, host), growth_fraction=0) as cache:
         first, second = cache.begin(4 * ROWS), cache.begin(ROWS)
         assert isinstance(first, Request)
@@ -134,7 +134,7 @@ def test_a_request_that_is_begun_has_a_slot_and_no_promise(host: Context) -> Non
         assert state(kv(cache)) == before
 
 
-def test_a_request_begins_with_what_is_recorded_of_its_prompt(host: Context) -> None:
+def test_begin_maps_the_cached_prefix(host: Context) -> None:
     with requests(host) as cache:
         space = cache.namespace("adapter")
         cache.release(computed(cache, PROMPT, namespace=space), tokens=PROMPT)
@@ -165,7 +165,7 @@ def test_a_length_out_of_range_changes_nothing(host: Context, wrong: int) -> Non
         assert (request.length, other.length) == (10, 10)
 
 
-def test_truncate_gives_rows_back(host: Context) -> None:
+def test_truncate_frees_rows(host: Context) -> None:
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         assert cache.truncate(request, 9) is None
@@ -181,7 +181,7 @@ def test_truncate_gives_rows_back(host: Context) -> None:
 # ---- identity ------------------------------------------------------------------------------------
 
 
-def test_a_request_is_never_another(host: Context) -> None:
+def test_requests_compare_by_identity(host: Context) -> None:
     with requests(host) as cache:
         first = computed(cache, PROMPT)
         slot = first.slot
@@ -206,7 +206,7 @@ def test_a_request_is_never_another(host: Context) -> None:
         assert cache.requests == [second]
 
 
-def test_requests_of_another_cache_are_refused(host: Context) -> None:
+def test_requests_of_another_cache_are_rejected(host: Context) -> None:
     with requests(host) as cache, requests(host) as other:
         request = computed(cache, PROMPT)
         with pytest.raises(InvalidArgument, match="belongs to another cache"):
@@ -233,7 +233,7 @@ def test_requests_of_another_cache_are_refused(host: Context) -> None:
         assert cache.requests == [request]
 
 
-def test_closing_releases_what_runs(host: Context) -> None:
+def test_closing_releases_running_requests(host: Context) -> None:
     with small_cache(host) as cache:
         with RequestCache(cache) as found:
             running, swapped = computed(found, PROMPT), computed(found, PROMPT)
@@ -245,11 +245,11 @@ def test_closing_releases_what_runs(host: Context) -> None:
 # ---- shortage ------------------------------------------------------------------------------------
 
 
-def test_a_shortage_tells_what_would_be_needed(host: Context) -> None:
+def test_a_shortage_reports_the_memory_needed(host: Context) -> None:
     page = host.info.granule
     with requests(host, memory_limit=memory(6, host), growth_fraction=0) as cache:
-        one = computed(cache, PROMPT, room=0)  # four pages a tensor
-        two = computed(cache, PROMPT[:ROWS], room=0)  # one: one is left
+        one = computed(cache, PROMPT, room=0)  # four pages per tensor
+        two = computed(cache, PROMPT[:ROWS], room=0)  # one page; one is left
         before = state(kv(cache))
         short = cache.extend({two: 3 * ROWS})
         assert isinstance(short, Shortage)
@@ -266,7 +266,7 @@ def test_a_shortage_tells_what_would_be_needed(host: Context) -> None:
         assert cache.extend({two: 3 * ROWS}) is None
 
 
-def test_a_truncation_that_is_short_tells_what_its_copy_needs(host: Context) -> None:
+def test_a_truncation_without_memory_reports_what_its_copy_needs(host: Context) -> None:
     page = host.info.granule
     with requests(host, memory_limit=memory(4, host), growth_fraction=0) as cache:
         one = computed(cache, PROMPT[: 3 * ROWS], room=0)
@@ -281,10 +281,10 @@ def test_a_truncation_that_is_short_tells_what_its_copy_needs(host: Context) -> 
         assert cache.truncate(one, ROWS + 1) is None
 
 
-def test_admission_finds_memory_short_before_it_takes_anything(host: Context) -> None:
+def test_admission_checks_memory_before_it_allocates(host: Context) -> None:
     with requests(host, memory_limit=memory(5, host), growth_fraction=0) as cache:
         computed(cache, PROMPT[: 2 * ROWS], room=0)
-        # Pages are the request's when it is admitted, not when it is computed.
+        # Pages are reserved at admission, not when the prompt is computed.
         second = admitted(cache, PROMPT[: 2 * ROWS], room=1)
         short = cache.admit(PROMPT[:ROWS], room=0)
         assert isinstance(short, Shortage)
@@ -294,14 +294,14 @@ def test_admission_finds_memory_short_before_it_takes_anything(host: Context) ->
 
 
 def test_admission_without_its_pages_leaves_them_to_extend(host: Context) -> None:
-    """A prompt that is computed in chunks: each takes what it needs, when it needs it."""
+    """A prompt may be computed in chunks: each chunk allocates its pages when it needs them."""
     with requests(host, memory_limit=memory(4, host), growth_fraction=0) as cache:
         one, two = (admitted(cache, PROMPT[: 3 * ROWS], room=0, reserve=False) for _ in "12")
         assert kv(cache).stats().active_pages == 0
         assert kv(cache).stats().steps_async == 0
         assert cache.extend({one: ROWS, two: ROWS}) is None
         assert kv(cache).stats().active_pages == 2 * TENSORS
-        # What would not fit beside them is refused as ever, and so is a chunk too many.
+        # A request that would not fit next to them is still refused, and so is a chunk too many.
         short = cache.admit(PROMPT[: 3 * ROWS], room=0, reserve=False)
         assert isinstance(short, Shortage)
         assert cache.extend({one: 3 * ROWS, two: 2 * ROWS}) is not None
@@ -322,7 +322,7 @@ def test_slots_may_be_short(host: Context) -> None:
         assert forked.slots == 2
 
 
-def test_what_never_fits_says_so(host: Context) -> None:
+def test_a_request_that_can_never_fit(host: Context) -> None:
     with requests(host, memory_limit=memory(2, host)) as cache:
         short = cache.admit(PROMPT)
         assert isinstance(short, Shortage)
@@ -343,10 +343,10 @@ def test_a_failed_admission_takes_no_slot(host: Context, monkeypatch: pytest.Mon
         assert cache.requests == []
 
 
-def test_what_admission_cannot_map_in_time_it_gives_back(
+def test_admission_rolls_back_if_memory_vanishes(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that goes between the question and the answer: the lease is taken again."""
+    """If memory vanishes between check and allocation, the lease is restored."""
     with requests(host) as cache:
         cache.release(computed(cache, PROMPT), tokens=PROMPT)
         eventually(lambda: not any(slot.in_flight for slot in kv(cache).snapshot()))
@@ -356,7 +356,8 @@ def test_what_admission_cannot_map_in_time_it_gives_back(
             assert prefix.length == 3 * ROWS
             monkeypatch.undo()
             assert admitted(cache, prefix).length == 3 * ROWS
-        assert kv(cache).stats().prefix_resumed == 1  # where the refused one had mapped it
+        # at the address where the failed admission had mapped it
+        assert kv(cache).stats().prefix_resumed == 1
 
 
 @pytest.mark.parametrize(
@@ -371,7 +372,7 @@ def test_bad_admissions(host: Context, prompt: list[int], room: int, text: str) 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_fork_that_is_short_needs_what_it_does_not_share(host: Context, count: int) -> None:
+def test_a_fork_without_memory_reports_only_its_own_pages(host: Context, count: int) -> None:
     with requests(host, memory_limit=memory(3, host), growth_fraction=0) as cache:
         parent = computed(cache, PROMPT[: 2 * ROWS + 3], room=0)
         short = cache.fork(parent, count)
@@ -383,7 +384,7 @@ def test_a_fork_that_is_short_needs_what_it_does_not_share(host: Context, count:
 # ---- prefixes ------------------------------------------------------------------------------------
 
 
-def test_admission_begins_with_the_recorded_prefix(host: Context) -> None:
+def test_admission_maps_the_cached_prefix(host: Context) -> None:
     with requests(host) as cache:
         cache.release(computed(cache, PROMPT), tokens=PROMPT)
         request = admitted(cache, [*PROMPT, 7, 8])
@@ -399,15 +400,15 @@ def test_a_lease_keeps_a_prefix_and_admission_counts_it(host: Context) -> None:
         with cache.match([*PROMPT, 1]) as prefix:
             assert prefix.length == 4 * ROWS
             short = cache.admit([1] * (2 * ROWS), room=0)
-            assert isinstance(short, Shortage)  # the leased pages are not to be had
-            request = cache.admit(prefix)  # of five pages four are there
+            assert isinstance(short, Shortage)  # the leased pages cannot be evicted
+            request = cache.admit(prefix)  # four of its five pages are cached
             assert isinstance(request, Request)
             assert request.length == 4 * ROWS
         cache.release(request)
         assert isinstance(cache.admit([1] * (2 * ROWS), room=0), Request)  # evicts
 
 
-def test_a_lost_lease_is_taken_again(host: Context) -> None:
+def test_a_lost_lease_is_renewed(host: Context) -> None:
     with requests(host) as cache:
         cache.release(computed(cache, PROMPT), tokens=PROMPT)
         prefix = cache.match([*PROMPT, 1])
@@ -416,7 +417,7 @@ def test_a_lost_lease_is_taken_again(host: Context) -> None:
         assert request.length == 0
 
 
-def test_namespaces_keep_rows_apart(host: Context) -> None:
+def test_namespaces_keep_rows_separate(host: Context) -> None:
     with requests(host) as cache:
         french, plain = cache.namespace("french"), cache.match([*PROMPT, 1])
         assert cache.namespace("french") is french
@@ -453,7 +454,7 @@ def test_a_closed_namespace_leaves_nothing_to_its_successor(host: Context) -> No
                 call()
         waiting.release()
         before = kv(cache).stats().prefix_tokens
-        cache.release(running, tokens=PROMPT[:9])  # ends, and records nothing
+        cache.release(running, tokens=PROMPT[:9])  # ends the request without recording it
         assert kv(cache).stats().prefix_tokens == before
 
 
@@ -470,7 +471,7 @@ def test_closed_namespaces_are_forgotten(host: Context) -> None:
         assert len(set(made)) == len(made)
 
 
-def test_where_no_thread_can_be_had_a_call_is_not_made(
+def test_a_call_is_dropped_if_no_thread_can_start(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: Any) -> int:
@@ -488,14 +489,15 @@ def test_where_no_thread_can_be_had_a_call_is_not_made(
             assert request.state is State.RUNNING
             assert not cache._background.works_on(request)
             assert state(kv(cache)) == before
-        other = cache.admit_async(PROMPT).result(WAIT)  # makes no call but its own
+        # runs its own call only, not the failed ones
+        other = cache.admit_async(PROMPT).result(WAIT)
         assert isinstance(other, Request)
         assert [*cache.requests] == [request, other]
         assert request.state is State.RUNNING
 
 
-def test_a_refused_call_costs_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The maker has looked at the refused one when the next comes behind it."""
+def test_a_failed_call_does_not_affect_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed call must be removed from the queue even if another call was queued behind it."""
     calls, done = Background(), list[int]()
 
     def none(*_: Any) -> int:
@@ -525,14 +527,14 @@ def test_close_needs_no_thread(host: Context, monkeypatch: pytest.MonkeyPatch) -
     assert done == [1]
 
 
-def test_a_name_that_is_no_key(host: Context) -> None:
+def test_a_name_that_cannot_be_hashed(host: Context) -> None:
     with requests(host) as cache, pytest.raises(InvalidArgument, match="cannot be hashed"):
         cache.namespace([])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
-    """Also where there is no prefix that it could read, and on host."""
+    """Even if no prefix is read from it, and on host."""
     with requests(host) as cache:
         if recorded:
             cache.release(computed(cache, PROMPT), tokens=PROMPT)
@@ -553,14 +555,16 @@ def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
         assert state(kv(cache)) == before
 
 
-# ---- what the cache takes back -------------------------------------------------------------------
+# ---- slots freed without the engine --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name", ["extend", "release", "swap_out", "fork", "swap_out_async", "close"]
 )
-def test_a_request_whose_slot_was_taken_back_has_ended(host: Context, name: str) -> None:
-    """As after `ParallelKVCache.recover`: the slot belongs to another request, and stays so."""
+def test_a_request_ends_when_its_slot_is_freed(host: Context, name: str) -> None:
+    """As after `ParallelKVCache.recover`: the slot belongs to another request and must stay with
+    it.
+    """
     with requests(host, max_batch=1) as cache:
         first = computed(cache, PROMPT[:10])
         cache.cache.free_reqid(first.slot)
@@ -617,7 +621,7 @@ def test_a_cache_closed_before_its_request_cache_is_named_by_the_next_call(host:
     cache.close()
 
 
-def test_a_shrink_names_the_call_that_does_it(host: Context) -> None:
+def test_the_error_of_a_shrink_names_truncate(host: Context) -> None:
     with requests(host) as cache:
         one = computed(cache, PROMPT)
         for call in (cache.extend, cache.prepare):
@@ -628,8 +632,8 @@ def test_a_shrink_names_the_call_that_does_it(host: Context) -> None:
         assert one.length == len(PROMPT)
 
 
-def test_one_type_says_that_something_is_short(host: Context) -> None:
-    """The same test for every call: `isinstance(result, Shortage)`."""
+def test_every_call_returns_a_shortage(host: Context) -> None:
+    """One check works for every call: `isinstance(result, Shortage)`."""
     with requests(host, memory_limit=memory(1, host)) as cache:
         one = computed(cache, PROMPT[:4])
         many = cache.max_seq_len
@@ -639,8 +643,8 @@ def test_one_type_says_that_something_is_short(host: Context) -> None:
         assert all(isinstance(result, Shortage) and result for result in short)
 
 
-def test_hits_are_counted_when_they_are_taken(host: Context) -> None:
-    """A request that is refused again and again has taken no token of a prefix."""
+def test_hits_are_counted_at_admission(host: Context) -> None:
+    """A request that is refused repeatedly has used no tokens of a prefix."""
     with requests(host, memory_limit=memory(5, host)) as cache:
         first = computed(cache, PROMPT)
         cache.record(first, PROMPT)
@@ -660,7 +664,7 @@ def test_hits_are_counted_when_they_are_taken(host: Context) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_forks_begin_with_the_rows_of_a_request(host: Context, background: bool) -> None:
+def test_forks_share_the_rows_of_a_request(host: Context, background: bool) -> None:
     with requests(host) as cache:
         parent = computed(cache, PROMPT[:20])
         made = cache.fork_async(parent, 2).result(WAIT) if background else cache.fork(parent, 2)
@@ -714,7 +718,7 @@ def test_a_swapped_request_can_be_released(host: Context) -> None:
 
 @contextmanager
 def held_up(cache: RequestCache) -> Iterator[None]:
-    """The background makes its next call when the block ends."""
+    """Holds up the background thread until the block ends."""
     gate = threading.Event()
     cache._background.begin(lambda: gate.wait(WAIT))
     try:
@@ -737,14 +741,16 @@ def test_a_request_is_busy_until_its_background_call_is_over(host: Context) -> N
             ):
                 with pytest.raises(Busy, match="background"):
                     call()
-            assert cache.extend({other: 12}) is None  # others go on
+            assert cache.extend({other: 12}) is None  # other requests continue
             assert not future.done()
         assert future.result(WAIT) is None
         assert request.state is State.SWAPPED
 
 
 def test_a_state_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The background call ends after the first look: the request was busy then."""
+    """The background call completes after the state was read as busy, and the error must still say
+    busy.
+    """
     looks = [State.RUNNING, State.BUSY]
     monkeypatch.setattr(Request, "state", property(lambda _: looks.pop()))
     with pytest.raises(Busy, match="request 3 of 0 tokens is busy, not running"):
@@ -752,7 +758,7 @@ def test_a_state_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks == [State.RUNNING]
 
 
-def test_a_call_that_ends_meanwhile_leaves_a_request_that_was_busy(
+def test_a_call_that_completes_meanwhile_still_reports_busy(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with requests(host) as cache:
@@ -774,9 +780,10 @@ def test_a_call_that_ends_meanwhile_leaves_a_request_that_was_busy(
 
 @contextmanager
 def while_it_runs(cache: RequestCache, name: str, call: Callable[[], Any]) -> Iterator[None]:
-    """Another thread makes a call that is in the midst of the cache's `name` until the block ends.
+    """Runs a call in another thread, which stops at the start of the cache's `name` until the block
+    ends.
 
-    It must succeed.
+    The call must succeed.
     """
     inside, gate, results = threading.Event(), threading.Event(), list[Any]()
     make = getattr(cache.cache, name)
@@ -799,8 +806,8 @@ def while_it_runs(cache: RequestCache, name: str, call: Callable[[], Any]) -> It
     assert results == [None]
 
 
-def test_a_background_call_finds_what_an_earlier_call_has_left(host: Context) -> None:
-    """It was begun while another thread's call on the request was under way."""
+def test_a_background_call_sees_the_effect_of_an_earlier_call(host: Context) -> None:
+    """The background call was made while another thread's call on the request was running."""
     with requests(host) as cache:
         free = kv(cache).slots.num_free
         request = computed(cache, PROMPT)
@@ -831,7 +838,7 @@ def test_a_background_call_finds_what_an_earlier_call_has_left(host: Context) ->
 
 
 def test_a_state_is_never_older_than_the_end_of_a_call(host: Context) -> None:
-    """Whoever sees that the call is over sees what it has left."""
+    """A thread that sees the call completed also sees its effect."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         for _ in range(300):
@@ -847,12 +854,12 @@ def test_a_state_is_never_older_than_the_end_of_a_call(host: Context) -> None:
             assert future.result(WAIT) is None
 
 
-def test_a_request_that_another_thread_ends_has_ended(host: Context) -> None:
+def test_a_request_released_by_another_thread_has_ended(host: Context) -> None:
     with requests(host) as cache:
         request = computed(cache, PROMPT)
 
         class Late(Request):
-            """Another thread's call comes between two looks."""
+            """Another thread releases the request between two checks."""
 
             __slots__ = ()
 
@@ -867,10 +874,10 @@ def test_a_request_that_another_thread_ends_has_ended(host: Context) -> None:
             _ = late.slot
 
 
-def test_a_queued_request_stays_busy_though_another_thread_has_looked(
+def test_a_queued_request_stays_busy_while_other_threads_read_it(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It found a call that was noted and not queued yet."""
+    """Another thread reads the requests when the call is recorded, but not queued yet."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         begin = cache._background.begin
@@ -890,7 +897,7 @@ def test_a_queued_request_stays_busy_though_another_thread_has_looked(
 
 
 def test_a_cancelled_call_is_over_before_its_callbacks(host: Context) -> None:
-    """An interrupted `cancel` may not reach them."""
+    """If `cancel` is interrupted, the callbacks may never run."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         seen: list[State] = []
@@ -902,8 +909,10 @@ def test_a_cancelled_call_is_over_before_its_callbacks(host: Context) -> None:
         assert request.slot >= 0
 
 
-def test_nothing_waits_for_the_lock_of_a_future(host: Context) -> None:
-    """An exception from a signal handler may have left it taken, in whoever looked."""
+def test_no_call_waits_for_the_lock_of_a_future(host: Context) -> None:
+    """An exception from a signal handler may leave that lock held by a thread that polled the
+    future.
+    """
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         seen: list[object] = []
@@ -927,7 +936,7 @@ def test_nothing_waits_for_the_lock_of_a_future(host: Context) -> None:
         assert seen == [State.BUSY, True]
 
 
-def test_a_background_call_leaves_nothing_to_the_collector(host: Context) -> None:
+def test_a_background_call_leaves_no_garbage(host: Context) -> None:
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         gc.collect()
@@ -944,13 +953,13 @@ def test_a_background_call_leaves_nothing_to_the_collector(host: Context) -> Non
             gc.enable()
 
 
-def test_background_calls_begun_at_once_are_made_in_turn(host: Context) -> None:
-    """Two threads may both have found the request free."""
+def test_concurrent_background_calls_are_serialized(host: Context) -> None:
+    """Two threads may both have seen the request as free."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         with held_up(cache):
             first = cache.swap_out_async(request)
-            request.calls = ()  # the second thread has looked before
+            request.calls = ()  # as the second thread saw it, before the first call
             second = cache.swap_out_async(request)
         assert first.result(WAIT) is None
         with pytest.raises(InvalidArgument, match="is swapped, not running"):
@@ -980,8 +989,8 @@ def test_admission_in_the_background(host: Context) -> None:
             cache.admit_async([1] * 100).result(WAIT)
 
 
-def test_the_callers_descriptor_may_be_closed_meanwhile(host: Context) -> None:
-    """As in every call: a call holds what its background work waits for."""
+def test_the_callers_descriptor_may_be_closed_during_the_call(host: Context) -> None:
+    """A call duplicates the descriptors that its background work waits for."""
     with requests(host) as cache:
         first, second = computed(cache, PROMPT), computed(cache, PROMPT[:5])
         third = computed(cache, PROMPT[:6])
@@ -1034,7 +1043,7 @@ def test_close_waits_for_the_background(host: Context) -> None:
         assert request.state is made[0].state is State.ENDED
 
 
-# ---- layers that differ --------------------------------------------------------------------------
+# ---- unequal layers ------------------------------------------------------------------------------
 
 
 def test_a_hybrid_model_has_the_same_interface(host: Context) -> None:
@@ -1063,7 +1072,7 @@ def test_a_hybrid_model_has_the_same_interface(host: Context) -> None:
 
 def test_ranks_have_no_background_calls(host: Context) -> None:
     class Ranked(KVCache):
-        """Says what a rank's cache says."""
+        """Reports `lockstep`, as a rank's cache does."""
 
         lockstep = True  # type: ignore[assignment]
 
@@ -1079,8 +1088,10 @@ def test_ranks_have_no_background_calls(host: Context) -> None:
         assert request.state is State.RUNNING
 
 
-def test_a_callback_that_ends_its_thread_ends_nothing_else() -> None:
-    """`Future` lets what is no `Exception` through, into the thread that makes the calls."""
+def test_a_callback_that_exits_its_thread_stops_nothing_else() -> None:
+    """`Future` passes exceptions other than `Exception` on, into the thread that makes the
+    calls.
+    """
 
     def leave(_: Any) -> None:
         raise SystemExit(3)
@@ -1095,7 +1106,8 @@ def test_a_callback_that_ends_its_thread_ends_nothing_else() -> None:
     last = _Queued(lambda: 2, CallFuture(), key)
     last.future.add_done_callback(leave)
     background._queue.append(last)
-    closing = threading.Thread(target=background.close, daemon=True)  # it makes the call
+    # close() makes the remaining call
+    closing = threading.Thread(target=background.close, daemon=True)
     closing.start()
     closing.join(WAIT)
     assert not closing.is_alive()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: entries of 2 MiB through the bindings: asked for, refused, split, joined."""
+"""Description: entries of 2 MiB through the bindings: requested, rejected, split, joined."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PAGES = BLOCK // PAGE
 
 @pytest.fixture
 def context(backend: str) -> Iterator[Context]:
-    """With large entries of small pages, where the back end has them."""
+    """Opens a context with large entries of small pages, if the back end has them."""
     try:
         opened = Context(backend, granule=PAGE, large_entries=True)
     except NotSupported:
-        assert backend in ("uvm", "cuda")  # cuda: no granule below 2 MiB
+        assert backend in ("uvm", "cuda")  # cuda has no granule below 2 MiB
         pytest.skip(f"{backend} has no large entries of small pages")
     with opened:
         yield opened
@@ -39,7 +39,7 @@ def populate(space: Reservation, offset: int, size: int, *, spread: bool = False
     space.context.batch(ops)
 
 
-def test_only_where_asked_for(backend: str, context: Context) -> None:
+def test_large_entries_only_on_request(backend: str, context: Context) -> None:
     assert Caps.LARGE_ENTRIES in context.info.caps
     with Context(backend, granule=PAGE) as plain:
         assert Caps.LARGE_ENTRIES not in plain.info.caps
@@ -50,7 +50,7 @@ def test_only_where_asked_for(backend: str, context: Context) -> None:
             space.unmap(PAGE, PAGE)
 
 
-def test_a_granule_of_2_mib_has_no_others(backend: str) -> None:
+def test_a_granule_of_2_mib_has_no_large_entries(backend: str) -> None:
     with Context(backend, granule=BLOCK, large_entries=True) as context:
         assert Caps.LARGE_ENTRIES not in context.info.caps
         with context.reserve(2 * BLOCK) as space:
@@ -58,11 +58,11 @@ def test_a_granule_of_2_mib_has_no_others(backend: str) -> None:
             assert space.query().entry_bytes == BLOCK
             assert space.query(BLOCK).entry_bytes == 0
             ops = OpBatch(1)
-            ops.unmap(space.addr, BLOCK, split=True)  # means nothing here
+            ops.unmap(space.addr, BLOCK, split=True)  # `split` has no meaning here
             context.batch(ops)
 
 
-def test_a_part_is_refused_by_name(context: Context, space: Reservation) -> None:
+def test_unmapping_a_part_needs_split(context: Context, space: Reservation) -> None:
     populate(space, 0, 2 * BLOCK)
     assert context.stats().large_entries == 2
     assert space.query(PAGE).entry_bytes == BLOCK
@@ -96,7 +96,7 @@ def test_split_and_joined(context: Context, space: Reservation) -> None:
     assert space.query().entry_bytes == BLOCK
     stats = context.stats()
     assert (stats.splits, stats.joins, stats.large_entries) == (1, 1, 1)
-    assert space.join(0, BLOCK) == 0  # there is nothing left to do
+    assert space.join(0, BLOCK) == 0  # nothing is left to join
     for page in range(PAGES):
         assert space.read(page * PAGE, PAGE) == bytes([page + 1]) * PAGE
 

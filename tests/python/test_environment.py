@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what set-up makes and installs, and on which Pythons."""
+"""Description: what the set-up creates and installs, and on which versions of Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = environment.ROOT
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_the_probes_are_asked_for_until_they_cannot_be_had(
+def test_probes_are_installed_until_that_fails(
     works: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -34,7 +34,7 @@ def test_the_probes_are_asked_for_until_they_cannot_be_had(
     monkeypatch.setattr(environment, "install", install)
     for _ in range(2):
         environment.install_probes()
-    # A success leaves no stamp: a second call means that the package was removed since.
+    # Success leaves no stamp: a second call means that the package has been removed since.
     assert calls == [["probes"]] * (2 if works else 1)
     assert ("no USDT probes" in capsys.readouterr().out) != works
 
@@ -78,7 +78,7 @@ def test_a_python_that_is_too_old_or_too_new(
         environment.main()
 
 
-def test_every_python_is_named_where_versions_are() -> None:
+def test_every_list_of_python_versions_agrees() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     names = [f"{major}.{minor}" for major, minor in environment.PYTHONS]
     assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text) == names
@@ -89,7 +89,9 @@ def test_every_python_is_named_where_versions_are() -> None:
 
 
 def test_torch_comes_with_numpy() -> None:
-    """Without it, importing torch keeps the importing frames, and so a cache's tensors."""
+    """Without numpy, importing torch keeps the importing frames alive, and with them a cache's
+    tensors.
+    """
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (extra,) = re.findall(r"^torch = \[(.*)\]$", text, re.M)
     assert '"numpy"' in extra
@@ -119,9 +121,7 @@ def test_every_python_has_the_same_packages(path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "out"), [("libvmem", "BUILD"), ("tests/gpu", "OUT"), ("tests/softcuda", "OUT")]
 )
-def test_a_warning_is_an_error_where_that_is_asked_for_alone(
-    folder: str, out: str, tmp_path: Path
-) -> None:
+def test_warnings_are_errors_only_on_request(folder: str, out: str, tmp_path: Path) -> None:
     make = ["make", "-n", "-C", str(ROOT / folder), f"{out}={tmp_path}"]
     usual, strict = (
         subprocess.check_output([*make, f"WERROR={value}"], text=True) for value in ("", "1")
@@ -134,7 +134,7 @@ def test_a_warning_is_an_error_where_that_is_asked_for_alone(
 
 @pytest.mark.skipif(sys.prefix != str(environment.VENV), reason="not the environment of make setup")
 def test_type_checkers_find_the_package(tmp_path: Path) -> None:
-    """mypy follows paths, not the hooks with which an editable install may be made."""
+    """mypy follows paths, but not the import hooks that an editable install may use."""
     program = (
         "from importlib.machinery import PathFinder\n"
         "for name in ('pyvmem', 'pyvmem_vllm', 'vmem_bench'):\n"

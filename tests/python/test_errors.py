@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One exception class per errno of vmem.h."""
+"""Checks that each errno of vmem.h has its exception class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = Path(__file__).parents[2] / "libvmem" / "include" / "vmem.h"
 
 def test_every_errno_of_the_header_has_a_class() -> None:
     if not HEADER.exists():
-        pytest.skip("the header is not beside the tests")
+        pytest.skip("the header is not next to the tests")
     listed = re.findall(r"^ \*   -(E[A-Z]+)  ", HEADER.read_text(), flags=re.MULTILINE)
     assert len(listed) == 19
     classes = [errors.error_class(getattr(errno, name)) for name in listed]
@@ -60,7 +60,7 @@ def test_two_meanings_of_one_errno() -> None:
     assert errors.error_class(errno.EXDEV) is pyvmem.VMemError
 
 
-def test_a_call_in_the_midst_of_another() -> None:
+def test_a_reentrant_call() -> None:
     made = pyvmem.Reentered("stats", "step")
     assert not isinstance(made, pyvmem.VMemError)
     for error in (made, pickle.loads(pickle.dumps(made))):

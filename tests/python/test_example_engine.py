@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: examples/engine.py gives the tokens that transformers' `generate` gives."""
+"""Description: examples/engine.py generates the same tokens as transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def running(loaded: LoadedModel, **changes: Any) -> Iterator[tuple[Any, KVCache]
 
 
 def answers(engine: Any, requests: list[Job]) -> tuple[list[Any], list[list[int]]]:
-    """The jobs, and what was streamed of each."""
+    """Returns the jobs, and the tokens streamed for each."""
     jobs = [engine.submit(one.prompt, one.max_new_tokens) for one in requests]
     streamed: list[list[int]] = [[] for _ in jobs]
     for job, token in engine.run():
@@ -60,7 +60,7 @@ def answers(engine: Any, requests: list[Job]) -> tuple[list[Any], list[list[int]
     return jobs, streamed
 
 
-def test_the_tokens_are_those_of_generate() -> None:
+def test_the_tokens_match_generate() -> None:
     loaded = tiny_model()
     requests = make_requests(9)
     wanted = expected(loaded, requests)
@@ -71,8 +71,8 @@ def test_the_tokens_are_those_of_generate() -> None:
         assert tuple(tokens) == wanted[request.request_id].tokens
 
 
-def test_preempted_jobs_go_on_where_they_were() -> None:
-    """Eight pages a tensor, of 21 rows each: three requests do not fit."""
+def test_preempted_jobs_resume() -> None:
+    """Eight pages per tensor, of 21 rows each: three requests do not fit."""
     loaded = tiny_model()
     requests = make_requests(8, shortest=20, longest=40, new_tokens=(30, 40))
     wanted = expected(loaded, requests)
@@ -83,7 +83,7 @@ def test_preempted_jobs_go_on_where_they_were() -> None:
         assert tuple(tokens) == wanted[request.request_id].tokens
 
 
-def test_a_next_turn_begins_with_the_rows_of_the_last() -> None:
+def test_the_next_turn_reuses_the_rows_of_the_last() -> None:
     loaded = tiny_model()
     (first,) = make_requests(1, shortest=150, longest=150, new_tokens=(10, 10))
     with running(loaded) as (engine, cache):
@@ -91,12 +91,13 @@ def test_a_next_turn_begins_with_the_rows_of_the_last() -> None:
         second = Job(1, (*job.tokens, 5, 6, 7), 8)
         before = cache.stats().prefix_hit_tokens
         _, streamed = answers(engine, [second])
-        assert cache.stats().prefix_hit_tokens - before == 128  # a unit: 192-byte rows, 4 KiB pages
+        # one sharing unit: 192-byte rows, 4 KiB pages
+        assert cache.stats().prefix_hit_tokens - before == 128
     loaded.model.set_attn_implementation("sdpa")
     assert tuple(streamed[0]) == expected(loaded, [second])[1].tokens
 
 
-def test_what_never_fits_fails_alone() -> None:
+def test_only_the_job_that_never_fits_fails() -> None:
     loaded = tiny_model()
     long, short = make_requests(2, shortest=60, longest=60, new_tokens=(5, 5))
     long = Job(0, long.prompt * 3, 5)
@@ -110,16 +111,18 @@ def test_what_never_fits_fails_alone() -> None:
     assert tuple(streamed[1]) == wanted[short.request_id].tokens
 
 
-def test_a_prompt_longer_than_a_slot_is_refused() -> None:
+def test_a_prompt_longer_than_a_slot_is_rejected() -> None:
     with running(tiny_model()) as (engine, _), pytest.raises(ValueError, match="193 tokens"):
         engine.submit([1] * 193, 5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("default")  # transformers' own
-def test_a_real_model_answers_as_generate_does() -> None:
-    """The model of `make run` in the cache that the example opens; ties as in `vmem serve-demo`."""
+@pytest.mark.filterwarnings("default")  # transformers' own warnings
+def test_a_real_model_matches_generate() -> None:
+    """Uses the model of `make run` and the cache that the example opens; ties as in `vmem
+    serve-demo`.
+    """
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     try:
         loaded = models.load(dtype="float32")
@@ -146,8 +149,8 @@ def test_a_real_model_answers_as_generate_does() -> None:
     assert found.count(None) >= 5
 
 
-def test_the_example_imports_public_names_alone() -> None:
-    """It stands for what a program outside can write."""
+def test_the_example_imports_only_public_names() -> None:
+    """The example shows what a program outside the package can write."""
     import ast
     import importlib
 
@@ -158,8 +161,10 @@ def test_the_example_imports_public_names_alone() -> None:
             assert {one.name for one in node.names} <= set(module.__all__), node.module
 
 
-def test_models_that_it_would_run_wrongly_are_refused() -> None:
-    """A flat batch runs the requests of layers with a state together; kernels have no sinks."""
+def test_unsupported_models_are_rejected() -> None:
+    """A flat batch mixes requests, which layers with a state cannot handle; kernels have no
+    sinks.
+    """
     from kinds_helpers import model_of
 
     for kind, text in (("jamba", "layers of kind linear_attention"), ("gptoss", "has no s_aux")):
@@ -175,8 +180,8 @@ def test_models_that_it_would_run_wrongly_are_refused() -> None:
         model.set_attn_implementation(before)
 
 
-def test_a_model_that_attends_by_itself_is_refused() -> None:
-    """It would not ask the engine for attention, and would answer as if it had no cache."""
+def test_a_model_with_its_own_attention_is_rejected() -> None:
+    """Its attention would bypass the engine, and it would answer as if it had no cache."""
     from transformers import FalconConfig, FalconForCausalLM
 
     config = FalconConfig(
@@ -229,7 +234,7 @@ def test_bad_input_is_one_line(
         (["1 " * 3000], "engine.py: error: argument prompts: a prompt of 3000 tokens and 40 new"),
     ],
 )
-def test_a_prompt_that_is_not_answered_is_told(
+def test_an_unanswered_prompt_is_reported(
     words: list[str],
     text: str,
     capsys: pytest.CaptureFixture[str],
@@ -250,10 +255,10 @@ def test_a_prompt_that_is_not_answered_is_told(
         assert said.out.count("0: 'x'") == 3
 
 
-def test_what_make_run_has_converted_is_used(
+def test_the_model_converted_by_make_run_is_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The example's clone; what takes long is told."""
+    """The cache is that of the example's own clone; slow steps are announced."""
     clone = tmp_path / "clone"
     (clone / "build" / "cache").mkdir(parents=True)
     (clone / "examples").mkdir()
@@ -269,7 +274,7 @@ def test_what_make_run_has_converted_is_used(
 
     monkeypatch.setitem(example["main"].__globals__, "load", load)
     monkeypatch.setattr("sys.argv", ["engine.py", "x"])
-    monkeypatch.setenv("VMEM_CACHE_DIR", "")  # restored afterwards
+    monkeypatch.setenv("VMEM_CACHE_DIR", "")  # so that monkeypatch restores it afterwards
     monkeypatch.delenv("VMEM_CACHE_DIR")
     with pytest.raises(SystemExit, match="2"):
         example["main"]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: environments beside build/venv are made once, and anew when their pins change."""
+"""Description: extra environments are created once, and again when their pins change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from extra_environment import CANNOT, make
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree whose pip notes what it is asked for and ends as the file `status` says."""
+    """Creates a tree whose pip records its arguments and exits with the status in the file
+    `status`.
+    """
     pip = tmp_path / "base" / "bin" / "python"
     pip.parent.mkdir(parents=True)
     pip.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexit $(cat {tmp_path}/status)\n')
@@ -28,20 +30,22 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(tree: Path) -> list[str]:
-    """The files that pip was given since the last time, and whether without dependencies."""
+    """Returns the files passed to pip since the last call; "alone" marks those without
+    dependencies.
+    """
     log = tree / "asked"
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     log.unlink(missing_ok=True)
     return [("alone " if "--no-deps" in one else "") + Path(one[-1]).name for one in lines]
 
 
-def test_made_once_and_anew_when_its_pins_change(tree: Path) -> None:
+def test_created_once_and_again_when_its_pins_change(tree: Path) -> None:
     venv, groups = tree / "one", ["plain", "model"]
     for _ in range(2):
         assert make(venv, groups, size="9 MB") == 0
     assert asked(tree) == ["plain.txt", "alone model.txt"]
     told = subprocess.check_output([venv / "bin/python", "-c", "import sys; print(sys.path)"])
-    assert repr(str(tree)) in told.decode(), "pyvmem is that of the tree"
+    assert repr(str(tree)) in told.decode(), "pyvmem comes from the tree"
     left = venv / "left"
     left.touch()
     (tree / "plain.txt").write_text("one==1.1\n")
@@ -50,13 +54,13 @@ def test_made_once_and_anew_when_its_pins_change(tree: Path) -> None:
     assert not left.exists()
 
 
-def test_requirements_beside_files_come_with_what_they_ask_for(tree: Path) -> None:
+def test_additional_requirements_are_installed_with_their_dependencies(tree: Path) -> None:
     for version in ("three==3", "three==3", "three==4"):
         assert make(tree / "one", ["model"], more=[version], size="9 MB") == 0
     assert asked(tree) == ["alone model.txt", "three==3", "alone model.txt", "three==4"]
 
 
-def test_packages_of_those_below_are_seen(tree: Path) -> None:
+def test_packages_of_base_environments_are_visible(tree: Path) -> None:
     below, venv = tree / "below", tree / "above"
     assert make(below, [], size="9 MB") == 0
     (extra_environment.packages(below) / "its_module.py").write_text("said = 25\n")
@@ -65,9 +69,7 @@ def test_packages_of_those_below_are_seen(tree: Path) -> None:
     assert extra_environment.ask(venv / "bin" / "python", program) == "25"
 
 
-def test_what_cannot_be_had_is_asked_for_again(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_install_is_retried(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "status").write_text("1")
     for _ in range(2):
         assert make(tree / "one", ["plain", "model"], size="9 MB") == CANNOT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the lock of a budget: re-entrant, and it goes to who waits before who had it."""
+"""Description: a budget's lock is re-entrant and fair: waiting threads precede the last holder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcache_helpers import at_the_gate, eventually
 from pyvmem.kvcache.budget import FairLock
 
 
-def test_who_waits_comes_before_who_had_it() -> None:
+def test_a_waiting_thread_precedes_the_last_holder() -> None:
     lock = FairLock()
     order: list[str] = []
 
@@ -24,13 +24,13 @@ def test_who_waits_comes_before_who_had_it() -> None:
         thread.start()
         eventually(lambda: at_the_gate(lock))
         order.append("first")
-    with lock:  # with an RLock, this thread would have it again
+    with lock:  # with an RLock, this thread would take it again first
         order.append("again")
     thread.join(60)
     assert order == ["first", "other", "again"]
 
 
-def test_a_block_within_a_block_waits_for_nobody() -> None:
+def test_the_lock_is_reentrant() -> None:
     lock = FairLock()
     done: list[str] = []
 
@@ -44,12 +44,12 @@ def test_a_block_within_a_block_waits_for_nobody() -> None:
         eventually(lambda: at_the_gate(lock))
         with lock, lock:
             done.append("inner")
-        assert done == ["inner"], "a block that ended inside has not let the lock go"
+        assert done == ["inner"], "the inner block must not release the lock"
     thread.join(60)
     assert done == ["inner", "other"]
 
 
-def test_an_exception_lets_it_go() -> None:
+def test_an_exception_releases_the_lock() -> None:
     lock = FairLock()
     with pytest.raises(KeyError), lock, lock:
         raise KeyError
@@ -59,7 +59,7 @@ def test_an_exception_lets_it_go() -> None:
     assert not thread.is_alive()
 
 
-def test_many_threads_count_right() -> None:
+def test_mutual_exclusion_of_many_threads() -> None:
     lock = FairLock()
     count = 0
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: each row of the table of features is true: used where it says yes, else refused."""
+"""Description: the table of features holds: a feature works where it says yes, and is rejected
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ from pyvmem.layouts import SHAPES, advise, generate
 
 KB, MB = 1 << 10, 1 << 20
 
-# ---- a short use of each -------------------------------------------------------------------------
+# ---- a short use of each feature -----------------------------------------------------------------
 
 
 def use_demand(context: Context) -> None:
@@ -168,7 +170,7 @@ def use_large_entries(context: Context) -> None:
         reservation.write(2 * MB - 4, b"over the edge")
         assert reservation.read(2 * MB - 4, 13) == b"over the edge"
         reservation.unmap(0, 2 * MB + 64 * KB)
-    # Nine rows of 256 KiB in each tensor: a block of 2 MiB, and more.
+    # Nine rows of 256 KiB in each tensor are more than a block of 2 MiB.
     options = {"page_size": 64 * KB, "num_kv_heads": 4 * KB // 4, "memory_limit": 0}
     with (
         Context(context.info.backend, granule=64 * KB, large_entries=True) as own,
@@ -284,13 +286,13 @@ USES: dict[str, Callable[[Context], None]] = {
 
 
 def held(context: Context) -> tuple[int, ...]:
-    """State that a refused call must not change."""
+    """Returns the state that a rejected call must not change."""
     now = context.stats()
     return now.reserved_bytes, now.mapped_bytes, now.used_bytes, now.handles, now.reservations
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda one: one.key)
-def test_the_table_is_true(context: Context, feature: Feature) -> None:
+def test_the_table_holds(context: Context, feature: Feature) -> None:
     if feature.lacks_packages():
         pytest.skip(", ".join(feature.lacks_packages()))
     before = held(context)
@@ -305,13 +307,13 @@ def test_the_table_is_true(context: Context, feature: Feature) -> None:
     assert held(context) == before
 
 
-def test_every_row_has_a_use_and_a_name_of_its_own() -> None:
+def test_every_row_has_a_use_and_a_unique_name() -> None:
     keys = [one.key for one in FEATURES]
     assert keys == list(USES)
     assert len({one.name for one in FEATURES}) == len(keys)
 
 
-# ---- what a poorer back end would refuse ---------------------------------------------------------
+# ---- rejections by a weaker back end -------------------------------------------------------------
 
 PARENT = 2 * ROWS
 TOKENS = range(PARENT)
@@ -335,7 +337,7 @@ def record_last(cache: KVCache) -> object:
 
 @pytest.mark.parametrize("call", [fork, fork_many, record, record_last])
 @pytest.mark.parametrize("cap", [Caps.ALIAS, Caps.READONLY], ids=["alias", "readonly"])
-def test_a_cache_without_the_capability_refuses(
+def test_calls_without_the_capability_are_rejected(
     context: Context, call: Callable[[KVCache], object], cap: Caps
 ) -> None:
     feature = FORK if call in (fork, fork_many) else PREFIXES
@@ -356,12 +358,12 @@ def test_a_cache_without_the_capability_refuses(
             call(cache)
 
 
-def test_a_match_cannot_be_mapped_where_pages_cannot(context: Context) -> None:
+def test_a_match_cannot_be_mapped_without_aliases(context: Context) -> None:
     if PREFIXES.lacks(context.info):
         pytest.skip("nothing can be recorded")
     with small_cache(context) as cache:
         cache.free_reqid(started(cache, PARENT), tokens=TOKENS)
-        cache.trim()  # else the slot has them still, and nothing is to be mapped
+        cache.trim()  # otherwise the slot still has the pages, and nothing needs to be mapped
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         without(context, Caps.ALIAS)
         before = state(cache)
@@ -370,10 +372,10 @@ def test_a_match_cannot_be_mapped_where_pages_cannot(context: Context) -> None:
         assert state(cache) == before
 
 
-# ---- the rows themselves -------------------------------------------------------------------------
+# ---- the table's rows ----------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_named() -> None:
+def test_errors_name_what_is_missing() -> None:
     info = Probed("poor", Caps.ALIAS, (2 * MB,), (0,))
     by_key = {one.key: one for one in FEATURES}
     assert by_key["demand"].lacks(info) == []
@@ -399,7 +401,7 @@ def test_what_is_missing_is_named() -> None:
         OVERREAD.require(sparse, "over-read")
 
 
-def test_a_record_tells_what_the_context_told(context: Context) -> None:
+def test_a_record_agrees_with_the_context(context: Context) -> None:
     kept = Probed.of(json.loads(json.dumps(about(context.info))))
     info = context.info
     assert kept == Probed(info.backend, info.caps, info.page_sizes, info.devices)

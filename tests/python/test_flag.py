@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a flag that an exception from outside never leaves half set."""
+"""Description: a flag that an asynchronous exception never leaves half set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interrupts_helpers import Interrupted, Interrupts
 from pyvmem.plumbing.flag import Flag
 
 
-def test_wait_ends_when_it_is_set_or_late() -> None:
+def test_wait_returns_when_set_or_timed_out() -> None:
     flag = Flag()
     assert not flag.is_set()
     assert not flag.wait(0.001)
@@ -26,7 +26,7 @@ def test_wait_ends_when_it_is_set_or_late() -> None:
 
 
 def test_each_point_of_set() -> None:
-    """Also those in the standard library: `threading.Event` does not pass this."""
+    """Includes the points inside the standard library; `threading.Event` fails this test."""
     counter = Interrupts(package="")
     counter.run(Flag().set)
     assert counter.count

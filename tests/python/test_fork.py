@@ -22,10 +22,11 @@ from pyvmem.kvcache import Budget
 
 
 def in_child(work: Callable[[], None]) -> None:
-    """Runs `work` in a forked child; the test fails with the child's words if it raised."""
+    """Runs `work` in a forked child; if it raises, the test fails with the child's traceback."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork with threads
+        # since Python 3.12, for a fork with threads
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         status = 1
@@ -61,11 +62,11 @@ def test_child_gets_forked_process(host: pyvmem.Context, rsv: pyvmem.Reservation
     batch.populate(rsv.addr + 8 * 4096, 4096)
     known, ticket = host.submit(batch), host.submit(pyvmem.OpBatch(1))
     known.wait()
-    arrays = [rsv.array((1,), "uint8")]  # the parent's error would be Busy
+    arrays = [rsv.array((1,), "uint8")]  # the parent would get Busy
 
     def child() -> None:
         assert arrays
-        known.wait()  # its result is in the object
+        known.wait()  # the object already holds the result
         for call in (
             host.stats,
             host.check,
@@ -107,7 +108,7 @@ def test_child_gets_forked_process(host: pyvmem.Context, rsv: pyvmem.Reservation
 def test_a_call_of_another_thread_does_not_hang_the_child(
     host: pyvmem.Context, of_a_budget: bool
 ) -> None:
-    """The thread waits for GPU work, with the cache's lock, when the process forks."""
+    """The thread waits for GPU work and holds the cache's lock when the process forks."""
     budget = Budget(host, 64 << 20) if of_a_budget else None
     config = pyvmem.KVCacheConfig(1, 1, 64, "float16", max_batch=1, max_seq_len=64, page_size=4096)
     place = {"budget": budget} if of_a_budget else {"context": host}
@@ -154,7 +155,7 @@ def test_child_leaves_with_blocks_quietly(rsv: pyvmem.Reservation) -> None:
     rsv.close(unmap=True)
 
 
-def test_child_may_open_its_own(host: pyvmem.Context, rsv: pyvmem.Reservation) -> None:
+def test_child_may_open_its_own_context(host: pyvmem.Context, rsv: pyvmem.Reservation) -> None:
     def child() -> None:
         with pyvmem.Context("host", granule=4096) as own, own.reserve(8 * 4096) as mine:
             pages = own.create(4096)

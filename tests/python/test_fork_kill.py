@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A process that is killed in the middle of its batches leaves no memory behind."""
+"""Checks that a process killed in the middle of its batches leaves no memory behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from kvcache_helpers import eventually
 
-# Two threads, each with 128 MiB in 64 scattered pieces, do batches until the process is killed.
+# Two threads, each with 128 MiB in 64 scattered pieces, run batches until the process is killed.
 CHILD = """
 import sys, threading, pyvmem
 context = pyvmem.Context(sys.argv[1])
@@ -48,7 +48,7 @@ File = tuple[int, int]  # device and inode
 
 
 def memory_files(pid: str) -> dict[File, int]:
-    """The memory files that a process holds open, and the bytes in each; none that is not ours."""
+    """Returns the library's memory files that a process has open, and the bytes in each."""
     found = {}
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{pid}/fd").iterdir():
@@ -60,26 +60,28 @@ def memory_files(pid: str) -> dict[File, int]:
 
 
 def holders(files: set[File]) -> list[str]:
-    """The processes that hold one of them."""
+    """Returns the processes that have any of these files open."""
     pids = [one.name for one in Path("/proc").iterdir() if one.name.isdigit()]
     return [pid for pid in pids if not files.isdisjoint(memory_files(pid))]
 
 
 def device_memory() -> int:
-    """Bytes in use of the GPU, as the system tells."""
+    """Returns the GPU memory in use, in bytes, as the driver reports it."""
     import torch
 
     if not torch.cuda.is_available():
-        pytest.skip("nobody but the library counts this device's memory")
+        pytest.skip("only the library itself counts this device's memory")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip("other tests use the device meanwhile")
+        pytest.skip("other tests use the device at the same time")
     free, total = torch.cuda.mem_get_info(0)
     return int(total - free)
 
 
 @contextlib.contextmanager
 def killed(backend: str) -> Iterator[str]:
-    """The pid of a process in the middle of its batches, which is killed in the end."""
+    """Yields the pid of a process in the middle of its batches, and kills it when the block
+    ends.
+    """
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, backend], stdout=subprocess.PIPE, text=True
     )
@@ -99,11 +101,13 @@ def killed(backend: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, None])
 def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> None:
-    """On host memory is in files, gone with the last who holds them; a GPU's is counted."""
+    """On host, memory is in files that vanish with their last holder; on a GPU, the used bytes are
+    compared.
+    """
     rest = random.uniform(0, 0.2) if delay is None else delay
     if backend == "host":
         with killed(backend) as pid:
-            # Of two parts of 128 MiB, unless both threads have unmapped theirs just then.
+            # The two parts are 128 MiB each, unless both threads have just unmapped theirs.
             eventually(lambda: sum(memory_files(pid).values()) > 100 << 20)
             files = memory_files(pid)
             assert holders(set(files)) == [pid]
@@ -111,12 +115,12 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
             files |= memory_files(pid)
         eventually(lambda: not holders(set(files)))
         return
-    device_memory()  # the first call makes a context of this process
+    device_memory()  # the first call creates this process's own CUDA context
     start = device_memory()
     with killed(backend) as pid:
         assert not memory_files(pid)
         eventually(lambda: device_memory() - start > 100 << 20)
         time.sleep(rest)
         full = device_memory()
-    # The child's context must be gone, too.
+    # The child's CUDA context must be gone, too.
     eventually(lambda: full - device_memory() >= (full - start) * 9 // 10)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: VMemCache is DynamicCache in every behaviour, on random models and operations."""
+"""Description: VMemCache behaves exactly like DynamicCache, on random models and operations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make(
 
 
 def prompts(rows: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Left-padded, as a batch of different lengths is."""
+    """Returns left-padded prompts, as in a batch of different lengths."""
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (rows, length), generator=dice)
     mask = torch.ones_like(ids)
@@ -71,7 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_generate_gives_the_tokens_of_dynamic_cache(
+def test_generate_matches_dynamic_cache(
     model: Any, context: pyvmem.Context, attention: str
 ) -> None:
     device = device_of(context)
@@ -95,7 +95,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(
         model.to("cpu")
 
 
-def test_a_second_turn_continues_and_reset_begins_anew(model: Any, host: pyvmem.Context) -> None:
+def test_a_second_turn_continues_and_reset_starts_over(model: Any, host: pyvmem.Context) -> None:
     inputs = prompts(2, 9, torch.device("cpu"))
     dynamic = DynamicCache(config=model.config)
     with make(host, model.config) as cache:
@@ -156,11 +156,12 @@ def test_assisted_generation_crops(model: Any, host: pyvmem.Context) -> None:
         assert torch.equal(got, want)
 
 
-# ---- every operation, against DynamicCache -------------------------------------------------------
+# ---- every operation, compared with DynamicCache
+# --------------------------------------------------
 
 
 class Pair:
-    """The same random operations on both caches."""
+    """Makes the same random operations on both caches."""
 
     def __init__(self, config: Any, cache: Any, device: torch.device, seed: int) -> None:
         self.dynamic, self.cache = DynamicCache(config=config), cache
@@ -209,7 +210,7 @@ class Pair:
         elif pick >= 0.96:
             self.both("reset")
             self.batch = 0
-            # DynamicCache of 5.17 keeps zeros; a new one is what `reset` means.
+            # DynamicCache of 5.17 keeps zeros after `reset`; it should be like a new one.
             self.dynamic = DynamicCache(config=self.cache._config)
 
     def check(self) -> None:
@@ -225,7 +226,7 @@ class Pair:
             assert self.cache.kvcache.stats().active_slots == self.batch
 
 
-def test_random_operations_are_those_of_dynamic_cache(model: Any, context: pyvmem.Context) -> None:
+def test_random_operations_match_dynamic_cache(model: Any, context: pyvmem.Context) -> None:
     for seed in range(4):
         with make(context, model.config) as cache:
             pair = Pair(model.config, cache, device_of(context), seed)
@@ -235,8 +236,8 @@ def test_random_operations_are_those_of_dynamic_cache(model: Any, context: pyvme
             del pair
 
 
-def test_a_reorder_copies_only_what_rows_do_not_share() -> None:
-    """Lines of descent against whole rows, token by token."""
+def test_a_reorder_copies_only_rows_that_differ() -> None:
+    """Compares lines of descent with whole rows, token by token."""
     dice = random.Random(8)
     tokens = iter(range(10**6))
     for _ in range(30):
@@ -260,7 +261,7 @@ def test_a_reorder_copies_only_what_rows_do_not_share() -> None:
                 rows = [list(rows[old]) for old in source]
 
 
-def test_beams_copy_what_is_behind_their_last_common_token(
+def test_beams_copy_rows_after_their_last_common_token(
     model: Any, host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = []
@@ -311,11 +312,11 @@ def test_the_past_is_never_copied(model: Any, host: pyvmem.Context) -> None:
             keys, values = cache.update(states, states, 1)
             places.add((keys.data_ptr(), values.data_ptr()))
         assert places == {(cache.kvcache.k(1).data_ptr(), cache.kvcache.v(1).data_ptr())}
-        assert cache.kvcache.stats().steps == 41  # the slots, then 40 tokens
+        assert cache.kvcache.stats().steps == 41  # one step for the slots, then one per token
         del keys, values
 
 
-def test_a_deep_copy_has_memory_of_its_own(model: Any, host: pyvmem.Context) -> None:
+def test_a_deep_copy_has_its_own_memory(model: Any, host: pyvmem.Context) -> None:
     with make(host, model.config) as cache:
         states = torch.randn(2, HEADS, 7, DIM)
         for layer in range(LAYERS):
@@ -328,10 +329,10 @@ def test_a_deep_copy_has_memory_of_its_own(model: Any, host: pyvmem.Context) -> 
             assert torch.equal(other.layers[1].values, torch.cat([-states, states], 2))
 
 
-# ---- memory, ends, errors ------------------------------------------------------------------------
+# ---- memory, close, errors -----------------------------------------------------------------------
 
 
-def test_out_of_memory_is_said_and_the_cache_goes_on(model: Any, host: pyvmem.Context) -> None:
+def test_the_cache_continues_after_out_of_memory(model: Any, host: pyvmem.Context) -> None:
     limit = 4 * 2 * LAYERS * 4096  # four pages of 21 tokens in every tensor
     with make(host, model.config, 4, 96, memory_limit=limit) as cache:
         states = torch.ones(2, HEADS, 42, DIM)
@@ -358,7 +359,7 @@ def test_limits_are_plain_numbers(model: Any, host: pyvmem.Context) -> None:
     assert repr((options.max_batch, options.keep_windows)) == "(3, True)"
 
 
-def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
+def test_errors_name_the_bad_input(model: Any, host: pyvmem.Context) -> None:
     states = torch.ones(2, HEADS, 5, DIM)
     for rows, length, name in ((0, 9, "max_batch_size is 0"), (2, -1, "max_cache_len is -1")):
         with pytest.raises(InvalidArgument, match=name):
@@ -438,7 +439,7 @@ def test_a_group_divides_the_layers_of_each_class() -> None:
     VMemCache(config, 2, 8, group_size=2).close()
 
 
-def test_a_budget_is_of_the_context(model: Any, context: pyvmem.Context) -> None:
+def test_a_budget_must_belong_to_the_context(model: Any, context: pyvmem.Context) -> None:
     with (
         pyvmem.Context("host") as other,
         Budget(other, 1 << 20) as budget,
@@ -448,14 +449,14 @@ def test_a_budget_is_of_the_context(model: Any, context: pyvmem.Context) -> None
 
 
 @pytest.mark.parametrize("size", ["many", 2.0, None, 1 << 31])
-def test_sizes_that_are_none(model: Any, size: Any) -> None:
+def test_invalid_sizes(model: Any, size: Any) -> None:
     with pytest.raises(InvalidArgument, match="max_batch_size"):
         VMemCache(model.config, size, 8)
     with pytest.raises(InvalidArgument, match="max_cache_len"):
         VMemCache(model.config, 2, size)
 
 
-def test_models_with_other_layers_are_refused() -> None:
+def test_models_with_other_layers_are_rejected() -> None:
     config = LlamaConfig(num_hidden_layers=2)
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(InvalidArgument, match="layer 1 is linear_attention: the state's"):
@@ -467,8 +468,8 @@ def test_models_with_other_layers_are_refused() -> None:
         VMemCache(LlamaConfig(num_hidden_layers=2, is_encoder_decoder=True), 1, 8)
 
 
-def test_keys_of_a_layer_that_keeps_nothing_are_refused(model: Any, host: pyvmem.Context) -> None:
-    """The configuration tells that the last layer uses another one's; this model's does not."""
+def test_keys_for_a_layer_without_storage_are_rejected(model: Any, host: pyvmem.Context) -> None:
+    """By the configuration, the last layer reuses another's keys; this model passes keys to it."""
     config = copy.deepcopy(model.config)
     config.num_kv_shared_layers = 1
     last, ids = config.num_hidden_layers - 1, torch.tensor([[1, 2, 3]])
@@ -479,7 +480,7 @@ def test_keys_of_a_layer_that_keeps_nothing_are_refused(model: Any, host: pyvmem
         model(ids, **{CACHE: cache})
 
 
-def test_memory_goes_back_at_close_and_when_forgotten(model: Any, host: pyvmem.Context) -> None:
+def test_memory_is_freed_by_close_and_by_collection(model: Any, host: pyvmem.Context) -> None:
     states = torch.ones(2, HEADS, 5, DIM)
     cache = make(host, model.config)
     keys, values = cache.update(states, states, 0)
@@ -504,7 +505,9 @@ def test_memory_goes_back_at_close_and_when_forgotten(model: Any, host: pyvmem.C
 def test_rows_count_once_their_pages_are_mapped(
     context: pyvmem.Context, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second Ctrl-C, while the rows of the first are freed, leaves no row without pages."""
+    """If a second Ctrl-C interrupts the cleanup after the first, no row may be left without
+    pages.
+    """
 
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Description: what transformers tests of its own caches holds for VMemCache too.
+"""Description: VMemCache passes what transformers tests of its own caches.
 
-The list is that of its tests/utils/test_cache_utils.py: head counts, layers on their own, padding,
-prompts that are used again, static caches' tokens, early initialisation, calls before the first
-keys. torch.export is not on it: the views grow, so `is_compileable` is False.
+The cases are those of its tests/utils/test_cache_utils.py: head counts, single layers, padding,
+reused prompts, the tokens of static caches, early initialisation, calls before the first keys.
+torch.export is left out: the views grow, so `is_compileable` is False.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def model() -> Any:
 
 @pytest.mark.parametrize("heads", [8, 4, 1])
 def test_any_number_of_heads(context: pyvmem.Context, heads: int) -> None:
-    """Multi-head, grouped-query and multi-query attention, layer by layer on its own."""
+    """Checks multi-head, grouped-query and multi-query attention, one layer at a time."""
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=8, num_key_value_heads=heads, num_hidden_layers=2
     )
@@ -83,14 +83,15 @@ def test_calls_before_the_first_keys_do_nothing(model: Any, host: pyvmem.Context
             assert one.batch_size == -1
             with pytest.raises(ValueError, match="LinearAttention"):
                 one.has_previous_state()
-            for name in ("is_sliding", "is_linear", "is_dummy"):  # what the version has of them
+            # some of these names exist only in some versions
+            for name in ("is_sliding", "is_linear", "is_dummy"):
                 assert not any(getattr(one, name, ()))
-        cache.crop(-3)  # DynamicCache of 5.17 fails there
+        cache.crop(-3)  # DynamicCache of 5.17 fails here
         cache.crop(0)
         assert cache.kvcache is None
 
 
-def test_nothing_is_left_after_a_crop_of_all(model: Any, host: pyvmem.Context) -> None:
+def test_nothing_is_left_after_a_full_crop(model: Any, host: pyvmem.Context) -> None:
     states = torch.randn(2, HEADS, 7, DIM)
     with make(host, model.config) as cache:
         dynamic = DynamicCache(config=model.config)
@@ -108,7 +109,7 @@ def test_nothing_is_left_after_a_crop_of_all(model: Any, host: pyvmem.Context) -
         del keys, values
 
 
-def test_the_tokens_of_a_static_cache_and_the_same_object_back(
+def test_tokens_match_a_static_cache_and_the_same_object_is_returned(
     model: Any, host: pyvmem.Context
 ) -> None:
     inputs = prompts(3, 11, torch.device("cpu"))
@@ -120,7 +121,7 @@ def test_the_tokens_of_a_static_cache_and_the_same_object_back(
         assert torch.equal(out.sequences, want)
 
 
-def test_more_padding_gives_the_same_words(model: Any, host: pyvmem.Context) -> None:
+def test_padding_does_not_change_the_answer(model: Any, host: pyvmem.Context) -> None:
     inputs = prompts(2, 9, torch.device("cpu"))
     answers = []
     for more in (0, 23):
@@ -131,7 +132,9 @@ def test_more_padding_gives_the_same_words(model: Any, host: pyvmem.Context) -> 
 
 
 def test_a_prompt_is_computed_once_and_copied(model: Any, context: pyvmem.Context) -> None:
-    """transformers' way of using a prompt again: a deep copy of its cache for every question."""
+    """Reuses a prompt as transformers recommends: with a deep copy of its cache for every
+    question.
+    """
     device = device_of(context)
     model = model.to(device)
     prompt, dice = torch.randint(1, 99, (1, 40), device=device), torch.Generator().manual_seed(4)
@@ -173,7 +176,7 @@ def test_a_prompt_in_chunks_and_answers_from_the_prompt(model: Any, host: pyvmem
             assert torch.equal(model.generate(ids, **{CACHE: cache}, **GREEDY, **way), want)
 
 
-def test_a_full_queue_delays_what_is_mapped_ahead(model: Any, host: pyvmem.Context) -> None:
+def test_a_full_queue_delays_mapping_ahead(model: Any, host: pyvmem.Context) -> None:
     states = torch.randn(1, HEADS, 22, DIM)  # 21 tokens fill a page of 4 KB
     with make(host, model.config) as cache, full_queue(host):
         cache.update(states[:, :, :21], states[:, :, :21], 0)
@@ -181,7 +184,7 @@ def test_a_full_queue_delays_what_is_mapped_ahead(model: Any, host: pyvmem.Conte
 
 
 @pytest.mark.parametrize("modes", list(itertools.permutations(MODES, 2)))
-def test_a_cache_goes_on_in_another_grad_mode(
+def test_a_cache_continues_in_another_grad_mode(
     model: Any, host: pyvmem.Context, modes: tuple[str, str]
 ) -> None:
     ids = prompts(1, 30, torch.device("cpu"))["input_ids"]
@@ -196,9 +199,7 @@ def test_a_cache_goes_on_in_another_grad_mode(
         del got
 
 
-def test_no_graph_leaves_the_cache_in_a_copy_or_stays_after_a_reset(
-    model: Any, host: pyvmem.Context
-) -> None:
+def test_copies_and_reset_caches_have_no_autograd_graph(model: Any, host: pyvmem.Context) -> None:
     ids = prompts(1, 30, torch.device("cpu"))["input_ids"]
     with make(host, model.config) as cache:
         model(ids, **{CACHE: cache})
@@ -230,7 +231,7 @@ def test_models_that_call_view_on_cached_keys(host: pyvmem.Context, rows: int) -
         assert copied._rows.settings.contiguous
         copied.close()
     with VMemCache(config, 2, 32, context=host, contiguous=False) as cache:
-        if rows == 1:  # one row is a view
+        if rows == 1:  # a single row is a view
             assert model.generate(ids, **way, **{CACHE: cache}).equal(want)
         keys, values = torch.randn(2, rows, 4, 5, 8)
         cache.reset()
@@ -239,10 +240,10 @@ def test_models_that_call_view_on_cached_keys(host: pyvmem.Context, rows: int) -
         del shown
 
 
-def test_code_from_the_hub_gets_copies_unless_told_otherwise(
+def test_code_from_the_hub_gets_copies_by_default(
     host: pyvmem.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model and a configuration of their own, loaded as ``trust_remote_code`` does."""
+    """Loads a model and a configuration with their own code, as ``trust_remote_code`` does."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "code").mkdir()

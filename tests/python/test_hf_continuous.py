@@ -31,7 +31,7 @@ __all__ = ["one_thread"]
 
 pytestmark = [
     pytest.mark.needs_tensors,
-    pytest.mark.filterwarnings("default"),  # transformers' own
+    pytest.mark.filterwarnings("default"),  # transformers' own warnings
     checked_versions,
 ]
 
@@ -45,7 +45,7 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(context: pyvmem.Context) -> Iterator[None]:
-    """After every test transformers is as it was, and no page is left."""
+    """Checks after every test that transformers is unchanged, and that no page is left."""
     from transformers.generation.continuous_batching import continuous_api as api
 
     before = api.PagedAttentionCache, api.ContinuousBatchingManager
@@ -63,7 +63,7 @@ def prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]]:
 
 
 def config(blocks: int | None = 100, tokens: int = 24, **more: Any) -> ContinuousBatchingConfig:
-    """A budget of few tokens, so that long prompts are prefilled in chunks."""
+    """Configures a budget of few tokens, so that long prompts are prefilled in chunks."""
     return ContinuousBatchingConfig(**HOW, num_blocks=blocks, max_batch_tokens=tokens, **more)
 
 
@@ -93,7 +93,7 @@ def stock(model: Any, *args: Any) -> list[list[int]]:
 
 
 def options(context: pyvmem.Context, **more: Any) -> dict[str, Any]:
-    enough = 4 * 80 * context.info.granule  # 80 pages of K and of V of two layers
+    enough = 4 * 80 * context.info.granule  # 80 pages each for K and V of two layers
     return {"context": context, "max_batch": 4, "memory_limit": enough, **more}
 
 
@@ -103,7 +103,7 @@ def on(context: pyvmem.Context, model: Any) -> Any:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, name: str, what: Callable[..., Any]) -> list[Any]:
-    """Collects `what` of every call of a method of `NamedRequests`."""
+    """Collects `what(requests, result, *args)` for every call of a method of `NamedRequests`."""
     seen: list[Any] = []
     method = getattr(NamedRequests, name)
 
@@ -131,7 +131,7 @@ def test_mixed_prompts_in_chunks_and_more_requests_than_slots(
         got = answers(model, inputs, config(scheduler_type=scheduler))
     assert got == want
     assert max(count for count, _ in held) == 4
-    assert any(past and new > 1 for past, new in queued)  # a later chunk
+    assert any(past and new > 1 for past, new in queued)  # a later chunk of a prompt
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -139,7 +139,7 @@ def test_mixed_prompts_in_chunks_and_more_requests_than_slots(
     ("scheduler", "sharing", "count"),
     [("fifo", False, 1), ("fifo", True, 3), ("prefill_first", True, 1)],
 )
-def test_requests_that_all_lack_a_page_are_computed_again(
+def test_requests_that_all_need_a_page_are_preempted(
     model: Any,
     context: pyvmem.Context,
     monkeypatch: pytest.MonkeyPatch,
@@ -149,16 +149,18 @@ def test_requests_that_all_lack_a_page_are_computed_again(
 ) -> None:
     """Four requests fill all memory and reach the next page together; two more wait for a slot.
 
-    Nobody can go on, so transformers preempts, newest first, and computes again what it threw away.
+    No request can continue, so transformers preempts, newest first, and recomputes the preempted
+    ones.
     """
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
-    rows = context.info.granule // 192  # tokens of a page
+    rows = context.info.granule // 192  # tokens per page
     if rows > 400:
         pytest.skip("pages hold more tokens than the model's longest sequence")
     model, dice = on(context, model), random.Random(4)
     inputs = [[dice.randrange(1, VOCABULARY) for _ in range(rows - 3)] for _ in range(6)]
-    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": count}  # the likeliest token
+    # always samples the likeliest token
+    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": count}
     how = generation(14, **(sampling if count > 1 else {}))
     asked = {"tokens": 4 * rows, "scheduler_type": scheduler, "allow_block_sharing": sharing}
     want = stock(model, inputs, config(400, **asked), how)
@@ -170,11 +172,11 @@ def test_requests_that_all_lack_a_page_are_computed_again(
         stuck.append(len(self.scheduler.starved_requests) == len(active) > 1)
         before = len(active)
         done = preempt(self)
-        assert len(active) < before or not stuck[-1], "nobody was preempted"
+        assert len(active) < before or not stuck[-1], "no request was preempted"
         return done
 
     monkeypatch.setattr(OffloadingManager, "offload_requests", offload)
-    limit = 4 * 4 * context.info.granule  # four pages of each of K and V of two layers
+    limit = 4 * 4 * context.info.granule  # four pages each for K and V of two layers
     with vmem_continuous_batching(model, **options(context, memory_limit=limit)):
         got = answers(model, inputs, config(safety_margin=0.0, **asked), how)
     assert got == want
@@ -182,7 +184,9 @@ def test_requests_that_all_lack_a_page_are_computed_again(
 
 
 def test_answers_of_a_prompt_of_one_token(model: Any, context: pyvmem.Context) -> None:
-    """Nothing would be computed before a fork: alone in a batch, too, it has its answers."""
+    """Such a prompt leaves nothing to compute before the fork; alone in a batch, it must still be
+    answered.
+    """
     model, inputs = on(context, model), [[5], [7, 8], [9]]
     how = generation(6, do_sample=True, top_k=1, num_return_sequences=3)
     want = stock(model, inputs, config(), how)
@@ -205,7 +209,7 @@ def test_prefixes_are_shared(model: Any, context: pyvmem.Context) -> None:
         manager = model.init_continuous_batching(generation(), config())
         manager.start()
         got = []
-        for one in inputs:  # one after the other, so that the second finds what the first left
+        for one in inputs:  # one after the other, so that the second finds the prefix of the first
             manager.add_request(one, max_new_tokens=14)
             got.append(result(manager).generated_tokens)
         cache = kvcache_of(manager)
@@ -247,17 +251,18 @@ def test_parallel_answers_are_forks(
     model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = on(context, model), prompts(3, longest=90)
-    how = generation(do_sample=True, top_k=1, num_return_sequences=3)  # the likeliest token
+    # always samples the likeliest token
+    how = generation(do_sample=True, top_k=1, num_return_sequences=3)
     want = stock(model, inputs, config(), how)
     forked = watch(monkeypatch, "fork", lambda self, out, *args: out)
     with vmem_continuous_batching(model, **options(context, max_batch=6)):
         got = answers(model, inputs, config(), how)
     assert got == want
-    assert len(got) == (3 if OLD else 9)  # 5.17 returns one answer for each prompt
-    assert any(forked) != OLD  # there they share the recorded prompt instead
+    assert len(got) == (3 if OLD else 9)  # 5.17 returns one answer per prompt
+    assert any(forked) != OLD  # on 5.17 they share the cached prompt instead
 
 
-def test_memory_is_taken_from_what_is_free_without_a_number_of_blocks(
+def test_without_a_number_of_blocks_free_memory_is_used(
     model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = on(context, model), prompts(3)
@@ -266,13 +271,13 @@ def test_memory_is_taken_from_what_is_free_without_a_number_of_blocks(
     with vmem_continuous_batching(model, **options(context, max_batch=2, memory_limit=0)):
         assert answers(model, inputs, config(None, max_memory_percent=0.5)) == want
     assert all(free <= total for free, total in pages)
-    assert max(total for _, total in pages) > 100 * 16  # more than `config` asks for
+    assert max(total for _, total in pages) > 100 * 16  # more than `config` requests
 
 
 # ---- life ----------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_request_gives_its_slot_back(model: Any, context: pyvmem.Context) -> None:
+def test_a_cancelled_request_frees_its_slot(model: Any, context: pyvmem.Context) -> None:
     model = on(context, model)
     with vmem_continuous_batching(model, **options(context, max_batch=1)):
         manager = model.init_continuous_batching(generation(), config())
@@ -286,7 +291,7 @@ def test_a_cancelled_request_gives_its_slot_back(model: Any, context: pyvmem.Con
         manager.stop(block=True)
 
 
-def test_a_manager_that_is_kept(model: Any, context: pyvmem.Context) -> None:
+def test_a_persistent_manager(model: Any, context: pyvmem.Context) -> None:
     model, inputs = on(context, model), prompts(4)
     want = stock(model, inputs)
     with vmem_continuous_batching(model, **options(context)):
@@ -324,7 +329,8 @@ def test_install_for_one_model_for_all_and_for_none(context: pyvmem.Context) -> 
     uninstall()
 
 
-# ---- what is refused or switched off -------------------------------------------------------------
+# ---- rejected or disabled options
+# -----------------------------------------------------------------
 
 
 def test_bad_options_change_nothing(model: Any, context: pyvmem.Context) -> None:
@@ -354,7 +360,7 @@ def test_bad_options_change_nothing(model: Any, context: pyvmem.Context) -> None
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_manager_that_could_not_begin_leaves_the_model(
+def test_a_manager_that_failed_to_start_restores_the_model(
     model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = on(context, model)
@@ -372,7 +378,7 @@ def test_a_manager_that_could_not_begin_leaves_the_model(
         assert model.config._attn_implementation == "sdpa"
         manager.start()
         manager.add_request([1, 2, 3])
-        assert [result(manager).generated_tokens] == want, "it can be tried again"
+        assert [result(manager).generated_tokens] == want, "a second attempt must succeed"
         manager.stop(block=True)
         with pytest.raises(RuntimeError, match="a processor"), monkeypatch.context() as patch:
             patch.setattr(type(model), "_get_logits_processor", _no_processor)
@@ -384,7 +390,7 @@ def _no_processor(*args: Any) -> None:
     raise RuntimeError("a processor")
 
 
-def test_other_versions_and_other_attention_are_refused(
+def test_other_versions_and_other_attention_are_rejected(
     model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = copy.deepcopy(model.config)
@@ -402,7 +408,7 @@ def test_other_versions_and_other_attention_are_refused(
         install(model, context=context)
 
 
-def test_a_request_that_no_slot_holds_is_refused(model: Any, context: pyvmem.Context) -> None:
+def test_a_request_larger_than_a_slot_is_rejected(model: Any, context: pyvmem.Context) -> None:
     model = on(context, model)
     with vmem_continuous_batching(model, **options(context, max_seq_len=32)):
         manager = model.init_continuous_batching(generation(None), config())
@@ -417,13 +423,13 @@ def test_a_request_that_no_slot_holds_is_refused(model: Any, context: pyvmem.Con
         manager.start()
         manager.add_request([1] * 30, max_new_tokens=2)
         assert len(result(manager).generated_tokens) == 2
-        manager.add_request([1] * 30)  # no number: until the slot is full
+        manager.add_request([1] * 30)  # without a limit: until the slot is full
         assert len(result(manager).generated_tokens) == 2
         manager.stop(block=True)
 
 
-def test_a_request_that_memory_never_holds_fails_alone(model: Any, context: pyvmem.Context) -> None:
-    rows = 4 * context.info.granule // 192  # of all memory
+def test_only_the_request_that_exceeds_memory_fails(model: Any, context: pyvmem.Context) -> None:
+    rows = 4 * context.info.granule // 192  # of all memory together
     if rows > 400:
         pytest.skip("pages hold more tokens than the model's longest sequence")
     model, limit = on(context, model), 4 * 4 * context.info.granule
@@ -438,12 +444,12 @@ def test_a_request_that_memory_never_holds_fails_alone(model: Any, context: pyvm
         assert f"exceed the {rows} tokens" in bad.error
         manager = model.init_continuous_batching(generation(None), config())
         manager.start()
-        manager.add_request([7] * (rows - 5))  # no number: until memory is full
+        manager.add_request([7] * (rows - 5))  # without a limit: until memory is full
         assert len(result(manager).generated_tokens) == 5
         manager.stop(block=True)
 
 
-def test_what_is_switched_off_says_so_once(
+def test_disabled_options_are_logged_once(
     model: Any, context: pyvmem.Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     cb_options._warn_once.cache_clear()
@@ -454,7 +460,7 @@ def test_what_is_switched_off_says_so_once(
         vmem_continuous_batching(model, **options(context)),
         caplog.at_level(logging.WARNING, "pyvmem.hf"),
     ):
-        assert answers(model, inputs, config()) == want, "nothing was asked for"
+        assert answers(model, inputs, config()) == want, "no such option was requested"
         assert not [record for record in caplog.records if record.name == "pyvmem.hf"]
         for _ in range(2):
             assert answers(model, inputs, asked) == want
@@ -474,7 +480,7 @@ def test_what_is_switched_off_says_so_once(
     assert not any(resolved.cuda_graph_booleans)
     assert not resolved.use_async_batching
     assert resolved.cpu_offload_space == 0
-    assert asked.use_cuda_graph is True  # the caller's own is not changed
+    assert asked.use_cuda_graph is True  # the caller's own object is unchanged
 
 
 def test_our_attention_elsewhere_is_an_error(model: Any, context: pyvmem.Context) -> None:

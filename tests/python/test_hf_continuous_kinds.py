@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: continuous batching of models with windows, MLA and layers that differ.
+"""Description: continuous batching of models with windows, MLA and unequal layers.
 
-The tokens wanted are those of ``generate`` for each prompt alone, with transformers' own cache.
+The expected tokens are those of ``generate`` for each prompt alone, with transformers' own cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["one_thread"]
 
 pytestmark = [
     pytest.mark.needs_tensors,
-    pytest.mark.filterwarnings("default"),  # transformers' own
+    pytest.mark.filterwarnings("default"),  # transformers' own warnings
     checked_versions,
 ]
 
@@ -53,7 +53,7 @@ def prompts(count: int, longest: int = 90) -> list[list[int]]:
 
 
 def config(**more: Any) -> ContinuousBatchingConfig:
-    """Few tokens in a batch, so that long prompts are prefilled in chunks."""
+    """Configures batches of few tokens, so that long prompts are prefilled in chunks."""
     return ContinuousBatchingConfig(**{**HOW, "num_blocks": 200, "max_batch_tokens": 24, **more})
 
 
@@ -81,7 +81,7 @@ def options(context: pyvmem.Context, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [GEMMA3, *(kind for kind in KINDS if kind != "gemma3")])
-def test_the_tokens_are_transformers_own(
+def test_the_tokens_match_transformers(
     host: pyvmem.Context, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = model_of(kind), prompts(5)
@@ -104,12 +104,12 @@ def test_the_tokens_are_transformers_own(
     assert {one.window for one in configs} == windows
     assert {one.tensors_per_layer for one in configs} == {1 if kind == "deepseek" else 2}
     assert host.stats().used_bytes == 0
-    assert alone(model, inputs[:1], 5) == [want[0][:5]], "the model is as it was"
+    assert alone(model, inputs[:1], 5) == [want[0][:5]], "the model is unchanged"
 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens that every request began with, as it found them."""
+    """Collects the length of the cached prefix that each request found."""
     found: list[int] = []
     match = NamedRequests.match
 
@@ -122,13 +122,15 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gone(requests: NamedRequests, name: str) -> int:
-    """Rows of a request that left the window and were given back."""
+    """Returns how many rows of a request have left the window and were unmapped."""
     sliding = next(part for part in requests.parts if part.config.window)
     return sliding.first_rows([requests._requests[name].request.slot])[0]
 
 
 def stems(tails: list[list[int]]) -> list[list[int]]:
-    """Prompts that begin alike, as with one system prompt: longer than chunk and window."""
+    """Returns prompts with a common start, as from one system prompt, longer than chunk and
+    window.
+    """
     common = prompts(1, 200)[0] * 4
     return [common[:150] + one for one in tails]
 
@@ -137,28 +139,29 @@ def stems(tails: list[list[int]]) -> list[list[int]]:
     ("kind", "keep"),
     [
         pytest.param("gemma3", False, marks=layers_that_differ),
-        ("gemma3", True),  # then they are alike
+        ("gemma3", True),  # with keep_windows all layers are equal
         ("mistral", False),
     ],
 )
-def test_requests_begin_with_what_a_window_still_holds(
+def test_requests_share_prefixes_within_a_window(
     host: pyvmem.Context, kind: str, keep: bool, shared: list[int]
 ) -> None:
-    """A prompt in chunks is recorded at the ends of these: there another one may part from it."""
+    """A prompt in chunks is recorded at their ends, where another prompt may branch off."""
     model, inputs = model_of(kind), stems(prompts(4, 60))
     want = alone(model, inputs, 20)
     with vmem_continuous_batching(model, **options(host, max_batch=1, keep_windows=keep)):
         assert answers(model, inputs, max_new_tokens=20) == want
-    assert shared == [0, 128, 128, 128]  # the last whole page of the 150
+    assert shared == [0, 128, 128, 128]  # the last whole page within the common 150 tokens
     assert host.stats().used_bytes == 0
 
 
-@pytest.mark.skipif(OLD, reason=f"answers are forked by transformers 5.18; {HERE} is here")
+@pytest.mark.skipif(OLD, reason=f"transformers forks answers since 5.18; {HERE} is installed")
 @pytest.mark.parametrize(("kind", "tile"), [("gemma3", 0), ("mistral", 16)])
 def test_answers_are_forked_behind_a_window(host: pyvmem.Context, kind: str, tile: int) -> None:
     model, inputs = model_of(kind), stems(prompts(1, 9))
     want = alone(model, inputs, 40)
-    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}  # the likeliest token
+    # always samples the likeliest token
+    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
     forked: list[int] = []
     fork = NamedRequests.fork
 
@@ -177,10 +180,12 @@ def test_answers_are_forked_behind_a_window(host: pyvmem.Context, kind: str, til
 
 
 @pytest.mark.parametrize("kind", [GEMMA3, "mistral"])
-def test_pages_behind_a_window_go_back_in_continuous_batching(
+def test_pages_behind_a_window_are_freed_in_continuous_batching(
     host: pyvmem.Context, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that holds two requests' windows and not their rows, with chunks, joins and turns."""
+    """Memory holds two requests' windows, but not all their rows; with chunks, joining requests and
+    turns.
+    """
     model, tails = model_of(kind), prompts(3, 60)
     first = stems(tails)
     want = alone(model, first, 16)
@@ -198,14 +203,15 @@ def test_pages_behind_a_window_go_back_in_continuous_batching(
         assert answers(model, second, max_new_tokens=16) == alone(model, second, 16)
     longest, before = max(rows)
     page = 4096 // 128
-    unit_end = (longest - 1) // page * page  # where it can be recorded, its window stays
+    # the window before the last recordable end stays mapped
+    unit_end = (longest - 1) // page * page
     assert longest > 220
     assert before == (unit_end - WINDOW - 16) // page * page > 0
     assert host.stats().used_bytes == 0
 
 
 def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Context) -> None:
-    """transformers' scheduler counts them; a longer one is refused, and waits for nothing."""
+    """transformers' scheduler counts all rows; a request that is too long fails immediately."""
     model = model_of("mistral")
     memory = {"memory_limit": 4 * 6 * 4096, "max_batch": 1}  # 6 pages of 32 rows in each tensor
     with vmem_continuous_batching(model, **options(host, **memory)):
@@ -221,10 +227,12 @@ def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Con
 
 
 @layers_that_differ
-def test_a_window_that_the_configuration_does_not_tell_is_refused(
+def test_a_window_other_than_configured_is_rejected(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache drops rows by the configuration; an attention that sees more would miss them."""
+    """The cache drops rows by the configured window; attention with a larger one would miss
+    rows.
+    """
     model = model_of("gemma3")
     monkeypatch.setattr(model.model.layers[1].self_attn, "sliding_window", WINDOW + 1)
     with vmem_continuous_batching(model, **options(host)):
@@ -249,8 +257,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_transformers_scheduler_has_no_cache_for_is_refused(kind: str) -> None:
-    """States, and layers that keep nothing, transformers' own continuous batching refuses, too."""
+def test_layers_that_transformers_scheduler_cannot_cache_are_rejected(kind: str) -> None:
+    """transformers' own continuous batching rejects states and layers without storage, too."""
     model = model_of(kind)
     with (
         pytest.raises(NotSupported, match=f"over virtual memory: {REFUSED[kind]}"),
@@ -258,15 +266,17 @@ def test_what_transformers_scheduler_has_no_cache_for_is_refused(kind: str) -> N
     ):
         pass
     kinds = set(getattr(model.config, "layer_types", None) or ())
-    if not OLD and kinds - {"full_attention", "sliding_attention"}:  # 5.17 does it in its cache
+    if not OLD and kinds - {"full_attention", "sliding_attention"}:  # 5.17 checks this in its cache
         with pytest.raises(ValueError, match="Invalid layer type"):
             group_layers_by_attn_type(model.config)
 
 
-def test_layers_that_differ_are_refused_where_the_plug_is_installed(
+def test_unequal_layers_are_rejected_by_the_old_adapter(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the adapter of 5.17, for one model or at the first use of every model's."""
+    """The adapter of 5.17 rejects them: when installed for one model, or at the first use if for
+    all.
+    """
     monkeypatch.setattr(continuous, "_adapter", lambda: cb_5_17.SlotCache)
     model, same = model_of("gemma3"), model_of("mistral")
     text = f"layers that differ .* need transformers 5.18 or later, not {HERE}"
@@ -281,7 +291,7 @@ def test_layers_that_differ_are_refused_where_the_plug_is_installed(
     assert host.stats().used_bytes == 0
 
 
-def test_a_model_that_attends_by_itself_is_refused() -> None:
+def test_a_model_with_its_own_attention_is_rejected() -> None:
     config = transformers.BloomConfig(hidden_size=48, n_layer=1, n_head=4, vocab_size=9)
     model = transformers.BloomForCausalLM(config)
     with (
@@ -292,7 +302,7 @@ def test_a_model_that_attends_by_itself_is_refused() -> None:
 
 
 @layers_that_differ
-def test_sinks_are_refused_by_name(host: pyvmem.Context) -> None:
+def test_sinks_are_rejected_by_name(host: pyvmem.Context) -> None:
     model = model_of("gptoss")
     with vmem_continuous_batching(model, **options(host)):
         found = model.generate_batch(

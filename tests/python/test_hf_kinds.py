@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: models with windows, MLA and layers that differ give transformers' own tokens."""
+"""Description: models with windows, MLA and unequal layers generate the same tokens as with
+transformers' cache.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ TILE = 16
 
 
 def prompts(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Left-padded, as a batch of different lengths is."""
+    """Returns left-padded prompts, as in a batch of different lengths."""
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (rows, length), generator=dice)
     mask = torch.ones_like(ids)
@@ -47,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: str) -> None:
+def test_generate_matches_dynamic_cache_for_every_kind(host: pyvmem.Context, kind: str) -> None:
     model, inputs = model_of(kind), prompts(2, 31)
     for way in WAYS.values():
         answers = []
@@ -63,7 +65,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: 
 
 
 def holds(layer: Any) -> bool:
-    """True if a layer of transformers' own cache keeps anything after a pass."""
+    """Returns true if a layer of transformers' own cache keeps anything after a pass."""
     return any(
         one is not None
         for one in (getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values())
@@ -71,8 +73,10 @@ def holds(layer: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", PARTIAL)
-def test_layers_that_share_slide_and_keep_nothing(host: pyvmem.Context, kind: str) -> None:
-    """Also capped scores, sinks and chunks, which transformers' own attention makes of the rows."""
+def test_layers_that_share_keys_slide_or_store_nothing(host: pyvmem.Context, kind: str) -> None:
+    """Includes capped scores, sinks and chunks, which transformers' own attention computes from the
+    rows.
+    """
     model, inputs = model_of(kind), prompts(2, 31)
     run = {**inputs, "do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
     with (
@@ -93,11 +97,12 @@ def test_layers_that_share_slide_and_keep_nothing(host: pyvmem.Context, kind: st
         cache.kvcache.check_integrity()
 
 
-WINDOWED = {"gemma3": [True, False], "mistral": [True]}  # the groups, as the layers name them
+# per group, in the order of its first layer
+WINDOWED = {"gemma3": [True, False], "mistral": [True]}
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-def test_what_left_the_window_is_not_there(host: pyvmem.Context, kind: str) -> None:
+def test_rows_outside_the_window_are_unmapped(host: pyvmem.Context, kind: str) -> None:
     model, inputs = model_of(kind), prompts(2, 31)
     with VMemCache(model.config, 2, 512, context=host, window_tile=TILE) as cache:
         model.generate(**inputs, **{CACHE: cache}, max_new_tokens=200, pad_token_id=0)
@@ -113,11 +118,13 @@ def test_what_left_the_window_is_not_there(host: pyvmem.Context, kind: str) -> N
         with pytest.raises(InvalidArgument, match=f"the window of {WINDOW} of layer 0 begins in"):
             cache.crop(-130)
         lengths = {layer.get_seq_length() for layer in cache.layers}
-        assert lengths == {230}, "refused by the first layer, before another has changed"
+        assert lengths == {230}, "the first layer must raise before another has changed"
 
 
-def test_a_refused_crop_changes_no_layer(host: pyvmem.Context) -> None:
-    """Whatever layer comes first: transformers crops one after the other."""
+def test_a_failed_crop_changes_no_layer(host: pyvmem.Context) -> None:
+    """transformers crops one layer after the other, so the first must check for all, whatever its
+    kind.
+    """
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     config = Gemma3TextConfig(
         num_hidden_layers=3,
@@ -159,13 +166,13 @@ def test_the_latent_is_one_tensor_a_layer(host: pyvmem.Context) -> None:
 def test_assisted_generation_over_one_budget(
     host: pyvmem.Context, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draft and target in caches of one budget; what is rejected is taken back in both."""
+    """Draft and target share a budget; rejected tokens are removed from both caches."""
     model, ids = model_of(kind), prompts(1, 40)["input_ids"]
     draft = model_of("qwen3")
     run = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     want = model.generate(ids, **run)
     for name, value in (("assistant_confidence_threshold", 0.0), ("num_assistant_tokens", 4)):
-        monkeypatch.setattr(draft.generation_config, name, value)  # it drafts, however unsure
+        monkeypatch.setattr(draft.generation_config, name, value)  # it drafts however unsure it is
     budget = Budget(host, 4 << 20)
     shared: dict[str, Any] = {"context": host, "budget": budget}
     cropped: list[int] = []
@@ -195,10 +202,11 @@ def _noting(call: Any, seen: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) -> None:
+def test_a_deep_copy_continues_like_the_original(host: pyvmem.Context, kind: str) -> None:
     model, ids = model_of(kind), prompts(2, 90)["input_ids"]
     with (
-        torch.no_grad(),  # else the answers keep the tensors that they were computed from
+        # with gradients, the answers would keep the tensors that they were computed from
+        torch.no_grad(),
         VMemCache(model.config, 2, 256, context=host, window_tile=TILE) as cache,
     ):
         for new in ids[:, :88].split(22, 1):
@@ -208,10 +216,12 @@ def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) ->
             assert torch.equal(*answers)
 
 
-def test_what_is_taken_back_beyond_the_tile_is_refused_while_it_is_still_mapped(
+def test_a_crop_beyond_the_tile_is_rejected_even_while_mapped(
     host: pyvmem.Context,
 ) -> None:
-    """A page goes when its last row may; what lies on it until then is not promised."""
+    """A page is unmapped with its last row; rows on it that left the window may not be used
+    before.
+    """
     model, ids = model_of("mistral"), prompts(1, 256)["input_ids"]
     how: dict[str, Any] = {"context": host, "window_tile": TILE, "page_size": 64 << 10}
     length = WINDOW + TILE + 5
@@ -233,13 +243,13 @@ def test_what_is_taken_back_beyond_the_tile_is_refused_while_it_is_still_mapped(
 
 @pytest.mark.parametrize("page", [4096, 65536])
 @pytest.mark.parametrize("kind", ["gemma3", "mistral"])
-def test_rows_before_the_window_go_along_with_the_others(
+def test_rows_before_the_window_are_copied_and_reordered(
     host: pyvmem.Context, kind: str, page: int
 ) -> None:
     """Rows that can be cropped survive a copy and a reorder; dropped rows do not return."""
     model, ids = model_of(kind), prompts(2, 256)["input_ids"]
     how: dict[str, Any] = {"context": host, "window_tile": TILE, "page_size": page}
-    for length, back in product((231, 232), (1, TILE, TILE + 9)):  # 232: a page ends there
+    for length, back in product((231, 232), (1, TILE, TILE + 9)):  # a page ends at 232
         with torch.no_grad(), VMemCache(model.config, 4, 512, **how) as cache:
             for new in ids[:, :length].split(WINDOW, 1):
                 model(new, **{CACHE: cache})

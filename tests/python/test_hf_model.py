@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: a real model generates the same with VMemCache as with DynamicCache.
 
-SmolLM2-135M has rows of 768 bytes in float32, which divide no page.
+SmolLM2-135M has rows of 768 bytes in float32, which do not divide a page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPTS = ["The capital of France is", "Once upon a time there was a small robot
 @pytest.mark.slow
 @pytest.mark.needs_tensors
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")  # transformers' own
+@pytest.mark.filterwarnings("default")  # transformers' own warnings
 def test_a_real_model_generates_the_same(backend: str) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     try:

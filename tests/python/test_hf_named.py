@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: requests by name keep their own rows through any order of calls, by a plain model.
+"""Description: named requests keep their own rows through any order of calls, by a plain model.
 
-Rows are made from a request's tokens, so that sharing a prefix must give equal rows; what attention
-returns is compared with dense attention over a plain copy.
+Rows are derived from a request's tokens, so that sharing a prefix must give equal rows; attention
+is compared with dense attention over a plain copy.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SLOTS, LONGEST = 4, 96
 
 
 def rows_of(tokens: list[int], layer: int, value: bool) -> Any:
-    """Keys or values that depend on the token and its place alone."""
+    """Returns keys or values that depend only on the token and its position."""
     at = torch.arange(len(tokens)) * 7 + torch.tensor(tokens) * 3 + 11 * layer + 5 * value
     turn = torch.arange(HEADS * DIM) + 1
     return torch.sin(at[:, None] * turn[None, :] * 0.37).view(-1, HEADS, DIM)
 
 
 def dense(q: Any, k: Any, v: Any, window: int = 0) -> Any:
-    """Causal attention of the last rows; all ``[tokens, heads, head_dim]``."""
+    """Computes causal attention of the last rows; all tensors are ``[tokens, heads, head_dim]``."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
     past = k.shape[0] - q.shape[0]
     mask = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(past)
@@ -77,7 +77,9 @@ def requests(context: pyvmem.Context) -> Iterator[NamedRequests]:
 def compute(
     requests: NamedRequests, batch: list[tuple[str, list[int], int]], padding: int = 0
 ) -> None:
-    """One pass over requests (name, tokens, of which so many are there); checks the answers."""
+    """Makes one pass over a batch of (name, tokens, number of tokens cached); checks the
+    outputs.
+    """
     device = requests.kvcache.k(0).device
     window = requests.kvcache.config.window
     new = [tokens[past:] for _, tokens, past in batch]
@@ -107,7 +109,7 @@ def compute(
 def test_random_calls_against_a_plain_model(
     context: pyvmem.Context, seed: int, window: int
 ) -> None:
-    dice, ids = random.Random(seed), random.Random(seed)  # the same choices in pages of any size
+    dice, ids = random.Random(seed), random.Random(seed)  # the same choices for pages of any size
     torch.manual_seed(seed)
     requests = make(context, 4, window)
     longest = 2 * (context.info.granule // 512) + 5
@@ -151,14 +153,15 @@ def test_random_calls_against_a_plain_model(
         assert len(requests) == len(living)
         requests.kvcache.check_integrity()
     assert refused
-    # Few requests are as long as a page, so that little of a window is left where another begins.
+    # With large pages few requests fill a page, so a window seldom has a page that another can
+    # share.
     rare = window and context.info.granule > 1 << 16
     assert shared or rare or not requests.sharing
     requests.close()
     assert context.stats().used_bytes == 0
 
 
-def test_room_and_missing_tell_what_hold_does(requests: NamedRequests) -> None:
+def test_room_and_missing_predict_hold(requests: NamedRequests) -> None:
     longest = requests.kvcache.config.max_seq_len
     assert requests.room("a", longest)
     assert not requests.room("a", longest + 1)
@@ -171,7 +174,7 @@ def test_room_and_missing_tell_what_hold_does(requests: NamedRequests) -> None:
     assert free == total - 2 * LAYERS
     for name in "bcd":
         assert requests.hold(name, 1)
-    assert not requests.room("e", 1)  # no slot
+    assert not requests.room("e", 1)  # no slot is free
     assert not requests.hold("e", 1)
     assert "e" not in requests
     requests.drop_all(forget=True)
@@ -179,7 +182,7 @@ def test_room_and_missing_tell_what_hold_does(requests: NamedRequests) -> None:
     assert requests.pages()[0] == total
 
 
-def test_longest_is_what_a_slot_or_all_memory_holds(context: pyvmem.Context) -> None:
+def test_longest_is_limited_by_a_slot_or_by_memory(context: pyvmem.Context) -> None:
     rows = context.info.granule // 512
     for pages in (1, 2, 9):
         requests = make(context, pages)
@@ -207,10 +210,10 @@ def test_bad_calls_change_nothing(requests: NamedRequests) -> None:
     for call in (lambda: requests.queue("nobody", 0, 1), lambda: requests.fork("nobody", "b", 0)):
         with pytest.raises(InvalidArgument, match="request nobody has no slot"):
             call()
-    compute(requests, [("a", [5, 6], 0)])  # nobody is queued
+    compute(requests, [("a", [5, 6], 0)])  # the failed call has queued nothing
 
 
-def test_a_fork_takes_no_name_that_has_a_slot(requests: NamedRequests) -> None:
+def test_a_fork_rejects_a_name_in_use(requests: NamedRequests) -> None:
     both = [("a", [5, 6], 0), ("b", [7, 8, 9], 0)]
     for name, tokens, _ in both:
         assert requests.hold(name, len(tokens))
@@ -230,11 +233,11 @@ def test_a_dropped_request_is_not_in_the_batch(requests: NamedRequests) -> None:
     requests.queue("a", 0, 3)
     requests.drop("a")
     assert requests.hold("c", 0)
-    requests.queue("c", 0, 0)  # of no token: nothing of it is in the batch
+    requests.queue("c", 0, 0)  # no tokens: not part of the batch
     compute(requests, [("b", [5, 6], 0)])
 
 
-def test_a_full_queue_delays_what_is_mapped_ahead(requests: NamedRequests) -> None:
+def test_a_full_queue_delays_pages_mapped_ahead(requests: NamedRequests) -> None:
     rows = requests.kvcache.context.info.granule // 512
     tokens = [n % 7 for n in range(rows + 1)]
     assert requests.hold("a", rows)
@@ -256,7 +259,7 @@ def test_without_sharing_nothing_is_recorded(context: pyvmem.Context) -> None:
     requests.close()
 
 
-def test_memory_goes_back_when_the_object_is_collected(context: pyvmem.Context) -> None:
+def test_memory_is_freed_when_the_object_is_collected(context: pyvmem.Context) -> None:
     requests = make(context)
     assert requests.hold("a", 5)
     assert context.stats().used_bytes

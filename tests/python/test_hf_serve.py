@@ -29,10 +29,10 @@ from pyvmem.hf import continuous, serve
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORDS = ["<pad>", "<end>", "<other>", *(f"w{number}" for number in range(60))]
-NEW = 12  # words of an answer
+NEW = 12  # words per answer
 
 
-def test_our_options_are_taken_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_options_are_removed(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.split(["m", "--port", "1"]) == ({}, ["m", "--port", "1", "--continuous-batching"])
     options, theirs = serve.split(
         ["--continuous-batching", "--vmem-max-batch", "3", "m", "--vmem-page-size=4096"]
@@ -49,7 +49,7 @@ def test_a_bad_option_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_batch is 0" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("default")  # transformers' own
+@pytest.mark.filterwarnings("default")  # transformers' own warnings
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -72,7 +72,7 @@ def test_no_model_is_a_message(
     assert last.startswith(text)
 
 
-@pytest.mark.filterwarnings("default")  # transformers' own
+@pytest.mark.filterwarnings("default")  # transformers' own warnings
 def test_a_missing_package_is_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,8 +84,8 @@ def test_a_missing_package_is_a_message(
     assert "pyvmem.hf.serve: Missing dependencies" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first request, when the server itself has ended in order."""
+def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives before the first request; the server itself has shut down in order."""
     click = pytest.importorskip("click")
     cli = pytest.importorskip("transformers.cli.transformers", reason="extra 'server'")
 
@@ -100,7 +100,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save_model(folder: Path) -> Any:
-    """A model of random weights with a tokenizer of whole words."""
+    """Saves a model with random weights and a tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<other>"))
@@ -132,10 +132,10 @@ def save_model(folder: Path) -> Any:
 
 @dataclass
 class Server:
-    """A server that runs, and the model that it serves.
+    """A running server, and the model that it serves.
 
     Attributes:
-        log: what it has printed.
+        log: its output.
     """
 
     folder: Path
@@ -149,13 +149,13 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self) -> Any:
-        """A client as programs make it, but without second tries; the caller closes it."""
+        """Returns a client as programs create it, but without retries; the caller closes it."""
         import openai
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def words(self, prompt: str) -> list[str]:
-        """The answer of `generate` to a prompt: `NEW` words."""
+        """Returns the answer of `generate` to a prompt: `NEW` words."""
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             new = self.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
@@ -164,7 +164,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``python -m pyvmem.hf.serve`` in a process of its own, on a free port of this machine."""
+    """Runs ``python -m pyvmem.hf.serve`` in its own process, on a free port of this machine."""
     for package in ("fastapi", "uvicorn", "openai", "pydantic", "rich", "accelerate", "tokenizers"):
         pytest.importorskip(package, reason=f"transformers serve needs {package}: extra 'server'")
     folder = tmp_path_factory.mktemp("serve")
@@ -183,7 +183,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         for _ in range(1200):
             if process.poll() is not None:
-                pytest.fail(f"the server ended: {one.log.read_text()[-4000:]}")
+                pytest.fail(f"the server exited: {one.log.read_text()[-4000:]}")
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{one.url}/health"):
                 break
             time.sleep(0.2)
@@ -222,18 +222,18 @@ def chat(server: Server, prompt: str) -> str:
 def chat_streamed(server: Server, prompt: str) -> str:
     with server.client() as client, ask(server, client, prompt, stream=True) as chunks:
         parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
-    assert sum(map(bool, parts)) > 1, "it came in one piece"
+    assert sum(map(bool, parts)) > 1, "the answer was not streamed"
     return "".join(parts)
 
 
 def drives_the_server(test: Any) -> Any:
-    """The marks of a test that uses the process."""
+    """Adds the marks of a test that uses the server process."""
     for mark in (
         checked_versions,
         pytest.mark.slow,
         pytest.mark.needs_tensors,
         pytest.mark.timeout(600),
-        pytest.mark.filterwarnings("default"),  # transformers' own
+        pytest.mark.filterwarnings("default"),  # transformers' own warnings
     ):
         test = mark(test)
     return test
@@ -241,21 +241,22 @@ def drives_the_server(test: Any) -> Any:
 
 @drives_the_server
 @pytest.mark.parametrize("call", [complete, chat, chat_streamed])
-def test_four_clients_at_once_get_what_generate_gives(
+def test_four_concurrent_clients_match_generate(
     server: Server, call: Callable[[Server, str], str]
 ) -> None:
-    """More of them than slots, so that one waits for another's."""
+    """There are more clients than slots, so one must wait."""
     prompts = [" ".join(WORDS[3 + i : 8 + 3 * i]) for i in range(4)]
     with ThreadPoolExecutor(len(prompts)) as clients:
         got = list(clients.map(lambda prompt: call(server, prompt), prompts))
     assert [answer.split() for answer in got] == [server.words(prompt) for prompt in prompts]
-    assert "attention by sdpa" in server.log.read_text()  # ours, not transformers' paged one
+    # our attention, not transformers' paged path
+    assert "attention by sdpa" in server.log.read_text()
 
 
 @drives_the_server
-def test_a_client_that_goes_away_leaves_the_slots_to_others(server: Server) -> None:
+def test_a_client_that_disconnects_frees_its_slot(server: Server) -> None:
     prompt = " ".join(WORDS[3:9])
-    for _ in range(4):  # more than there are slots
+    for _ in range(4):  # more often than there are slots
         with server.client() as client, ask(server, client, prompt, 200, stream=True) as chunks:
             next(iter(chunks))
     assert chat(server, prompt).split() == server.words(prompt)
@@ -263,19 +264,19 @@ def test_a_client_that_goes_away_leaves_the_slots_to_others(server: Server) -> N
 
 @drives_the_server
 @pytest.mark.parametrize(("prompt", "tokens"), [("w1 " * 300, -100), ("", NEW)])
-def test_a_request_that_cannot_be_computed_ends_nothing(
+def test_an_invalid_request_does_not_stop_the_server(
     server: Server, prompt: str, tokens: int
 ) -> None:
     import openai
 
     with server.client() as client, pytest.raises(openai.BadRequestError):
         ask(server, client, prompt, tokens)
-    assert chat(server, "w1 w2").split() == server.words("w1 w2"), "it goes on"
+    assert chat(server, "w1 w2").split() == server.words("w1 w2"), "the server must keep running"
 
 
 @drives_the_server
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_no_slot_holds_is_the_clients_error(server: Server, stream: bool) -> None:
+def test_a_request_larger_than_a_slot_is_a_client_error(server: Server, stream: bool) -> None:
     import openai
 
     with (
@@ -285,4 +286,4 @@ def test_a_request_that_no_slot_holds_is_the_clients_error(server: Server, strea
         ),
     ):
         ask(server, client, "w1 w2 w3", 999, stream=stream)
-    assert chat(server, "w1 w2").split() == server.words("w1 w2"), "it goes on"
+    assert chat(server, "w1 w2").split() == server.words("w1 w2"), "the server must keep running"

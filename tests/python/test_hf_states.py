@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: hybrids with linear attention, state spaces and convolutions in one cache."""
+"""Description: hybrid models with linear attention, state spaces and convolutions in one cache."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def prompts(rows: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: str) -> None:
+def test_generate_matches_dynamic_cache_with_states(host: pyvmem.Context, kind: str) -> None:
     model, ids = model_of(kind), prompts(2, 19)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     with VMemCache(model.config, 6, 128, context=host) as cache:
-        for way in WAYS.values():  # the cache is used again, and its slots' states with it
+        for way in WAYS.values():  # the cache is reused, and with it the states in its slots
             answers = []
             for past in (DynamicCache(config=model.config), cache):
                 torch.manual_seed(11)
@@ -59,8 +59,8 @@ def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: 
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_what_the_configuration_tells_is_what_the_model_keeps(kind: str) -> None:
-    """In bfloat16, too: there the types differ."""
+def test_the_configured_shapes_match_the_models_states(kind: str) -> None:
+    """Uses bfloat16, in which the types of the states differ."""
     model = copy.deepcopy(model_of(kind)).to(torch.bfloat16)
     past = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_what_the_configuration_tells_is_what_the_model_keeps(kind: str) -> None
             assert recurrent is None
 
 
-def test_the_states_lie_in_the_cache_and_do_not_grow(host: pyvmem.Context) -> None:
+def test_states_are_in_the_cache_and_do_not_grow(host: pyvmem.Context) -> None:
     model, ids = model_of("qwen3next"), prompts(2, 60)
     with torch.no_grad(), VMemCache(model.config, 2, 512, context=host) as cache:
         pages = []
@@ -88,7 +88,7 @@ def test_the_states_lie_in_the_cache_and_do_not_grow(host: pyvmem.Context) -> No
             assert isinstance(found, LayeredCache)
             states = [part for part in found.caches if part.config.state]
             pages.append([part.stats().active_pages for part in states])
-        assert pages == [[6, 6]] * 5  # a page for each of three layers and two requests
+        assert pages == [[6, 6]] * 5  # one page for each of three layers and two requests
         held = found.states(0)["recurrent"][:2]
         assert torch.equal(held, cache.layers[0].recurrent_states[0])
         assert bool(held.any())
@@ -96,7 +96,9 @@ def test_the_states_lie_in_the_cache_and_do_not_grow(host: pyvmem.Context) -> No
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_states_made_in_inference_mode_are_written_outside(host: pyvmem.Context, kind: str) -> None:
+def test_states_made_in_inference_mode_are_writable_outside(
+    host: pyvmem.Context, kind: str
+) -> None:
     model = model_of(kind)
     ids = torch.tensor([[5, 6, 7], [8, 9, 4]])
 
@@ -121,13 +123,13 @@ def test_the_storage_of_a_state_has_no_holes(host: pyvmem.Context) -> None:
         state = cache.layers[0].conv_states[0]
         storage = state.untyped_storage()
         assert storage.nbytes() < state.stride(0) * state.element_size() * 2
-        copied = storage.clone()  # reading a hole ends the process
+        copied = storage.clone()  # reading a hole crashes the process
         assert torch.empty(0).set_(copied, 0, state.shape, state.stride()).equal(state)
         del state, storage, copied
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) -> None:
+def test_a_deep_copy_continues_with_its_states(host: pyvmem.Context, kind: str) -> None:
     model, ids = model_of(kind), prompts(2, 40)
     with torch.no_grad(), VMemCache(model.config, 2, 128, context=host) as cache:
         for new in ids[:, :38].split(19, 1):
@@ -137,7 +139,7 @@ def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) ->
             assert torch.equal(*answers)
 
 
-def test_a_state_does_not_go_back(host: pyvmem.Context) -> None:
+def test_a_state_cannot_be_rolled_back(host: pyvmem.Context) -> None:
     model, ids = model_of("jamba"), prompts(1, 20)
     run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad(), VMemCache(model.config, 1, 128, context=host) as cache:
@@ -158,10 +160,10 @@ def test_a_state_does_not_go_back(host: pyvmem.Context) -> None:
             model.generate(ids, **run, **draft)
 
 
-def test_rows_that_a_batch_does_not_have_are_refused(host: pyvmem.Context) -> None:
+def test_rows_outside_the_batch_are_rejected(host: pyvmem.Context) -> None:
     model = model_of("jamba")
     with torch.no_grad(), VMemCache(model.config, 2, 16, context=host) as cache:
-        cache.reorder_cache(torch.tensor([1, 0]))  # nothing is there
+        cache.reorder_cache(torch.tensor([1, 0]))  # a batch without rows: nothing happens
         model(prompts(2, 3), **{CACHE: cache})
         for row in (-1, 2):
             with pytest.raises(InvalidArgument, match=f"row {row} is not between 0 and 1"):
@@ -173,7 +175,7 @@ def test_rows_that_a_batch_does_not_have_are_refused(host: pyvmem.Context) -> No
         assert {layer.batch_size for layer in cache.layers} == {2}
 
 
-def test_other_states_are_refused(host: pyvmem.Context) -> None:
+def test_states_of_other_shapes_are_rejected(host: pyvmem.Context) -> None:
     model = model_of("jamba")
     wrong = copy.deepcopy(model.config)
     wrong.mamba_d_state = 16
@@ -187,8 +189,10 @@ def test_other_states_are_refused(host: pyvmem.Context) -> None:
         VMemCache(alone, 1, 8)
 
 
-def test_a_convolution_is_no_target_of_drafts(host: pyvmem.Context) -> None:
-    """transformers takes it back by keeping more of it; here a slot has its last tokens alone."""
+def test_a_convolution_rejects_assisted_generation(host: pyvmem.Context) -> None:
+    """transformers rolls a convolution back by keeping more tokens; a slot keeps only the last
+    few.
+    """
     model, ids = model_of("lfm2"), prompts(1, 20)
     run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with (
@@ -199,8 +203,8 @@ def test_a_convolution_is_no_target_of_drafts(host: pyvmem.Context) -> None:
         model.generate(ids, **run, assistant_model=model_of("qwen3"), **{CACHE: cache})
 
 
-def test_the_engine_opens_such_a_model(backend: str) -> None:
-    """Admission, growth, forks and swapping of requests with a state; none is matched."""
+def test_the_engine_runs_models_with_states(backend: str) -> None:
+    """Admits, grows, forks and swaps requests with a state; their prefixes are never shared."""
     shape = Model.of(model_of("qwen3next").config, "float32")
     policy = Policy(max_batch=4, max_seq_len=256, memory=64 << 20)
     prompt = list(range(1, 200))

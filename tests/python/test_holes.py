@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: reads of rows without pages on back end host are `NotMapped`, whatever reads them.
+"""Description: reading rows without pages on the host back end raises `NotMapped`, from any reader.
 
-Each in a process of its own: where the guard fails, the process ends.
+Each read runs in a process of its own, because a failure of the guard crashes the process.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ READS = {
 
 
 def test_reads() -> None:
-    """A child for each, which has the modules already."""
+    """Forks a child for each read; the modules are loaded already."""
     done = run(
         f"""
 for name, read in {READS!r}.items():
@@ -96,7 +96,7 @@ for name, read in {READS!r}.items():
         cache, slot, k = started()
         memory = cache.reservation.buffer()
         refused(lambda: eval(read))
-        assert k[slot, :100].sum() == 100 * 2 * 64  # memory is as it was
+        assert k[slot, :100].sum() == 100 * 2 * 64  # memory is unchanged
         cache.step([904 if each == slot else 0 for each in range(4)])
         k[slot, 100:904] = 2
         assert k[slot, :904].sum() == (100 + 2 * 804) * 2 * 64
@@ -134,8 +134,8 @@ for _ in range(20):
     )
 
 
-def test_a_thread_gets_its_own() -> None:
-    """The main thread gets none of it, wherever it is."""
+def test_an_exception_is_raised_in_the_thread_that_reads() -> None:
+    """The thread that reads gets the exception, never the main thread."""
     passes(
         """
 cache, slot, k = started()
@@ -161,7 +161,7 @@ assert "element [0, 4000" in str(caught[0]) and type(caught[0]) is NotMapped, ca
     )
 
 
-def test_a_thread_that_has_ended_is_told_of_in_the_log() -> None:
+def test_a_read_by_a_finished_thread_is_logged() -> None:
     done = run(
         """
 import logging
@@ -195,7 +195,7 @@ for one in caches[1::2]:
     )
 
 
-def test_a_child_has_a_guard_of_its_own() -> None:
+def test_a_child_has_its_own_guard() -> None:
     passes(
         """
 torch.set_num_threads(1)  # a child has none of them
@@ -238,7 +238,7 @@ CRASHES = {
 
 
 @pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES)
-def test_what_is_no_read_of_a_hole_ends_the_process(crash: str) -> None:
+def test_other_faults_crash_the_process(crash: str) -> None:
     done = run(f"cache, slot, k = started(page_size=4096)\nrefused(lambda: k.sum())\n{crash}")
     assert done.returncode == -signal.SIGSEGV, (done.stdout, done.stderr)
     wanted = {
@@ -250,13 +250,13 @@ def test_what_is_no_read_of_a_hole_ends_the_process(crash: str) -> None:
     assert bool(done.stderr) == (crash in wanted), done.stderr
 
 
-def test_the_variable_leaves_the_signal_alone() -> None:
+def test_the_variable_disables_the_guard() -> None:
     done = run("cache, slot, k = started()\nk.sum()", VMEM_HOLES="fault")
     assert (done.returncode, done.stderr) == (-signal.SIGSEGV, "")
 
 
-def test_not_where_python_would_ignore_it() -> None:
-    """The last reference to a tensor goes with the call that reads it, and runs finalizers."""
+def test_the_exception_is_not_lost_in_a_finalizer() -> None:
+    """The call that reads also drops the last reference to a tensor, and runs finalizers."""
     passes(
         """
 class Noisy:

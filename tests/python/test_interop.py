@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Other libraries' devices, streams and memory interfaces."""
+"""Tests devices, streams and memory interfaces of other libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def resource(context: pyvmem.Context) -> Iterator[Any]:
 
 
 def stream_of(context: pyvmem.Context) -> Any:
-    """A real stream where there is a GPU, none on host."""
+    """Returns a real stream on a GPU, None on host."""
     if context.cuda_device is None:
         return None
     from cuda.core import Device
@@ -40,7 +40,7 @@ def stream_of(context: pyvmem.Context) -> Any:
 
 
 @pytest.mark.parametrize("size", [-1, 3, 1 << 70])
-def test_a_resource_of_pages_that_there_are_not(context: pyvmem.Context, size: int) -> None:
+def test_a_resource_with_an_unsupported_page_size(context: pyvmem.Context, size: int) -> None:
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
 
@@ -59,17 +59,17 @@ def test_resource_is_a_memory_resource(context: pyvmem.Context, resource: Any) -
     assert resource.is_managed is False
 
 
-def test_a_buffer_that_cannot_be_taken_back_now_is_by_the_next_call(
+def test_a_buffer_whose_free_failed_is_freed_by_the_next_call(
     context: pyvmem.Context, resource: Any, page: int
 ) -> None:
-    """cuda.core forgets it all the same."""
+    """cuda.core considers the buffer freed, whatever happened."""
     kept, lost = (resource.allocate(page) for _ in range(2))
     context.inject(pyvmem.Inject.HEAP, count=64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lost.close()
     context.inject(pyvmem.Inject.HEAP, count=0)
-    assert resource.live_buffers == 2, "it failed"
+    assert resource.live_buffers == 2, "the close must have failed"
     kept.close()
     resource.allocate(page).close()
     assert resource.live_buffers == 0
@@ -110,13 +110,13 @@ def test_buffer_is_freed_with_its_last_reference(
     assert resource.live_buffers == 0
 
 
-def test_resource_refuses(context: pyvmem.Context, resource: Any, page: int) -> None:
+def test_bad_calls_of_a_resource(context: pyvmem.Context, resource: Any, page: int) -> None:
     with pytest.raises(pyvmem.InvalidArgument):
         resource.allocate(-1)
     with pytest.raises(pyvmem.InvalidArgument):
         resource.deallocate(4096, 4096)
     with warnings.catch_warnings():
-        # So much can only be reserved plain, where there is such a thing.
+        # So many bytes get only a plain reservation, on back ends that distinguish the two.
         warnings.simplefilter("ignore", pyvmem.PlainReservationWarning)
         with pytest.raises(pyvmem.OutOfMemory):
             resource.allocate(1 << 44, stream=stream_of(context))
@@ -130,15 +130,15 @@ def test_resource_refuses(context: pyvmem.Context, resource: Any, page: int) -> 
 
 
 @pytest.mark.parametrize(("ptr", "size"), [(None, 5), ("x", 1), (5, 1.5), (5, "x"), (1 << 70, 5)])
-def test_a_buffer_that_is_none(resource: Any, page: int, ptr: Any, size: Any) -> None:
+def test_an_invalid_buffer(resource: Any, page: int, ptr: Any, size: Any) -> None:
     with pytest.raises((TypeError, pyvmem.InvalidArgument)):
         resource.deallocate(ptr, size)
     resource.allocate(page).close()
     assert resource.live_buffers == 0
 
 
-def test_a_stream_that_cannot_be_asked(resource: Any, page: int) -> None:
-    """Its work is not known: the buffer goes after all of the device's."""
+def test_a_stream_without_a_handle(resource: Any, page: int) -> None:
+    """The stream's work is unknown, so the buffer is freed after all work of the device."""
 
     class Broken:
         def __cuda_stream__(self) -> Any:
@@ -152,10 +152,10 @@ def test_a_stream_that_cannot_be_asked(resource: Any, page: int) -> None:
     assert resource.live_buffers == 0
 
 
-def test_a_buffer_whose_end_was_interrupted_is_given_back_later(
+def test_a_buffer_whose_free_was_interrupted_is_freed_later(
     context: pyvmem.Context, resource: Any, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuda.core forgets it, and what was raised."""
+    """cuda.core forgets the buffer and the exception."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -177,7 +177,7 @@ def test_a_buffer_whose_end_was_interrupted_is_given_back_later(
 
 
 class Event:
-    """cuda.core's Event as seen by after_items: its module's name and its handle."""
+    """cuda.core's Event as after_items sees it: its module's name and its handle."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -187,7 +187,7 @@ Event.__module__ = "cuda.core._event"
 
 
 class TorchEvent:
-    """torch.cuda.Event as seen by after_items: `cuda_event`, 0 until it is recorded."""
+    """torch.cuda.Event as after_items sees it: `cuda_event`, 0 until it is recorded."""
 
     def __init__(self, handle: int) -> None:
         self.cuda_event = handle
@@ -215,13 +215,13 @@ def test_after_items() -> None:
         (c("VMEM_AFTER_STREAM"), 0x1234),
         (c("VMEM_AFTER_STREAM"), 0x5678),
     ]
-    assert keep == [recorded, core]  # an event must live until its batch is over
+    assert keep == [recorded, core]  # an event must live until its batch has completed
     assert after_items([pyvmem.CurrentStream], None)[0] == _native.AFTER_NONE
     assert after_items([], 0)[0] == _native.AFTER_NONE
 
 
 def test_stream_handle() -> None:
-    assert stream_handle(TorchStream(), None) == 0  # host: streams mean nothing
+    assert stream_handle(TorchStream(), None) == 0  # on host, streams have no meaning
     assert stream_handle(TorchStream(), 0) == 0x1234
     assert stream_handle(ProtocolStream(), 0) == 0x5678
     with pytest.raises(TypeError):
@@ -249,8 +249,8 @@ def test_torch_device() -> None:
     assert device_ordinal(torch.device("cpu")) == 0
 
 
-def test_events_live_until_their_batch_is_over(host: pyvmem.Context) -> None:
-    """The list of kept events shrinks again."""
+def test_events_live_until_their_batch_has_completed(host: pyvmem.Context) -> None:
+    """The list of kept events shrinks when their batch has completed."""
     empty = pyvmem.OpBatch(1)
     with pyvmem.FdEvent.create() as gate:
         first = host.submit(empty, after=[gate])
@@ -282,4 +282,5 @@ def test_real_torch_streams(context: pyvmem.Context, page: int) -> None:
         ticket = context.submit(batch, after=[stream, event, torch.cuda.current_stream()])
         ticket.order(stream)
         ticket.wait(60)
-        context.batch(pyvmem.OpBatch(1), after=[torch.cuda.Event()])  # never recorded
+        # an event that was never recorded
+        context.batch(pyvmem.OpBatch(1), after=[torch.cuda.Event()])

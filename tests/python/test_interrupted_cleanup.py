@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a call that is interrupted, or fails, while it cleans up loses nothing."""
+"""Description: a call that is interrupted, or fails, during its cleanup loses nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(**options: Any) -> KVCacheConfig:
 
 
 def started(cache: KVCache | LayeredCache) -> int:
-    """Returns a new request of `LENGTH` rows, in whichever slot."""
+    """Returns a new request of `LENGTH` rows, in any slot."""
     reqid = cache.alloc_reqid()
     assert reqid is not None
     lens = [0] * 4
@@ -34,7 +34,9 @@ def started(cache: KVCache | LayeredCache) -> int:
 
 
 def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) -> list[int]:
-    """Raises KeyboardInterrupt in the call number `at` of a method; returns a count of calls."""
+    """Raises KeyboardInterrupt in the `at`-th call of a method; returns a list that counts the
+    calls.
+    """
     original: Callable[..., Any] = getattr(owner, name)
     calls = [0]
 
@@ -48,8 +50,8 @@ def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) ->
     return calls
 
 
-def test_a_request_that_comes_back_as_a_prefix_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages were the last that a handle of the prefix had."""
+def test_swap_in_that_evicts_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evicting the prefix drops the last pages of a handle; that drop is interrupted."""
     with KVCache(config(memory_limit=1 << 20), backend="host") as cache:
         reqid = started(cache)
         swapped = cache.swap_out(reqid)
@@ -66,7 +68,7 @@ def test_a_request_that_comes_back_as_a_prefix_goes(monkeypatch: pytest.MonkeyPa
         assert cache.swap_in(swapped) is not None
 
 
-def test_a_cache_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_whose_creation_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Thread(cache_module.IdleThread):
         def start(self) -> None:
             raise RuntimeError("no more threads")
@@ -81,7 +83,7 @@ def test_a_cache_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not list(context.reservations())
 
 
-def test_unmaps_of_a_freed_request_that_had_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmaps_of_a_freed_request_that_had_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     with LayeredCache(
         [LayerShape(2, 64), LayerShape(4, 64)],
         backend="host",
@@ -98,19 +100,19 @@ def test_unmaps_of_a_freed_request_that_had_not_begun(monkeypatch: pytest.Monkey
         eventually(lambda: cache.step([0] * 4) == 0 == cache.stats().mapped_bytes)
 
 
-def test_a_slot_when_the_pages_for_the_next_request_cannot_be_mapped(
+def test_a_slot_when_eager_pages_cannot_be_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The request gets its slot; the next step says what failed."""
+    """The request gets its slot; the next step raises the earlier failure."""
     with KVCache(config(eager_pages=2), backend="host") as cache:
         group = cache._groups[0]
         group.pager.settle()
-        group.reclaimer.errors.append(DriverError("an unmap failed before", errno=5))
+        group.reclaimer.errors.append(DriverError("an earlier unmap failed", errno=5))
         with monkeypatch.context() as patch:
             patch.setattr(growth, "_begin", lambda *_, **__: TooManyMappings("full", errno=28))
             reqid = cache.alloc_reqid()
         assert reqid is not None
-        with pytest.raises(DriverError, match="an unmap failed before"):
+        with pytest.raises(DriverError, match="an earlier unmap failed"):
             cache.step([0] * 4)
         cache.free_reqid(reqid)
         assert not any(slot.active for slot in cache._groups[0].table)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Description: an exception from outside, at every point, costs no context, pool, saver or manager.
+"""Description: asynchronous exceptions, at every point, lose no context, pool, saver or manager.
 
-As test_interrupts.py, for what has no cache, or opens and closes one: each case prepares something
-and names a call, which is interrupted at one point, or at two. Then what the caller has can be
-closed, what he does not have is closed already, contents are intact, and the call can be made
-again. ``--points`` as there.
+Like test_interrupts.py, for calls without a cache, or that open or close one. Each case prepares
+something and yields a call, which is interrupted at one or two points. Afterwards the objects that
+the caller has can be closed, all others are closed already, contents are intact, and the call can
+be repeated. ``--points`` works as in that test.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ torch = pytest.importorskip("torch")
 
 PAGE = 4096
 BLOCK = 3 * PAGE
-SAMPLE = 40  # points of a case in `make test`
+SAMPLE = 40  # points per case in `make test`
 
 
-# ---- what is open --------------------------------------------------------------------------------
+# ---- open objects --------------------------------------------------------------------------------
 
 
 class Opened:
-    """Calls of libvmem, of which it notes the contexts."""
+    """Passes calls on to libvmem and records the contexts that they open."""
 
     def __init__(self) -> None:
         self.handles: list[int] = []
@@ -62,7 +62,7 @@ class Opened:
         return code
 
     def left(self) -> list[int]:
-        """Those that are not closed."""
+        """Returns the contexts that are still open."""
         stats = ffi.new("struct vmem_stats *")
         stats.size = ffi.sizeof(stats[0])
         return [one for one in self.handles if lib.vmem_get_stats(one, stats) == 0]
@@ -82,7 +82,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     opened = Opened()
     monkeypatch.setattr(objects, "lib", opened)
     yield opened
-    vattention._manager = None  # after a failure, the next test begins anew
+    vattention._manager = None  # after a failure, the next test starts clean
     _manager._retired.clear()
     lib.pyvmem_torch_tag(0)
     if is_pool_open():
@@ -94,8 +94,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
 
 # ---- cases ---------------------------------------------------------------------------------------
 #
-# A case prepares something and yields the call to interrupt. Whether it was or not, it then makes
-# it again, checks contents, and closes what the caller has.
+# A case prepares something and yields the call to interrupt. Interrupted or not, it then repeats
+# the call, checks contents, and closes the caller's objects.
 
 
 def open_host() -> Context:
@@ -103,7 +103,9 @@ def open_host() -> Context:
 
 
 def closed(context: Context, known: bool = True) -> None:
-    """Closes a context, in which nothing is left but what the caller was not told of."""
+    """Closes a context; only an object lost by the interrupted call may be left in it (not
+    `known`).
+    """
     gc.collect()
     stats = context.stats()
     left = (stats.reservations, stats.handles, stats.used_bytes, stats.pending)
@@ -113,7 +115,7 @@ def closed(context: Context, known: bool = True) -> None:
 
 
 def _opening(make: Callable[[], Any]) -> Steps:
-    """Nothing but what was made has to be closed."""
+    """Interrupts a constructor; the only object to close is the one created."""
     made: list[Any] = []
     yield lambda: made.append(make())
     for one in made:
@@ -125,7 +127,7 @@ def context_open() -> Steps:
 
 
 def own_context_open() -> Steps:
-    """A cache that opens its context."""
+    """The cache opens its own context."""
     return _opening(lambda: KVCache(small_config(PAGE), backend="host"))
 
 
@@ -160,7 +162,9 @@ def _made(
     end: Callable[[Any], None],
     last: Callable[[], None] = lambda: None,
 ) -> Steps:
-    """A call that makes something and ends it: `end` ends what the caller has, and then `last`."""
+    """Interrupts a call that creates and ends an object; then calls `end` for the caller's object,
+    and `last`.
+    """
     made: list[Any] = []
     yield lambda: call(made)
     known = bool(made)
@@ -233,7 +237,7 @@ def submit_and_wait() -> Steps:
     yield call
     for ticket in tickets:
         if ticket.sent:
-            with contextlib.suppress(BadHandle):  # it is closed, and was over before
+            with contextlib.suppress(BadHandle):  # it is closed, and has completed before
                 ticket.wait()
             ticket.close()
     reservation.close(unmap=True)
@@ -268,7 +272,7 @@ def _pool_opening(call: Callable[[Context, list[Any]], None]) -> Steps:
 
     def last() -> None:
         gc.collect()
-        VMemPool(context).close()  # not Busy
+        VMemPool(context).close()  # must not raise Busy
 
     return _made(context, partial(call, context), VMemPool.close, last)
 
@@ -286,7 +290,7 @@ def pool_block() -> Steps:
 
 
 class Blocks:
-    """A pool with a block of the tag "a"; other pages have their contents too."""
+    """A pool with a block of the tag "a", and with another of the tag "b"; both have contents."""
 
     def __init__(self) -> None:
         self.context = open_host()
@@ -304,7 +308,7 @@ class Blocks:
         assert self.context.read(self.other, PAGE) == bytes([9]) * PAGE
 
     def end(self) -> None:
-        self.pool.pause("b")  # would overwrite what the interrupted call saved and lost sight of
+        self.pool.pause("b")  # would overwrite a copy that the interrupted call saved and then lost
         self.pool.drop_host()
         self.check()
         with self.pool._allocating("new"):
@@ -314,16 +318,16 @@ class Blocks:
             self.pool.pause("a")
             assert "a" in self.pool.paused
             self.check()
-        assert not self.pool._host._used, "host memory that nobody uses"
+        assert not self.pool._host._used, "host memory is left in use"
         for block in (self.block, self.other, new):
             self.torch.free(block)
         self.pool.close()
-        assert lib.pyvmem_torch_tag(0) == 0, "what this thread allocates is still a tag's"
+        assert lib.pyvmem_torch_tag(0) == 0, "this thread's allocations still have a tag"
         closed(self.context)
 
 
 def _pool(call: Callable[[Blocks], Any], *before: str) -> Steps:
-    """A call about a pool, after `pause` or `resume` of its first block."""
+    """Interrupts a call of a pool, after `pause` or `resume` of its first block."""
     blocks = Blocks()
     for name in before:
         getattr(blocks.pool, name)("a")
@@ -344,7 +348,7 @@ def pool_pause() -> Steps:
 
 
 def pool_pause_and_forget() -> Steps:
-    """The contents may be gone; the memory is there again."""
+    """The contents may be lost, but the memory must be mapped again."""
     blocks = Blocks()
     yield lambda: blocks.pool.pause("a", keep=False)
     blocks.pool.resume()
@@ -377,7 +381,9 @@ def pool_close() -> Steps:
 
 
 def primary() -> Steps:
-    """A device's primary context: given back once, and the thread has the one it had."""
+    """The device's primary context is released once, and the thread has its previous context
+    again.
+    """
     cuda = Libcuda(0)
 
     def call() -> None:
@@ -402,7 +408,7 @@ def primary() -> Steps:
 
 
 class Saver:
-    """One that opens its own context."""
+    """A saver that opens its own context."""
 
     def __init__(self) -> None:
         self.saver, self.torch = savers.TorchMemorySaver(), Torch(0)
@@ -416,7 +422,7 @@ class Saver:
             pass
 
     def end(self) -> None:
-        """It closes, and can be opened again."""
+        """Closes the saver, opens it again, and closes it twice."""
         self.saver.close()
         assert not is_pool_open()
         self.torch.free(self.region("z", PAGE))
@@ -426,7 +432,7 @@ class Saver:
 
 
 class Regions(Saver):
-    """A tag's two regions, with a backup and without."""
+    """A tag's two regions, one with a backup and one without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -515,7 +521,7 @@ def saver_close() -> Steps:
 
 # ---- vAttention's functions ----------------------------------------------------------------------
 
-SHAPE = (2, 2, 64, 4, 64, 0, torch.float32, PAGE)  # of init_kvcache
+SHAPE = (2, 2, 64, 4, 64, 0, torch.float32, PAGE)  # arguments of init_kvcache
 
 
 def init_kvcache() -> Steps:
@@ -532,7 +538,7 @@ def init_kvcache() -> Steps:
 
 
 def _configured() -> Any:
-    """The tensors of a manager."""
+    """Initializes a manager and returns its tensors."""
     vattention.configure("host")
     tensors = vattention.init_kvcache(*SHAPE)
     vattention.reserve_physical_pages(128 * PAGE)
@@ -540,7 +546,9 @@ def _configured() -> Any:
 
 
 def _managing(call: Callable[[], Any], *lengths: int) -> Steps:
-    """A call of a manager whose requests have so many tokens, after which it works on."""
+    """Interrupts a call of a manager with requests of these lengths; the manager must then work
+    on.
+    """
     tensors = _configured()
     if lengths:
         vattention.step(list(lengths), False)
@@ -583,14 +591,14 @@ def _ending(call: Callable[[], Any]) -> Steps:
 
 
 def cleanup() -> Steps:
-    """No tensor is alive: the context closes, too."""
+    """No tensor is alive, so the context closes, too."""
     _configured()
     vattention.step([8, 8, 0, 0], False)
     return _ending(vattention.cleanup)
 
 
 def close_retired() -> Steps:
-    """A tensor was alive when its manager ended."""
+    """A tensor was alive when its manager was cleaned up."""
     tensors = _configured()
     vattention.cleanup()
     del tensors
@@ -609,14 +617,14 @@ CASES: dict[str, Callable[[], Steps]] = {
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has no place for a pool on the CPU: a region is one of vmem_malloc's callers."""
+    """torch has no pools on the CPU, so a region marks the calls of vmem_malloc in a thread."""
     monkeypatch.setattr(savers, "Context", lambda *_: Context("host", granule=PAGE))
     monkeypatch.setattr(VMemPool, "use", VMemPool._allocating)
 
 
 @contextlib.contextmanager
 def lost_exceptions() -> Iterator[list[str]]:
-    """Collects what finalizers raise to nobody; their warnings are known."""
+    """Collects exceptions that finalizers raise; ignores their warnings."""
     lost: list[str] = []
     hook, sys.unraisablehook = sys.unraisablehook, lambda one: lost.append(repr(one.exc_value))
     try:
@@ -629,7 +637,7 @@ def lost_exceptions() -> Iterator[list[str]]:
 
 
 def run(make: Callable[[], Steps], at: tuple[int, ...], alarm: Any, opened: Opened) -> Interrupts:
-    """Fails if something is lost that way."""
+    """Runs a case, interrupted at these points; fails if an object is lost."""
     with lost_exceptions() as lost:
         steps, interrupts = make(), Interrupts(*at)
         call = next(steps)
@@ -650,7 +658,7 @@ def run(make: Callable[[], Steps], at: tuple[int, ...], alarm: Any, opened: Open
         finally:
             alarm.stop()
         del steps, call
-    Context("host", granule=PAGE).close()  # ends what nobody has
+    Context("host", granule=PAGE).close()  # closes the objects that have lost their owner
     assert not opened.left(), f"{where}: a context is open"
     assert not is_pool_open(), f"{where}: torch's pool is open"
     assert not lost, f"{where}: {lost}"
@@ -659,15 +667,15 @@ def run(make: Callable[[], Steps], at: tuple[int, ...], alarm: Any, opened: Open
 
 
 def counted(make: Callable[[], Steps], alarm: Any, opened: Opened) -> int:
-    """The points of a call that nobody interrupts."""
-    for _ in range(2):  # the first loads modules and fills caches
+    """Counts the points of the uninterrupted call."""
+    for _ in range(2):  # the first run loads modules and fills caches
         count = run(make, (), alarm, opened).count
     return count
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_interruptions(name: str, points: int | None, opened: Opened) -> None:
-    """One; then two, the second in what the first one set off."""
+    """Interrupts at one point; then at two, the second in the handling of the first."""
     rng = random.Random(name)
     with alarms() as alarm:
         count = counted(CASES[name], alarm, opened)
@@ -679,10 +687,10 @@ def test_interruptions(name: str, points: int | None, opened: Opened) -> None:
                 run(CASES[name], (at[n - 1], rng.randint(1, more[n - 1])), alarm, opened)
 
 
-def test_torch_empties_its_cache_though_a_close_was_interrupted(
+def test_torch_empties_its_cache_after_an_interrupted_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The segments would stay torch's, over addresses that are free."""
+    """Otherwise torch would keep segments over addresses that are free."""
     emptied: list[bool] = []
 
     def empty_cache() -> None:
@@ -703,8 +711,8 @@ def test_torch_empties_its_cache_though_a_close_was_interrupted(
     assert len(emptied) == 2
 
 
-def test_what_a_case_loses_is_found(opened: Opened) -> None:
-    """The checks themselves."""
+def test_lost_objects_are_detected(opened: Opened) -> None:
+    """Tests the checks themselves."""
 
     def careless() -> Steps:
         context = open_host()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Description: an exception from outside, at every point of every call, costs a cache nothing.
+"""Description: asynchronous exceptions, at every point of every call, leave a cache consistent.
 
 A signal handler may raise anywhere (Ctrl-C, a server's timeout). Each scenario below prepares a
-cache and names a call; the call is interrupted at one point (interrupts_helpers.py says which there
-are), or at two, the second in what the first one set off. Then the exception has reached the
-caller, the records are right, all rows are intact, the call can be made again, ordinary work goes
-on, and `close` gives everything back.
+cache and yields a call; the call is interrupted at one point (interrupts_helpers.py defines them),
+or at two, the second in the handling of the first. Afterwards the exception must have reached the
+caller, the records must be consistent and all rows intact, the call can be repeated, ordinary work
+continues, and `close` releases everything.
 
-By default a sample of the points is taken; ``--points=all``, or VMEM_INTERRUPT_POINTS=all, takes
-all of them, as `make test-long` does, and some with a second one; ``--points=N`` so many of each
-scenario:
+By default a sample of the points is taken; ``--points=all``, or VMEM_INTERRUPT_POINTS=all, tests
+all of them, as `make test-long` does, and some with a second one; ``--points=N`` tests N points of
+each scenario:
 
     pytest tests/python/test_interrupts.py -k fork --points=all
 """
@@ -69,16 +69,16 @@ from pyvmem.kvcache import (
 from pyvmem.kvcache.budget import FairLock
 from pyvmem.kvcache.journal import Journal
 
-SAMPLE = 36  # points of a scenario in `make test`
-PAIRS = 8  # points of these, each with a second one
-FEW = 4  # points, and one with a second one, where the rows of a scenario take 80 ms a run
-MORE_PAIRS = 100  # where ``--points`` is given
+SAMPLE = 36  # points per scenario in `make test`
+PAIRS = 8  # of these points, the number that get a second one
+FEW = 4  # the same for scenarios whose rows take 80 ms a run: points, and those with a second one
+MORE_PAIRS = 100  # with ``--points``
 TENSORS = 2 * LAYERS
-UNIT = 16  # rows of a layered cache that fill whole pages in all classes
+UNIT = 16  # rows of a layered cache that fill whole pages in all groups
 
 
 def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Call:
-    """A call that returns this value."""
+    """Returns a call that checks the function's result."""
 
     def call() -> None:
         assert function(*args) == value
@@ -86,7 +86,7 @@ def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Call:
     return call
 
 
-# ---- taking and giving slots ---------------------------------------------------------------------
+# ---- allocating and freeing slots ----------------------------------------------------------------
 
 
 def _allocating(engine: Engine, cache: Any) -> Steps:
@@ -97,7 +97,7 @@ def _allocating(engine: Engine, cache: Any) -> Steps:
 def _named_slot(
     engine: Engine, cache: Any, reqid: int, call: Callable[[], Any], rows: list[int]
 ) -> Steps:
-    """The caller knows which slot: what gave it and whose end nobody was told of is taken back."""
+    """The caller names the slot, so it can free a slot that the interrupted call allocated."""
     yield call
     if cache.slots.is_taken(reqid):
         cache.free_reqid(reqid)
@@ -117,7 +117,7 @@ def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def _free_recording(engine: Engine, cache: Any, reqid: int) -> Steps:
-    """A prefix, if one was recorded, holds the request's rows."""
+    """If the free recorded a prefix, it must hold the request's rows."""
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
     engine.leaves(cache, reqid)
@@ -130,7 +130,7 @@ def _free_recording(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def _growing(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
-    """A step that succeeds; new rows are zero."""
+    """Interrupts a step that succeeds; new rows must be zero."""
     want = lens(cache, more)
     yield _gives(0, cache.step, want)
     _grown(engine, cache, want, more)
@@ -146,7 +146,7 @@ def _grown(engine: Engine, cache: Any, want: list[int], more: dict[int, int]) ->
 
 
 def step_starts(engine: Engine) -> Steps:
-    """In the pages of an earlier owner, which are zeroed."""
+    """Grows in the pages of an earlier owner, which are zeroed."""
     cache = engine.cache(max_batch=2)
     engine.start(cache, 3)
     engine.free(cache, engine.start(cache, 2 * ROWS))
@@ -157,7 +157,9 @@ def step_starts(engine: Engine) -> Steps:
 
 
 def _reclaiming(engine: Engine, *, recorded: bool = False) -> tuple[KVCache, int]:
-    """A request that can only grow with the pages of a free slot; `recorded`: of a prefix there."""
+    """Starts a request that can only grow with the pages of a free slot, or (`recorded`) of a
+    prefix.
+    """
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3)
     tokens = list(range(3 * ROWS)) if recorded else None
@@ -168,7 +170,7 @@ def _reclaiming(engine: Engine, *, recorded: bool = False) -> tuple[KVCache, int
 def _short(
     engine: Engine, cache: Any, reqid: int, rows: int, fitting: int, name: str = "step"
 ) -> Steps:
-    """A request for which memory is short; fewer rows fit."""
+    """Interrupts a step for which memory is short; fewer rows fit."""
     want, step = lens(cache, {reqid: rows}), getattr(cache, name)
 
     yield from again(_gives(-1, step, want))
@@ -196,7 +198,7 @@ def step_slides_moved_pages(engine: Engine) -> Steps:
 
 
 def step_without_some(engine: Engine) -> Steps:
-    """Those that the step does not name keep their rows."""
+    """Requests that the step does not name keep their rows."""
     cache = engine.cache()
     engine.start(cache, 2 * ROWS)
     more = {engine.start(cache, 3): 3 * ROWS}
@@ -206,7 +208,7 @@ def step_without_some(engine: Engine) -> Steps:
 
 
 def _surplus(engine: Engine) -> tuple[KVCache, int]:
-    """A request whose next pages come in a run of four."""
+    """Starts a request whose next pages are mapped as a run of four."""
     cache = engine.cache(pages=16, growth_fraction=1.0, max_seq_len=16 * ROWS)
     reqid = engine.start(cache, 4 * ROWS)
     return cache, reqid
@@ -219,7 +221,7 @@ def step_maps_a_surplus(engine: Engine) -> Steps:
 
 
 def step_takes_a_surplus(engine: Engine) -> Steps:
-    """The surplus of one request is what another lacks."""
+    """One request needs the surplus pages of another."""
     cache, reqid = _surplus(engine)
     other = engine.start(cache, 6 * ROWS)
     engine.grow(cache, reqid, 5 * ROWS)
@@ -227,14 +229,14 @@ def step_takes_a_surplus(engine: Engine) -> Steps:
 
 
 def step_refuses_a_surplus(engine: Engine) -> Steps:
-    """The first try, with the surplus, finds no memory."""
+    """The first attempt, with the surplus, runs out of memory."""
     cache, reqid = _surplus(engine)
     engine.context.inject(Inject.HEAP, count=1)
     return _growing(engine, cache, {reqid: 5 * ROWS})
 
 
 def step_joins(engine: Engine) -> Steps:
-    """No mapping is left until those of a request are joined."""
+    """No mapping is free until those of a request are joined."""
     cache = engine.cache(growth_fraction=0.0, join_at=1.0, max_seq_len=9 * ROWS)
     reqid = engine.start(cache, ROWS)
     for pages in range(2, 9):
@@ -248,11 +250,13 @@ def step_joins(engine: Engine) -> Steps:
 step_joins.context = {"max_mappings": 10 * TENSORS}  # type: ignore[attr-defined]
 
 
-# ---- rows that are given up ----------------------------------------------------------------------
+# ---- truncated rows ------------------------------------------------------------------------------
 
 
 def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
-    """Rows from `length` on are there still, all of them and in every class, or given up."""
+    """Interrupts a truncation: the rows from `length` on are intact in every group, or gone in
+    every group.
+    """
     tags = engine.held[cache, reqid]
     engine.held[cache, reqid] = tags[:length]
 
@@ -267,7 +271,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
 
 
 def _truncatable(engine: Engine) -> tuple[KVCache, int]:
-    """A request whose first pages are a fork's and recorded, too."""
+    """Starts a request whose first pages are also a fork's and recorded."""
     cache, reqid = _forkable(engine, 3 * ROWS + 3)
     engine.fork(cache, reqid)
     cache.record(reqid, list(range(3 * ROWS)))
@@ -275,7 +279,7 @@ def _truncatable(engine: Engine) -> tuple[KVCache, int]:
 
 
 def truncate_short(engine: Engine) -> Steps:
-    """There is no memory for the copy."""
+    """Memory is short for the copy."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 2 * ROWS)
     cache.record(reqid, list(range(2 * ROWS)))
@@ -288,7 +292,7 @@ def truncate_short(engine: Engine) -> Steps:
     ended(steps)
 
 
-# ---- what requests share -------------------------------------------------------------------------
+# ---- shared pages --------------------------------------------------------------------------------
 
 
 def _forking(engine: Engine, cache: Any, parent: int, length: int | None, count: int = 1) -> Steps:
@@ -339,7 +343,7 @@ def fork_into(engine: Engine) -> Steps:
 
 
 def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
-    """A request whose first pages have left its window."""
+    """Starts a request whose first pages have left its window."""
     _needs_sharing(engine)
     policy = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS, "max_batch": 6, **changes}
     cache = engine.cache(**policy)
@@ -348,7 +352,7 @@ def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
 
 
 def _slid(engine: Engine, cache: Any, rows: int) -> int:
-    """A request of so many rows, of which some have left the window."""
+    """Starts a request of `rows` rows, some of which have left the window."""
     reqid = engine.start(cache, rows - 3)
     engine.grow(cache, reqid, rows)
     eventually(lambda: not any(s.in_flight for part in parts(cache) for s in part.snapshot()))
@@ -357,7 +361,7 @@ def _slid(engine: Engine, cache: Any, rows: int) -> int:
 
 
 def step_slides_a_forked_window(engine: Engine) -> Steps:
-    """The pages that leave one window are in another."""
+    """The pages that leave one window are still in another."""
     cache, parent = _windowed(engine, 5 * ROWS + 3)
     child = engine.fork(cache, parent)
     engine.grow(cache, child, 7 * ROWS)
@@ -373,7 +377,7 @@ def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
 
 
 def record_more(engine: Engine) -> Steps:
-    """Some of it is recorded already, under a branch."""
+    """A part is recorded already, with another continuation."""
     cache, reqid = _forkable(engine, 3 * ROWS)
     cache.record(reqid, [*range(ROWS), *range(500, 500 + ROWS)])
     return _recording(engine, cache, reqid, 3 * ROWS)
@@ -383,7 +387,9 @@ Recorded = tuple[Any, list[int], list[int]]
 
 
 def _record_last(engine: Engine, cache: Any, reqid: int, then: Any = None) -> Recorded:
-    """A cache with a recorded prefix of nobody: its tokens, and what its rows hold."""
+    """Frees a request and records it; returns the cache, the prefix's tokens, and the contents of
+    its rows.
+    """
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
     engine.free(cache, reqid, tokens=tokens)
@@ -402,7 +408,7 @@ def match(engine: Engine) -> Steps:
 
 
 def match_is_released(engine: Engine) -> Steps:
-    """A match that nobody holds any more keeps nothing from eviction."""
+    """A match that has lost its last reference protects nothing from eviction."""
     cache, tokens, _ = _recorded(engine)
 
     def call() -> None:
@@ -412,11 +418,13 @@ def match_is_released(engine: Engine) -> Steps:
 
     yield from again(call)
     cache.trim(prefixes=True)
-    assert cache.stats().prefix_pages == 0, "prefixes that nobody uses"
+    assert cache.stats().prefix_pages == 0, "prefixes are left"
 
 
 def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]]) -> Steps:
-    """A recorded event is delivered once: by the call, or by the next if nobody received it."""
+    """Checks that an event is delivered once: by the call, or by the next if its result was
+    lost.
+    """
     cache, reqid = _forkable(engine, 2 * ROWS)
     told, poll = [], tell(cache)
     poll()
@@ -431,7 +439,9 @@ def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]])
 
 
 def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
-    """A request, and a match of the first block of a prefix that has the other pages."""
+    """Starts a request; returns it with a match of the first block of a prefix that has all other
+    pages.
+    """
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3)
     _, tokens, tags = _record_last(engine, cache, engine.start(cache, 3 * ROWS))
@@ -441,7 +451,7 @@ def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
 def _begins(
     engine: Engine, cache: Any, prompt: Any, tags: list[int], *, leave: int = 0, some: bool = False
 ) -> int:
-    """A request that begins with a recorded prefix, or a match, of these rows; `some`: or fewer."""
+    """Starts a request from a cached prefix or a match, with these rows or (`some`) fewer."""
     taken = cache.alloc_prefix(prompt, leave)
     assert taken is not None, "alloc_prefix returned None"
     reqid, length = taken
@@ -457,7 +467,7 @@ def step_evicts_but_for_a_match(engine: Engine) -> Steps:
 
 
 def free_records_beside_a_match(engine: Engine) -> Steps:
-    """The run that is matched in part is recorded once more, and continued."""
+    """The partly matched prefix is recorded again, with another continuation."""
     cache, reqid, match, tags = _leased(engine)
     engine.free(cache, reqid)
     taken = _begins(engine, cache, match, tags)
@@ -489,7 +499,7 @@ def trim_takes_a_match(engine: Engine) -> Steps:
 
 
 def can_admit_a_match_again(engine: Engine) -> Steps:
-    """A match has lost its lease; admission takes it again, of a part of what a request keeps."""
+    """A match has lost its lease; admission renews it for the part that a request keeps."""
     cache, reqid = _forkable(engine, 2 * ROWS)
     tags, tokens = engine.held[cache, reqid], list(range(2 * ROWS))
     cache.record(reqid, tokens)
@@ -516,7 +526,9 @@ def _prefixed(engine: Engine, cache: Any, prompt: Any, tags: list[int], leave: i
 def _prompted(
     engine: Engine, found: Recorded, more: list[int], rows: int, begins: int | None = None
 ) -> Steps:
-    """A prompt that begins with so many tokens of a recorded prefix, and its rows."""
+    """Interrupts an allocation for a prompt that starts with the first tokens of a cached
+    prefix.
+    """
     cache, tokens, tags = found
     return _prefixed(engine, cache, [*tokens[:begins], *more], tags[:rows])
 
@@ -547,7 +559,9 @@ def alloc_prefix_where_some_is_mapped(engine: Engine) -> Steps:
 
 
 def _to_host(engine: Engine, **changes: Any) -> Recorded:
-    """A cache that keeps evicted prefixes, with a recorded one: its tokens and its rows."""
+    """Creates a cache that moves evicted prefixes to host memory; returns it with a recorded
+    prefix.
+    """
     _needs_sharing(engine)
     cache = engine.cache(**{"host_prefixes": 8 * TENSORS * engine.page, **changes})
     engine.start(cache, 3)
@@ -555,7 +569,7 @@ def _to_host(engine: Engine, **changes: Any) -> Recorded:
 
 
 def _begins_with_some(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> None:
-    """Rows that an interruption left of a prefix are right."""
+    """Checks the rows of a prefix that an interrupted call has left."""
     reqid = _begins(engine, cache, tokens, tags, some=True)
     engine.grow(cache, reqid, len(engine.held[cache, reqid]) + 2)
 
@@ -572,7 +586,7 @@ def trim_to_host(engine: Engine) -> Steps:
 
 
 def step_evicts_to_host(engine: Engine) -> Steps:
-    """The least recently used one makes room there, too."""
+    """The least recently used prefix is evicted, and host memory is short, too."""
     cache, tokens, tags = _to_host(engine, pages=4, host_prefixes=2 * TENSORS * engine.page)
     yield from _growing(engine, cache, {0: 3 * ROWS})
     engine.free(cache, 0)
@@ -580,7 +594,9 @@ def step_evicts_to_host(engine: Engine) -> Steps:
 
 
 def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
-    """Nothing, some or all of it is on the device, and the rest in host memory."""
+    """Interrupts the reload of a prefix; any part of it may be on the device, the rest in host
+    memory.
+    """
     cache, tokens, tags = found
     if trims:
         cache.trim(prefixes="host")
@@ -595,7 +611,7 @@ def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
 
 
 def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
-    """And a prefix of others goes to host memory meanwhile."""
+    """Meanwhile another prefix is moved to host memory."""
     cache, tokens, tags = _to_host(engine, pages=5)
     cache.trim(prefixes="host")
     _begins(engine, cache, tokens[:ROWS], tags[:ROWS])
@@ -607,7 +623,7 @@ def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
 
 
 def record_fills_in_a_window(engine: Engine) -> Steps:
-    """The window before the place where prompts part is the second request's."""
+    """The window before the branch is recorded by the second request."""
     cache, first = _windowed(engine, 5 * ROWS)
     tokens = list(range(5 * ROWS))
     engine.free(cache, first, tokens=[*tokens[: 2 * ROWS], *[900] * (3 * ROWS)])
@@ -618,7 +634,7 @@ def record_fills_in_a_window(engine: Engine) -> Steps:
 
 
 def _window_recorded(engine: Engine, **changes: Any) -> Recorded:
-    """As `_recorded`, of a request that had its window alone."""
+    """Like `_recorded`, for a request that has only its window."""
     return _record_last(engine, *_windowed(engine, 5 * ROWS + 3, **changes), _settled)
 
 
@@ -634,9 +650,11 @@ def step_evicts_a_window(engine: Engine) -> Steps:
 
 
 def _swapped(engine: Engine, call: Callable[[], None]) -> bool:
-    """True once a request is out: one that nobody has the rows of must be there still.
+    """Returns true once a request is swapped out; if its rows were lost with the result, it must
+    still run.
 
-    But for the last instructions, between the end of the records' part and the caller.
+    Exempt are the last instructions, after the records were changed and before the caller has the
+    result.
     """
     if not engine.swapped:
         try:
@@ -665,7 +683,7 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def swap_out_with_a_window(engine: Engine) -> Steps:
-    """While pages leave the window."""
+    """Swaps out while pages leave the window."""
     cache, reqid = _windowed(engine, 5 * ROWS)
     engine.grow(cache, reqid, 6 * ROWS)
     return _swapping_out(engine, cache, reqid)
@@ -678,14 +696,16 @@ def swap_out_shared(engine: Engine) -> Steps:
 
 
 def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False) -> Steps:
-    """`alone`: all others may be freed before it is made again, for requests that read zeros."""
+    """`alone`: before the call is repeated, all other requests may be freed; for requests that read
+    zeros.
+    """
     tags = engine.held.pop((cache, reqid))
     swapped = cache.swap_out(reqid)
     engine.swapped.append(swapped)
 
     call = partial(cache.swap_in, swapped)
     yield call
-    # If it is in already, some slot has its rows.
+    # If it is swapped in already, some slot has its rows.
     if swapped.is_open:
         if alone:
             engine.ordinary()
@@ -695,12 +715,12 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
         call()
     length = len(tags)
     found = [r for r in engine.unknown(cache) if lens(cache)[r] == length]
-    assert found, "it is neither swapped out nor in"
+    assert found, "the request is neither swapped out nor in"
     engine.take(cache, found[0], tags)
 
 
 def swap_in_over_clean_pages(engine: Engine) -> Steps:
-    """They are mapped already, and zero: what was written to them before the exception is not."""
+    """The pages are mapped and zero already; those written before the exception no longer are."""
     cache = engine.cache(eager_pages=3)
     steps = _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3), alone=True)
     call = next(steps)
@@ -750,7 +770,7 @@ def reclaim_free(engine: Engine) -> Steps:
 
 
 def trim_moves_pages_together(engine: Engine) -> Steps:
-    """Slabs of which little lives, in a context of the cache's own."""
+    """Compacts slabs with few live pages, in a context that the cache owns."""
     backend = engine.context.info.backend
     engine.context.close()
     engine.context = open_context(backend, slab_size=16 * engine.page)
@@ -761,7 +781,7 @@ def trim_moves_pages_together(engine: Engine) -> Steps:
     assert cache.step([0] * cache.config.max_batch) == 0
 
     def call() -> None:
-        cache._manager.owns_context = True  # for the call: the engine closes it
+        cache._manager.owns_context = True  # for the call only: the engine closes the context
         try:
             cache.trim()
         finally:
@@ -782,7 +802,7 @@ def trim_prefixes(engine: Engine) -> Steps:
 
 
 def _in_small_pages(engine: Engine, **changes: Any) -> tuple[KVCache, int]:
-    """A request that grew page by page beside another, so that no part of it is a run."""
+    """Starts a request that grew page by page, in turn with another, so that it has no runs."""
     options = {"max_seq_len": 6 * ROWS, "host_limit": 0, **changes}
     cache = engine.cache(**options)
     one, two = engine.start(cache, ROWS), engine.start(cache, ROWS)
@@ -806,7 +826,7 @@ def _moving(
 
 
 def _moving_pages(engine: Engine) -> tuple[KVCache, int]:
-    """A request whose pages are on their way to host memory."""
+    """Starts a request whose pages are being moved to host memory."""
     _needs_host_pages(engine)
     cache, reqid = _in_small_pages(engine)
     cache.move(reqid, "host", wait=False)
@@ -817,7 +837,9 @@ def _moving_pages(engine: Engine) -> tuple[KVCache, int]:
 
 
 def _in_blocks(engine: Engine, pages: int = 64, **changes: Any) -> KVCache:
-    """One layer, and slots of two blocks of 2 MiB, each of `UNIT_PAGES` pages."""
+    """Creates a cache of one layer, whose slots have two blocks of 2 MiB of `UNIT_PAGES` pages
+    each.
+    """
     if Caps.LARGE_ENTRIES not in engine.context.info.caps:
         raise NotHere("no large entries of small pages")
     return engine.cache(
@@ -826,14 +848,14 @@ def _in_blocks(engine: Engine, pages: int = 64, **changes: Any) -> KVCache:
 
 
 def entries(make: Scenario) -> Scenario:
-    """A scenario in a context with entries of 2 MiB, each over few pages."""
+    """Runs a scenario in a context with entries of 2 MiB, each over few pages."""
     make.sample = (FEW, 1)  # type: ignore[attr-defined]
     make.context = {"granule": (2 << 20) // UNIT_PAGES, "large_entries": True}  # type: ignore[attr-defined]
     return make
 
 
 def _whole(engine: Engine, cache: Any) -> tuple[Any, int]:
-    """A request whose full block has an entry of 2 MiB in every tensor."""
+    """Starts a request whose full block has an entry of 2 MiB in every tensor."""
     reqid = engine.start(cache, PART)
     blocks = 3 if len(parts(cache)) > 1 else 1
     assert cache.snapshot()[reqid].large_pages == blocks * UNIT_PAGES
@@ -841,9 +863,10 @@ def _whole(engine: Engine, cache: Any) -> tuple[Any, int]:
 
 
 def _by_pages(engine: Engine, cache: Any, *, scattered: bool, begun: int = 0) -> tuple[Any, int]:
-    """A request with a full block that grew page by page; `scattered`: and is no run.
+    """Starts a request with a full block that grew page by page; `scattered`: its pages are not
+    adjacent.
 
-    `begun`: so many blocks are being promoted.
+    `begun`: the number of blocks to start promoting.
     """
     reqid = engine.start(cache, ROWS)
     for rows in range(2 * ROWS, PART + 1, ROWS):
@@ -859,7 +882,9 @@ def _by_pages(engine: Engine, cache: Any, *, scattered: bool, begun: int = 0) ->
 def _promoting_step(
     engine: Engine, cache: Any, reqid: int, blocks: int = 1, *, settled: bool = False
 ) -> Steps:
-    """A step in a cache beyond the reach of a TLB, after which all full blocks are joined."""
+    """Interrupts a step in a cache larger than the TLB's reach; afterwards all full blocks are
+    promoted.
+    """
     if settled:
         _settled(cache)
     steps = _growing(engine, cache, {reqid: PART + 2})
@@ -881,20 +906,20 @@ def _promoting(engine: Engine, *, scattered: bool, wait: bool) -> Steps:
 
 
 def _cutting(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
-    """A step that cuts the entries of all classes."""
+    """Interrupts a step that splits large entries in all groups."""
     yield from _growing(engine, cache, more)
     assert engine.context.stats().splits > 0
 
 
 def _beside_a_free_block(engine: Engine, cache: Any, rows: int = 3 * ROWS) -> tuple[Any, Any]:
-    """A request that can only grow with the end of a free slot's block."""
+    """Starts a request that can only grow with the end of a free slot's block."""
     reqid = engine.start(cache, ROWS)
     engine.free(*_whole(engine, cache))
     return cache, {reqid: rows}
 
 
 def _beside_a_loose_block(engine: Engine) -> tuple[KVCache, dict[int, int]]:
-    """A request that can only grow with what another's entry has beyond its rows."""
+    """Starts a request that can only grow with pages of another's large entry beyond its rows."""
     cache = _in_blocks(engine, pages=UNIT_PAGES + 2)
     reqid, (_, other) = engine.start(cache, ROWS), _whole(engine, cache)
     assert cache.truncate(other, ROWS + 3) == 0
@@ -902,7 +927,7 @@ def _beside_a_loose_block(engine: Engine) -> tuple[KVCache, dict[int, int]]:
     return cache, {reqid: 3 * ROWS}
 
 
-# ---- pages that all slots have -------------------------------------------------------------------
+# ---- pages common to all slots -------------------------------------------------------------------
 
 
 def _common(engine: Engine, **changes: Any) -> KVCache:
@@ -911,7 +936,7 @@ def _common(engine: Engine, **changes: Any) -> KVCache:
 
 
 def _read_common(engine: Engine, cache: KVCache) -> list[int]:
-    """Every slot has a request, which reads what was written through the first; these rows."""
+    """Starts a request in every slot, writes rows through the first, and returns their contents."""
     tags = engine.tags(ROWS)
     assert cache.step([ROWS] * cache.config.max_batch) == 0
     write_rows(cache, 0, 0, tags)
@@ -921,7 +946,7 @@ def _read_common(engine: Engine, cache: KVCache) -> list[int]:
 
 
 def map_common_pages(engine: Engine) -> Steps:
-    """Every slot is taken or none; those of a call whose result nobody received are given back."""
+    """All slots are taken or none; if the result was lost, they are freed."""
     cache = _common(engine)
 
     call = partial(cache.slots.map_common_pages, ROWS)
@@ -933,7 +958,9 @@ def map_common_pages(engine: Engine) -> Steps:
 
 
 def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
-    """A request that has grown beyond the common rows; the next one has these and no other."""
+    """Interrupts the renewal of a request that has grown beyond the common rows; the next has only
+    these.
+    """
     common = cache.slots.map_common_pages(ROWS)
     common.idle.clear()
     tags = _read_common(engine, cache)
@@ -950,20 +977,20 @@ def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
     engine.grow(cache, reqid, 2 * ROWS)
 
 
-# ---- the module of vAttention --------------------------------------------------------------------
+# ---- the vAttention module -----------------------------------------------------------------------
 
 
 _COMMON = list(range(ROWS))
 
 
 def _vattention(engine: Engine, *, common: bool = False) -> Manager:
-    """Its state, whose context and cache the engine examines and closes."""
+    """Creates the module's state, whose context and cache the engine checks and closes."""
     backend, page = engine.context.info.backend, engine.page
     shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "float32"}
     if common:
         _needs_sharing(engine)
     engine.context.close()
-    close_retired()  # those of earlier runs
+    close_retired()  # managers of earlier runs
     manager = Manager(
         backend=backend, device=0, page_size=page, megacache=False, max_batch=4,
         max_seq_len=4 * ROWS, **shape,
@@ -980,7 +1007,9 @@ def _vattention(engine: Engine, *, common: bool = False) -> Manager:
 def _ids(
     engine: Engine, call: Callable[[Manager], Any], *lengths: int, common: bool = False
 ) -> Steps:
-    """A call about ids, after which all can be had, and begin with the common rows, if any."""
+    """Interrupts a call about ids; afterwards all ids are free, and start with the common rows, if
+    any.
+    """
     manager = _vattention(engine, common=common)
     if lengths:
         manager.step(list(lengths))
@@ -998,7 +1027,7 @@ def _ids(
 
 
 def vattention_cleanup(engine: Engine) -> Steps:
-    """The memory comes back under tensors that the program has still."""
+    """Memory is freed although the program still has the tensors."""
     manager = _vattention(engine)
     manager.step([ROWS, 3 * ROWS, 0, 0])
     tensors, vattention._manager = manager.tensors(), manager
@@ -1007,7 +1036,7 @@ def vattention_cleanup(engine: Engine) -> Steps:
     tensors.clear()
 
 
-# ---- the caches of transformers' models ----------------------------------------------------------
+# ---- VMemCache for transformers ------------------------------------------------------------------
 
 
 def _tokens(rows: int, seed: int) -> Any:
@@ -1017,13 +1046,13 @@ def _tokens(rows: int, seed: int) -> Any:
 
 
 def _appended(cache: Any, new: Any) -> None:
-    """Keys and values of all layers, the same."""
+    """Appends the same keys and values to all layers."""
     for layer in range(2):
         cache.update(new, new, layer)
 
 
 def _hf(engine: Engine, call: Callable[[Any], Any]) -> Steps:
-    """A `VMemCache` of two rows; after the call it can be emptied, and used again."""
+    """Interrupts a call of a `VMemCache` of two rows; it can then be reset and reused."""
     try:
         from transformers import LlamaConfig
 
@@ -1059,7 +1088,7 @@ def hf_repeat_rows(engine: Engine) -> Steps:
 
 
 def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> Steps:
-    """Requests by name; so many after the call."""
+    """Interrupts a call of named requests; afterwards there are `names` of them."""
     cache = engine.cache()
     named = NamedRequests(cache, "sdpa")
     assert named.hold("one", 3)
@@ -1075,7 +1104,7 @@ def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> 
 
 
 def named_drop(engine: Engine) -> Steps:
-    """An ended object keeps its name until then, so that nothing is held without one."""
+    """A dropped request keeps its name until it has ended, so no request exists without a name."""
 
     def call(named: NamedRequests) -> None:
         named.drop("two", record=False)
@@ -1084,11 +1113,13 @@ def named_drop(engine: Engine) -> Steps:
     return _named(engine, call, 1)
 
 
-# ---- buffers of cuda.core ------------------------------------------------------------------------
+# ---- cuda.core buffers ---------------------------------------------------------------------------
 
 
 def _resource(engine: Engine) -> Any:
-    """A resource whose buffers are their addresses: cuda.core's own hide exceptions."""
+    """Creates a resource that returns addresses as buffers, because cuda.core's buffers hide
+    exceptions.
+    """
     try:
         from pyvmem.memory_resource import VMemResource
     except ImportError:
@@ -1102,10 +1133,10 @@ def _resource(engine: Engine) -> Any:
 
 
 def _buffers(engine: Engine, resource: Any, call: Callable[[], Any]) -> Steps:
-    """After the call there are buffers to be had, each with pages of its own, and an end."""
+    """Interrupts a call; then allocates buffers, which have pages of their own, and frees all."""
     page = engine.page
     yield from again(call)
-    for addr in list(resource._live):  # of the calls, which end none
+    for addr in list(resource._live):  # buffers of the calls, which free none
         resource.deallocate(addr, page)
     made = [resource.allocate(page) for _ in range(3)]
     assert resource.live_buffers == len(set(made)) == 3
@@ -1120,12 +1151,12 @@ def resource_allocate(engine: Engine) -> Steps:
     steps = _buffers(engine, resource, lambda: resource.allocate(engine.page))
     yield next(steps)
     if engine.place and not engine.place.startswith("after ") and not engine.twice:
-        assert resource.live_buffers == 0, "a buffer that nobody has"
+        assert resource.live_buffers == 0, "a buffer was lost"
     ended(steps)
 
 
 def resource_allocate_again(engine: Engine) -> Steps:
-    """At the addresses of an earlier buffer."""
+    """Allocates at the address of an earlier buffer."""
     resource = _resource(engine)
     resource.deallocate(resource.allocate(engine.page), engine.page)
     eventually(lambda: resource._going[0].unmapping.done())
@@ -1154,7 +1185,7 @@ def resource_close(engine: Engine) -> Steps:
 
 
 def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
-    """Caches over one budget of so many pages of each tensor."""
+    """Creates two caches over one budget of `pages` pages per tensor."""
     budget = Budget(engine.context, pages * TENSORS * engine.page)
     return (
         engine.cache(budget, pages, memory_limit=0),
@@ -1163,7 +1194,7 @@ def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
 
 
 def _beside_pages(engine: Engine) -> tuple[KVCache, int]:
-    """A request beside another cache's, over a budget of four pages."""
+    """Starts a request in each of two caches over a budget of four pages."""
     one, other = _two(engine, 4)
     engine.start(other, 2 * ROWS)
     return one, engine.start(one, 3)
@@ -1172,9 +1203,9 @@ def _beside_pages(engine: Engine) -> tuple[KVCache, int]:
 def _beside_idle_pages(
     engine: Engine, recorded: int = 0, idle: int = 3, wanted: int = 3, **changes: Any
 ) -> tuple[KVCache, dict[int, int]]:
-    """A request that can only grow with what another cache of its budget has for nobody, in pages.
+    """Starts a request that can only grow with idle pages of another cache of its budget.
 
-    `recorded`: of these, so many hold a prefix.
+    `recorded`: the number of these that hold a prefix.
     """
     one, other = _two(engine, 4, **changes)
     reqid = engine.start(one, 3)
@@ -1190,7 +1221,7 @@ def budget_takes_prefixes_to_host(engine: Engine) -> Steps:
 
 
 def _idle_pages(engine: Engine) -> Budget:
-    """A budget of two caches, one of which has a request, the other pages of nobody."""
+    """Creates a budget of two caches; one has a request, the other idle pages."""
     one, other = _two(engine, 6)
     engine.start(one, 3)
     engine.free(other, engine.start(other, 3 * ROWS))
@@ -1212,7 +1243,7 @@ def budget_reclaim(engine: Engine) -> Steps:
     eventually(lambda: budget.stats().used_bytes == left)
 
 
-# ---- layers that differ --------------------------------------------------------------------------
+# ---- unequal layers ------------------------------------------------------------------------------
 
 
 def _layered(engine: Engine, pages: int = 600, shapes: Any = (), **changes: Any) -> LayeredCache:
@@ -1231,7 +1262,7 @@ def _layered(engine: Engine, pages: int = 600, shapes: Any = (), **changes: Any)
 
 
 def layered_step_short(engine: Engine) -> Steps:
-    """The first classes have grown when the last one is short."""
+    """The first groups have grown when memory is short for the last."""
     cache = _layered(engine, pages=110)
     reqid = engine.start(cache, 3)
     engine.free(cache, engine.start(cache, UNIT))
@@ -1240,7 +1271,7 @@ def layered_step_short(engine: Engine) -> Steps:
 
 
 def layered_step_tidies(engine: Engine) -> Steps:
-    """Every group unmaps pages of a slot that was freed, in the same step."""
+    """Every group unmaps pages of a freed slot, in the same step."""
     cache = _layered(engine, reclaim_steps=1)
     reqid = engine.start(cache, 3)
     engine.free(cache, engine.start(cache, UNIT))
@@ -1248,7 +1279,9 @@ def layered_step_tidies(engine: Engine) -> Steps:
 
 
 def _layers_in_blocks(engine: Engine, pages: int = 100, **changes: Any) -> LayeredCache:
-    """In `PART` rows one class has a block of 2 MiB in each tensor, the other has two."""
+    """Creates a cache in which `PART` rows fill one block of 2 MiB per tensor in one group, two in
+    the other.
+    """
     if Caps.LARGE_ENTRIES not in engine.context.info.caps:
         raise NotHere("no large entries of small pages")
     heads = engine.page // (ROWS * 64 * 4)
@@ -1268,7 +1301,9 @@ _TOLD = 7.0
 
 
 def _with_state(engine: Engine) -> tuple[LayeredCache, int]:
-    """A cache whose last layer has a state, and a request whose state is `_TOLD`."""
+    """Creates a cache whose last layer has a state; returns it with a request whose state is
+    `_TOLD`.
+    """
     cache = _layered(engine, shapes=(*uneven(engine.page), STATE))
     engine.start(cache, 3)
     reqid = engine.start(cache, UNIT + 3)
@@ -1278,7 +1313,7 @@ def _with_state(engine: Engine) -> tuple[LayeredCache, int]:
 
 
 def _and_states(engine: Engine, steps: Callable[..., Steps], *args: Any) -> Steps:
-    """The steps of a request with a state, and the states of all long requests afterwards."""
+    """Runs the steps for a request with a state; then checks the states of all long requests."""
     cache, reqid = _with_state(engine)
     yield from steps(engine, cache, reqid, *args)
     long = [reqid for (_, reqid), tags in engine.held.items() if len(tags) > UNIT]
@@ -1300,7 +1335,7 @@ def layered_trim(engine: Engine) -> Steps:
     assert cache.stats().cached_pages == 0
 
 
-# ---- the beginning and the end -------------------------------------------------------------------
+# ---- open and close ------------------------------------------------------------------------------
 
 
 def _closing(engine: Engine, cache: Any) -> Steps:
@@ -1363,7 +1398,9 @@ def layered_step_slides(engine: Engine) -> Steps:
 
 
 def _nobody_told() -> frozenset[str]:
-    """The lines after which a constructor has made a cache that its caller does not have yet."""
+    """Returns the lines of a constructor at which the cache exists, but the caller does not have it
+    yet.
+    """
     places = set()
     for function in (KVCache.__init__, LayeredCache.__init__):
         lines, first = inspect.getsourcelines(function)
@@ -1379,7 +1416,9 @@ NOBODY_TOLD = _nobody_told()
 def _opening(
     engine: Engine, make: Callable[[], Any], groups: int = 1, budget: Budget | None = None
 ) -> Steps:
-    """An interrupted constructor gives back what it took; an interrupted close can be repeated."""
+    """An interrupted constructor releases what it has allocated; an interrupted close can be
+    repeated.
+    """
     made: list[Any] = []
     before = engine.context.stats().reservations
 
@@ -1388,10 +1427,10 @@ def _opening(
         made[-1].close()
 
     yield call
-    # Nothing is left, unless nobody was told of the cache. That is so where the exception came when
-    # it was made, which is told by a warning, or where a second one ended what gives it back.
+    # Nothing is left, unless the caller did not receive the cache: the exception came after its
+    # creation, which a warning reports, or a second one interrupted its cleanup.
     if budget is not None:
-        budget.stats()  # takes up a recovery that was ended
+        budget.stats()  # resumes an interrupted rollback
     told = made or (engine.place not in NOBODY_TOLD and not engine.place.startswith("after "))
     if not told or (not made and engine.twice):
         engine.forgotten = engine.context.stats().reservations - before
@@ -1404,7 +1443,7 @@ def _opening(
         assert shares == left, f"a budget of {shares} caches, which have {left} reservations"
     call()
     left = engine.context.stats().reservations - before
-    assert left == engine.forgotten, "a reservation is left"
+    assert left == engine.forgotten, "a reservation was leaked"
 
 
 def open_and_close(engine: Engine) -> Steps:
@@ -1422,7 +1461,9 @@ def layered_open_and_close(engine: Engine) -> Steps:
 
 
 def open_and_close_in_a_budget(engine: Engine) -> Steps:
-    """Beside a cache that works on; the new one's floor is kept no longer than the cache is."""
+    """Another cache of the budget keeps working; the new cache's floor is reserved only while it
+    exists.
+    """
     one, _ = _two(engine, 8)
     engine.start(one, 3)
     budget = one._manager.budget
@@ -1434,11 +1475,11 @@ def open_and_close_in_a_budget(engine: Engine) -> Steps:
 
 
 class Served:
-    """A `RequestCache` of two requests with rows: one for the call, and one that it must not touch.
+    """A `RequestCache` with two requests: one for the call, and one that the call must not change.
 
     Attributes:
         one: the request of the call.
-        rows: what the rows of each request hold that has them, whatever becomes of the call.
+        rows: contents of each request's rows, valid whatever the call does.
         ends: requests that the call may end.
     """
 
@@ -1453,7 +1494,7 @@ class Served:
         self.one = self.begin(2 * ROWS + 3)
 
     def begin(self, rows: int) -> Request:
-        """A request that holds so many rows."""
+        """Starts a request that holds `rows` rows."""
         made = self.requests.begin(rows)
         assert isinstance(made, Request)
         assert self.requests.extend({made: rows}) is None
@@ -1462,25 +1503,25 @@ class Served:
         return made
 
     def queued(self, begin: Callable[..., Any], *args: Any) -> Call:
-        """A call that queues something, of which nothing is made before `finish`."""
+        """Returns a call that queues work, none of which runs before `finish`."""
         self.requests._background.begin(lambda: self._gate.wait(8))
         self._queued = True
         return partial(begin, *args)
 
     def finish(self) -> None:
-        """Waits for all that was queued."""
+        """Waits for all queued work."""
         if self._queued:
             self._gate.set()
             self.requests._background.begin(lambda: None).result(8)
 
     def forked(self, made: Any) -> None:
-        """Notes what a fork of the request returned."""
+        """Records the result of a fork of the request."""
         assert isinstance(made, list)
         assert len(made) == 2
         self.rows.update((request, self.rows[self.one]) for request in made)
 
     def check(self) -> None:
-        """Requests and slots name each other, and no row that was there is gone."""
+        """Checks that requests and slots refer to each other, and that no row was lost."""
         infos = parts(self.cache)[0].snapshot()
         for request in self.requests.requests:
             assert request.state in (State.RUNNING, State.SWAPPED), f"{request!r}"
@@ -1499,7 +1540,7 @@ class Served:
 
 
 def served(make: Callable[..., Steps]) -> Callable[..., Steps]:
-    """Steps of a `Served`, with what must hold before and after the second call."""
+    """Decorates the steps of a `Served`; adds checks before and after the second call."""
 
     def steps(served: Served, *args: Any) -> Steps:
         inner = make(served, *args)
@@ -1508,7 +1549,8 @@ def served(make: Callable[..., Steps]) -> Callable[..., Steps]:
         served.check()
         for request in served.requests.requests:
             if request not in served.rows:
-                served.requests.release(request)  # of the call, whose result nobody received
+                # made by the interrupted call, whose result was lost
+                served.requests.release(request)
         ended(inner)
         served.check()
         served.requests.close()
@@ -1521,7 +1563,7 @@ def served(make: Callable[..., Steps]) -> Callable[..., Steps]:
 
 @served
 def _beginning(served: Served, call: Call, rows: list[int]) -> Steps:
-    """A call that makes a request which begins with these rows."""
+    """Interrupts a call that creates a request with these rows."""
     made = yield from again(call)
     assert isinstance(made, Request)
     assert made.length == len(rows)
@@ -1529,7 +1571,7 @@ def _beginning(served: Served, call: Call, rows: list[int]) -> Steps:
 
 
 def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
-    """The first rows of the request are recorded, and these."""
+    """Records the first rows of the request; returns them too."""
     served = Served(engine, make)
     recorded = served.requests.record(served.one, list(range(served.one.length)))
     assert recorded
@@ -1614,7 +1656,7 @@ def _served_forking(served: Served) -> Steps:
 
 @served
 def _releasing(served: Served, tokens: list[int] | None = None) -> Steps:
-    """The request has ended, or goes on and can be ended again."""
+    """The request has ended, or continues and can be released again."""
     call = partial(served.requests.release, served.one, tokens)
     served.ends.add(served.one)
     yield call
@@ -1629,7 +1671,7 @@ def _releasing(served: Served, tokens: list[int] | None = None) -> Steps:
 
 @served
 def _served_swapping_out(served: Served, queued: bool = False) -> Steps:
-    """It is made, or the request is as it was, and not busy for ever."""
+    """The request is swapped out, or unchanged and not left busy."""
     call = partial(served.requests.swap_out, served.one)
     yield served.queued(served.requests.swap_out_async, served.one) if queued else call
     if served.one.state is State.RUNNING:
@@ -1658,18 +1700,18 @@ def _served_closing(served: Served) -> Steps:
     yield from again(served.requests.close)
 
 
-# ---- a cache, a request and a call ---------------------------------------------------------------
+# ---- building blocks: a cache, a request and a call ----------------------------------------------
 
 
 def _with_another(engine: Engine, make: Any = Engine.cache, **options: Any) -> Any:
-    """A cache with a request that the call is not about."""
+    """Creates a cache with a request that the call does not touch."""
     cache = make(engine, **options)
     engine.start(cache, 3)
     return cache
 
 
 def _first(engine: Engine, rows: int, make: Any, **options: Any) -> tuple[Any, int]:
-    """A request alone."""
+    """Creates a cache with a single request."""
     cache = make(engine, **options)
     return cache, engine.start(cache, rows)
 
@@ -1677,7 +1719,7 @@ def _first(engine: Engine, rows: int, make: Any, **options: Any) -> tuple[Any, i
 def _request(
     engine: Engine, rows: int, make: Any = Engine.cache, **options: Any
 ) -> tuple[Any, int]:
-    """A request beside another."""
+    """Creates a cache with two requests; returns the second."""
     cache = _with_another(engine, make, **options)
     return cache, engine.start(cache, rows)
 
@@ -1689,7 +1731,7 @@ def _forked(engine: Engine, cache: Any, parent: int) -> tuple[Any, int]:
 def _longer(
     engine: Engine, lengths: dict[int, int], make: Any = Engine.cache, **options: Any
 ) -> tuple[Any, dict[int, int]]:
-    """Requests by the rows that they have, and the rows that each is to have."""
+    """Starts requests with the lengths of `lengths`; returns the new length of each by reqid."""
     cache = make(engine, **options)
     return cache, {engine.start(cache, rows): more for rows, more in lengths.items()}
 
@@ -1902,7 +1944,7 @@ SCENARIOS |= {
 
 
 def sample(count: int, want: int, rng: random.Random) -> list[int]:
-    """So many numbers of 1 ... `count`, evenly spaced from a random one on; 0: all."""
+    """Returns `want` of the numbers 1 to `count`, evenly spaced from a random start; 0: all."""
     if not want or want >= count:
         return list(range(1, count + 1))
     step = count / want
@@ -1914,11 +1956,13 @@ Seen = list[tuple[tuple[int, ...], Outcome]]
 
 
 def fail_with(name: str, count: int, seen: Seen) -> None:
-    """Fails with what broke where, if something did."""
+    """Fails with a list of the broken checks and their points, if there are any."""
     broken = [(at, one) for at, one in seen if one.broken]
     orphans = sum(bool(one.orphans) for _, one in seen)
     if orphans:
-        print(f"{name}: {orphans} of {len(seen)} runs left a slot taken that nobody was told of")
+        print(
+            f"{name}: {orphans} of {len(seen)} runs left a slot taken without returning its reqid"
+        )
     if not broken:
         return
     kinds = Counter(one.broken for _, one in broken)
@@ -1934,7 +1978,7 @@ def fail_with(name: str, count: int, seen: Seen) -> None:
 
 
 def runs(make: Scenario, where: list[tuple[int, ...]], alarm: Any, backend: str) -> Seen:
-    """Runs interrupted at each of these; ends early where calls do not come back."""
+    """Runs the scenario, interrupted at each of these points; stops early if calls hang."""
     seen: Seen = []
     for at in where:
         seen.append((at, run_at(make, at, alarm, backend)))
@@ -1952,7 +1996,7 @@ def measured(make: Scenario, alarm: Any, backend: str) -> int:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_interruptions(name: str, points: int | None) -> None:
-    """One; then two, the second in what the first one set off."""
+    """Interrupts at one point; then at two, the second in the handling of the first."""
     make, rng = SCENARIOS[name], random.Random(name)
     singles, pairs_of = getattr(make, "sample", (SAMPLE, PAIRS))
     with alarms() as alarm:
@@ -1969,7 +2013,9 @@ def test_interruptions(name: str, points: int | None) -> None:
 
 
 def test_signals() -> None:
-    """Real ones, at random moments, wherever the interpreter is: also outside the package."""
+    """Uses real signals at random moments, wherever the interpreter is, also outside the
+    package.
+    """
     rng = random.Random(4)
     seen: Seen = []
     names = [name for name in SCENARIOS if not name.startswith("layered")]
@@ -1986,8 +2032,8 @@ def test_signals() -> None:
     fail_with("signals", len(seen), seen)
 
 
-def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
-    """Also where the thread has the lock already: it is let go as often as it was taken."""
+def test_an_exception_on_entry_releases_the_lock() -> None:
+    """Also if the thread holds the lock already: it is released as often as it was taken."""
     lock = FairLock()
 
     def call() -> None:
@@ -2003,8 +2049,8 @@ def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
         assert not lock._is_owned(), f"point {at}"  # type: ignore[attr-defined]
 
 
-def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() -> None:
-    """The call gives back what it has made."""
+def test_an_interrupted_rollback_is_resumed() -> None:
+    """An interrupted rollback resumes in the next call, even if that call has nothing to undo."""
 
     class Made:
         given = 0
@@ -2034,7 +2080,9 @@ def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() 
 
 
 def test_points_of_a_function() -> None:
-    """After each call and each jump back; not where a call's handler could not be entered."""
+    """Points follow each call and each backward jump, except where the call's own handler would be
+    skipped.
+    """
     here = __file__
     seen: list[str] = []
 
@@ -2065,12 +2113,14 @@ def test_points_of_a_function() -> None:
         assert len(interrupts.places) == 1
         endings.add(tuple(seen))
     skipped = {one for one in endings if "taken" in one and "let go" not in one}
-    assert skipped == {("taken",), tuple(whole[:-1])}, "only in __enter__, and before __exit__ runs"
+    assert skipped == {("taken",), tuple(whole[:-1])}, (
+        "the only gaps are in __enter__ and before __exit__ runs"
+    )
     assert ("taken", "0", "1", "let go") in endings
 
 
 def test_no_point_where_an_exception_enters_a_generator() -> None:
-    """There, one would be lost: a generator that is dropped has nobody to raise it in."""
+    """An exception would be lost there: a dropped generator has no caller to raise it in."""
     here = __file__
     ended = False
 
@@ -2095,8 +2145,8 @@ def test_no_point_where_an_exception_enters_a_generator() -> None:
             Interrupts(at, package=here).run(call)
 
 
-def test_points_go_on_after_an_interruption() -> None:
-    """The second exception arrives in what handles the first one."""
+def test_points_continue_after_an_interruption() -> None:
+    """The second exception is raised in the handler of the first."""
     here = __file__
     seen: list[str] = []
 
@@ -2131,8 +2181,8 @@ def _seen_of(seen: list[str], interrupts: Interrupts, call: Callable[[], None]) 
     return list(seen)
 
 
-def test_a_context_of_the_helpers_is_closed_by_them() -> None:
-    """The scaffold itself leaves nothing behind."""
+def test_the_helpers_close_their_context() -> None:
+    """The test's own scaffold leaves nothing behind."""
     engine = Engine("host")
     context: Context = engine.context
     engine.start(engine.cache(), 3)

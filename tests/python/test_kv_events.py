@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: what is recorded and evicted as KV events: a router that follows them is right."""
+"""Description: KV events report recorded and evicted prefixes; a router that follows them is
+right.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def sharing(context: Context) -> Context:
 
 
 def serve(cache: KVCache, tokens: list[int], namespace: Hashable = None) -> None:
-    """A request of these tokens that is recorded when it ends."""
+    """Runs a request with these tokens, which is recorded when it ends."""
     taken = cache.alloc_prefix(tokens, namespace=namespace)
     assert taken is not None
     reqid = taken[0]
@@ -33,7 +35,7 @@ def serve(cache: KVCache, tokens: list[int], namespace: Hashable = None) -> None
 
 
 def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> None:
-    """The same by an engine."""
+    """Does the same through an engine."""
     request = engine.admit(tokens, namespace)
     assert isinstance(request, Request)
     assert engine.extend({request: len(tokens)}) is None
@@ -41,7 +43,7 @@ def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> Non
 
 
 class Router:
-    """A router's view from events alone: hash to parent."""
+    """A router's view, built from events alone: parent by hash."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int | None] = {}
@@ -105,7 +107,7 @@ def test_hashes_depend_on_all_before_and_on_the_namespace() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_router_knows_what_the_cache_knows(backend: str, seed: int) -> None:
+def test_a_router_agrees_with_the_cache(backend: str, seed: int) -> None:
     dice = random.Random(seed)
     with open_context(backend) as context:
         if Caps.ALIAS | Caps.READONLY not in context.info.caps:
@@ -132,8 +134,8 @@ def test_a_router_knows_what_the_cache_knows(backend: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("namespace", [("adapter", 0), 7, "adapter"])
-def test_a_namespace_is_never_taken_for_none(sharing: Context, namespace: Hashable) -> None:
-    """A router may go by tokens and names, and not by our hashes."""
+def test_a_namespace_is_never_mistaken_for_none(sharing: Context, namespace: Hashable) -> None:
+    """A router may go by tokens and names instead of our hashes."""
     with small_cache(sharing) as cache:
         events = KVEvents(cache)
         serve(cache, [1] * ROWS, namespace)
@@ -144,13 +146,13 @@ def test_a_namespace_is_never_taken_for_none(sharing: Context, namespace: Hashab
 
 
 class Adapter(str, enum.Enum):
-    """Names as a server may keep them."""
+    """Namespace names as a server may keep them."""
 
     ONE = "one"
 
 
-def test_a_string_is_known_by_its_characters(sharing: Context) -> None:
-    """A cache takes equal namespaces for one, whatever `repr` makes of them."""
+def test_strings_are_identified_by_their_characters(sharing: Context) -> None:
+    """A cache treats equal namespaces as one, whatever `repr` makes of them."""
     with small_cache(sharing) as cache:
         events, router = KVEvents(cache), Router()
         serve(cache, [1] * ROWS, "one")
@@ -162,8 +164,8 @@ def test_a_string_is_known_by_its_characters(sharing: Context) -> None:
         assert not router.blocks
 
 
-def test_a_namespace_of_an_engine_is_known_by_its_name(sharing: Context) -> None:
-    """The same in every process, however many namespaces there were before."""
+def test_engine_namespaces_are_identified_by_name(sharing: Context) -> None:
+    """The same in every process, however many namespaces existed before."""
     for names in (["adapter"], ["other", "adapter"], [7], [None], ["None"]):
         with small_cache(sharing) as cache:
             events, engine = KVEvents(cache), RequestCache(cache)
@@ -171,14 +173,15 @@ def test_a_namespace_of_an_engine_is_known_by_its_name(sharing: Context) -> None
             record(engine, [1] * ROWS, spaces[-1])
             _, stored = events.poll()
             assert isinstance(stored, BlockStored)
-            hashed = (None,) if names[-1] is None else names[-1]  # which is not having none
+            # the name None differs from no namespace
+            hashed = (None,) if names[-1] is None else names[-1]
             assert stored.lora_name == (hashed if isinstance(hashed, str) else repr(hashed))
             assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, hashed)
             assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, spaces[-1].key)
             engine.close()
 
 
-def test_a_block_is_there_until_no_namespace_of_its_name_has_it(sharing: Context) -> None:
+def test_a_block_is_removed_with_the_last_namespace_of_its_name(sharing: Context) -> None:
     with small_cache(sharing) as cache:
         events, engine, router = KVEvents(cache), RequestCache(cache), Router()
         first = engine.namespace("adapter")
@@ -196,8 +199,8 @@ def test_a_block_is_there_until_no_namespace_of_its_name_has_it(sharing: Context
         assert isinstance(running, Request)
         assert running.length == 2 * ROWS
         held = cache.stats().prefix_tokens
-        cache.trim(prefixes=True)  # evicts what no request uses
-        assert cache.stats().prefix_tokens == held - ROWS, "the first one's"
+        cache.trim(prefixes=True)  # evicts prefixes that no request uses
+        assert cache.stats().prefix_tokens == held - ROWS, "the first namespace's block"
         assert events.poll() == []
         assert router.matched([1] * ROWS + [2] * ROWS, ROWS, "adapter") == 2 * ROWS
         engine.release(running)
@@ -207,7 +210,7 @@ def test_a_block_is_there_until_no_namespace_of_its_name_has_it(sharing: Context
         engine.close()
 
 
-def test_with_a_window_a_router_knows_the_most_that_can_match(backend: str) -> None:
+def test_with_a_window_a_router_knows_an_upper_bound(backend: str) -> None:
     with open_context(backend) as context:
         if Caps.ALIAS | Caps.READONLY not in context.info.caps:
             pytest.skip("the back end has no prefixes")
@@ -230,7 +233,7 @@ def test_with_a_window_a_router_knows_the_most_that_can_match(backend: str) -> N
             assert equal > less > 0
 
 
-def test_an_interrupted_call_tells_nothing(
+def test_an_interrupted_call_emits_no_event(
     sharing: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_cache(sharing) as cache:
@@ -242,21 +245,21 @@ def test_an_interrupted_call_tells_nothing(
         assert cache.step(lens(cache, **{f"r{reqid}": 2 * ROWS})) == 0
 
         def interrupted(*_: object) -> None:
-            assert tree.changes, "noted by then"
+            assert tree.changes, "the change must be recorded by now"
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
             patch.setattr(tree, "touch", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 tokens = [3] * (2 * ROWS)
-                # The look-up before touches the order, too.
+                # The preceding lookup touches the LRU order, too.
                 patch.setattr(tree, "match", lambda *_, **__: _nothing(tree))
                 cache.free_reqid(reqid, tokens=tokens)
         assert events.poll() == []
         cache.check_integrity()
 
 
-def test_changes_are_returned_until_the_caller_has_taken_note_of_them(sharing: Context) -> None:
+def test_changes_are_returned_until_acknowledged(sharing: Context) -> None:
     with small_cache(sharing) as cache:
         assert cache.internals.prefix_changes(-1) == []
         serve(cache, [1] * ROWS)

@@ -94,7 +94,7 @@ def test_every_layer_row_and_slot_has_its_own_place(context: Context, group_size
 
 @needs_tensors
 def test_rows_that_do_not_divide_a_page(context: Context) -> None:
-    """384 bytes: three heads of 64 float16, the shape of SmolLM2."""
+    """Rows have 384 bytes: three heads of 64 float16, the shape of SmolLM2."""
     page = context.info.granule
     shape: dict[str, Any] = {"num_kv_heads": 3, "head_dim": 64, "dtype": "float16"}
     per_page = page // 384
@@ -118,7 +118,7 @@ def test_rows_that_do_not_divide_a_page(context: Context) -> None:
 
 def test_every_page_size(context: Context) -> None:
     for size in context.info.page_sizes:
-        if size > 64 << 20:  # a row of such a page is beyond what a model has
+        if size > 64 << 20:  # models have no rows large enough to fill such a page
             continue
         heads = max(1, size // (ROWS * 256))
         limit = 64 * TENSORS * size
@@ -162,9 +162,7 @@ def test_over_read_rows_are_mapped_and_finite(context: Context) -> None:
 
 @needs_tensors
 @pytest.mark.parametrize("ahead", [False, True])
-def test_growth_uses_up_the_rows_that_a_prefill_may_over_read(
-    context: Context, ahead: bool
-) -> None:
+def test_growth_uses_the_overread_rows_of_a_prefill(context: Context, ahead: bool) -> None:
     with small_cache(context, overread_rows=ROWS + 3, growth_fraction=0.0) as cache:
 
         def step_to(*lengths: int) -> None:
@@ -177,23 +175,25 @@ def test_growth_uses_up_the_rows_that_a_prefill_may_over_read(
         prompt = 2 * ROWS + 2
         step_to(prompt, 0, PREFILL_TOKENS)
         one, _, short = cache.snapshot()[:3]
-        assert (one.granted_pages, short.granted_pages) == (4, 2), "a short prompt is decoded"
+        assert (one.granted_pages, short.granted_pages) == (4, 2), (
+            "a short prompt counts as decoding"
+        )
         assert rows_are_zero(cache, 0, 0, prompt + ROWS + 3)
         now = cache.stats()
         rows = prompt + PREFILL_TOKENS
         assert now.wasted_bytes == (6 * ROWS - rows) * TENSORS * cache.layout.row_bytes
         for length in range(prompt + 1, 4 * ROWS + 1):
             step_to(length, 0, 0)
-        assert cache.snapshot()[0].granted_pages == 4, "decoding asks for no rows past the length"
+        assert cache.snapshot()[0].granted_pages == 4, "decoding needs no rows past the length"
         step_to(4 * ROWS + 1, 0, 0)
         assert cache.snapshot()[0].granted_pages == 5
         step_to(0, PREFILL_TOKENS + 1, 0)
-        assert cache.snapshot()[1].granted_pages == 4, "17 tokens and 11 rows more"
+        assert cache.snapshot()[1].granted_pages == 4, "17 tokens need 11 rows past them"
         step_to(0, cache.config.max_seq_len, 0)
         assert cache.snapshot()[1].granted_pages == 6, "not beyond the slot's end"
 
 
-def test_a_chunk_needs_the_rows_behind_it_where_its_tokens_have_pages(context: Context) -> None:
+def test_a_chunk_needs_overread_rows(context: Context) -> None:
     with small_cache(context, overread_rows=20, growth_fraction=0.0) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=17)) == 0
@@ -202,13 +202,13 @@ def test_a_chunk_needs_the_rows_behind_it_where_its_tokens_have_pages(context: C
         assert cache.snapshot()[0].granted_pages == 6
 
 
-def test_a_prefill_needs_memory_for_the_rows_behind_it(context: Context) -> None:
+def test_a_prefill_needs_memory_for_overread_rows(context: Context) -> None:
     page = context.info.granule
     limit = 5 * TENSORS * page
     with small_cache(context, overread_rows=ROWS, memory_limit=limit) as cache:
         cache.alloc_reqid()
         cache.alloc_reqid()
-        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # nothing behind it
+        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # no rows are needed past it
         assert cache.can_admit([PREFILL_TOKENS])
         assert cache.step(lens(cache, r1=3 * ROWS - 3)) == -1, "3 pages and a tile"
         assert not cache.can_admit([3 * ROWS - 3])
@@ -218,7 +218,7 @@ def test_a_prefill_needs_memory_for_the_rows_behind_it(context: Context) -> None
         cache.check_integrity()
 
 
-# ---- memory is short ----------------------------------------------------------------------------
+# ---- out of memory ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -235,13 +235,13 @@ def test_shortage_is_minus_one_and_changes_nothing(context: Context, ahead: bool
         assert state(cache) == before
         assert cache.stats().short == 1
         assert step(lens(cache, r0=3 * ROWS, r1=2 * ROWS)) == 0
-        assert cache.memory.num_free_pages == 0, "also of step_async: the pages are taken at once"
+        assert cache.memory.num_free_pages == 0, "step_async reserves the pages immediately, too"
         assert cache.step(lens(cache, r0=3 * ROWS, r1=2 * ROWS)) == 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_shortage_of_the_shared_context(backend: str, ahead: bool) -> None:
-    """The context's own limit, met by pages that are not the cache's."""
+    """Reaches the context's own limit, partly with pages that do not belong to the cache."""
     with Context(backend) as context:
         page, slab = context.info.granule, context.info.slab_size
     limit = max(slab, 64 * page)
@@ -276,7 +276,7 @@ def test_pages_of_free_slots_are_reclaimed_for_a_step(context: Context) -> None:
 
 
 def test_leftovers_of_an_active_slot_are_reclaimed(context: Context) -> None:
-    """A small request in a slot with many pages holds none back that it does not own."""
+    """A small request in a slot with many pages does not keep the pages that it does not own."""
     page = context.info.granule
     with small_cache(context, memory_limit=6 * TENSORS * page, max_batch=2) as cache:
         cache.alloc_reqid()
@@ -323,7 +323,7 @@ def test_bad_lengths(context: Context, numbers: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("reqid", [-1, 4, 1 << 70])
-def test_free_of_what_is_no_slot(context: Context, reqid: int) -> None:
+def test_free_of_an_invalid_reqid(context: Context, reqid: int) -> None:
     with small_cache(context) as cache:
         before = state(cache)
         with pytest.raises(
@@ -427,10 +427,12 @@ def test_step_async_twice_and_more_than_promised(context: Context) -> None:
         assert cache.step_async(lens(cache, r0=ROWS)) == 0
         assert cache.step_async(lens(cache, r0=ROWS)) == 0
         assert cache.snapshot()[0].mapped_pages == 1
-        assert cache.stats().waits == 0, "what is promised is not waited for"
+        assert cache.stats().waits == 0, "step_async does not wait for promised pages"
         assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0
         eventually(lambda: cache.slots.is_ready(0, ROWS))
-        assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0, "more than is under way comes later"
+        assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0, (
+            "pages that are not in flight are mapped later"
+        )
         assert cache.snapshot()[0].mapped_pages == 2
         assert cache.step(lens(cache, r0=4 * ROWS)) == 0
         assert cache.snapshot()[0].granted_pages == 4
@@ -441,7 +443,7 @@ def test_step_async_twice_and_more_than_promised(context: Context) -> None:
         assert [slot.granted_pages for slot in cache.snapshot()] == [5, 1, 0, 0]
 
 
-def test_free_before_the_promised_pages_are_there(context: Context) -> None:
+def test_free_before_promised_pages_are_mapped(context: Context) -> None:
     with small_cache(context) as cache:
         for _ in range(20):
             cache.alloc_reqid(4 * ROWS)
@@ -453,7 +455,7 @@ def test_free_before_the_promised_pages_are_there(context: Context) -> None:
             assert cache.stats().active_pages == 0
 
 
-def test_the_next_owner_does_not_get_what_was_promised_to_the_last(context: Context) -> None:
+def test_the_next_owner_does_not_get_promised_pages(context: Context) -> None:
     with small_cache(context, max_batch=1) as cache:
         cache.alloc_reqid()
         assert cache.step_async([4 * ROWS]) == 0
@@ -464,8 +466,8 @@ def test_the_next_owner_does_not_get_what_was_promised_to_the_last(context: Cont
         assert cache.stats().active_pages == TENSORS
 
 
-def test_pages_that_come_one_by_one_join_into_runs(host: Context) -> None:
-    """Requests that grow in turns: each finds its next page beside its last."""
+def test_pages_mapped_one_by_one_join_into_runs(host: Context) -> None:
+    """Requests grow in turn, and each finds its next page adjacent to its last."""
     with small_cache(host) as cache:
         for _ in range(4):
             cache.alloc_reqid()
@@ -563,7 +565,7 @@ def test_integrity_check_finds_a_missing_page(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_integrity_check_finds_a_page_too_many(context: Context) -> None:
+def test_integrity_check_finds_an_extra_page(context: Context) -> None:
     page = context.info.granule
     with small_cache(context) as cache:
         address = cache.reservation.addr + cache.layout.offset(3, 2, 1)
@@ -580,7 +582,7 @@ def test_integrity_check_finds_a_page_too_many(context: Context) -> None:
 # ---- end ----------------------------------------------------------------------------------------
 
 
-def test_memory_is_back_after_close(context: Context) -> None:
+def test_memory_is_freed_by_close(context: Context) -> None:
     with small_cache(context) as cache:
         for _ in range(4):
             cache.alloc_reqid()
@@ -633,7 +635,7 @@ def test_use_after_the_context_was_closed(backend: str) -> None:
 
 
 @needs_tensors
-def test_close_under_a_living_tensor(context: Context) -> None:
+def test_close_with_a_live_tensor(context: Context) -> None:
     with small_cache(context) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=1)) == 0
@@ -650,7 +652,7 @@ def test_close_under_a_living_tensor(context: Context) -> None:
 
 
 def _warnings_of(work: Callable[[], object]) -> list[str]:
-    """The warnings of what `work` leaves behind."""
+    """Returns the warnings about objects that `work` leaves behind."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -689,7 +691,9 @@ def test_close_while_the_worker_maps(context: Context) -> None:
 
 
 def test_an_engine_that_fails_between_step_and_forward(context: Context) -> None:
-    """A request owns the pages its step mapped; once freed, the next request finds zeros."""
+    """A request owns the pages that its step mapped; when it is freed, the next request finds
+    zeros.
+    """
     with small_cache(context) as cache:
         assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
         assert cache.step(lens(cache, r0=ROWS, r1=ROWS)) == 0
@@ -701,7 +705,7 @@ def test_an_engine_that_fails_between_step_and_forward(context: Context) -> None
             raise RuntimeError("of the engine")
         cache.check_integrity()
         cache.free_reqid(0)
-        assert cache.step(lens(cache, r1=ROWS)) == 0, "the other one is stepped back, and goes on"
+        assert cache.step(lens(cache, r1=ROWS)) == 0, "the other request steps back and continues"
         assert rows_are(cache, 1, 0, ROWS, 3.0)
         assert cache.alloc_reqid(4 * ROWS) == 0
         assert cache.step(lens(cache, r0=4 * ROWS, r1=2 * ROWS)) == 0
@@ -716,7 +720,7 @@ def test_a_forgotten_cache_warns(context: Context) -> None:
 
 def test_in_a_forked_child(context: Context) -> None:
     if context.info.backend != "host":
-        pytest.skip("a process that uses CUDA is not forked")
+        pytest.skip("a process that uses CUDA cannot be forked")
     with small_cache(context) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=1)) == 0
@@ -733,7 +737,7 @@ def test_in_a_forked_child(context: Context) -> None:
         assert cache.step(lens(cache, r0=2 * ROWS)) == 0
 
 
-def test_a_cache_has_no_more_than_its_context() -> None:
+def test_a_cache_is_limited_by_its_context() -> None:
     page = 4096
     with (
         Context("host", granule=page, mem_limit=16 * page) as context,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a step begins to map the pages that the next ones will need (`ahead_tokens`)."""
+"""Description: a step starts to map the pages that the next steps will need (`ahead_tokens`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AHEAD = 3
 
 @contextmanager
 def stalling(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FdEvent]]:
-    """Batches of the worker hang until their event is set: so a stalled call looks from outside."""
+    """Delays the worker's batches until their event is set, like a stalled driver call."""
     calls: list[FdEvent] = []
     submit = context.submit
 
@@ -53,7 +53,9 @@ def stalling(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 
 
 def to(cache: KVCache, reqid: int, rows: int, tag: float = 1.0) -> None:
-    """A decode run up to so many rows: a token a step, which finds zeros and writes."""
+    """Decodes a request up to `rows` rows, one token per step; checks that each row is zero, then
+    writes it.
+    """
     low = cache.snapshot()[reqid].seq_len
     for row in range(low, rows):
         assert cache.step(lens(cache, **{f"r{reqid}": row + 1})) == 0
@@ -87,7 +89,7 @@ def test_the_next_page_is_mapped_before_it_is_needed(context: Context) -> None:
         assert rows_are(cache, reqid, 1, ROWS + 1, 1.0)
 
 
-def test_by_default_nothing_runs_ahead(context: Context) -> None:
+def test_by_default_nothing_is_mapped_ahead(context: Context) -> None:
     with small_cache(context, growth_fraction=0.0) as cache:
         reqid = started(cache, 1)
         to(cache, reqid, ROWS)
@@ -102,8 +104,9 @@ def test_by_default_nothing_runs_ahead(context: Context) -> None:
 def test_a_stalled_call_reaches_no_step_of_a_decode_run(
     context: Context, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    """Each batch of the worker hangs for two steps. Without growth ahead steps wait for the driver
-    themselves; with it none waits at all."""
+    """Each batch of the worker hangs for two steps. Without growth ahead, steps wait for the
+    driver; with it, no step waits.
+    """
     with small_cache(context, ahead_tokens=ahead, max_seq_len=20 * ROWS) as cache:
         one, two = started(cache, 1), started(cache, ROWS // 2)
         before = cache.stats()
@@ -162,7 +165,7 @@ def test_only_requests_that_the_step_names_grow(context: Context) -> None:
         assert cache.step(lens(cache, **{f"r{two}": 2})) == 0
         assert mapped(cache, one) == 1
         assert cache.step(lens(cache, **{f"r{one}": 1})) == 0
-        assert mapped(cache, one) == 1, "its pages are enough for so many more"
+        assert mapped(cache, one) == 1, "its mapped page still has enough rows"
         assert cache.step(lens(cache, **{f"r{one}": ROWS - 1})) == 0
         assert cache.step(lens(cache, **{f"r{two}": 2})) == 0
         assert (mapped(cache, one), mapped(cache, two)) == (2, 1)
@@ -176,8 +179,8 @@ def test_nothing_is_mapped_past_the_longest_request(context: Context) -> None:
 
 
 @pytest.mark.parametrize("pages", [2, 3])
-def test_shortage_is_silent_and_nothing_is_taken_back(context: Context, pages: int) -> None:
-    """The free slot's page stays; a step that needs it takes it."""
+def test_growth_ahead_ignores_a_shortage_and_reclaims_nothing(context: Context, pages: int) -> None:
+    """The free slot keeps its page until a step needs it."""
     limit = pages * TENSORS * context.info.granule
     with small_cache(context, ahead_tokens=AHEAD, memory_limit=limit, growth_fraction=0.0) as cache:
         other = started(cache, 1)
@@ -205,7 +208,7 @@ def test_the_watermark_is_kept(context: Context) -> None:
         assert cache.stats().free_pages >= 4 * TENSORS
 
 
-def test_another_request_gets_the_pages_where_memory_is_short(context: Context) -> None:
+def test_another_request_gets_the_pages_when_memory_is_short(context: Context) -> None:
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, ahead_tokens=AHEAD, memory_limit=limit, growth_fraction=0.0) as cache:
         one, two = started(cache, ROWS, 1.0), started(cache, 1, 2.0)
@@ -219,7 +222,7 @@ def test_another_request_gets_the_pages_where_memory_is_short(context: Context) 
 
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.SLAB])
-def test_a_failure_is_nobodys(backend: str, kind: Inject) -> None:
+def test_a_failure_ahead_is_not_reported(backend: str, kind: Inject) -> None:
     with (
         open_context(backend, pool_low=0) as context,
         small_cache(context, ahead_tokens=AHEAD, growth_fraction=0.0) as cache,
@@ -238,7 +241,7 @@ def test_a_full_queue_is_no_failure(context: Context, monkeypatch: pytest.Monkey
         reqid = started(cache, 1)
 
         def full(*args: Any, **options: Any) -> Any:
-            raise OutOfMemory("no batch more", errno=12, op="test")
+            raise OutOfMemory("no room for another batch", errno=12, op="test")
 
         with monkeypatch.context() as patch:
             patch.setattr(context, "submit", full)
@@ -247,7 +250,9 @@ def test_a_full_queue_is_no_failure(context: Context, monkeypatch: pytest.Monkey
         to(cache, reqid, 3 * ROWS)
 
 
-def test_a_request_that_ends_meanwhile(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_freed_while_pages_are_in_flight(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with small_cache(context, ahead_tokens=AHEAD) as cache:
         reqid = started(cache, 1)
         with stalling(context, monkeypatch) as calls:
@@ -259,8 +264,8 @@ def test_a_request_that_ends_meanwhile(context: Context, monkeypatch: pytest.Mon
         assert rows_are(cache, again, 0, 3 * ROWS, 5.0)
 
 
-def test_of_windows_and_states(context: Context) -> None:
-    """Sliding layers grow, too; a state does not."""
+def test_windows_and_states(context: Context) -> None:
+    """Sliding layers also grow ahead; a state does not."""
     page = context.info.granule
     rows = page // (64 * 4)
     shapes = [
@@ -285,7 +290,7 @@ def test_of_windows_and_states(context: Context) -> None:
         for length in range(1, 6 * rows):
             want = lens(cache, **{f"r{reqid}": length})
             assert cache.step(want) == 0
-            # A slot whose window is being unmapped is left to the next step.
+            # A slot whose window is being unmapped grows ahead only in the next step.
             for part in cache.caches:
                 eventually(lambda part=part: not any(one.in_flight for one in part.snapshot()))
             if length % rows == rows - 1:
@@ -297,7 +302,7 @@ def test_of_windows_and_states(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_in_a_budget_nothing_is_asked_of_others(context: Context) -> None:
+def test_growth_ahead_takes_nothing_from_other_caches(context: Context) -> None:
     page = context.info.granule
     budget = Budget(context, 4 * TENSORS * page)
     config = small_config(page, memory_limit=0, growth_fraction=0.0)
@@ -314,7 +319,7 @@ def test_in_a_budget_nothing_is_asked_of_others(context: Context) -> None:
         assert other.stats().reclaimed_pages > 0
 
 
-def test_step_async_and_growth_ahead_get_on(context: Context) -> None:
+def test_step_async_with_growth_ahead(context: Context) -> None:
     with small_cache(context, ahead_tokens=AHEAD, max_seq_len=12 * ROWS) as cache, pending() as end:
         reqid = started(cache, 1)
         for row in range(1, 8 * ROWS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: caches of different shapes over one budget: floors, ceilings, giving back."""
+"""Description: caches of different shapes share a budget: floors, ceilings, reclaiming."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from share_helpers import read_rows, write_rows
 from pyvmem import Caps, Context, FdEvent, InvalidArgument, KVCache, OutOfMemory
 from pyvmem.kvcache import Budget
 
-# Cache a: 4 tensors, 8 rows in a page. Cache b: 2 tensors, 4 rows in a page; both: 6 pages a slot.
+# Cache a has 4 tensors and 8 rows per page, cache b 2 tensors and 4 rows per page; slots have 6
+# pages.
 ROWS = {"a": 8, "b": 4}
 TENSORS = {"a": 4, "b": 2}
 
 
 def config(page: int, which: str, floor: int = 0, ceiling: int = 64, **changes: Any) -> Any:
-    """A cache's configuration; `floor` and `ceiling` in pages."""
+    """Returns a cache's configuration; `floor` and `ceiling` are in pages."""
     rows = ROWS[which]
     return small_config(
         page,
@@ -40,7 +41,7 @@ def config(page: int, which: str, floor: int = 0, ceiling: int = 64, **changes: 
 def two(
     context: Context, total: int, a: dict[str, Any], b: dict[str, Any]
 ) -> Iterator[tuple[Budget, KVCache, KVCache]]:
-    """Caches a and b over a budget of `total` pages."""
+    """Yields the budget of `total` pages and its caches a and b."""
     page = context.info.granule
     budget = Budget(context, total * page)
     with (
@@ -53,7 +54,7 @@ def two(
 
 
 def hold(cache: KVCache, pages: int) -> int:
-    """A new request with so many pages in each tensor."""
+    """Starts a request with `pages` pages in each tensor."""
     reqid = cache.alloc_reqid()
     assert reqid is not None
     assert cache.step(longer(cache, reqid, pages)) == 0
@@ -61,13 +62,15 @@ def hold(cache: KVCache, pages: int) -> int:
 
 
 def longer(cache: KVCache, reqid: int, pages: int) -> list[int]:
-    """The present lengths, but of one request as many rows as so many pages hold."""
+    """Returns the present lengths, except that one request gets as many rows as `pages` pages
+    hold.
+    """
     lens = [slot.seq_len for slot in cache.snapshot()]
     lens[reqid] = cache.layout.capacity(pages)
     return lens
 
 
-def test_a_cache_takes_up_to_its_ceiling(context: Context) -> None:
+def test_a_cache_grows_up_to_its_ceiling(context: Context) -> None:
     with two(context, 64, {"ceiling": 12}, {}) as (_, a, _b):
         assert a.memory.num_free_pages == 12
         reqid = hold(a, 3)
@@ -77,14 +80,14 @@ def test_a_cache_takes_up_to_its_ceiling(context: Context) -> None:
         assert state(a) == before
 
 
-def test_what_others_floors_keep_cannot_be_had(context: Context) -> None:
+def test_floors_of_other_caches_are_not_available(context: Context) -> None:
     with two(context, 16, {}, {"floor": 6}) as (budget, a, b):
         assert a.memory.num_free_pages == 10
         assert b.memory.num_free_pages == 16
         reqid = hold(a, 2)
         assert not a.can_admit([8])
         assert a.step(longer(a, reqid, 3)) == -1
-        other = hold(b, 3)  # its floor is there for it, and two pages more
+        other = hold(b, 3)  # its floor is reserved for it, and two more pages are free
         assert b.step(longer(b, other, 4)) == 0
         assert b.step(longer(b, other, 5)) == -1
         now, page = budget.stats(), context.info.granule
@@ -93,7 +96,7 @@ def test_what_others_floors_keep_cannot_be_had(context: Context) -> None:
         assert [one.floor_bytes // page for one in now.caches] == [0, 6]
 
 
-def test_free_slots_of_others_give_their_pages_down_to_the_floor(context: Context) -> None:
+def test_pages_of_other_free_slots_are_reclaimed_down_to_the_floor(context: Context) -> None:
     with two(context, 16, {}, {"floor": 4}) as (_, a, b):
         for reqid in [hold(b, 4), hold(b, 4)]:
             b.free_reqid(reqid)
@@ -108,7 +111,7 @@ def test_free_slots_of_others_give_their_pages_down_to_the_floor(context: Contex
         assert b.stats().cached_pages == 4
 
 
-def test_what_requests_own_is_never_taken(context: Context) -> None:
+def test_pages_owned_by_requests_are_never_reclaimed(context: Context) -> None:
     with two(context, 12, {}, {}) as (_, a, b):
         reqid = hold(b, 4)
         tags = [1 + row for row in range(16)]
@@ -120,7 +123,7 @@ def test_what_requests_own_is_never_taken(context: Context) -> None:
         assert read_rows(b, reqid, 0, tags)
 
 
-def test_own_free_slots_go_before_those_of_others(context: Context) -> None:
+def test_own_free_slots_are_reclaimed_before_those_of_others(context: Context) -> None:
     with two(context, 16, {}, {}) as (_, a, b):
         for cache, pages in ((a, 2), (b, 4)):
             cache.free_reqid(hold(cache, pages))
@@ -130,12 +133,12 @@ def test_own_free_slots_go_before_those_of_others(context: Context) -> None:
         assert first is not None
         assert second is not None
         lens = [0] * 4
-        lens[second] = 16  # the pages lie in the other slot
+        lens[second] = 16  # the pages belong to the other slot
         assert a.step(lens) == 0
         assert b.stats().cached_pages == 8
 
 
-def test_recorded_prefixes_of_others_go_last(context: Context) -> None:
+def test_prefixes_of_others_are_evicted_last(context: Context) -> None:
     if Caps.ALIAS | Caps.READONLY not in context.info.caps:
         pytest.skip("the back end shares no pages")
     with two(context, 16, {}, {"floor": 2}) as (_, a, b):
@@ -149,7 +152,7 @@ def test_recorded_prefixes_of_others_go_last(context: Context) -> None:
         assert b.stats().mapped_bytes >= 2 * context.info.granule
 
 
-def test_gpu_work_on_the_pages_is_waited_for(context: Context) -> None:
+def test_reclaiming_waits_for_gpu_work_on_the_pages(context: Context) -> None:
     with two(context, 8, {}, {}) as (_, a, b):
         event = FdEvent.create()
         b.free_reqid(hold(b, 4), event)
@@ -160,7 +163,7 @@ def test_gpu_work_on_the_pages_is_waited_for(context: Context) -> None:
         assert b.stats().mapped_bytes == 0
 
 
-def test_a_growth_that_no_request_waits_for_is_given_back(context: Context) -> None:
+def test_eager_pages_are_reclaimed(context: Context) -> None:
     with two(context, 10, {}, {"eager_pages": 4}) as (_, a, b):
         hold(a, 2)
         assert b.stats().mapped_bytes <= 2 * context.info.granule
@@ -178,7 +181,7 @@ def test_a_closed_cache_leaves_the_budget(context: Context) -> None:
     assert budget.stats().caches == ()
 
 
-def test_a_new_floor_is_made_free(context: Context) -> None:
+def test_memory_is_freed_for_a_new_floor(context: Context) -> None:
     page = context.info.granule
     budget = Budget(context, 16 * page)
     with KVCache(config(page, "a"), budget=budget) as a:
@@ -194,10 +197,12 @@ def test_a_new_floor_is_made_free(context: Context) -> None:
         assert budget.stats() == before
 
 
-def test_a_cache_that_an_exception_kept_from_being_made_has_no_floor(
+def test_a_cache_whose_creation_failed_has_no_floor(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It came once the budget had admitted the cache, and before anything was mapped for it."""
+    """The exception came after the budget had admitted the cache, before anything was mapped for
+    it.
+    """
 
     def interrupted(groups: object) -> None:
         raise KeyboardInterrupt
@@ -246,7 +251,7 @@ def test_a_budget_without_a_total_takes_what_is_free(context: Context) -> None:
 
 
 def test_steps_of_both_in_two_threads(context: Context) -> None:
-    """Each takes from the other all the time; nobody waits in a circle, nothing is lost."""
+    """Each cache keeps taking pages from the other; there is no deadlock, and no row is lost."""
     with two(context, 14, {"floor": 4}, {"floor": 4}) as (_, *caches):
         failures: list[BaseException] = []
 
@@ -275,20 +280,20 @@ def test_steps_of_both_in_two_threads(context: Context) -> None:
             thread.start()
         for thread in threads:
             thread.join(120)
-            assert not thread.is_alive(), "they wait for each other"
+            assert not thread.is_alive(), "the threads are deadlocked"
         assert not failures, failures
 
 
-def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
-    """While one waits for GPU work on the other's slot, the other's call waits, and then has its
-    turn before the first one's next call: nobody waits in a circle.
+def test_a_busy_cache_lets_others_take_a_turn(context: Context) -> None:
+    """While one cache waits for GPU work on the other's slot, the other's call waits, and then runs
+    before the first one's next call; there is no deadlock.
     """
     with two(context, 8, {}, {}) as (_, a, b), pending() as work:
         b.free_reqid(hold(b, 4), work)
         order: list[str] = []
 
         def busy() -> None:
-            hold(a, 2)  # all that there is: waits for the work on b's slot
+            hold(a, 2)  # needs all pages, so it waits for the work on b's slot
             with a.internals.lock:
                 order.append("a again")
 
@@ -310,7 +315,9 @@ def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
 
 
 class BudgetModel:
-    """Two caches, and a plain account of what their requests have: who can have what follows."""
+    """Two caches, and a plain account of their requests' pages, from which follows how many each
+    can get.
+    """
 
     def __init__(self, caches: dict[str, KVCache], total: int, seed: int) -> None:
         self.caches = caches
@@ -324,7 +331,9 @@ class BudgetModel:
         return sum(pages for key, pages in self.pages.items() if key[0] == which)
 
     def fits(self, which: str, pages: int) -> bool:
-        """True if the requests of a cache can have `pages`; floors are whole columns."""
+        """Returns true if the requests of a cache can have `pages` pages; floors are whole
+        columns.
+        """
         page = self.caches[which].layout.page_size
         kept = sum(
             max(self.active(other), cache.config.memory_floor // page)
@@ -401,20 +410,20 @@ def test_a_budgets_total_is_changed(context: Context) -> None:
         assert budget.stats().total_bytes == 20 * page
         second = one.alloc_reqid()
         assert second is not None
-        assert one.step(longer(one, second, 1)) == -1  # the rest is the other's
+        assert one.step(longer(one, second, 1)) == -1  # the rest belongs to the other cache
         budget.set_limit(24 * page)
         assert one.step(longer(one, second, 1)) == 0
         hold(other, 4)
 
 
-def test_what_nobody_holds_is_given_back(context: Context) -> None:
+def test_idle_memory_is_released(context: Context) -> None:
     page = context.info.granule
     with two(context, 40, {}, {"floor": 4}) as (budget, one, other):
         kept = hold(one, 2)
         for cache in (one, other):
             cache.free_reqid(hold(cache, 3))
         assert budget.stats().used_bytes > 12 * page
-        budget.reclaim(12 * page)  # 8 pages are a request's, 4 are the floor
+        budget.reclaim(12 * page)  # 8 pages belong to a request, 4 are the floor
         eventually(lambda: budget.stats().used_bytes <= 12 * page)
         assert one.step(longer(one, kept, 2)) == 0
         assert other.stats().mapped_bytes <= 6 * page

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: memory that requests have freed is the device's again, also between living pages."""
+"""Description: memory that requests have freed returns to the device, even from between live
+pages.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,15 @@ from pyvmem import Context, FdEvent, NotSupported
 from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape
 
 SLAB = 64 << 20
-DRIVERS = 64 << 20  # page tables and the like, as in tests/gpu/test_pool_gpu.py; 60 MB on an H100
+# the driver's own memory, such as page tables, as in tests/gpu/test_pool_gpu.py; 60 MB on an H100
+DRIVERS = 64 << 20
 PAGE = 64 << 10
 REQUESTS = 160
 LAYERS = 4
-ROW = 8 * 128 * 2  # bytes: 32 rows fill a page
+ROW = 8 * 128 * 2  # bytes: a page holds 32 rows
 ROWS = PAGE // ROW
-LIVE = REQUESTS // 10 * 2 * LAYERS * 8 * PAGE  # bytes of the requests that are not freed
-AN_HOUR = 3600.0  # the cache's own thread does nothing while a test runs: see `looks`
+LIVE = REQUESTS // 10 * 2 * LAYERS * 8 * PAGE  # bytes of the requests that stay
+AN_HOUR = 3600.0  # the cache's own thread must not run during a test: see `looks`
 
 
 def config(**changes: object) -> KVCacheConfig:
@@ -45,10 +48,12 @@ def config(**changes: object) -> KVCacheConfig:
 
 @contextmanager
 def fragmented(backend: str, **changes: object) -> Iterator[tuple[KVCache, dict[int, int]]]:
-    """A cache of which nine tenths were freed, all over; the living requests and their marks."""
+    """Yields a cache with nine tenths of its requests freed, at random; and the others' rows by
+    reqid.
+    """
     with open_context(backend) as context:
         if context.info.granule > PAGE:
-            pytest.skip("pages of this back end are their own slabs")
+            pytest.skip("on this back end each page is a slab")
     with KVCache(config(**changes), backend=backend) as cache:
         lens = [0] * REQUESTS
         chance = random.Random(5)
@@ -89,7 +94,7 @@ def holds(cache: KVCache, reqid: int, mark: int) -> bool:
 
 
 def compact_bytes() -> float:
-    """The most that is taken from the device when what lives lies together."""
+    """Returns the most device memory in use once live pages are compacted."""
     return LIVE * 1.1 + SLAB
 
 
@@ -98,10 +103,10 @@ def is_compact(cache: KVCache) -> bool:
 
 
 def looks(cache: KVCache) -> None:
-    """All that the cache's thread does in a rest of `idle_seconds`, done by the caller."""
+    """Does what the cache's thread does in an idle period of `idle_seconds`."""
     idle = cache._idle
     assert idle is not None
-    idle._look()  # which sees what was called since the last one
+    idle._look()  # notices the calls made since the last check
 
     def trimmed() -> bool:
         idle._look()
@@ -115,15 +120,18 @@ def rest(cache: KVCache, stream: Any = None) -> None:
 
 
 def device_bytes(backend: str) -> int | None:
-    """Memory used according to the system, not the library; None: unknown for this process."""
+    """Returns the memory in use as the system counts it, not the library; None: unknown for this
+    process.
+    """
     if backend != "host":
         import torch
 
         if not torch.cuda.is_available() or "PYTEST_XDIST_WORKER" in os.environ:
-            return None  # other workers have memory of the device
+            return None  # other workers also use memory of the device
         free, total = torch.cuda.mem_get_info()
         return int(total - free)
-    with open(f"/proc/{os.getpid()}/status") as status:  # the host back end's are shared files
+    # the memory of the host back end is in shared files
+    with open(f"/proc/{os.getpid()}/status") as status:
         found = re.search(r"RssShmem:\s+(\d+) kB", status.read())
     assert found is not None
     return int(found[1]) << 10
@@ -143,14 +151,14 @@ def test_trim_moves_pages_together(backend: str) -> None:
         assert given == before - cache.context.stats().slab_bytes
 
 
-def test_trim_moves_what_runs_where_its_caller_says_so(backend: str) -> None:
+def test_trim_moves_pages_of_idle_requests_on_request(backend: str) -> None:
     with fragmented(backend, idle_seconds=0) as (cache, _):
         cache.trim(compact=True)
         assert is_compact(cache)
 
 
 def test_an_idle_cache_is_compacted(backend: str) -> None:
-    """With nothing configured; what is missing to others is what the system says."""
+    """The default configuration compacts; the memory is compared as the system counts it."""
     before = device_bytes(backend)
     with fragmented(backend) as (cache, _):
         rest(cache)
@@ -158,7 +166,7 @@ def test_an_idle_cache_is_compacted(backend: str) -> None:
         if before is not None:
             own = 0 if backend == "host" else DRIVERS
 
-            def is_back() -> bool:  # a GPU's driver clears what was given back before it counts
+            def is_back() -> bool:  # a GPU's driver clears freed memory before it counts as free
                 after = device_bytes(backend)
                 return after is not None and after - before <= compact_bytes() + own
 
@@ -166,7 +174,7 @@ def test_an_idle_cache_is_compacted(backend: str) -> None:
 
 
 def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
-    """No request is left, whatever the last step named; a next turn finds its rows."""
+    """No request is left, whatever the last step named; the next turn finds its cached rows."""
     with fragmented(backend) as (cache, marks):
         tokens = {reqid: range(1000 * reqid, 1000 * reqid + 8 * ROWS) for reqid in marks}
         for reqid in marks:
@@ -183,8 +191,8 @@ def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
         marks.update(found)
 
 
-def test_what_runs_stays_where_it_is(backend: str) -> None:
-    """The last step named the living requests: their work may be in the GPU's queue."""
+def test_pages_of_running_requests_are_not_moved(backend: str) -> None:
+    """The last step named the live requests, so their work may be in the GPU's queue."""
     with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         lens = [slot.seq_len for slot in cache.snapshot()]
         assert cache.step(lens) == 0
@@ -198,7 +206,7 @@ def test_an_engine_may_promise_that_nothing_runs(backend: str) -> None:
         eventually(lambda: is_compact(cache))
 
 
-def test_never_where_that_is_configured(backend: str) -> None:
+def test_compaction_can_be_disabled(backend: str) -> None:
     with fragmented(backend, idle_seconds=AN_HOUR, idle_compact=False) as (cache, _):
         rest(cache)
         looks(cache)
@@ -206,7 +214,7 @@ def test_never_where_that_is_configured(backend: str) -> None:
         assert not is_compact(cache)
 
 
-def test_the_last_work_is_over_first(backend: str) -> None:
+def test_compaction_waits_for_the_last_work(backend: str) -> None:
     with FdEvent.create() as work, fragmented(backend, idle_seconds=0.1) as (cache, _):
         before = cache.context.stats().slab_bytes
         rest(cache, work)
@@ -237,10 +245,10 @@ def test_not_while_others_have_pages_in_the_context(backend: str) -> None:
         assert is_compact(cache)
 
 
-def test_a_call_that_comes_in_waits_for_one_piece(
+def test_a_concurrent_call_waits_for_one_slab(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache is compacted slab by slab; a step between two of them ends it."""
+    """The cache is compacted slab by slab; a step between two slabs stops it."""
     with fragmented(backend, idle_seconds=AN_HOUR, idle_compact=True) as (cache, _):
         began, stepping, stepped = threading.Event(), threading.Event(), threading.Event()
         pieces: list[int] = []
@@ -266,7 +274,7 @@ def test_a_call_that_comes_in_waits_for_one_piece(
             assert began.wait(60)
             threading.Timer(0.05, stepping.set).start()
             assert cache.step(lens) == 0
-            assert stepping.is_set(), "the call waited for the piece"
+            assert stepping.is_set(), "the call waited for one slab"
             stepped.set()
             looking.join(60)
         assert len(pieces) == 1
@@ -290,7 +298,7 @@ def test_a_steady_load_is_not_compacted(backend: str, monkeypatch: pytest.Monkey
         assert pieces
 
 
-def test_requests_go_on_after_it(backend: str) -> None:
+def test_requests_continue_after_compaction(backend: str) -> None:
     with fragmented(backend, idle_seconds=0) as (cache, marks):
         cache.trim(compact=True)
         lens = [slot.seq_len for slot in cache.snapshot()]
@@ -309,12 +317,12 @@ def test_not_in_a_context_of_others(context: Context) -> None:
     with KVCache(config(page_size=page, max_batch=2), context) as cache:
         with pytest.raises(NotSupported, match="does not own the context"):
             cache.trim(compact=True)
-        assert cache._idle is None, "nor does it give back memory that others are about to use"
+        assert cache._idle is None, "nor does it release memory that others are about to use"
         assert cache.trim() >= 0
         cache.check_integrity()
 
 
-def test_all_classes_of_layers(backend: str) -> None:
+def test_all_groups_of_layers(backend: str) -> None:
     shapes = [LayerShape(num_kv_heads=8, head_dim=128), LayerShape(num_kv_heads=4, head_dim=128)]
     with LayeredCache(shapes, backend=backend, dtype="float16", max_batch=2, max_seq_len=64) as one:
         assert one.alloc_reqid() == 0

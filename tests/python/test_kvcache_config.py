@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: KVCacheConfig and the arithmetic of the layout: limits, errors, and no memory."""
+"""Description: KVCacheConfig and the arithmetic of the layout: limits and errors, without
+memory.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def test_defaults_and_types() -> None:
 # ---- against a context --------------------------------------------------------------------------
 
 
-def test_a_page_size_that_the_context_lacks(context: Context) -> None:
+def test_an_unsupported_page_size(context: Context) -> None:
     size = context.info.granule // 2
     before = context.stats()
     with pytest.raises(
@@ -114,9 +116,11 @@ def test_more_addresses_than_a_process_has(context: Context) -> None:
     assert context.stats() == before
 
 
-def test_no_memory_limit_means_what_is_there(context: Context) -> None:
+def test_without_a_memory_limit_all_free_memory_is_used(context: Context) -> None:
     with KVCache(small_config(context.info.granule, memory_limit=0), context) as cache:
-        assert cache.stats().total_pages == 4 * 6 * 4, "all that the slots can hold, if so much is"
+        assert cache.stats().total_pages == 4 * 6 * 4, (
+            "all that the slots can hold, if that much is free"
+        )
 
 
 # ---- from a model -------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ def test_from_hf() -> None:
     assert KVCacheConfig.from_hf(_model(), dtype="float32").itemsize == 4
 
 
-def test_from_hf_with_less_said() -> None:
+def test_from_hf_with_missing_fields() -> None:
     model = _model(num_key_value_heads=None, head_dim=None)
     config = KVCacheConfig.from_hf(model)
     assert (config.num_kv_heads, config.head_dim) == (9, 64)
@@ -155,7 +159,7 @@ def test_from_hf_with_less_said() -> None:
     assert config == KVCacheConfig(12, 12, 64, "float32", max_seq_len=1024)
 
 
-def test_from_hf_takes_the_text_part() -> None:
+def test_from_hf_uses_the_text_config() -> None:
     whole = SimpleNamespace(get_text_config=lambda: _model(num_hidden_layers=7))
     assert KVCacheConfig.from_hf(whole).num_layers == 7
 
@@ -169,7 +173,7 @@ def test_from_hf_takes_the_text_part() -> None:
         ({"head_dim": None, "num_attention_heads": 0}, "not a multiple of 0 heads"),
     ],
 )
-def test_from_hf_with_too_little_said(attributes: dict[str, Any], text: str) -> None:
+def test_from_hf_without_required_fields(attributes: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         KVCacheConfig.from_hf(_model(**attributes))
 
@@ -279,7 +283,8 @@ def test_packed_slots_must_be_whole_pages(context: Context) -> None:
 @pytest.mark.needs_tensors
 def test_tensors_of_packed_slots_are_contiguous(context: Context) -> None:
     page = context.info.granule
-    rows = 8 * ((16 << 20) // page - 1)  # a page less than 16 MiB: otherwise slots lie on 16 MiB
+    # a page less than 16 MiB: otherwise slots are aligned to 16 MiB
+    rows = 8 * ((16 << 20) // page - 1)
     for packed in (False, True):
         config = small_config(page, max_seq_len=rows, packed_slots=packed)
         with KVCache(config, context) as cache:

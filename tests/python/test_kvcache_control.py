@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: what plug-ins need of a cache: a slot of their choice, a limit, idle pages back."""
+"""Description: functions for plug-ins: claiming a slot, changing the limit, reclaiming idle
+pages.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from pyvmem.kvcache import Budget, LayeredCache, LayerShape
 TENSORS = 2 * LAYERS
 
 
-def test_a_claimed_slot_is_as_an_allocated_one(context: Context) -> None:
+def test_a_claimed_slot_behaves_like_an_allocated_one(context: Context) -> None:
     with small_cache(context) as cache:
         cache.slots.claim(2)
         assert cache.step(lens(cache, r2=ROWS)) == 0
@@ -61,7 +63,7 @@ def test_a_limit_can_be_changed_but_not_below_what_is_held(context: Context) -> 
         assert cache.step(lens(cache, r0=3 * ROWS)) == 0
 
 
-def test_close_behind_a_descriptor_that_is_none(context: Context) -> None:
+def test_close_after_an_invalid_descriptor(context: Context) -> None:
     with small_cache(context) as cache:
         cache.slots.claim(0)
         assert cache.step(lens(cache, r0=1)) == 0
@@ -80,7 +82,7 @@ def test_where_the_context_is_gone_close_asks_for_no_descriptor(backend: str) ->
     assert cache.is_closed
 
 
-def test_pages_of_free_slots_come_back_but_those_that_are_kept(context: Context) -> None:
+def test_pages_of_free_slots_are_reclaimed_except_kept_ones(context: Context) -> None:
     with small_cache(context) as cache:
         for reqid in range(4):
             cache.slots.claim(reqid)
@@ -100,7 +102,7 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
         assert not cache.slots.is_ready(1, 1)
         assert cache.step_async(lens(cache, r1=ROWS + 1)) == 0
         eventually(lambda: cache.slots.is_ready(1, ROWS + 1))
-        assert cache.slots.capacity(1) == 0  # no step has granted it
+        assert cache.slots.capacity(1) == 0  # no step has granted the pages
         assert cache.slots.is_ready(1, 2 * ROWS)
         assert not cache.slots.is_ready(1, 2 * ROWS + 1)
         assert cache.step(lens(cache, r1=ROWS + 1)) == 0
@@ -110,7 +112,7 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
         cache.slots.claim(1)
         assert not cache.slots.is_ready(
             1, 3 * ROWS
-        )  # the earlier owner's growth is not the next one's
+        )  # the growth of the earlier owner does not count for the next
         with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
             cache.slots.is_ready(0, 1)
         longest = cache.config.max_seq_len
@@ -119,16 +121,16 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
 
 
 def lacking(cache: KVCache, reqid: int | None, tokens: int) -> int:
-    """Pages that a request lacks."""
+    """Returns the pages that a request needs and does not have."""
     return cache.memory.for_request(reqid, tokens) // cache.layout.page_size
 
 
 def obtainable(cache: KVCache) -> list[int]:
-    """Pages that requests could get, and all of them."""
+    """Returns the pages that requests can get, and all pages."""
     return [size // cache.layout.page_size for size in cache.memory.obtainable()]
 
 
-def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
+def test_pages_owned_and_missing(context: Context) -> None:
     with small_cache(context) as cache:
         cache.memory.set_limit(4 * TENSORS)
         cache.slots.claim(1)
@@ -166,13 +168,13 @@ def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
             with pytest.raises(InvalidArgument, match=f"seq_len {length} is not between 0 and"):
                 lacking(cache, 1, length)
         assert state(cache) == before
-        cache.free_reqid(1)  # its pages can be had again
+        cache.free_reqid(1)  # its pages can be reclaimed
         assert obtainable(cache) == [4 * TENSORS, 4 * TENSORS]
 
 
 @pytest.mark.parametrize("reqid", [-1, 4, 1 << 70])
 @pytest.mark.parametrize("name", ["slots.owner", "seq_len", "slots.is_taken", "slots.capacity"])
-def test_a_reqid_that_is_none(context: Context, name: str, reqid: int) -> None:
+def test_an_invalid_reqid(context: Context, name: str, reqid: int) -> None:
     with small_cache(context) as cache:
         text = f"reqid {reqid} is not between 0 and 3"
         with pytest.raises(InvalidArgument, match=text):
@@ -184,7 +186,7 @@ def test_a_reqid_that_is_none(context: Context, name: str, reqid: int) -> None:
 
 @pytest.mark.parametrize("reqid", ["0", 1.0, None])
 @pytest.mark.parametrize("name", ["slots.owner", "seq_len", "slots.is_taken", "slots.capacity"])
-def test_a_reqid_that_is_no_whole_number(context: Context, name: str, reqid: Any) -> None:
+def test_a_reqid_that_is_not_an_integer(context: Context, name: str, reqid: Any) -> None:
     text = f"'{type(reqid).__name__}' object cannot be interpreted as an integer"
     with small_cache(context) as cache:
         with pytest.raises(TypeError, match=text):
@@ -193,7 +195,7 @@ def test_a_reqid_that_is_no_whole_number(context: Context, name: str, reqid: Any
             cache.slots.owners([0, reqid])
 
 
-def test_arguments_that_are_none(context: Context) -> None:
+def test_invalid_arguments(context: Context) -> None:
     with small_cache(context) as cache:
         cache.slots.claim(0)
         assert cache.step(lens(cache, r0=ROWS)) == 0

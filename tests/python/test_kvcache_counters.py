@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Every counter of `CacheStats`, counted once more from a random trace of calls.
+"""Counts every field of `CacheStats` independently, from a random trace of calls.
 
-The calls are answered, refused, failed by the driver (`Context.inject`) or interrupted. What a call
-did is read from its answer and from the slots before and after it, never from a counter.
+The calls succeed, run short of memory, fail in the driver (`Context.inject`) or are interrupted.
+The effect of a call is derived from its result and from the slots before and after it, never from a
+counter.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ KINDS = (Inject.MAP, Inject.UNMAP, Inject.SLAB)
 
 
 def driver_calls(context: Context) -> int:
-    """Calls of the driver that the context has made."""
+    """Returns the number of driver calls that the context has made."""
     stats = context.stats()
     return stats.map_calls + stats.unmap_calls + stats.slab_calls + stats.fill_calls
 
 
 class Trace:
-    """A cache, random calls of it, and what they should have counted."""
+    """A cache, random calls to it, and the counts expected from them."""
 
     def __init__(self, cache: KVCache, seed: int, interrupts: bool) -> None:
         self.cache, self.dice, self.interrupts = cache, random.Random(seed), interrupts
-        self.tokens: dict[int, list[int]] = {}  # of each request
+        self.tokens: dict[int, list[int]] = {}  # by request
         self.want = dict.fromkeys(
             (
                 *("steps", "steps_async", "short", "evicted_pages"),
@@ -43,7 +44,7 @@ class Trace:
             ),
             0,
         )
-        self.cut = False  # the last call was interrupted
+        self.cut = False  # true if the last call was interrupted
         self.outcomes = dict.fromkeys(("answered", "refused", "failed", "interrupted"), 0)
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         self.last = cache.stats()
@@ -54,7 +55,7 @@ class Trace:
     # ---- calls ----------------------------------------------------------------------------------
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[bool, Any]:
-        """Makes a call, which may be made to fail; whether it answered, and what."""
+        """Makes a call, which may be made to fail; returns whether it succeeded, and its result."""
         context, chance, self.cut = self.cache.context, self.dice.random(), False
         if chance < 0.1:
             context.inject(self.dice.choice(KINDS), self.dice.randrange(3), 1)
@@ -77,7 +78,7 @@ class Trace:
         return True, answer
 
     def prompt(self) -> list[int]:
-        """A prompt of few kinds, so that some share a prefix."""
+        """Returns one of a few kinds of prompt, some of which share a prefix."""
         kind = self.dice.randrange(3)
         return [kind * 100 + n for n in range(self.dice.randrange(1, 5 * ROWS))]
 
@@ -88,11 +89,12 @@ class Trace:
             if answered and reqid is not None:
                 self.tokens[reqid] = []
             return
-        asked: Any = self.cache.match(ids) if form else ids  # asking alone counts nothing
+        asked: Any = self.cache.match(ids) if form else ids  # a lookup alone counts nothing
         answered, begun = self.call(self.cache.alloc_prefix, asked)
         if form:
             asked.release()
-        if self.cut:  # the exception may have come when all was done, and taken the answer alone
+        # the exception may have come after all the work, so that only the result was lost
+        if self.cut:
             stats, told = self.cache.stats(), {}
             for name in ("queries", "query_tokens", "hits", "hit_tokens"):
                 told[name] = getattr(stats, f"prefix_{name}") - self.want[f"prefix_{name}"]
@@ -136,7 +138,7 @@ class Trace:
             ids += [99] * (lengths[reqid] - len(ids))
 
     def take_cut(self, lengths: list[int], rows: list[int], *, ahead: bool) -> None:
-        """A step that was interrupted has happened, with its count, or it has not."""
+        """Accounts for an interrupted step: either it happened and was counted, or it did not."""
         if not self.cut:
             return
         name = "steps_async" if ahead else "steps"
@@ -144,12 +146,14 @@ class Trace:
         now = [slot.seq_len for slot in self.cache.snapshot()]
         assert told in (0, 1)
         if now != rows:
-            assert told, "the rows are there"
+            assert told, "the rows must be mapped"
             assert now == lengths
         self.want[name] += told
 
     def slack(self, before: CacheStats, after: CacheStats) -> int:
-        """Pages that the step reused: each may have been filled once more than it was granted."""
+        """Returns the pages that the step reused: each may have been zeroed once more than it was
+        granted.
+        """
         return after.reused_pages - before.reused_pages
 
     def granted(self) -> int:
@@ -180,10 +184,10 @@ class Trace:
     def trim(self) -> None:
         self.call(self.cache.trim, prefixes=self.dice.random() < 0.3)
 
-    # ---- what must be so after each ---------------------------------------------------------
+    # ---- checks after each call ---------------------------------------------------------------
 
     def settle(self) -> None:
-        """Takes over what the slots hold, which an interrupted call may have changed or not."""
+        """Adopts the contents of the slots, which an interrupted call may have changed or not."""
         snapshot = self.cache.snapshot()
         for slot in snapshot:
             if slot.state == "active":
@@ -204,12 +208,12 @@ class Trace:
         told = {name: getattr(stats, name) for name in self.want}
         assert told == self.want
         assert stats.prefix_resumed <= stats.prefix_hits
-        # No page comes or goes uncounted.
+        # No page is mapped or unmapped without being counted.
         mapped = stats.mapped_bytes // cache.layout.page_size
         assert mapped == stats.active_pages + stats.cached_pages
         uncounted = mapped - (stats.grown_pages - stats.reclaimed_pages)
-        settled = settled and not cache.config.eager_pages  # a step begins to map some
-        assert 0 <= uncounted <= (0 if settled else stats.cached_pages), "promised, not there yet"
+        settled = settled and not cache.config.eager_pages  # a step starts to map some of them
+        assert 0 <= uncounted <= (0 if settled else stats.cached_pages), "promised, not mapped yet"
         assert (stats.moved_pages, stats.promoted_pages) == (0, 0)
         assert stats.total_pages == stats.free_pages + mapped
         assert stats.peak_mapped_bytes >= stats.mapped_bytes
@@ -235,14 +239,16 @@ class Trace:
             self.check(settled=self.quiet())
 
     def quiet(self) -> bool:
-        """Waits for the background; whether what it did is in the records, as after a step."""
+        """Waits for the background; returns true if the records include its work, as after a
+        step.
+        """
         eventually(lambda: not any(slot.in_flight for slot in self.cache.snapshot()))
         if self.dice.random() < 0.5:
             return False
         lengths = [len(self.tokens.get(reqid, ())) for reqid in range(SLOTS)]
         try:
             self.want["short" if self.cache.step(lengths) else "steps"] += 1
-        except VMemError:  # what the background met
+        except VMemError:  # a failure in the background
             return False
         eventually(lambda: not any(slot.in_flight for slot in self.cache.snapshot()))
         return True

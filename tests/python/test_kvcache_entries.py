@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache's pages of 64 KB under entries of 2 MiB, from a prefill to the end."""
+"""Description: a cache's pages of 64 KB under entries of 2 MiB, from a prefill to the end of
+requests.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from pyvmem import (
 
 PAGE, BLOCK = 64 << 10, 2 << 20
 PAGES = BLOCK // PAGE
-ROWS = 32  # in a page
-FULL = ROWS * PAGES  # in a block
+ROWS = 32  # per page
+FULL = ROWS * PAGES  # per block
 TENSORS = 4
-COLUMN = TENSORS * PAGE  # a page in every tensor
+COLUMN = TENSORS * PAGE  # one page in every tensor
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def context(backend: str) -> Iterator[Context]:
 
 
 def config(**changes: Any) -> KVCacheConfig:
-    """Two layers, four slots of four blocks, 32 rows of 2 KiB in a page."""
+    """Describes two layers, four slots of four blocks, and 32 rows of 2 KiB per page."""
     values: dict[str, Any] = {
         "num_layers": 2,
         "num_kv_heads": 8,
@@ -68,7 +70,9 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
 
 
 def entries(cache: KVCache, reqid: int) -> list[int]:
-    """Bytes mapped by the page-table entry of each block in the first tensor; 0: none."""
+    """Returns the bytes mapped by the entry of each block in the first tensor; 0: no large
+    entry.
+    """
     at = cache.layout.offset(reqid)
     return [cache.reservation.query(at + block * BLOCK).entry_bytes for block in range(4)]
 
@@ -95,7 +99,7 @@ def test_slots_of_two_megabytes_and_more_begin_at_whole_blocks(context: Context)
         assert cache.layout.block == 0
 
 
-def test_packed_slots_that_are_no_whole_blocks(context: Context, backend: str) -> None:
+def test_packed_slots_that_are_not_whole_blocks(context: Context, backend: str) -> None:
     odd = config(packed_slots=True, max_seq_len=FULL + ROWS)
     with pytest.raises(InvalidArgument, match=f"packed_slots: slots of {BLOCK + PAGE} bytes"):
         KVCache(odd, context)
@@ -115,7 +119,7 @@ def test_a_prefill_maps_whole_blocks_in_one_call_and_the_rest_in_another(cache: 
 def test_truncated_within_a_block_and_grown_again(cache: KVCache) -> None:
     reqid = prefill(cache, 2 * FULL)
     assert cache.truncate(reqid, FULL + 5) == 0
-    assert entries(cache, reqid) == [BLOCK, BLOCK, 0, 0]  # nobody is short of memory
+    assert entries(cache, reqid) == [BLOCK, BLOCK, 0, 0]  # memory is not short
     assert cache.context.stats().splits == 0
     assert cache.step(lens(cache, **{f"r{reqid}": 2 * FULL})) == 0
     assert rows_are(cache, reqid, 0, FULL + 5, 1.0)
@@ -126,16 +130,16 @@ SHORT = {"memory_limit": (2 * PAGES + 8) * COLUMN}
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_short_of_memory_splits_what_a_request_has_no_use_for(
-    cache: KVCache, ahead: bool
-) -> None:
-    """Another gets what `truncate` left in a running request's entry; no row is lost."""
+def test_a_step_short_of_memory_splits_unused_parts(cache: KVCache, ahead: bool) -> None:
+    """Another request gets the pages that `truncate` left in a running request's entry; no row is
+    lost.
+    """
     first = prefill(cache, 2 * FULL, 1.0)
     assert cache.truncate(first, FULL + 5) == 0
     second = cache.alloc_reqid()
     want = lens(cache, **{f"r{first}": FULL + 5, f"r{second}": 20 * ROWS})
     assert cache.can_admit([20 * ROWS])
-    if ahead:  # not in the background: kernels read the rest of the entry
+    if ahead:  # not in the background: kernels read other pages of the entry
         assert cache.step_async(want) == 0
         assert entries(cache, first)[1] == BLOCK
     assert cache.step(want) == 0
@@ -149,7 +153,7 @@ def test_a_step_short_of_memory_splits_what_a_request_has_no_use_for(
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
 def test_every_driver_call_of_a_split_fails_once(cache: KVCache) -> None:
-    """The step raises, and everything is as it was; the next one succeeds."""
+    """The step raises and changes nothing; the next step succeeds."""
     first = prefill(cache, 2 * FULL, 1.0)
     assert cache.truncate(first, FULL + 5) == 0
     second = cache.alloc_reqid()
@@ -176,7 +180,7 @@ def test_every_driver_call_of_a_split_fails_once(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
-def test_only_what_is_lacking_is_split(cache: KVCache) -> None:
+def test_only_missing_pages_are_split_off(cache: KVCache) -> None:
     first = prefill(cache, FULL, 1.0)
     second = prefill(cache, FULL, 2.0)
     assert cache.truncate(first, 10 * ROWS) == 0
@@ -189,8 +193,8 @@ def test_only_what_is_lacking_is_split(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
-def test_a_request_goes_on_in_what_its_entry_has_left(cache: KVCache) -> None:
-    """Its own part of the entry is not taken from it for its own growth."""
+def test_a_request_grows_within_its_entry(cache: KVCache) -> None:
+    """When it grows, its own part of the entry is not taken from it."""
     first = prefill(cache, FULL, 1.0)
     second = prefill(cache, FULL, 2.0)
     assert cache.truncate(first, 10 * ROWS) == 0
@@ -198,7 +202,7 @@ def test_a_request_goes_on_in_what_its_entry_has_left(cache: KVCache) -> None:
     lengths = lens(cache, **{f"r{first}": 30 * ROWS, f"r{second}": 28 * ROWS})
     assert cache.step(lengths) == 0
     assert entries(cache, first)[0] == entries(cache, second)[0] == BLOCK
-    lengths[first] = 42 * ROWS  # 8 free pages and 4 of the other's
+    lengths[first] = 42 * ROWS  # 8 free pages and 4 of the other request's
     assert cache.step(lengths) == 0
     assert entries(cache, first)[:2] == [BLOCK, PAGE]
     assert entries(cache, second)[0] == PAGE
@@ -207,7 +211,7 @@ def test_a_request_goes_on_in_what_its_entry_has_left(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("cache", [{**SHORT, "deferred_reclaim": False}], indirect=True)
-def test_nothing_of_a_running_requests_entry_goes_in_the_background(cache: KVCache) -> None:
+def test_the_background_never_splits_a_running_requests_entry(cache: KVCache) -> None:
     reqid = prefill(cache, 2 * FULL)
     assert cache.truncate(reqid, 5 * ROWS) == 0
     cache.trim(compact=False)
@@ -229,7 +233,7 @@ def test_a_free_slot_gives_a_part_of_its_entry(cache: KVCache) -> None:
 
 
 def test_a_fork_shares_the_block_that_it_ends_in(cache: KVCache) -> None:
-    """It splits the parent's entry; nothing but the last page is copied."""
+    """The fork splits the parent's entry and copies only the last page."""
     reqid = prefill(cache, 2 * FULL)
     before = cache.stats().grown_pages
     child = cache.fork(reqid, length=FULL + 10 * ROWS + 3)
@@ -284,7 +288,9 @@ WINDOW = {"window": 40 * ROWS, "window_tile": 0}
 
 @pytest.mark.parametrize("cache", [WINDOW], indirect=True)
 def test_a_window_leaves_an_entry_as_a_whole(cache: KVCache) -> None:
-    """Work may be reading the rest of it; pages with entries of their own go one by one."""
+    """Work may be reading other pages of the entry; pages with their own entries are unmapped one
+    by one.
+    """
     length = 2 * FULL
     reqid = prefill(cache, length)
     for _ in range(10 * ROWS):
@@ -310,8 +316,8 @@ def test_a_move_of_a_part_of_a_block(cache: KVCache) -> None:
     cache.check_integrity()
 
 
-def test_joins_for_want_of_mappings_are_noted(backend: str) -> None:
-    """If mappings are scarce a step consolidates pages; old pages stay while work reads them."""
+def test_joins_for_want_of_mappings_are_recorded(backend: str) -> None:
+    """If mappings are scarce, a step consolidates pages; old pages stay while work reads them."""
     limit = 2 * TENSORS * (PAGES + 4)
     with Context(backend, granule=PAGE, large_entries=True, max_mappings=limit) as context:
         if Caps.LARGE_ENTRIES not in context.info.caps or context.info.max_mappings != limit:
@@ -329,7 +335,7 @@ def test_joins_for_want_of_mappings_are_noted(backend: str) -> None:
             assert cache.truncate(first, 5 * ROWS) == 0
             want[first], want[second] = 5 * ROWS, FULL + 20 * ROWS
             assert cache.step_async(want) == 0
-            assert entries(cache, first)[0] == BLOCK  # kernels read what the request kept
+            assert entries(cache, first)[0] == BLOCK  # kernels read the rows that the request kept
             assert cache.step(want) == 0
             assert entries(cache, first)[0] == PAGE
             assert rows_are(cache, first, 0, 5 * ROWS, 1.0)

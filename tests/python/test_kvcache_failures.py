@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a KVCache stays consistent when driver calls fail, at every single one of them."""
+"""Description: a KVCache stays consistent when driver calls fail, at each single call."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_failed_reclaim_surfaces_at_the_next_step(context: Context) -> None:
         context.inject(Inject.UNMAP, skip=1)
         cache.free_reqid(0)
         eventually(lambda: not cache.snapshot()[0].in_flight)
-        assert cache.snapshot()[0].mapped_pages == 2, "the undo mapped it again"
+        assert cache.snapshot()[0].mapped_pages == 2, "the rollback mapped it again"
         cache.check_integrity()
         with pytest.raises(DriverError):
             cache.step(lens(cache))
@@ -95,7 +95,7 @@ def test_a_failed_reclaim_for_a_step_is_an_error_not_shortage(context: Context) 
         before = state(cache)
         for ahead in (False, True):
             context.inject(Inject.UNMAP)
-            if ahead:  # it only begins that, for the step to tell of
+            if ahead:  # it only starts the reclaim; the error surfaces in the step
                 assert cache.step_async(lens(cache, r1=4 * ROWS)) == 0
             with pytest.raises(DriverError):
                 cache.step(lens(cache, r1=4 * ROWS))
@@ -104,7 +104,7 @@ def test_a_failed_reclaim_for_a_step_is_an_error_not_shortage(context: Context) 
         assert cache.step(lens(cache, r1=4 * ROWS)) == 0
 
 
-def test_a_reclaim_that_cannot_be_undone_costs_its_slot_alone(backend: str) -> None:
+def test_a_reclaim_that_cannot_be_rolled_back_costs_only_its_slot(backend: str) -> None:
     with (
         open_context(backend) as context,
         small_cache(context, deferred_reclaim=False) as cache,
@@ -145,7 +145,7 @@ def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
 
 
 def _engine(cache: KVCache, calls: list[Callable[[], object]]) -> None:
-    """A run that grows, shrinks, reuses and reclaims, in the calling thread and behind it."""
+    """Grows, shrinks, reuses and reclaims, in the calling thread and in the background."""
     calls += [
         lambda: cache.alloc_reqid(ROWS),
         lambda: cache.alloc_reqid(ROWS),
@@ -166,7 +166,7 @@ def _engine(cache: KVCache, calls: list[Callable[[], object]]) -> None:
 
 
 def _now(cache: KVCache, want: dict[int, int]) -> list[int]:
-    """`want` for the slots that are taken."""
+    """Returns `want` for the slots that are taken."""
     taken = {slot.reqid for slot in cache.snapshot() if slot.state == "active"}
     return [want.get(reqid, 0) if reqid in taken else 0 for reqid in range(cache.config.max_batch)]
 
@@ -174,7 +174,7 @@ def _now(cache: KVCache, want: dict[int, int]) -> list[int]:
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_driver_call_fails_once(backend: str, deferred: bool, count: int) -> None:
-    """The nth call and, with `count` 2, the next one too: the undo's own."""
+    """The nth call fails, and with `count` 2 also the next one: that of the rollback."""
     survived = False
     skip = 0
     while not survived:
@@ -192,7 +192,7 @@ def test_every_driver_call_fails_once(backend: str, deferred: bool, count: int) 
                 context.inject(DRIVER, count=0)
                 eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
                 survived &= not cache._groups[0].reclaimer.errors
-                for _ in range(3):  # what failed in the background
+                for _ in range(3):  # failures from the background
                     survived &= _survives(lambda: cache.step(_now(cache, {})))
                 _still_works(cache)
             assert context.stats().used_bytes == context.stats().quarantined_bytes or count == 2
@@ -208,7 +208,7 @@ def _survives(call: Callable[[], object]) -> bool:
 
 
 def _still_works(cache: KVCache) -> None:
-    """Every slot that is not lost can be filled and read."""
+    """Checks that every slot that is not lost can be filled and read."""
     for slot in cache.snapshot():
         if slot.state == "active":
             cache.free_reqid(slot.reqid)
@@ -225,7 +225,7 @@ def _still_works(cache: KVCache) -> None:
         cache.free_reqid(reqid)
 
 
-def test_what_cannot_be_undone_costs_its_slot_alone(backend: str) -> None:
+def test_a_failed_rollback_costs_only_its_slot(backend: str) -> None:
     with open_context(backend) as context, small_cache(context) as cache:
         if Caps.ONE_CALL in context.info.caps:
             pytest.skip("a batch is one driver call: there is nothing to undo")
@@ -243,7 +243,9 @@ def test_what_cannot_be_undone_costs_its_slot_alone(backend: str) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_every_allocation_of_the_library_fails(backend: str, ahead: bool) -> None:
-    """libvmem's own heap: shortage, without a trace; a step tries once more after one failure."""
+    """When libvmem's own heap fails, calls report a shortage without effect; a step retries
+    once.
+    """
     assert not any(_step_without_heap(backend, ahead, skip, 1) for skip in range(12))
     assert sum(_step_without_heap(backend, ahead, skip, 100) for skip in range(12)) >= 2
 
@@ -265,7 +267,9 @@ def _step_without_heap(backend: str, ahead: bool, skip: int, count: int) -> bool
 
 
 def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> None:
-    """Work that never ends keeps its pages, but not the program: a signal ends the wait."""
+    """Work that never completes keeps its pages, but not the program: a signal interrupts the
+    wait.
+    """
 
     def ring(*_: object) -> None:
         raise KeyboardInterrupt
@@ -283,14 +287,14 @@ def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> Non
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        assert context.query(cache.reservation.addr).mapped, "the work may still touch it"
+        assert context.query(cache.reservation.addr).mapped, "the work may still access it"
         endless.set()
         cache.close()
         assert context.stats().mapped_bytes == 0
 
 
-def test_a_full_queue_is_not_a_lack_of_memory(context: Context) -> None:
-    """Memory needed at once is unmapped in the calling thread if no batch fits."""
+def test_a_full_queue_is_not_a_memory_shortage(context: Context) -> None:
+    """If no batch fits, memory that is needed immediately is unmapped in the calling thread."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_batch=3) as cache:
         cache.alloc_reqid()
@@ -310,7 +314,7 @@ def test_a_full_queue_is_not_a_lack_of_memory(context: Context) -> None:
             assert cache.step(lens(cache, r1=4 * ROWS + 1)) == -1, "this is"
 
 
-def test_a_full_queue_is_not_a_lack_of_slots(context: Context) -> None:
+def test_a_full_queue_is_not_a_slot_shortage(context: Context) -> None:
     if Caps.ALIAS | Caps.READONLY not in context.info.caps:
         pytest.skip("requests cannot share pages")
     with small_cache(context, max_batch=2) as cache:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: layers that differ grow in one batch, and their windows slide in one."""
+"""Description: groups of unequal layers grow in one batch, and their windows slide in one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_a_step_that_fails_in_one_group_changes_none(context: Context) -> None:
         assert [cache.alloc_reqid() for _ in range(2)] == [0, 1]
         assert cache.step(both(cache, 4)) == 0
         before, mapped = state(cache), cache.stats().mapped_bytes
-        calls = 2 * sum(one.layout.num_tensors for one in cache.caches)  # of both requests
+        # the calls of both requests
+        calls = 2 * sum(one.layout.num_tensors for one in cache.caches)
         for skip in (0, calls // 2, calls - 1):
             context.inject(Inject.MAP, skip=skip)
             with pytest.raises(DriverError):
@@ -35,7 +36,7 @@ def test_a_step_that_fails_in_one_group_changes_none(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_a_failure_in_the_background_is_told_once(context: Context) -> None:
+def test_a_failure_in_the_background_is_reported_once(context: Context) -> None:
     with layered(context) as cache:
         assert [cache.alloc_reqid() for _ in range(2)] == [0, 1]
         assert cache.step(both(cache, 4)) == 0
@@ -65,7 +66,7 @@ def sliding(context: Context) -> LayeredCache:
 
 
 def slid(cache: LayeredCache) -> list[list[int]]:
-    """The first rows that are there of each request, by group, once nothing is in flight."""
+    """Returns the first mapped row of each request, by group, once nothing is in flight."""
     eventually(lambda: not any(one.in_flight for one in cache.snapshot()))
     return [one.first_rows([0, 1]) for one in cache.caches]
 
@@ -85,7 +86,7 @@ def test_the_windows_of_all_groups_slide_in_one_batch(context: Context) -> None:
         with pytest.raises(DriverError):
             cache.step(both(cache, 42))
         batches = context.stats().batches
-        assert cache.step(both(cache, 80)) == 0  # which maps pages
+        assert cache.step(both(cache, 80)) == 0  # this step maps pages
         assert cache.step(both(cache, 81)) == 0
         (one, two), (three, four), full = slid(cache)
         assert one == two > three == four > 0
@@ -96,10 +97,10 @@ def test_the_windows_of_all_groups_slide_in_one_batch(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_what_a_snapshot_calls_over_is_in_the_records(
+def test_a_snapshot_agrees_with_the_records(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages whose unmapping ends while the snapshot is taken, too."""
+    """Includes pages whose unmapping completes while the snapshot is taken."""
     poll = Reclaimer.poll
     with sliding(context) as cache:
         assert cache.alloc_reqid() == 0
@@ -120,7 +121,7 @@ def test_what_a_snapshot_calls_over_is_in_the_records(
 
 
 def test_a_request_ends_while_its_window_slides(context: Context) -> None:
-    """Its pages go when that is over, whether it succeeds or is undone."""
+    """Its pages are unmapped after the slide, whether that succeeds or is rolled back."""
     with sliding(context) as cache:
         for fails in (False, True):
             reqid = cache.alloc_reqid()
@@ -147,7 +148,7 @@ def test_a_request_ends_while_its_window_slides(context: Context) -> None:
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.HEAP])
 def test_a_truncation_that_fails_changes_no_group(context: Context, kind: Inject) -> None:
-    """Whichever call of the driver fails, of those that copy and of those that replace pages."""
+    """Any driver call may fail, of those that copy and of those that replace pages."""
     failed = 0
     for skip in range(200):
         with layered(context) as cache:
@@ -160,7 +161,7 @@ def test_a_truncation_that_fails_changes_no_group(context: Context, kind: Inject
             before = state(cache)
             context.inject(kind, skip=skip)
             try:
-                done = cache.truncate(child, 11) == 0  # or memory is short
+                done = cache.truncate(child, 11) == 0  # memory may be short instead
             except VMemError:
                 done = False
             finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: evicted prefixes in host memory, and requests that begin with them."""
+"""Description: evicted prefixes in host memory, and requests that start from them."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ TENSORS = 2 * LAYERS
 
 
 def unit_bytes(context: Context) -> int:
-    """The rows of a sharing unit in `small_cache`."""
+    """Returns the bytes of a sharing unit's rows in `small_cache`."""
     return TENSORS * context.info.granule
 
 
 def recorded(cache: KVCache, rows: int, tag: float = 3.0, first: int = 0) -> list[int]:
-    """The ids of a request that has ended and whose rows are recorded."""
+    """Runs and frees a request whose rows are recorded; returns its ids."""
     ids = list(range(first, first + rows))
     cache.free_reqid(started(cache, rows, tag), tokens=ids)
     return ids
 
 
 def begins(cache: KVCache, ids: list[int], rows: int, tag: float = 3.0) -> int:
-    """A request that begins with so many of the rows."""
+    """Starts a request with the first `rows` rows cached; checks them."""
     taken = cache.alloc_prefix([*ids, 7])
     assert taken is not None
     assert taken[1] == rows
@@ -61,7 +61,7 @@ def begins(cache: KVCache, ids: list[int], rows: int, tag: float = 3.0) -> int:
     return taken[0]
 
 
-# ---- how they get there --------------------------------------------------------------------------
+# ---- ways to host memory -------------------------------------------------------------------------
 
 
 def by_trim(cache: KVCache) -> None:
@@ -69,7 +69,7 @@ def by_trim(cache: KVCache) -> None:
 
 
 def by_pressure(cache: KVCache) -> None:
-    """A request that needs all of the memory."""
+    """Starts a request that needs all memory."""
     cache.free_reqid(started(cache, 6 * ROWS, 9.0))
 
 
@@ -77,7 +77,7 @@ WAYS: dict[str, Callable[[KVCache], None]] = {"trim": by_trim, "pressure": by_pr
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_evicted_prefix_comes_back(context: Context, way: str) -> None:
+def test_an_evicted_prefix_is_loaded_back(context: Context, way: str) -> None:
     unit = unit_bytes(context)
     with small_cache(context, memory_limit=6 * unit, host_prefixes=8 * unit) as cache:
         ids = recorded(cache, 2 * ROWS + 3)
@@ -129,17 +129,17 @@ def test_another_cache_of_the_budget_takes_the_pages(context: Context) -> None:
         reqid = started(taker, 6 * ROWS, 5.0)
         assert giver.stats().prefix_host_bytes == 2 * unit
         assert rows_are(taker, reqid, 0, 6 * ROWS, 5.0)
-        giver.free_reqid(begins(giver, ids, 0))  # there is no page to load them to
+        giver.free_reqid(begins(giver, ids, 0))  # no page is free to load them to
         taker.free_reqid(reqid)
         begins(giver, ids, 2 * ROWS)
         giver.check_integrity()
         taker.check_integrity()
 
 
-# ---- what is there -------------------------------------------------------------------------------
+# ---- lookups and eviction ------------------------------------------------------------------------
 
 
-def test_some_on_the_device_and_the_rest_in_host_memory(context: Context) -> None:
+def test_a_prefix_split_between_device_and_host(context: Context) -> None:
     unit = unit_bytes(context)
     with small_cache(context, memory_limit=6 * unit, host_prefixes=8 * unit) as cache:
         ids = recorded(cache, 4 * ROWS)
@@ -151,8 +151,8 @@ def test_some_on_the_device_and_the_rest_in_host_memory(context: Context) -> Non
         begins(cache, ids, 4 * ROWS)
 
 
-def test_a_prompt_that_leaves_the_prefix(context: Context) -> None:
-    """It gets the units that it has in common, in its own namespace."""
+def test_a_prompt_that_branches_off_the_prefix(context: Context) -> None:
+    """It gets the units that they share, in its own namespace."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=8 * unit) as cache:
         ids = recorded(cache, 3 * ROWS)
@@ -167,7 +167,7 @@ def test_a_prompt_that_leaves_the_prefix(context: Context) -> None:
         assert rows_are(cache, taken[0], 0, ROWS, 3.0)
 
 
-def test_the_least_recently_used_make_room(context: Context) -> None:
+def test_the_least_recently_used_is_evicted_from_host_memory(context: Context) -> None:
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=3 * unit) as cache:
         first = recorded(cache, 2 * ROWS)
@@ -188,7 +188,7 @@ def test_the_least_recently_used_make_room(context: Context) -> None:
         begins(cache, first, ROWS)
 
 
-def test_of_more_than_there_is_room_for_the_last_used_stay(context: Context) -> None:
+def test_host_memory_keeps_the_last_used_prefixes(context: Context) -> None:
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=2 * unit) as cache:
         for number in range(4):
@@ -200,7 +200,7 @@ def test_of_more_than_there_is_room_for_the_last_used_stay(context: Context) -> 
         assert found == [0, 0, ROWS, ROWS]
 
 
-def test_forgotten_where_the_weights_change(context: Context) -> None:
+def test_host_prefixes_are_dropped_when_weights_change(context: Context) -> None:
     with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
         ids = recorded(cache, 2 * ROWS)
         cache.trim(prefixes="host")
@@ -224,7 +224,7 @@ def test_without_host_memory_they_are_lost(context: Context) -> None:
         assert cache.match([*ids, 7]).in_host == 0
 
 
-def test_what_is_refused(host: Context) -> None:
+def test_invalid_options(host: Context) -> None:
     page = host.info.granule
     unit = TENSORS * page
     for value, message in {
@@ -248,7 +248,7 @@ def test_what_is_refused(host: Context) -> None:
 
 
 def test_groups_of_layers(backend: str) -> None:
-    """A unit has the rows of all of them."""
+    """A unit has the rows of all groups."""
     with open_context(backend) as context:
         page = context.info.granule
         with layered(context, host_prefixes=400 * page) as cache:
@@ -272,8 +272,8 @@ def test_groups_of_layers(backend: str) -> None:
             cache.check_integrity()
 
 
-def test_an_engine_finds_them(context: Context) -> None:
-    """`RequestCache.admit` gives a request the rows."""
+def test_an_engine_finds_host_prefixes(context: Context) -> None:
+    """`RequestCache.admit` gives a request the rows of the host prefix."""
     with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
         requests = RequestCache(cache)
         ids = recorded(cache, 2 * ROWS)
@@ -288,7 +288,7 @@ def test_an_engine_finds_them(context: Context) -> None:
 
 
 def test_requests_of_several_threads(host: Context) -> None:
-    """They load, record and evict the same prefixes; each gets its own rows."""
+    """Threads load, record and evict the same prefixes; each request gets its own rows."""
     with small_cache(host, host_prefixes=3 * unit_bytes(host), max_batch=8) as cache:
         prompts = {3.0: recorded(cache, 2 * ROWS), 5.0: recorded(cache, ROWS, 5.0, first=100)}
         failures: list[BaseException] = []
@@ -321,8 +321,8 @@ def test_requests_of_several_threads(host: Context) -> None:
 # ---- failures ------------------------------------------------------------------------------------
 
 
-def test_what_gpu_work_still_writes_is_not_stored(context: Context) -> None:
-    """`trim` waits for it; a request that needs the pages does not."""
+def test_rows_that_gpu_work_still_writes_are_not_stored(context: Context) -> None:
+    """`trim` waits for the work; a request that needs the pages does not."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=4 * unit) as cache, pending() as work:
         ids = list(range(ROWS))
@@ -342,7 +342,7 @@ def test_what_gpu_work_still_writes_is_not_stored(context: Context) -> None:
 def test_a_prefix_that_cannot_be_copied_is_lost(context: Context, what: Inject) -> None:
     with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
         ids = recorded(cache, 2 * ROWS)
-        cache.trim()  # nothing of it is mapped
+        cache.trim()  # no page of the prefix is mapped
         context.inject(what)
         cache._groups[0].prefixes.evict(0, 2)
         context.inject(what, count=0)
@@ -359,7 +359,7 @@ def test_a_prefix_that_cannot_be_copied_is_lost(context: Context, what: Inject) 
 
 
 class Copies:
-    """A stand-in for the kernel that copies by threads; at the n-th call it fails."""
+    """A stand-in for the copy kernel that copies in threads; the n-th call fails."""
 
     def __init__(self, fails: int) -> None:
         self.left = fails
@@ -375,7 +375,7 @@ class Copies:
         return True
 
 
-def test_the_kernel_is_told_where_the_rows_are(
+def test_the_kernel_gets_the_addresses_of_the_rows(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_copies, "copy_now", Copies(0))
@@ -387,7 +387,7 @@ def test_the_kernel_is_told_where_the_rows_are(
 
 
 def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out, then back: the request begins without the prefix, and is as any other."""
+    """Fails to store and then to load: the request starts without the prefix, like any other."""
     unit = unit_bytes(host)
     with small_cache(host, host_prefixes=4 * unit) as cache:
         ids = recorded(cache, 2 * ROWS)
@@ -402,7 +402,7 @@ def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> No
         reqid = begins(cache, ids, 0)
         cache.check_integrity()
         assert cache.step(lens(cache, **{f"r{reqid}": 3 * ROWS})) == 0
-        assert rows_are_zero(cache, reqid, 0, 3 * ROWS), "nothing of the copy"
+        assert rows_are_zero(cache, reqid, 0, 3 * ROWS), "no part of the copy is left"
         assert cache.stats().prefix_host_bytes == 0
 
 
@@ -450,7 +450,7 @@ def test_a_load_whose_map_fails(context: Context) -> None:
 def test_a_loaded_prefix_that_cannot_be_recorded(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request has it alone."""
+    """The request keeps the loaded rows for itself."""
     with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
         ids = recorded(cache, 2 * ROWS)
         cache.trim(prefixes="host")
@@ -466,7 +466,7 @@ def test_a_loaded_prefix_that_cannot_be_recorded(
 def test_a_loaded_prefix_whose_pages_cannot_be_shared(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver fails: the request begins without it, and it is not tried again."""
+    """The driver fails: the request starts without the prefix, and the load is not retried."""
     calls = []
 
     def fails(*_: Any) -> None:
@@ -481,7 +481,7 @@ def test_a_loaded_prefix_whose_pages_cannot_be_shared(
         assert (len(calls), cache.stats().prefix_host_bytes) == (1, 0)
 
 
-def test_close_gives_the_host_memory_back(host: Context) -> None:
+def test_close_frees_host_memory(host: Context) -> None:
     for closed_first in (False, True):
         context = open_context("host") if closed_first else host
         cache = KVCache(
@@ -503,7 +503,7 @@ def test_close_gives_the_host_memory_back(host: Context) -> None:
 
 
 class HostModel(ShareModel):
-    """Some prefixes come back from host memory, with the rows that the model knows."""
+    """A model in which some prefixes return from host memory, with the rows that it expects."""
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         super().__init__(cache, seed)
@@ -539,7 +539,7 @@ class HostModel(ShareModel):
         self.grow({reqid: prompt[length:]})
 
     def any_step(self) -> None:
-        """Mostly requests that come and go: many find what others recorded."""
+        """Mostly starts and ends requests: many find prefixes that others recorded."""
         pick = self.random.random()
         if pick < 0.6:
             super().any_step()

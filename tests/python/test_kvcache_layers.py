@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: layers that differ: MLA's one tensor, uneven heads and sizes, one step for all."""
+"""Description: unequal layers: MLA's one tensor, uneven heads and sizes, one step for all."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from pyvmem.models.shapes import classes_of
 
 
 def units(page: int) -> int:
-    """Heads of 64 float32 that fill an eighth of a page."""
+    """Returns the number of heads of 64 float32 that fill an eighth of a page."""
     return page // (8 * 64 * 4)
 
 
 def uneven(page: int) -> list[LayerShape]:
-    """Four classes: wide, narrow, keys with narrower values (two classes)."""
+    """Returns four groups: wide, narrow, and keys with narrower values (two groups)."""
     heads = units(page)
     return [
         LayerShape(2 * heads, 64),
@@ -70,7 +70,7 @@ def holds(cache: LayeredCache, reqid: int, tags: list[int]) -> bool:
 
 
 def state(cache: LayeredCache) -> list[Any]:
-    """The requests' view."""
+    """Returns the state that requests can see."""
     return [
         [(slot.reqid, slot.seq_len, slot.granted_pages) for slot in one.snapshot()]
         for one in cache.caches
@@ -80,7 +80,7 @@ def state(cache: LayeredCache) -> list[Any]:
 def note_ahead(
     cache: LayeredCache, owned: dict[int, list[int]], want: dict[int, list[int]]
 ) -> None:
-    """Enters what `step_async` mapped for a `step` that was short: at most what was wanted."""
+    """Records what `step_async` mapped for a `step` that ran short: at most what was requested."""
     for place, one in enumerate(cache.caches):
         for slot in one.snapshot():
             if slot.reqid in owned:
@@ -89,7 +89,7 @@ def note_ahead(
                 owned[slot.reqid][place] = now
 
 
-# ---- one tensor a layer --------------------------------------------------------------------------
+# ---- one tensor per layer ------------------------------------------------------------------------
 
 
 def test_a_layer_may_have_one_tensor(context: Context) -> None:
@@ -148,7 +148,7 @@ def test_tensors_per_layer_is_one_or_two() -> None:
 # ---- classes -------------------------------------------------------------------------------------
 
 
-def test_equal_layers_share_a_class(context: Context) -> None:
+def test_equal_layers_share_a_group(context: Context) -> None:
     page = context.info.granule
     with layered(context) as cache:
         found = [
@@ -164,7 +164,7 @@ def test_equal_layers_share_a_class(context: Context) -> None:
         ]
 
 
-def test_every_class_gets_the_pages_of_its_own_rows(context: Context) -> None:
+def test_every_group_gets_pages_for_its_own_rows(context: Context) -> None:
     with layered(context) as cache:
         reqid = cache.alloc_reqid(20)
         assert reqid is not None
@@ -173,7 +173,7 @@ def test_every_class_gets_the_pages_of_its_own_rows(context: Context) -> None:
         assert cache.step_async(lens) == 0
         assert cache.step(lens) == 0
         pages = [one.snapshot()[reqid].granted_pages for one in cache.caches]
-        assert pages == [5, 3, 4, 2]  # 4, 8, 5 1/3 and 16 rows in a page
+        assert pages == [5, 3, 4, 2]  # 4, 8, 5 1/3 and 16 rows per page
         tags = list(range(1, 21))
         write(cache, reqid, 0, tags)
         assert holds(cache, reqid, tags)
@@ -183,8 +183,8 @@ def test_every_class_gets_the_pages_of_its_own_rows(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_where_one_class_is_short_none_changes(context: Context) -> None:
-    # 20 rows need 5 * 4 + 3 * 2 + 4 + 2 = 32 pages, and each class alone fits.
+def test_if_one_group_is_short_none_changes(context: Context) -> None:
+    # 20 rows need 5 * 4 + 3 * 2 + 4 + 2 = 32 pages; each group alone would fit.
     for pages, ahead in ((31, False), (31, True), (21, False), (27, True)):
         with layered(context, pages) as cache:
             assert not cache.can_admit([20])
@@ -199,7 +199,7 @@ def test_where_one_class_is_short_none_changes(context: Context) -> None:
             assert (cache.step_async(lens) if ahead else cache.step(lens)) == -1
             assert state(cache) == before
             cache.check_integrity()
-            lens[reqid] = 8  # what the first classes mapped can be had by all
+            lens[reqid] = 8  # any request can use the pages that the first groups mapped
             assert cache.step(lens) == 0
             assert holds(cache, reqid, [1, 2, 3, 4])
             cache.check_integrity()
@@ -253,7 +253,7 @@ def test_a_budget_can_be_shared_with_another_cache(context: Context) -> None:
         assert other.memory.num_free_pages == 8
 
 
-def test_a_context_of_its_own(backend: str) -> None:
+def test_its_own_context(backend: str) -> None:
     granule = 4096 if backend == "host" else 0
     cache = LayeredCache([LayerShape(1, 64)], backend=backend, page_size=granule, max_batch=1,
                          memory_limit=4 << 20)  # fmt: skip
@@ -266,8 +266,8 @@ def test_a_context_of_its_own(backend: str) -> None:
 
 
 @pytest.mark.parametrize("number", [torch.tensor, np.array, np.int64])
-def test_a_shape_is_of_plain_numbers(number: Any) -> None:
-    """Equal layers are one class, whatever their sizes were given as."""
+def test_a_shape_has_plain_numbers(number: Any) -> None:
+    """Equal layers form one group, whatever numeric types their sizes have."""
     shapes = [LayerShape(number(2), number(64), window=number(9)), LayerShape(2, 64, 64, 9)]
     assert repr(shapes[0]) == repr(shapes[1])
     assert len(classes_of(shapes)[0]) == 1
@@ -321,7 +321,9 @@ def test_bad_input(context: Context) -> None:
 @pytest.mark.parametrize("policy", [{}, {"deferred_reclaim": False}, {"zero_fill": False}])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
-    """Rows and refusals against a plain account: what requests own in all classes together."""
+    """Compares rows and shortages with a plain account of the pages that requests own in all
+    groups.
+    """
     total = 80
     choose = random.Random(seed)
     with layered(context, total, **policy) as cache:
@@ -356,7 +358,7 @@ def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> N
                     refused += 1
                     if (
                         begun
-                    ):  # but for a slot that was held up: what it has mapped for others stays
+                    ):  # except for a slot that was held up: it keeps pages mapped for others
                         note_ahead(cache, owned, want)
                     else:
                         assert state(cache) == before
@@ -379,7 +381,7 @@ def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> N
         assert refused
 
 
-def test_integrity_compares_the_classes(context: Context) -> None:
+def test_integrity_compares_the_groups(context: Context) -> None:
     with layered(context) as cache:
         reqid = cache.alloc_reqid()
         assert reqid is not None
@@ -388,20 +390,20 @@ def test_integrity_compares_the_classes(context: Context) -> None:
         assert cache.step(lens) == 0
         cache.check_integrity()
         group = cache._groups[1]
-        group.pager.columns.held_rows[reqid] = group.used_tokens = 2  # true by itself
+        group.pager.columns.held_rows[reqid] = group.used_tokens = 2  # consistent within this group
         with pytest.raises(IntegrityError, match=rf"slot {reqid}, by group: \[3, 2"):
             cache.check_integrity()
         group.pager.columns.held_rows[reqid] = group.used_tokens = 3
         cache.check_integrity()
 
 
-# ---- pages that change under their requests ------------------------------------------------------
+# ---- pages that move under their requests --------------------------------------------------------
 
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
 
 
 def narrow_and_wide(context: Context, **changes: Any) -> LayeredCache:
-    """Two classes, the smaller one first: eight rows in a page and four."""
+    """Creates two groups, the smaller one first: eight and four rows per page."""
     page = context.info.granule
     policy: dict[str, Any] = {
         "dtype": "float32",
@@ -418,7 +420,7 @@ def narrow_and_wide(context: Context, **changes: Any) -> LayeredCache:
 
 
 def begin(cache: LayeredCache, rows: int, by: int = 0) -> list[int]:
-    """Request 0 with so many rows; their tags."""
+    """Starts request 0 with `rows` rows; returns their tags."""
     assert cache.alloc_reqid() == 0
     for end in [*range(by, rows, by), rows] if by else [rows]:
         assert cache.step([end, *[0] * (len(cache.caches[0].snapshot()) - 1)]) == 0
@@ -432,25 +434,27 @@ def away(cache: LayeredCache) -> list[int]:
 
 
 def at_rest(cache: LayeredCache, want: list[int]) -> bool:
-    """True if, after a step, nothing is in flight and `pages` of request 0 are off-device."""
+    """Returns true if, after a step, nothing is in flight and `want` pages of request 0 are
+    off-device.
+    """
     assert cache.step([slot.seq_len for slot in cache.caches[0].snapshot()]) == 0
     slots = [one.snapshot()[0] for one in cache.caches]
     return away(cache) == want and not any(slot.moving_pages or slot.in_flight for slot in slots)
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_move_is_of_all_layers_or_of_none(backend: str, wait: bool) -> None:
-    """The limit, which is of all layers together, is enough for the narrow ones alone."""
+def test_a_move_is_for_all_layers_or_none(backend: str, wait: bool) -> None:
+    """The limit, which covers all layers together, suffices for the narrow ones alone."""
     with with_tiers(backend) as context:
         page = context.info.granule
         with narrow_and_wide(context, host_limit=11 * page) as cache:
-            tags = begin(cache, 16)  # two pages in each of two tensors, and four
+            tags = begin(cache, 16)  # two pages in each of two tensors, and four pages
             before = [one.snapshot() for one in cache.caches]
             held = cache.stats().mapped_bytes
             with pytest.raises(OutOfMemory, match=f"host has {7 * page} bytes") as caught:
                 cache.move(0, "host", wait=wait)
             assert caught.value.limit == 7 * page
-            # A step takes the copies' pages back once they are over.
+            # A step frees the copies' pages once the copies have completed.
             eventually(lambda: at_rest(cache, [0, 0]) and not cache.stats().host_pages)
             assert [one.snapshot() for one in cache.caches] == before
             assert cache.stats().mapped_bytes == held
@@ -469,13 +473,13 @@ def test_a_move_that_finds_no_memory_for_some_layers(backend: str, wait: bool) -
         slab = 4 * probe.info.granule
     with open_context(backend, slab_size=slab, mem_limit=5 * slab) as context:
         if context.info.slab_size != slab:
-            pytest.skip("slabs are larger than asked for")
+            pytest.skip("slabs are larger than requested")
         with narrow_and_wide(context) as cache:
             tags = begin(cache, 16)  # three slabs
             before, used = [one.snapshot() for one in cache.caches], context.stats().used_bytes
             with pytest.raises(OutOfMemory):
                 cache.move(0, "host", wait=wait)
-            # A step takes the copies' pages back once they are over.
+            # A step frees the copies' pages once the copies have completed.
             eventually(lambda: at_rest(cache, [0, 0]) and context.stats().used_bytes == used)
             assert [one.snapshot() for one in cache.caches] == before
             cache.check_integrity()
@@ -485,8 +489,10 @@ def test_a_move_that_finds_no_memory_for_some_layers(backend: str, wait: bool) -
             assert holds(cache, 0, tags)
 
 
-def test_every_driver_call_of_a_move_of_several_classes_fails_once(backend: str) -> None:
-    """New pages come in all classes or in none; only where they are put in place one may be."""
+def test_every_driver_call_of_a_move_of_several_groups_fails_once(backend: str) -> None:
+    """New pages are allocated in all groups or in none; only their mapping may succeed in one group
+    alone.
+    """
     seen, skip = set(), 0
     while True:
         with with_tiers(backend) as context, narrow_and_wide(context) as cache:
@@ -513,7 +519,7 @@ def test_every_driver_call_of_a_move_of_several_classes_fails_once(backend: str)
 
 
 def test_a_promotion_of_several_classes(backend: str) -> None:
-    """Each class has its own parts; where a call of the driver fails, all rows stay."""
+    """Each group has its own parts; if a driver call fails, all rows stay."""
     skip = 0
     while True:
         with in_slabs(backend) as context, narrow_and_wide(context) as cache:
@@ -536,15 +542,15 @@ def test_a_promotion_of_several_classes(backend: str) -> None:
     assert skip, "no call of the driver failed"
 
 
-def test_a_promotion_without_blocks_is_refused(context: Context) -> None:
+def test_a_promotion_without_blocks_is_rejected(context: Context) -> None:
     with narrow_and_wide(context) as cache:
         begin(cache, 16)
         with pytest.raises(InvalidArgument, match="no slot has a block"):
             cache.promote(0)
 
 
-def test_a_request_runs_on_where_one_group_lost_its_rows(context: Context) -> None:
-    """Its pages in the other group come back when it is freed."""
+def test_a_request_continues_after_one_group_lost_its_rows(context: Context) -> None:
+    """Its pages in the other group are freed with it."""
     with narrow_and_wide(context, deferred_reclaim=False) as cache:
         begin(cache, 16)
         request = 0
@@ -561,7 +567,7 @@ def test_a_request_runs_on_where_one_group_lost_its_rows(context: Context) -> No
 
 
 def test_a_slot_retired_in_one_group_is_used_in_none(context: Context) -> None:
-    """Also if each group has retired as many slots as the others."""
+    """Even if each group has retired the same number of slots."""
     with narrow_and_wide(context) as cache:
         with cache._lock, cache._journal:
             for index, group in enumerate(cache._groups):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: budgets as engines of a ledger: who is short gets what others have idle."""
+"""Description: budgets as engines of a ledger: an engine that is short gets the idle memory of
+others.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def engines(folder: Path) -> dict[str, EngineInfo]:
 
 @contextlib.contextmanager
 def engine(folder: Path, name: str, total: int = 16, **values: Any) -> Iterator[KVCache]:
-    """A cache over a budget of its own, as in a process of its own; total: columns."""
+    """Yields a cache with its own budget, as in its own process; total: in columns."""
     floor = values.pop("floor_bytes", 0)
     with (
         Context("host", granule=PAGE) as context,
@@ -55,13 +57,13 @@ def engine(folder: Path, name: str, total: int = 16, **values: Any) -> Iterator[
 
 
 def other(folder: Path, floor: int = 0) -> Account:
-    """An engine that is no cache, such as vLLM's."""
+    """Joins as an engine without a KVCache, such as vLLM's."""
     most = 16 * COLUMN * PAGE
     return ledger(folder).join("other", floor=floor, limit=most, least=1, virtual=most)
 
 
 def grow(cache: KVCache, reqid: int, columns: int) -> int:
-    """One step of a request to so many pages in each tensor."""
+    """Grows a request to `columns` pages in each tensor, in one step."""
     lens = [slot.seq_len for slot in cache.snapshot()]
     lens[reqid] = columns * ROWS
     return cache.step(lens)
@@ -74,14 +76,14 @@ def start(cache: KVCache, columns: int) -> int:
     return reqid
 
 
-def test_a_cache_gets_what_an_idle_one_has(folder: Path) -> None:
+def test_a_cache_gets_the_memory_of_an_idle_one(folder: Path) -> None:
     with engine(folder, "a") as a, engine(folder, "b") as b:
         running = start(a, 2)
         for reqid in [start(a, 6), start(a, 5)]:
             a.free_reqid(reqid)
         assert engines(folder)["a"].used >= 13 * COLUMN * PAGE
         reqid = start(b, 1)
-        assert grow(b, reqid, 6) == -1  # and the ledger knows
+        assert grow(b, reqid, 6) == -1  # the ledger records the shortage
         assert engines(folder)["b"].want > 0
         eventually(lambda: grow(b, reqid, 6) == 0)
         two = b.alloc_reqid()
@@ -95,7 +97,7 @@ def test_a_cache_gets_what_an_idle_one_has(folder: Path) -> None:
         eventually(lambda: engines(folder)["b"].want == 0)
 
 
-def test_what_requests_own_stays(folder: Path) -> None:
+def test_memory_owned_by_requests_stays(folder: Path) -> None:
     with engine(folder, "a") as a:
         ids = [start(a, 6), start(a, 6)]
         account = other(folder)
@@ -118,7 +120,7 @@ def test_what_requests_own_stays(folder: Path) -> None:
         account.close()
 
 
-def test_prefixes_go_last(folder: Path) -> None:
+def test_prefixes_are_evicted_last(folder: Path) -> None:
     with engine(folder, "a", 8) as a:
         tokens = list(range(3 * ROWS))
         recorded = start(a, 3)
@@ -169,7 +171,7 @@ def test_another_engines_floor_is_left_to_it(folder: Path) -> None:
         a.free_reqid(reqid)
 
 
-def test_a_lowered_limit_is_followed(folder: Path) -> None:
+def test_a_lowered_limit_is_enforced(folder: Path) -> None:
     with engine(folder, "a") as a:
         running = start(a, 2)
         a.free_reqid(start(a, 6))
@@ -200,7 +202,7 @@ def test_two_caches_of_one_budget_are_one_engine(folder: Path, host: Context) ->
     with Budget(host, total, ledger=ledger(folder), name="both") as budget:
         config = small_config(PAGE, memory_limit=0, memory_floor=4 * COLUMN * PAGE)
         with KVCache(config, budget=budget) as a, KVCache(config, budget=budget) as b:
-            assert budget.granted_bytes >= 8 * COLUMN * PAGE  # the floors, kept for them
+            assert budget.granted_bytes >= 8 * COLUMN * PAGE  # the floors are reserved for them
             start(a, 6)
             start(b, 6)
             assert list(engines(folder)) == ["both"]
@@ -228,13 +230,13 @@ def test_a_forgotten_budget_leaves_the_ledger(folder: Path, host: Context) -> No
     del budget
 
     def forgotten() -> bool:
-        gc.collect()  # the keeper may be at work on it
+        gc.collect()  # the budget's thread may be using it
         return gone() is None and engines(folder) == {}
 
     eventually(forgotten)
 
 
-def test_a_gpu_in_mig_mode_is_refused(
+def test_a_gpu_in_mig_mode_is_rejected(
     folder: Path, host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
@@ -263,7 +265,7 @@ def test_a_gpu_in_mig_mode_is_refused(
         {"context": None},
     ],
 )
-def test_a_ledger_that_got_no_budget_leaves_no_descriptor(
+def test_a_failed_budget_leaves_no_descriptor(
     folder: Path, host: Context, wrong: dict[str, Any]
 ) -> None:
     def descriptors() -> int:

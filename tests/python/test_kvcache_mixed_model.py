@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines over pages that move and entries of 2 MiB, against a plain model."""
+"""Description: random engines over moving pages and entries of 2 MiB, against a plain model."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 class MixedModel(ShareModel):
-    """Blocks are joined, split and copied; pages go to the host and back."""
+    """A model whose blocks are joined, split and copied, and whose pages move to the host and
+    back.
+    """
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         super().__init__(cache, seed)
         self._watch(cache)
 
     def _watch(self, cache: KVCache) -> None:
-        """Nothing in the background splits an entry of 2 MiB that has rows of a request."""
+        """Checks that no background work splits an entry of 2 MiB that holds rows of a request."""
         context, submit = cache.context, cache.context.submit
 
         def watched(ops: OpBatch, *more: Any, **options: Any) -> Any:
@@ -77,7 +79,7 @@ class MixedModel(ShareModel):
             self.count("promote")
 
     def move(self, reqid: int) -> None:
-        """To the host or back, all of it or a part."""
+        """Moves a request, or a part of it, to the host or back."""
         wait = self.random.random() < 0.5
         self.fire()
         before = self.cache.snapshot()[reqid]
@@ -124,7 +126,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drive(backend: str, policy: str, seed: int, steps: int) -> MixedModel:
-    """A random engine; with odd seeds memory is short of whole blocks."""
+    """Runs a random engine; with odd seeds, memory is short of whole blocks."""
     with in_slabs(backend, mem_limit=80 * TENSORS * (MIB2 // 4) if seed % 2 else 0) as context:
         with cache_of(context, POLICIES[policy]) as cache:
             model = MixedModel(cache, seed)
@@ -147,7 +149,7 @@ def test_random_engine(backend: str, policy: str, seed: int) -> None:
 
 
 class LayeredModel(MixedModel):
-    """With several classes, a cached prefix ends where no class splits a page."""
+    """With several groups, a cached prefix ends where no group splits a page."""
 
     def refused(self, before: tuple[Any, ...]) -> None:
         self.count("no memory")
@@ -166,7 +168,7 @@ class LayeredModel(MixedModel):
 
 @pytest.mark.parametrize("pages", [500, 260])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_engine_over_layers_that_differ(backend: str, pages: int, seed: int) -> None:
+def test_random_engine_over_unequal_layers(backend: str, pages: int, seed: int) -> None:
     options = {"max_seq_len": 80, "max_batch": 6, "window_tile": 2}
     with in_slabs(backend) as context, layered(context, pages, **options) as cache:
         model = LayeredModel(cache, seed)

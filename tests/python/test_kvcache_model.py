@@ -44,7 +44,7 @@ def test_random_engine(context: Context, policy: str, seed: int) -> None:
 
 
 class Engine(RuleBasedStateMachine):
-    """One engine over one cache; hypothesis chooses what it does."""
+    """One engine over one cache; hypothesis chooses its calls."""
 
     @initialize(
         backend=st.sampled_from(usable_backends()), policy=st.sampled_from(sorted(POLICIES))

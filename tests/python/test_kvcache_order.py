@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: what a KVCache does with pages between requests, and that it waits for GPU work.
+"""Description: which pages a KVCache reuses between requests, and how it waits for GPU work.
 
-An FdEvent stands for GPU work, on every back end: nothing that the work may touch changes before it
-fires.
+An FdEvent stands for GPU work, on every back end: no page that the work may access changes before
+the event fires.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TENSORS = 2 * LAYERS
 NAN = float("nan")
 
 
-# ---- order against GPU work ----------------------------------------------------------------------
+# ---- order relative to GPU work ------------------------------------------------------------------
 
 
 @needs_tensors
@@ -93,8 +93,10 @@ def test_a_reused_slot_is_not_handed_over_before_the_work_is_over(
         assert rows_are(cache, 0, 0, ROWS, 4.0) != zero_fill
 
 
-def test_growth_beyond_what_was_used_need_not_wait(context: Context) -> None:
-    """New pages of a slot are nobody's: only the used ones wait for the earlier owner's work."""
+def test_growth_beyond_used_pages_need_not_wait(context: Context) -> None:
+    """New pages of a slot have no earlier owner: only used pages wait for the earlier owner's
+    work.
+    """
     with small_cache(context, max_batch=2) as cache, pending() as work:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=ROWS)) == 0
@@ -103,14 +105,14 @@ def test_growth_beyond_what_was_used_need_not_wait(context: Context) -> None:
         assert other == 0
         fresh = cache.alloc_reqid()
         assert fresh == 1
-        assert cache.step(lens(cache, r1=3 * ROWS)) == 0, "another slot does not wait"
+        assert cache.step(lens(cache, r1=3 * ROWS)) == 0, "a step of another slot does not wait"
         assert rows_are_zero(cache, 1, 0, 3 * ROWS)
         work.set()
         assert cache.step(lens(cache, r0=2 * ROWS, r1=3 * ROWS)) == 0
 
 
 @pytest.mark.needs_tensors
-def test_what_is_mapped_ahead_is_waited_for_by_those_who_need_it(context: Context) -> None:
+def test_only_steps_that_need_pages_mapped_ahead_wait_for_them(context: Context) -> None:
     with small_cache(context, max_batch=2) as cache, pending() as work:
         assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
         assert cache.step(lens(cache, r0=ROWS, r1=2 * ROWS)) == 0
@@ -118,7 +120,7 @@ def test_what_is_mapped_ahead_is_waited_for_by_those_who_need_it(context: Contex
         cache.free_reqid(1, work)
         assert cache.alloc_reqid() == 1
         assert cache.step_async(lens(cache, r0=ROWS, r1=2 * ROWS)) == 0
-        assert cache.step(lens(cache, r0=ROWS)) == 0, "it has what it needs"
+        assert cache.step(lens(cache, r0=ROWS)) == 0, "its pages are mapped already"
         assert cache.snapshot()[1].in_flight
         assert rows_are(cache, 1, 0, 2 * ROWS, 4.0)
         with firing_later(work) as fired:
@@ -127,7 +129,7 @@ def test_what_is_mapped_ahead_is_waited_for_by_those_who_need_it(context: Contex
         assert rows_are_zero(cache, 1, 0, 2 * ROWS)
 
 
-def test_a_step_that_maps_pages_waits_for_no_others(context: Context) -> None:
+def test_a_step_that_maps_pages_does_not_wait_for_others(context: Context) -> None:
     with small_cache(context, max_batch=2) as cache, pending() as work:
         assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
         assert cache.step(lens(cache, r0=ROWS, r1=2 * ROWS)) == 0
@@ -151,8 +153,10 @@ def test_the_callers_event_may_be_closed_at_once(context: Context) -> None:
             eventually(lambda: cache.stats().mapped_bytes == 0)
 
 
-def test_two_owners_ago_still_counts(context: Context) -> None:
-    """The first owner's work goes on while the second one's, elsewhere, is over."""
+def test_the_work_of_the_owner_before_last_still_counts(context: Context) -> None:
+    """The first owner's work is still running when that of the second, on other pages, has
+    completed.
+    """
     with (
         small_cache(context, max_batch=1, zero_fill=False) as cache,
         pending() as first,
@@ -170,10 +174,10 @@ def test_two_owners_ago_still_counts(context: Context) -> None:
             assert fired
 
 
-def test_a_growth_that_another_call_finishes_leaves_nothing_to_a_stream(
+def test_a_growth_finished_by_another_call_leaves_no_work_to_a_stream(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call has no stream, and the next step may name any."""
+    """The call names no stream, and the next step may name any."""
     devices = []
     monkeypatch.setattr(growth, "order_after", lambda event, stream, on: devices.append(on))
     with (
@@ -206,8 +210,8 @@ def test_a_step_short_of_memory_waits_for_the_work_on_freed_pages(context: Conte
         assert cache.stats().reclaimed_pages == 2 * TENSORS
 
 
-def test_a_step_short_of_memory_takes_what_is_over_first(context: Context) -> None:
-    """The older slot's work never ends; its pages are not needed."""
+def test_a_step_short_of_memory_uses_completed_slots_first(context: Context) -> None:
+    """The older slot's work never completes; its pages are not needed."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, pending() as endless:
         for _ in range(3):
@@ -220,7 +224,7 @@ def test_a_step_short_of_memory_takes_what_is_over_first(context: Context) -> No
         endless.set()
 
 
-def test_of_several_reclaims_any_may_end_first(context: Context) -> None:
+def test_reclaims_may_complete_in_any_order(context: Context) -> None:
     limit = 4 * TENSORS * context.info.granule
     with (
         small_cache(context, memory_limit=limit, deferred_reclaim=False) as cache,
@@ -241,8 +245,8 @@ def test_of_several_reclaims_any_may_end_first(context: Context) -> None:
 # ---- zeros --------------------------------------------------------------------------------------
 
 
-def test_a_page_full_of_nan_is_handed_on_as_zeros(context: Context) -> None:
-    """Within its slot, and from one slot to another by way of the pool."""
+def test_a_page_full_of_nan_is_zeroed_for_the_next_owner(context: Context) -> None:
+    """Pages are zeroed within their slot, and when they reach another slot through the pool."""
     limit = 3 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_batch=2) as cache:
         cache.alloc_reqid()
@@ -252,7 +256,7 @@ def test_a_page_full_of_nan_is_handed_on_as_zeros(context: Context) -> None:
         assert cache.alloc_reqid(3 * ROWS) == 0
         assert cache.step([ROWS, 0]) == 0
         assert rows_are_zero(cache, 0, 0, ROWS)
-        assert not rows_are_zero(cache, 0, ROWS, 2 * ROWS), "not the owner's yet"
+        assert not rows_are_zero(cache, 0, ROWS, 2 * ROWS), "not granted to the owner yet"
         assert cache.step([ROWS + 1, 0]) == 0
         assert rows_are_zero(cache, 0, 0, 2 * ROWS)
         assert cache.alloc_reqid() == 1
@@ -260,7 +264,7 @@ def test_a_page_full_of_nan_is_handed_on_as_zeros(context: Context) -> None:
         assert rows_are_zero(cache, 1, 0, ROWS)
 
 
-def test_only_what_may_be_dirty_is_zeroed(context: Context) -> None:
+def test_only_dirty_pages_are_zeroed(context: Context) -> None:
     with small_cache(context, max_batch=1) as cache:
         cache.alloc_reqid()
         assert cache.step([2 * ROWS]) == 0
@@ -291,7 +295,7 @@ def test_growth_without_zero_fill_keeps_contents(context: Context) -> None:
         assert cache.stats().zeroed_pages == 0
 
 
-# ---- which slot, which pages --------------------------------------------------------------------
+# ---- choice of slots and pages ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -299,7 +303,9 @@ def test_growth_without_zero_fill_keeps_contents(context: Context) -> None:
     [(1, 1), (ROWS, 1), (ROWS + 1, 3), (3 * ROWS, 3), (4 * ROWS, 0), (5 * ROWS + 1, 0), (0, 1)],
 )
 def test_best_fit(context: Context, length: int, best: int) -> None:
-    """Free slots with 5, 1, 0 and 3 pages; enough beats many, most beats few."""
+    """Free slots have 5, 1, 0 and 3 pages: the smallest sufficient slot is best, else the
+    largest.
+    """
     with small_cache(context) as cache:
         for _ in range(4):
             cache.alloc_reqid()
@@ -309,8 +315,8 @@ def test_best_fit(context: Context, length: int, best: int) -> None:
         assert cache.alloc_reqid(length) == best
 
 
-def test_among_equal_fits_the_one_freed_first_is_taken(context: Context) -> None:
-    """So that a reqid that somebody kept by mistake is another's as late as possible."""
+def test_among_equal_fits_the_slot_freed_first_is_used(context: Context) -> None:
+    """A reqid that was kept by mistake is thus reused as late as possible."""
     with small_cache(context) as cache:
         for _ in range(4):
             cache.alloc_reqid()
@@ -320,7 +326,7 @@ def test_among_equal_fits_the_one_freed_first_is_taken(context: Context) -> None
         assert [cache.alloc_reqid(ROWS) for _ in range(4)] == [2, 0, 3, 1]
 
 
-def test_a_slot_whose_pages_are_there_maps_nothing(context: Context) -> None:
+def test_a_slot_with_enough_pages_maps_nothing(context: Context) -> None:
     with small_cache(context) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=4 * ROWS)) == 0
@@ -335,7 +341,7 @@ def test_eager_pages_are_ready_for_the_next_request(context: Context) -> None:
     with small_cache(context, eager_pages=2) as cache:
         for expected in range(3):
             prepared = [slot.mapped_pages for slot in cache.snapshot() if slot.state != "active"]
-            assert sorted(prepared)[-1] == 2, "one free slot has its pages, or will have"
+            assert sorted(prepared)[-1] == 2, "one free slot has its pages mapped or in flight"
             eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
             reqid = cache.alloc_reqid()
             assert reqid == expected
@@ -348,7 +354,7 @@ def test_eager_pages_are_ready_for_the_next_request(context: Context) -> None:
         assert cache.stats().grown_pages == 4 * 2 * TENSORS
 
 
-def test_eager_pages_come_after_what_requests_wait_for(
+def test_eager_pages_are_mapped_after_pages_that_requests_wait_for(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, work, calls = context.submit, FdEvent.create(), 0
@@ -374,7 +380,7 @@ def test_eager_pages_come_after_what_requests_wait_for(
                 assert begun > 0
                 other = cache.alloc_reqid(ROWS)
                 assert other is not None
-                assert calls == begun, "only the request's own pages are being mapped"
+                assert calls == begun, "only the request's own pages are in flight"
             finally:
                 work.set()
         eventually(lambda: cache.slots.is_ready(reqid, 3 * ROWS))
@@ -382,7 +388,7 @@ def test_eager_pages_come_after_what_requests_wait_for(
         eventually(lambda: cache.step(both) == 0 and prepared(cache))
 
 
-def test_eager_pages_make_way(context: Context) -> None:
+def test_eager_pages_are_reclaimed_for_requests(context: Context) -> None:
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, eager_pages=2, memory_limit=limit) as cache:
         reqid = cache.alloc_reqid()
@@ -404,7 +410,7 @@ def test_eager_without_deferred_reclaim(context: Context) -> None:
         assert sorted(slot.mapped_pages for slot in cache.snapshot()) == [0, 0, 0, 1]
 
 
-def test_without_deferred_reclaim_pages_go_at_once(context: Context) -> None:
+def test_without_deferred_reclaim_pages_are_unmapped_immediately(context: Context) -> None:
     with small_cache(context, deferred_reclaim=False) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=3 * ROWS)) == 0
@@ -414,8 +420,8 @@ def test_without_deferred_reclaim_pages_go_at_once(context: Context) -> None:
         assert cache.stats().reclaimed_pages == 3 * TENSORS
 
 
-def test_pages_still_being_made_go_later(context: Context) -> None:
-    """Without deferred reclaim, of a slot that was freed before its promised pages were there."""
+def test_pages_in_flight_are_unmapped_later(context: Context) -> None:
+    """Without deferred reclaim, for a slot freed before its promised pages were mapped."""
     with small_cache(context, deferred_reclaim=False, max_batch=1) as cache:
         for _ in range(20):
             cache.alloc_reqid()
@@ -425,7 +431,9 @@ def test_pages_still_being_made_go_later(context: Context) -> None:
 
 
 def test_watermark(context: Context) -> None:
-    """Below a quarter of 16 pages free, the pages of the slot freed first go."""
+    """With less than a quarter of 16 pages free, pages of the slot that was freed first are
+    unmapped.
+    """
     limit = 16 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, low_watermark=0.25) as cache:
         for _ in range(4):
@@ -450,7 +458,7 @@ def test_watermark_when_the_last_pages_are_freed(context: Context) -> None:
         assert cache.snapshot()[0].mapped_pages == 4
 
 
-def test_pages_of_old_free_slots_go_by_age(context: Context) -> None:
+def test_pages_of_old_free_slots_are_unmapped_by_age(context: Context) -> None:
     with small_cache(context, reclaim_steps=3) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=2 * ROWS)) == 0
@@ -463,8 +471,8 @@ def test_pages_of_old_free_slots_go_by_age(context: Context) -> None:
         eventually(lambda: cache.stats().mapped_bytes == 0)
 
 
-def test_what_a_slot_keeps_beyond_a_cut_in_flight_can_be_had_too(context: Context) -> None:
-    """The watermark has begun to take one page of a free slot; a step needs all four."""
+def test_pages_beyond_an_unmap_in_flight_can_be_reclaimed_too(context: Context) -> None:
+    """The watermark is already unmapping one page of a free slot; a step needs all four."""
     page = context.info.granule
     limit = 4 * TENSORS * page
     with (
@@ -477,7 +485,7 @@ def test_what_a_slot_keeps_beyond_a_cut_in_flight_can_be_had_too(context: Contex
         assert cache.step(lens(cache)) == 0
         assert cache.snapshot()[0].in_flight
         other = cache.alloc_reqid(6 * ROWS)
-        if other == 0:  # the best fit is the slot with pages: take another one
+        if other == 0:  # the best fit is the slot with pages, so use another
             other = cache.alloc_reqid()
             cache.free_reqid(0, work)
         with firing_later(work):

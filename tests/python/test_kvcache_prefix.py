@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: recorded prefixes of a KVCache: matching, mapping, eviction, and bad input."""
+"""Description: cached prefixes of a KVCache: matching, mapping, eviction, and bad input."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ PROMPT = list(range(100, 100 + 6 * ROWS))
 
 
 def recorded(cache: KVCache, tokens: list[int], tag: float = 1.0) -> None:
-    """A finished request that left its prefix behind."""
+    """Runs a request whose prefix is recorded when it ends."""
     cache.free_reqid(started(cache, len(tokens), tag), tokens=tokens)
 
 
-# ---- the unit ------------------------------------------------------------------------------------
+# ---- sharing units -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row_heads", [1, 3])
 def test_the_sharing_unit_fills_whole_pages(host: Context, row_heads: int) -> None:
-    """384-byte rows in pages of 4096: 32 rows are three pages; with 64 KiB pages it is 512 rows."""
+    """With 384-byte rows, three pages of 4 KiB hold 32 rows; with 64 KiB pages a unit has 512
+    rows.
+    """
     shape = {"num_kv_heads": row_heads, "head_dim": 64, "dtype": "float16", "max_seq_len": 80}
     with small_cache(host, **shape) as cache:
         row = cache.layout.row_bytes
@@ -63,7 +65,7 @@ def test_a_unit_longer_than_a_request_records_nothing(host: Context) -> None:
 # ---- recording and matching ----------------------------------------------------------------------
 
 
-def test_a_prompt_begins_with_what_a_finished_request_left(context: Context) -> None:
+def test_a_prompt_reuses_the_prefix_of_a_finished_request(context: Context) -> None:
     with small_cache(context) as cache:
         first = started(cache, 3 * ROWS + 2)
         cache.free_reqid(first, tokens=PROMPT[: 3 * ROWS + 2])
@@ -97,8 +99,8 @@ def test_the_last_tokens_are_left_to_compute(context: Context) -> None:
         assert cache.alloc_prefix(PROMPT[: 2 * ROWS], leave=0)[1] == 2 * ROWS
 
 
-def test_prefixes_part_in_the_middle(context: Context) -> None:
-    """Two requests that agree in two of three pages: the third is each one's own."""
+def test_prefixes_branch_in_the_middle(context: Context) -> None:
+    """Two requests agree in two of three pages; each has a third page of its own."""
     with small_cache(context) as cache:
         other = PROMPT[: 2 * ROWS] + [7] * ROWS
         recorded(cache, PROMPT[: 3 * ROWS], 1.0)
@@ -135,13 +137,13 @@ def test_turns_of_a_conversation(context: Context) -> None:
             cache.check_integrity()
 
 
-def test_what_is_recorded_already_is_not_recorded_twice(context: Context) -> None:
+def test_a_cached_prefix_is_not_recorded_twice(context: Context) -> None:
     with small_cache(context) as cache:
         a, b = started(cache, 2 * ROWS, 1.0), started(cache, 3 * ROWS, 2.0)
         assert cache.record(a, PROMPT[: 2 * ROWS]) == 2 * ROWS
         assert cache.record(a, PROMPT[: 2 * ROWS]) == 2 * ROWS
         assert cache.record(b, PROMPT[: 2 * ROWS]) == 2 * ROWS
-        assert cache.snapshot()[b].shared_pages == 0, "nothing of it was new"
+        assert cache.snapshot()[b].shared_pages == 0, "nothing in it was new"
         assert cache.record(b, PROMPT[: 3 * ROWS]) == 3 * ROWS
         assert cache.stats().prefix_pages == 3 * TENSORS
         grown(cache, a, 2 * ROWS, 3 * ROWS, 3.0)
@@ -167,7 +169,7 @@ def test_a_reader_waits_for_the_work_that_wrote_the_rows(context: Context) -> No
 @pytest.mark.parametrize("how", ["record", "free_reqid"])
 @pytest.mark.parametrize("more", [1, 2 * ROWS])
 def test_ids_without_a_row_yet_are_left_out(context: Context, how: str, more: int) -> None:
-    """The last token that was sampled: its row comes with the step that nobody asks for."""
+    """The last sampled token has no row yet: only the next step would compute it."""
     with small_cache(context) as cache:
         reqid = started(cache, 2 * ROWS)
         if how == "record":
@@ -181,7 +183,7 @@ def test_ids_without_a_row_yet_are_left_out(context: Context, how: str, more: in
 # ---- namespaces ----------------------------------------------------------------------------------
 
 
-def test_equal_ids_of_different_namespaces_never_meet(context: Context) -> None:
+def test_equal_ids_of_different_namespaces_never_match(context: Context) -> None:
     names = [None, "adapter", ("tenant", 7), 0]
     with small_cache(context, max_batch=8) as cache:
         for tag, name in enumerate(names, 1):
@@ -220,7 +222,7 @@ def test_eviction_is_over_all_namespaces(context: Context) -> None:
         assert cache.match(PROMPT, namespace="new").length == 2 * ROWS
 
 
-def test_what_is_no_namespace(context: Context) -> None:
+def test_an_invalid_namespace(context: Context) -> None:
     with small_cache(context) as cache:
         reqid = started(cache, ROWS)
         before = state(cache)
@@ -256,7 +258,7 @@ def test_a_match_keeps_its_pages_until_it_is_used_or_dropped(context: Context) -
         assert taken[1] == 2 * ROWS
         assert rows_are(cache, taken[0], 0, 2 * ROWS, 3.0)
         cache.free_reqid(taken[0])
-        assert cache.step(want) == 0, "the lease ended with its use"
+        assert cache.step(want) == 0, "the lease ended when it was used"
         cache.free_reqid(one)
 
 
@@ -281,7 +283,7 @@ def test_a_lease_ends(context: Context, how: str) -> None:
         cache.check_integrity()
 
 
-def test_a_lost_lease_whose_prefix_is_still_there_can_be_used(context: Context) -> None:
+def test_a_lost_lease_works_while_its_prefix_is_cached(context: Context) -> None:
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 2 * ROWS])
         found = cache.match(PROMPT)
@@ -307,8 +309,8 @@ def test_a_match_may_outlive_its_cache(context: Context) -> None:
 # ---- admission -----------------------------------------------------------------------------------
 
 
-def test_admission_knows_the_prefix_that_a_request_begins_with(context: Context) -> None:
-    """An idle cache never refuses for ever what it can serve."""
+def test_admission_counts_the_cached_prefix(context: Context) -> None:
+    """An idle cache must never keep refusing a request that it can serve."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         running = started(cache, 3 * ROWS)
@@ -325,7 +327,7 @@ def test_admission_knows_the_prefix_that_a_request_begins_with(context: Context)
         assert cache.step(want) == 0
 
 
-def test_admission_does_not_reclaim_what_the_request_begins_with(context: Context) -> None:
+def test_admission_does_not_reclaim_the_requests_prefix(context: Context) -> None:
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         recorded(cache, PROMPT[: 3 * ROWS])
@@ -336,7 +338,7 @@ def test_admission_does_not_reclaim_what_the_request_begins_with(context: Contex
             assert not cache.can_admit([4 * ROWS]), "leased"
         with cache.match(PROMPT[:ROWS] + [1] * 9) as found:
             assert found.length == ROWS
-            assert cache.can_admit([4 * ROWS], [found]), "only what it begins with is kept"
+            assert cache.can_admit([4 * ROWS], [found]), "only the prefix that it uses is kept"
         assert cache.can_admit([4 * ROWS])
         with pytest.raises(
             InvalidArgument, match=r"len\(matches\) is 1; it must be len\(seq_lens\), 2"
@@ -350,18 +352,18 @@ def test_admission_does_not_reclaim_what_the_request_begins_with(context: Contex
 # ---- eviction ------------------------------------------------------------------------------------
 
 
-def test_prefixes_go_when_memory_is_short_least_recently_used_first(context: Context) -> None:
+def test_prefixes_are_evicted_least_recently_used_first(context: Context) -> None:
     limit = 6 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         old, new = PROMPT[: 2 * ROWS], [5] * (2 * ROWS)
         recorded(cache, old)
         recorded(cache, new, 2.0)
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
-        cache.match(old)  # now the other one is the older
+        cache.match(old)  # this makes the other prefix the older one
         assert cache.can_admit([6 * ROWS])
         reqid = started(cache, 3 * ROWS)
         assert cache.match(old, leave=0).length == 2 * ROWS
-        assert cache.match(new, leave=0).length == ROWS, "only the page that was needed"
+        assert cache.match(new, leave=0).length == ROWS, "only the needed page is evicted"
         cache.check_integrity()
         grown(cache, reqid, 3 * ROWS, 6 * ROWS, 3.0)
         assert cache.match(old, leave=0).length == 0
@@ -369,7 +371,7 @@ def test_prefixes_go_when_memory_is_short_least_recently_used_first(context: Con
         assert cache.match([1]).length == 0
 
 
-def test_free_slots_lose_their_pages_before_prefixes_go(context: Context) -> None:
+def test_free_slots_are_reclaimed_before_prefixes_are_evicted(context: Context) -> None:
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         recorded(cache, PROMPT[: 2 * ROWS])
@@ -409,8 +411,8 @@ def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
         assert rows_are(cache, taken[0], 0, 2 * ROWS, 1.0)
 
 
-def test_a_prefix_goes_only_when_slots_have_given_everything(context: Context) -> None:
-    """Also what a slot has beyond the pages that are on their way back already."""
+def test_a_prefix_is_evicted_only_after_all_idle_pages(context: Context) -> None:
+    """This includes a slot's pages beyond those that are being unmapped already."""
     limit = 6 * TENSORS * context.info.granule
     with (
         small_cache(context, memory_limit=limit, low_watermark=0.5) as cache,
@@ -426,8 +428,8 @@ def test_a_prefix_goes_only_when_slots_have_given_everything(context: Context) -
         assert cache.match(PROMPT).length == ROWS
 
 
-def test_pages_of_no_request_can_be_had_below_a_request_too(context: Context) -> None:
-    """A fork of the first page keeps the whole record, until its other pages are needed."""
+def test_unowned_pages_can_be_evicted_below_a_request_too(context: Context) -> None:
+    """A fork of the first page protects the whole prefix, until its other pages are needed."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         parent = started(cache, 3 * ROWS)
@@ -447,8 +449,8 @@ def test_pages_of_no_request_can_be_had_below_a_request_too(context: Context) ->
         assert cache.stats().mapped_bytes == 0
 
 
-def test_a_finished_request_keeps_nothing_recorded(context: Context) -> None:
-    """Though its pages are unmapped later: the order of use is that of the calls."""
+def test_a_finished_request_protects_no_prefix(context: Context) -> None:
+    """Its pages are unmapped later, but the order of use is the order of the calls."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, pending() as work:
         first, second = PROMPT[: 2 * ROWS], [5] * (2 * ROWS)
@@ -460,7 +462,7 @@ def test_a_finished_request_keeps_nothing_recorded(context: Context) -> None:
         assert cache.match(second, leave=0).length == 2 * ROWS
 
 
-def test_a_match_that_lost_its_lease_is_refused_once_it_is_evicted(context: Context) -> None:
+def test_a_match_without_a_lease_fails_once_evicted(context: Context) -> None:
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 3 * ROWS])
         found = cache.match(PROMPT)
@@ -520,7 +522,7 @@ def test_without_a_slot_nothing_changes(context: Context) -> None:
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         assert cache.alloc_reqid() is not None
         assert cache.alloc_reqid() is not None
-        # The slot that kept its rows for a next turn may still be giving them up.
+        # The slot that kept its rows for a next turn may still be unmapping them.
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         before = state(cache)
         assert cache.alloc_prefix(PROMPT) is None
@@ -557,7 +559,7 @@ def test_every_driver_call_of_record_and_match_may_fail(context: Context) -> Non
         assert rows_are(cache, 1, 0, 2 * ROWS, 1.0)
 
 
-def test_short_of_heap_for_a_part_given_back(context: Context) -> None:
+def test_short_of_heap_for_a_freed_part(context: Context) -> None:
     """Memory that cannot be freed now counts as held, and is freed later."""
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 4 * ROWS])
@@ -574,7 +576,7 @@ def test_short_of_heap_for_a_part_given_back(context: Context) -> None:
         assert cache.stats().mapped_bytes == 0
 
 
-def test_a_prefix_whose_last_user_is_going_is_memory_to_be_had(context: Context) -> None:
+def test_a_prefix_whose_last_user_is_being_unmapped_can_be_evicted(context: Context) -> None:
     """Until its slot is unmapped the prefix is in use: a step that is short waits for that."""
     limit = 4 * TENSORS * context.info.granule
     tokens = range(2 * ROWS)

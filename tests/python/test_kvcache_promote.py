@@ -62,7 +62,7 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
         one, _ = in_pieces(cache, PART)
         assert cache.promote(one, stream=writers) == 1
         for _ in range(3):
-            assert cache.step(lens(cache)) == 0, "does not wait for copies"
+            assert cache.step(lens(cache)) == 0, "promote does not wait for copies"
         assert cache.snapshot()[one].moving_pages == UNIT
         writers.set()
         eventually(lambda: cache._groups[0].mover.moves[cache._groups[0].table[one]].done())
@@ -74,13 +74,13 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
 
 
 def test_a_run_is_joined(backend: str) -> None:
-    """Growth page by page is placed so that nothing is copied."""
+    """Pages that are mapped one by one are placed so that a join needs no copy."""
     with in_slabs(backend) as context, cache_over(context) as cache:
         reqid = start(cache, 2 * PART, by=ROWS)
         assert cache.snapshot()[reqid].large_pages == 0
         assert cache.promote(reqid) == 2
         assert cache.snapshot()[reqid].large_pages == 0, "at the next step"
-        assert cache.stats().moving_pages == 0, "nothing is copied"
+        assert cache.stats().moving_pages == 0, "no page is copied"
         calls = context.stats().map_calls
         assert cache.step(lens(cache)) == 0
         assert context.stats().map_calls - calls == 2 * TENSORS
@@ -92,8 +92,10 @@ def test_a_run_is_joined(backend: str) -> None:
         assert whole(cache, reqid, 2 * PART)
 
 
-def test_a_joined_run_does_not_lie_as_its_addresses_do(backend: str) -> None:
-    """Neighbours, but not at their places in 2 MiB: joining is in vain, and they are copied."""
+def test_a_misaligned_run_is_copied(backend: str) -> None:
+    """The pages are adjacent, but not aligned to 2 MiB: a join cannot succeed, so they are
+    copied.
+    """
     with in_slabs(backend) as context, cache_over(context) as cache:
         reqid = start(cache, PART, by=ROWS)
         layout, size = cache.layout, UNIT * cache.layout.page_size
@@ -114,13 +116,13 @@ def test_a_joined_run_does_not_lie_as_its_addresses_do(backend: str) -> None:
         assert whole(cache, reqid, PART)
 
 
-def test_a_run_whose_promotion_was_given_up_is_joined_later(backend: str) -> None:
+def test_a_run_whose_promotion_was_cancelled_is_joined_later(backend: str) -> None:
     with in_slabs(backend) as context:
         limit = (2 * UNIT + 1) * TENSORS * context.info.granule
         with cache_over(context, memory_limit=limit) as cache:
             reqid, other = start(cache, 2 * PART, by=ROWS), start(cache, 3, 500)
             assert cache.promote(reqid) == 2
-            assert cache.fork(other) is None, "it gives up what is under way, and finds no page"
+            assert cache.fork(other) is None, "it cancels the promotion, and still finds no page"
             assert cache.step(lens(cache)) == 0
             assert cache.stats().promoted_pages == 0
             assert cache.promote(reqid, wait=True) == 2
@@ -128,13 +130,13 @@ def test_a_run_whose_promotion_was_given_up_is_joined_later(backend: str) -> Non
             assert cache.promote(reqid) == 0, "once"
 
 
-def test_what_came_back_from_the_host_is_looked_at_again() -> None:
+def test_pages_back_from_the_host_are_checked_again() -> None:
     with in_slabs("host") as context, cache_over(context) as cache:
         reqid = start(cache, PART, by=ROWS)
         assert cache.promote(reqid, wait=True) == 1
         assert cache.promote(reqid) == 0, "once"
         assert cache.move(reqid, "host").pages == UNIT * TENSORS
-        assert cache.promote(reqid) == 0, "it lies elsewhere"
+        assert cache.promote(reqid) == 0, "it is at another place"
         assert cache.move(reqid, "device").pages == UNIT * TENSORS
         cache.promote(reqid, wait=True)
         assert cache.snapshot()[reqid].large_pages == UNIT
@@ -143,7 +145,7 @@ def test_what_came_back_from_the_host_is_looked_at_again() -> None:
 
 @pytest.mark.parametrize("what", [Inject.MAP, Inject.UNMAP])
 def test_every_driver_call_of_a_join_fails_once(backend: str, what: Inject) -> None:
-    """It leaves the pages as they were; the next look joins them."""
+    """A failure leaves the pages unchanged; the next check joins them."""
     failed = 0
     for skip in range(20):
         with in_slabs(backend) as context, cache_over(context) as cache:
@@ -169,7 +171,7 @@ def test_every_driver_call_of_a_join_fails_once(backend: str, what: Inject) -> N
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cache were large."""
+    """Removes the minimum size, as if the cache were large."""
     monkeypatch.setattr(migration, "REACH", 0)
 
 
@@ -194,7 +196,7 @@ def test_blocks_are_joined_as_they_fill(backend: str) -> None:
 
 @contextmanager
 def cold_pool(slots: int) -> Iterator[KVCache]:
-    """A cache of 4 blocks a slot and tensor, over a pool that has no memory yet."""
+    """Yields a cache with 4 blocks per slot and tensor, over a pool without memory."""
     page, tensors = 64 << 10, 8
     pages = 4 * (2 << 20) // page
     limit = slots * pages * tensors * page * 7 // 8
@@ -209,8 +211,8 @@ def cold_pool(slots: int) -> Iterator[KVCache]:
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_growth_in_a_cold_pool_lies_in_blocks() -> None:
-    """The pool takes memory before a request grows into the chunks of others, within the limit."""
+def test_growth_in_a_cold_pool_fills_blocks() -> None:
+    """The pool gets memory before a request grows into other requests' chunks, within the limit."""
     slots, pages = 5, 3 * 32 + 1
     with cold_pool(slots) as cache:
         for rows in range(ROWS, ROWS * pages + 1, ROWS):
@@ -223,7 +225,7 @@ def test_growth_in_a_cold_pool_lies_in_blocks() -> None:
         cache.check_integrity()
 
 
-def test_the_pool_of_a_small_cache_takes_what_is_lacking() -> None:
+def test_the_pool_of_a_small_cache_allocates_only_missing_pages() -> None:
     slots = 5
     with cold_pool(slots) as cache:
         assert cache.step([ROWS] * slots) == 0
@@ -231,11 +233,13 @@ def test_the_pool_of_a_small_cache_takes_what_is_lacking() -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_blocks_are_not_copied_again_and_again() -> None:
-    """Memory taken page by page is in pieces: not every copy lies in 2 MiB of its own."""
+def test_blocks_are_not_copied_repeatedly() -> None:
+    """Memory that was allocated page by page is fragmented, so not every copy gets its own 2
+    MiB.
+    """
     slots, pages, page = 5, 128, 64 << 10
     with cold_pool(slots) as cache:
-        cache._groups[0].pager.runs.spreads = False  # as where the pool gets no more memory
+        cache._groups[0].pager.runs.spreads = False  # as if the pool got no more memory
         for rows in range(ROWS, ROWS * pages * 3 // 4 + 1, ROWS):
             assert cache.step([rows] * slots) == 0
             for move in cache._groups[0].mover.moves.values():
@@ -246,7 +250,7 @@ def test_blocks_are_not_copied_again_and_again() -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_long_requests_are_promoted_by_themselves(backend: str) -> None:
+def test_long_requests_are_promoted_automatically(backend: str) -> None:
     with (
         in_slabs(backend) as context,
         cache_over(context, window_tile=0) as cache,
@@ -257,7 +261,7 @@ def test_long_requests_are_promoted_by_themselves(backend: str) -> None:
         assert cache.stats().moving_pages == UNIT * TENSORS
         settled(cache, one)
         assert cache.snapshot()[one].large_pages == UNIT
-        assert cache.snapshot()[two].large_pages == 0, "it does not grow"
+        assert cache.snapshot()[two].large_pages == 0, "a request that does not grow"
         for low in range(PART + ROWS + 1, 2 * PART + 2 * ROWS):
             grow(cache, one, low, low + 1)
         settled(cache, one)
@@ -266,7 +270,7 @@ def test_long_requests_are_promoted_by_themselves(backend: str) -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_rows_that_may_be_taken_back_are_left_alone(backend: str) -> None:
+def test_rows_that_may_be_rolled_back_are_not_promoted(backend: str) -> None:
     with (
         in_slabs(backend) as context,
         cache_over(context, window_tile=5) as cache,
@@ -278,25 +282,25 @@ def test_rows_that_may_be_taken_back_are_left_alone(backend: str) -> None:
         assert cache.snapshot()[one].moving_pages == UNIT
 
 
-def test_promotion_takes_what_memory_there_is(backend: str) -> None:
+def test_promotion_uses_the_memory_that_is_free(backend: str) -> None:
     with in_slabs(backend) as context:
         limit = (2 * 2 * UNIT + UNIT) * TENSORS * context.info.granule
         with cache_over(context, memory_limit=limit) as cache:
             one, two = in_pieces(cache, 2 * PART)
-            assert cache.promote(one, wait=True) == 1, "there is room for one part at a time"
+            assert cache.promote(one, wait=True) == 1, "there is memory for one part at a time"
             assert cache.promote(one, wait=True) == 1
             assert cache.promote(two) == 1
             assert cache.memory.num_free_pages == 0
             grow(cache, one, 2 * PART, 2 * PART + 1)
-            assert cache.snapshot()[two].moving_pages == 0, "given up for a request that grows"
+            assert cache.snapshot()[two].moving_pages == 0, "cancelled for a request that grows"
             assert cache.stats().moving_pages == 0
             assert whole(cache, two, 2 * PART, 500)
             assert whole(cache, one, 2 * PART + 1)
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_what_found_no_memory_is_promoted_when_there_is_some(backend: str) -> None:
-    """Though the request never fills another part."""
+def test_a_promotion_without_memory_is_retried(backend: str) -> None:
+    """The request is promoted although it never fills another part."""
     with in_slabs(backend) as context:
         limit = (2 * UNIT + 4) * TENSORS * context.info.granule
         options = {"window_tile": 0, "memory_limit": limit}
@@ -314,7 +318,7 @@ def test_what_found_no_memory_is_promoted_when_there_is_some(backend: str) -> No
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_what_was_given_up_is_promoted_later(backend: str) -> None:
+def test_a_cancelled_promotion_is_retried(backend: str) -> None:
     with in_slabs(backend) as context:
         limit = (3 * UNIT + 1) * TENSORS * context.info.granule
         options = {"window_tile": 0, "memory_limit": limit}
@@ -324,7 +328,7 @@ def test_what_was_given_up_is_promoted_later(backend: str) -> None:
             assert cache.stats().moving_pages == UNIT * TENSORS
             fork = cache.fork(two, PART - 1)
             assert fork is not None
-            assert cache.stats().moving_pages == 0, "given up for the fork's page"
+            assert cache.stats().moving_pages == 0, "cancelled for the fork's page"
             for reqid in (two, fork):
                 cache.free_reqid(reqid)
             cache.trim()
@@ -362,7 +366,7 @@ def _move(cache: KVCache, reqid: int) -> int | None:
 
 @pytest.mark.parametrize("what", [_fork, _record, _swap, _free, _move])
 @pytest.mark.parametrize("kind", ["promote", "move"])
-def test_what_is_under_way_is_ended_first(
+def test_promotions_in_flight_are_finished_first(
     backend: str, kind: str, what: Callable[[KVCache, int], int | None]
 ) -> None:
     with in_slabs(backend) as context, cache_over(context) as cache:
@@ -390,7 +394,7 @@ def test_a_slot_freed_in_the_middle_is_safe_for_the_next_owner(backend: str) -> 
         one, two = in_pieces(cache, 2 * PART)
         assert cache.promote(one, stream=work) == 2
         cache.free_reqid(one)
-        assert cache.snapshot()[one].in_flight, "its pages are still read"
+        assert cache.snapshot()[one].in_flight, "its pages are still being read"
         cache.check_integrity()
         again = cache.alloc_reqid(PART)
         assert again == one
@@ -405,8 +409,8 @@ def test_a_slot_freed_in_the_middle_is_safe_for_the_next_owner(backend: str) -> 
         assert whole(cache, two, 2 * PART, 500)
 
 
-def test_a_request_grows_in_the_room_that_its_promotion_gives_up(backend: str) -> None:
-    """Another one has to wait for zeros."""
+def test_a_request_grows_into_the_memory_of_its_cancelled_promotion(backend: str) -> None:
+    """Another request has to wait for zeroed pages."""
     with in_slabs(backend) as context:
         limit = (3 * UNIT + 1) * TENSORS * context.info.granule
         with cache_over(context, memory_limit=limit, max_batch=3) as cache, pending() as work:
@@ -423,7 +427,9 @@ def test_a_request_grows_in_the_room_that_its_promotion_gives_up(backend: str) -
             )
             cache.check_integrity()
             assert cache.memory.num_free_pages == (UNIT - 1) * TENSORS
-            assert cache.slots.is_ready(one, PART + ROWS), "what was given up ended the growth"
+            assert cache.slots.is_ready(one, PART + ROWS), (
+                "the growth failed after the promotion was cancelled"
+            )
             assert not cache.slots.is_ready(third, 1)
             work.set()
             assert cache.step(want) == 0
@@ -431,7 +437,7 @@ def test_a_request_grows_in_the_room_that_its_promotion_gives_up(backend: str) -
             assert is_zero(cache, one, PART, ROWS)
 
 
-def test_another_cache_of_the_budget_gives_its_copies_up(backend: str) -> None:
+def test_another_cache_of_the_budget_cancels_its_copies(backend: str) -> None:
     with in_slabs(backend) as context:
         page = context.info.granule
         budget = Budget(context, 3 * UNIT * TENSORS * page)
@@ -450,7 +456,7 @@ def test_another_cache_of_the_budget_gives_its_copies_up(backend: str) -> None:
             other.check_integrity()
 
 
-def test_a_cache_is_closed_while_copies_are_under_way(backend: str) -> None:
+def test_a_cache_is_closed_while_copies_are_in_flight(backend: str) -> None:
     with in_slabs(backend) as context:
         page = context.info.granule
         config = small_config(page, max_seq_len=11 * ROWS)
@@ -462,6 +468,6 @@ def test_a_cache_is_closed_while_copies_are_under_way(backend: str) -> None:
             cache.check_integrity()
             with firing_later(writers) as fired:
                 cache.close()
-                assert fired, "the copies read the pages that were given back"
+                assert fired, "the copies read pages that were freed"
         context.check()
         assert context.stats().used_bytes == 0

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: a next turn goes on in the slot where its rows are mapped; driver calls counted."""
+"""Description: a next turn resumes in the slot where its rows are still mapped; counts driver
+calls.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,16 @@ from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
 PROMPT = list(range(100, 100 + 6 * ROWS))
-TURN = 3 * ROWS + 3  # rows of the first turn: three whole pages
+TURN = 3 * ROWS + 3  # rows of the first turn: three whole pages and a part
 
 
 def settled(cache: KVCache) -> None:
-    """Background work has finished."""
+    """Returns once background work has completed."""
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
 
 
 def turn(cache: KVCache, rows: int = TURN, tag: float = 1.0) -> int:
-    """A request that ends and leaves its rows; its slot."""
+    """Runs and records a request; returns its slot, which keeps the rows."""
     reqid = started(cache, rows, tag)
     cache.free_reqid(reqid, tokens=PROMPT[:rows])
     settled(cache)
@@ -42,14 +44,16 @@ def turn(cache: KVCache, rows: int = TURN, tag: float = 1.0) -> int:
 
 
 def calls(cache: KVCache, act: Callable[[], Any]) -> tuple[int, Any]:
-    """Driver calls that a call took, with what it began in the background."""
+    """Returns the driver calls of a call, with those that it started in the background, and its
+    result.
+    """
     before = cache.stats().driver_calls
     answer = act()
     settled(cache)
     return cache.stats().driver_calls - before, answer
 
 
-def test_a_next_turn_takes_its_slot_without_a_driver_call(host: Context) -> None:
+def test_a_next_turn_reuses_its_slot_without_a_driver_call(host: Context) -> None:
     with small_cache(host) as cache:
         slot = turn(cache)
         cache.check_integrity()
@@ -80,7 +84,7 @@ def test_without_it_the_prefix_is_mapped_again(host: Context) -> None:
         assert cache.stats().prefix_resumed == 0
 
 
-def test_what_is_kept_is_read_only_and_the_rest_is_gone(host: Context) -> None:
+def test_kept_pages_are_read_only_and_others_unmapped(host: Context) -> None:
     with small_cache(host) as cache:
         slot = turn(cache)
         info = cache.snapshot()[slot]
@@ -92,11 +96,13 @@ def test_what_is_kept_is_read_only_and_the_rest_is_gone(host: Context) -> None:
         assert begun == (slot, 3 * ROWS)
         with pytest.raises(AccessDenied):
             cache.reservation.write(cache.layout.offset(slot), b"x")
-        grown(cache, slot, 3 * ROWS, 4 * ROWS, 2.0)  # behind it, as any request
+        grown(cache, slot, 3 * ROWS, 4 * ROWS, 2.0)  # it may grow like any other request
 
 
 def test_only_what_is_missing_is_mapped(host: Context) -> None:
-    """Two requests of a conversation: the shorter one's slot is left, the longer one's is not."""
+    """Two requests of a conversation: the slot of the shorter one is free, that of the longer one
+    is not.
+    """
     with small_cache(host) as cache:
         short = started(cache, 2 * ROWS)
         cache.record(short, PROMPT[: 2 * ROWS])
@@ -105,7 +111,7 @@ def test_only_what_is_missing_is_mapped(host: Context) -> None:
         longer = begun[0]
         grown(cache, longer, 2 * ROWS, 5 * ROWS, 2.0)
         cache.free_reqid(short, tokens=PROMPT[: 2 * ROWS])
-        cache.record(longer, PROMPT[: 5 * ROWS])  # and runs on
+        cache.record(longer, PROMPT[: 5 * ROWS])  # it continues to run
         settled(cache)
         whole, other = calls(cache, lambda: cache.fork(longer, 5 * ROWS))
         cache.free_reqid(other)
@@ -141,7 +147,7 @@ def test_some_slots_stay_free_for_newcomers(host: Context) -> None:
         settled(cache)
         assert cache.stats().empty_slots == 1
         assert cache.stats().cached_slots == 3
-        # The one that was free for longest was emptied.
+        # The slot that was free for the longest time was emptied.
         count, begun = calls(cache, lambda: cache.alloc_prefix([3] * 2 * ROWS, 0))
         assert (count, begun is not None and begun[1]) == (0, 2 * ROWS)
         count, _ = calls(cache, lambda: cache.alloc_prefix([0] * 2 * ROWS, 0))
@@ -158,8 +164,8 @@ def test_a_shorter_match_is_mapped_elsewhere(host: Context) -> None:
         cache.check_integrity()
 
 
-def test_memory_is_had_where_it_is_short(host: Context) -> None:
-    """A kept prefix is a cached prefix like any other: eviction also frees its slot."""
+def test_a_kept_prefix_is_evicted_when_memory_is_short(host: Context) -> None:
+    """Kept rows are a cached prefix like any other: eviction also empties its slot."""
     page = host.info.granule
     with small_cache(host, memory_limit=5 * TENSORS * page, growth_fraction=0) as cache:
         slot = turn(cache, 3 * ROWS)
@@ -172,18 +178,19 @@ def test_memory_is_had_where_it_is_short(host: Context) -> None:
         assert cache.stats().evicted_pages == 3 * TENSORS
 
 
-def test_memory_that_suffices_leaves_it(host: Context) -> None:
+def test_a_kept_prefix_stays_while_memory_suffices(host: Context) -> None:
     page = host.info.granule
     with small_cache(host, memory_limit=6 * TENSORS * page, low_watermark=0.9) as cache:
         slot = turn(cache, 3 * ROWS)
         other = started(cache, 2 * ROWS)
-        cache.free_reqid(other)  # below the watermark: pages of free slots go, not these
+        # below the watermark: pages of other free slots are reclaimed, not these
+        cache.free_reqid(other)
         settled(cache)
         count, begun = calls(cache, lambda: cache.alloc_prefix(PROMPT))
         assert (count, begun) == (0, (slot, 3 * ROWS))
 
 
-def test_trim_takes_it(host: Context) -> None:
+def test_trim_unmaps_a_kept_prefix(host: Context) -> None:
     with small_cache(host) as cache:
         turn(cache)
         cache.trim()
@@ -196,8 +203,8 @@ def test_trim_takes_it(host: Context) -> None:
         assert cache.stats().mapped_bytes == 0
 
 
-def test_a_turn_that_comes_before_its_work_is_over(host: Context) -> None:
-    """The CPU waits for those who wrote the rows; they may be mapped in any slot by then."""
+def test_a_next_turn_before_the_work_has_completed(host: Context) -> None:
+    """The CPU waits for the work that wrote the rows; they may then be mapped in any slot."""
     with pending() as event, small_cache(host) as cache:
         slot = started(cache, TURN)
         cache.free_reqid(slot, event, tokens=PROMPT[:TURN])
@@ -211,7 +218,7 @@ def test_a_turn_that_comes_before_its_work_is_over(host: Context) -> None:
 
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.UNMAP])
-def test_what_could_not_be_kept_is_unmapped(host: Context, kind: Inject) -> None:
+def test_a_slot_that_cannot_be_kept_is_unmapped(host: Context, kind: Inject) -> None:
     with small_cache(host) as cache:
         slot = started(cache, TURN)
         host.inject(kind, count=1, error=5)
@@ -248,7 +255,7 @@ def test_a_failed_resumption_changes_nothing(host: Context) -> None:
         assert rows_are(cache, again[0], 2 * ROWS, 4 * ROWS, 2.0)
 
 
-def test_layers_that_differ_go_on_together(host: Context) -> None:
+def test_unequal_layers_resume_together(host: Context) -> None:
     page = host.info.granule
     layers = [LayerShape(2, 64), LayerShape(1, 64)]
     policy = {"dtype": "float32", "max_batch": 3, "max_seq_len": 256, "page_size": page}
@@ -273,8 +280,10 @@ def test_layers_that_differ_go_on_together(host: Context) -> None:
         cache.check_integrity()
 
 
-def test_only_what_has_an_evicted_page_is_unmapped(host: Context) -> None:
-    """Two requests were recorded from one block's first and last pages; the last ones go."""
+def test_only_slots_with_an_evicted_page_are_unmapped(host: Context) -> None:
+    """Two requests were recorded, from a block's first and from its last pages; the last ones are
+    evicted.
+    """
     with small_cache(host, max_batch=8) as cache:
         tokens = list(range(4 * ROWS))
         parent = started(cache, 4 * ROWS)
@@ -286,6 +295,6 @@ def test_only_what_has_an_evicted_page_is_unmapped(host: Context) -> None:
         whole = group.table[parent].span
         assert group.table[short[0]].kept
         group.reclaimer.release_kept(whole.slice(2, 4))
-        assert group.table[short[0]].kept, "it has none of these pages"
+        assert group.table[short[0]].kept, "the slot has none of these pages"
         group.reclaimer.release_kept(whole.slice(1, 3))
         assert not group.table[short[0]].kept

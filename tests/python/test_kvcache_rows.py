@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request keeps its rows until it gives them up, whole or in part."""
+"""Description: a request keeps its rows until it frees all or some of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TENSORS = 2 * LAYERS
 IDS = list(range(100, 100 + 6 * ROWS))
 
 
-# ---- what a step does not take -------------------------------------------------------------------
+# ---- rows that a step leaves alone ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -59,7 +59,9 @@ def test_a_request_that_a_step_does_not_name_keeps_its_rows(context: Context, nu
 
 
 def test_a_step_without_a_request_maps_nothing_for_it(context: Context) -> None:
-    """Rows of a prefix are there; what a kernel reads beyond them is for the step that names it."""
+    """Rows of a prefix stay mapped; rows that a kernel reads past them are mapped when a step names
+    the request.
+    """
     with small_cache(context, overread_rows=4) as cache:
         cache.free_reqid(started(cache, 2 * ROWS), tokens=IDS[: 2 * ROWS])
         taken = cache.alloc_prefix(IDS[: 2 * ROWS + 1])
@@ -70,7 +72,7 @@ def test_a_step_without_a_request_maps_nothing_for_it(context: Context) -> None:
         assert cache.snapshot()[taken[0]].seq_len == 2 * ROWS
 
 
-def test_layers_that_differ_keep_their_rows(context: Context) -> None:
+def test_unequal_layers_keep_their_rows(context: Context) -> None:
     with layered(context) as cache:
         one, tags = layered_start(cache, JOINT + 3)
         other, _ = layered_start(cache, 2, 500)
@@ -82,11 +84,11 @@ def test_layers_that_differ_keep_their_rows(context: Context) -> None:
         assert holds(cache, back, tags)
 
 
-# ---- rows that are given up ----------------------------------------------------------------------
+# ---- truncation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [0, 1, ROWS, ROWS + 3, 3 * ROWS + 1])
-def test_rows_and_whole_pages_are_given_up(context: Context, length: int) -> None:
+def test_truncate_frees_rows_and_whole_pages(context: Context, length: int) -> None:
     rows, kept = 3 * ROWS + 2, -(-length // ROWS)
     with small_cache(context) as cache:
         reqid = started(cache, rows)
@@ -98,8 +100,8 @@ def test_rows_and_whole_pages_are_given_up(context: Context, length: int) -> Non
         cache.check_integrity()
         assert rows_are(cache, reqid, 0, length, 1.0)
         assert cache.step(lens(cache, **{f"r{reqid}": rows})) == 0
-        assert cache.stats().grown_pages == 4 * TENSORS, "its own pages again"
-        assert rows_are(cache, reqid, 0, min(rows, kept * ROWS), 1.0), "what its page held"
+        assert cache.stats().grown_pages == 4 * TENSORS, "it gets its own pages back"
+        assert rows_are(cache, reqid, 0, min(rows, kept * ROWS), 1.0), "the contents of its page"
         if kept < 4:
             assert rows_are_zero(cache, reqid, kept * ROWS, rows)
         grown(cache, reqid, length, rows, 7.0)
@@ -108,10 +110,10 @@ def test_rows_and_whole_pages_are_given_up(context: Context, length: int) -> Non
 
 
 @pytest.mark.parametrize("zero_fill", [True, False])
-def test_what_a_prompts_kernel_may_read_is_given_up_behind_it(
-    context: Context, zero_fill: bool
-) -> None:
-    """Its pages are nobody's, until the work that reads them is over; the request's own again."""
+def test_truncate_frees_overread_pages_of_a_prompt(context: Context, zero_fill: bool) -> None:
+    """The pages are unowned until the work that reads them has completed; then the request can have
+    them again.
+    """
     rows, limit = 2 * ROWS + 2, 6 * TENSORS * context.info.granule
     options = {"overread_rows": 2 * ROWS, "zero_fill": zero_fill, "memory_limit": limit}
     with FdEvent.create() as work, small_cache(context, **options) as cache:
@@ -122,29 +124,29 @@ def test_what_a_prompts_kernel_may_read_is_given_up_behind_it(
         assert (info.seq_len, info.granted_pages, info.mapped_pages) == (rows, 3, 5)
         assert (now.active_pages, now.ahead_pages) == (3 * TENSORS, 2 * TENSORS)
         cache.check_integrity()
-        assert cache.truncate(one, rows, work) == 0, "again: there is nothing to give up"
+        assert cache.truncate(one, rows, work) == 0, "repeated: there is nothing to free"
         assert cache.step(lens(cache, **{f"r{one}": 3 * ROWS + 1})) == 0
         now = cache.stats()
-        assert (now.grown_pages, now.zeroed_pages) == (5 * TENSORS, 0), "nobody wrote them"
+        assert (now.grown_pages, now.zeroed_pages) == (5 * TENSORS, 0), "no one wrote to them"
         other = cache.alloc_reqid()
         with firing_later(work) as fired:
             want = lens(cache, **{f"r{one}": 3 * ROWS + 1, f"r{other}": 2 * ROWS})
             assert cache.step(want) == 0
-            assert fired, "what the work may read was taken"
+            assert fired, "a page that the work may read was reused"
         assert cache.snapshot()[one].mapped_pages == 4
         assert rows_are(cache, one, 0, rows, 3.0)
         if zero_fill:
             assert rows_are_zero(cache, other or 0, 0, 2 * ROWS)
 
 
-def test_given_up_pages_are_the_next_ones_that_another_request_gets(context: Context) -> None:
+def test_freed_pages_are_the_next_that_another_request_gets(context: Context) -> None:
     page = context.info.granule
     with small_cache(context, memory_limit=4 * TENSORS * page) as cache:
         one = started(cache, 4 * ROWS, 3.0)
         other = cache.alloc_reqid()
         assert other is not None
         want = lens(cache, **{f"r{one}": ROWS + 1, f"r{other}": 2 * ROWS})
-        assert cache.step(want) == -1, "a smaller number gives nothing back"
+        assert cache.step(want) == -1, "a smaller length in a step frees nothing"
         assert not cache.can_admit([2 * ROWS])
         assert cache.truncate(one, ROWS + 1) == 0
         assert cache.can_admit([2 * ROWS])
@@ -154,14 +156,14 @@ def test_given_up_pages_are_the_next_ones_that_another_request_gets(context: Con
         assert cache.step(lens(cache, **{f"r{one}": 4 * ROWS})) == -1
 
 
-@pytest.mark.needs_tensors  # a read by the library waits for what is being unmapped
+@pytest.mark.needs_tensors  # a read by the library waits for the pages that are being unmapped
 @pytest.mark.parametrize("deferred", [True, False])
-def test_given_up_pages_wait_for_the_work_on_them(context: Context, deferred: bool) -> None:
+def test_freed_pages_wait_for_the_work_on_them(context: Context, deferred: bool) -> None:
     shape = {"memory_limit": 4 * TENSORS * context.info.granule, "deferred_reclaim": deferred}
     with FdEvent.create() as work, small_cache(context, **shape) as cache:
         one = started(cache, 3 * ROWS, 3.0)
         assert cache.truncate(one, ROWS, work) == 0
-        assert rows_are(cache, one, 0, 3 * ROWS, 3.0), "still there for the work"
+        assert rows_are(cache, one, 0, 3 * ROWS, 3.0), "still mapped for the work"
         other = cache.alloc_reqid()
         with firing_later(work) as fired:
             assert cache.step(lens(cache, **{f"r{one}": ROWS, f"r{other}": 2 * ROWS})) == 0
@@ -169,7 +171,7 @@ def test_given_up_pages_wait_for_the_work_on_them(context: Context, deferred: bo
         assert rows_are_zero(cache, other or 0, 0, 2 * ROWS)
 
 
-def test_pages_had_again_are_zeroed_after_the_work_on_them(context: Context) -> None:
+def test_reused_pages_are_zeroed_after_the_work_on_them(context: Context) -> None:
     with FdEvent.create() as work, small_cache(context) as cache:
         one = started(cache, 3 * ROWS, 3.0)
         assert cache.truncate(one, ROWS, work) == 0
@@ -179,7 +181,7 @@ def test_pages_had_again_are_zeroed_after_the_work_on_them(context: Context) -> 
         assert rows_are_zero(cache, one, ROWS, 3 * ROWS)
 
 
-def test_the_next_owner_sees_nothing_of_what_was_given_up(context: Context) -> None:
+def test_the_next_owner_sees_no_truncated_rows(context: Context) -> None:
     with small_cache(context, max_batch=1) as cache:
         one = started(cache, 4 * ROWS, 3.0)
         assert cache.truncate(one, ROWS) == 0
@@ -189,7 +191,7 @@ def test_the_next_owner_sees_nothing_of_what_was_given_up(context: Context) -> N
         assert rows_are_zero(cache, one, 0, 4 * ROWS)
 
 
-def test_what_a_step_async_promised_stays_promised(context: Context) -> None:
+def test_pages_promised_by_step_async_stay_promised(context: Context) -> None:
     with small_cache(context) as cache:
         one = started(cache, 2 * ROWS)
         assert cache.step_async(lens(cache, **{f"r{one}": 4 * ROWS})) == 0
@@ -201,7 +203,7 @@ def test_what_a_step_async_promised_stays_promised(context: Context) -> None:
         assert (stamped.seq_len, stamped.granted_pages) == (4 * ROWS, 4)
 
 
-def test_speculation_takes_back_what_was_not_accepted(context: Context) -> None:
+def test_speculation_rolls_back_rejected_tokens(context: Context) -> None:
     """Four tokens a step of which one to five stay, over pages of eight rows."""
     with small_cache(context) as cache:
         one, tags = start(cache, 3), [1, 2, 3]
@@ -218,7 +220,7 @@ def test_speculation_takes_back_what_was_not_accepted(context: Context) -> None:
         assert cache.stats().grown_pages <= 6 * TENSORS
 
 
-def test_what_cannot_be_given_up(context: Context) -> None:
+def test_invalid_truncations(context: Context) -> None:
     with small_cache(context) as cache:
         one = started(cache, ROWS + 1)
         before = state(cache)
@@ -236,7 +238,7 @@ def test_what_cannot_be_given_up(context: Context) -> None:
         assert state(cache) == before
 
 
-def test_a_window_is_not_cut_into_rows_that_are_gone(context: Context) -> None:
+def test_a_window_cannot_be_truncated_into_unmapped_rows(context: Context) -> None:
     shape = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
     with small_cache(context, **shape) as cache:
         one = cache.alloc_reqid()
@@ -248,7 +250,7 @@ def test_a_window_is_not_cut_into_rows_that_are_gone(context: Context) -> None:
         with pytest.raises(InvalidArgument, match="length 31: with fewer than 32 tokens"):
             cache.truncate(one, 31)
         assert state(cache) == before
-        assert cache.truncate(one, 37) == 0, "four tokens taken back"
+        assert cache.truncate(one, 37) == 0, "four tokens rolled back"
         assert read_rows(cache, one, 37 - 8, list(range(37 - 8 + 1, 38)))
         for length in range(38, 12 * ROWS):
             want = lens(cache, **{f"r{one}": length})
@@ -259,10 +261,8 @@ def test_a_window_is_not_cut_into_rows_that_are_gone(context: Context) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3, ROWS, 2 * ROWS - 1])
-def test_shared_pages_lose_the_reference_of_who_gives_them_up(
-    context: Context, length: int
-) -> None:
-    """The prefix stays whole for others; what is kept of a shared page can be written behind."""
+def test_truncate_drops_a_reference_to_shared_pages(context: Context, length: int) -> None:
+    """The prefix stays intact for others; the kept part of a shared page becomes writable."""
     with small_cache(context) as cache:
         cache.free_reqid(started(cache, 3 * ROWS, 3.0), tokens=IDS[: 3 * ROWS])
         taken = cache.alloc_prefix(IDS[: 3 * ROWS + 1])
@@ -284,7 +284,7 @@ def test_shared_pages_lose_the_reference_of_who_gives_them_up(
         assert cache.stats().mapped_bytes == 0
 
 
-def test_a_fork_gives_up_rows_that_its_parent_keeps(context: Context) -> None:
+def test_a_fork_truncates_rows_that_its_parent_keeps(context: Context) -> None:
     with small_cache(context) as cache:
         parent = started(cache, 2 * ROWS + 3, 3.0)
         child = cache.fork(parent)
@@ -339,7 +339,7 @@ def test_a_driver_that_fails_leaves_rows_as_they_are(host: Context, skip: int) -
 
 
 @pytest.mark.parametrize("length", [0, 3, JOINT, JOINT + 3, 2 * JOINT - 1])
-def test_layers_that_differ_are_cut_alike(context: Context, length: int) -> None:
+def test_unequal_layers_are_truncated_together(context: Context, length: int) -> None:
     with layered(context) as cache:
         ids = IDS[:2] * (2 * JOINT)
         one, tags = layered_start(cache, 2 * JOINT)
@@ -397,12 +397,12 @@ def test_shared_blocks_are_split_where_a_child_ends(backend: str, length: int) -
         assert whole(cache, one, 2 * PART)
 
 
-def test_what_is_on_its_way_behind_the_rows_ends(backend: str) -> None:
+def test_moves_in_flight_past_the_rows_are_stopped(backend: str) -> None:
     with in_slabs(backend) as context, cache_over(context) as cache, FdEvent.create() as work:
         one, _ = in_pieces(cache, PART + 1)
         assert cache.promote(one, stream=work) == 1
         assert cache.truncate(one, PART) == 0
-        assert cache.snapshot()[one].moving_pages == UNIT, "nothing of it is given up"
+        assert cache.snapshot()[one].moving_pages == UNIT, "no page of it is unmapped"
         assert cache.truncate(one, PART - 3) == 0
         assert cache.snapshot()[one].moving_pages == 0
         work.set()
@@ -414,7 +414,7 @@ def test_what_is_on_its_way_behind_the_rows_ends(backend: str) -> None:
 
 @pytest.mark.parametrize("length", [0, ROWS, ROWS + 2, 3 * ROWS - 1])
 @pytest.mark.parametrize("wait", [False, True])
-def test_pages_outside_the_device_go_back(backend: str, length: int, wait: bool) -> None:
+def test_off_device_pages_are_freed(backend: str, length: int, wait: bool) -> None:
     with with_tiers(backend) as context, cache_over(context) as cache:
         one = start(cache, 3 * ROWS)
         cache.move(one, "host", wait=wait)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: requests grow in runs: no limit on mappings is met before memory is full.
+"""Description: requests grow in runs, so that memory fills before mappings run out.
 
-A context on host refuses mappings beyond `max_mappings` here, as ``stock`` does by itself, with the
-proportions of a card of 80 or 141 GB: a tensor pair stands for 32.
+Here a context on host rejects mappings beyond `max_mappings`, as ``stock`` does by itself. The
+proportions are those of a GPU with 80 or 141 GB: one pair of tensors stands for 32.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pyvmem.models.shapes import LayerShape
 from pyvmem.plumbing import logs
 
 PAGE = 64 << 10
-ROWS = 8  # of a page
-SHARE = 237_568 // 64  # mappings of a tensor, of 64
-CARDS = {"80 GB": 1_180_000 // 64, "141 GB": 2_150_000 // 64}  # pages of a tensor
+ROWS = 8  # per page
+SHARE = 237_568 // 64  # mappings of one of 64 tensors
+CARDS = {"80 GB": 1_180_000 // 64, "141 GB": 2_150_000 // 64}  # pages of one tensor
 
 
 def config(slots: int, pages: int, **policy: object) -> KVCacheConfig:
-    """Two tensors, with memory for so many pages of each."""
+    """Describes two tensors, with memory for `pages` pages of each."""
     values: dict[str, object] = {
         "num_layers": 1,
         "num_kv_heads": 1,
@@ -53,7 +53,7 @@ def config(slots: int, pages: int, **policy: object) -> KVCacheConfig:
 def cache_of(
     slots: int, pages: int, mappings: int, **policy: object
 ) -> Iterator[tuple[KVCache, list[int]]]:
-    """A cache on host with a limit on mappings, and all its slots taken."""
+    """Yields a cache on host with a limit on mappings; all its slots are taken."""
     with (
         Context("host", granule=PAGE, max_mappings=mappings) as context,
         KVCache(config(slots, pages, **policy), context) as cache,
@@ -66,7 +66,7 @@ def cache_of(
 
 
 class Growing:
-    """Requests that grow by a page's rows or less in each step, each at a pace of its own."""
+    """Requests that grow by a page's rows or less in each step, each at its own pace."""
 
     def __init__(self, count: int, seed: int = 3) -> None:
         draw = random.Random(seed)
@@ -74,13 +74,13 @@ class Growing:
         self._pace = [draw.uniform(0.3, 1) * ROWS for _ in range(count)]
 
     def lens(self) -> list[int]:
-        """The next step."""
+        """Returns the lengths of the next step."""
         self._at = [at + pace for at, pace in zip(self._at, self._pace, strict=True)]
         return [int(at) + 1 for at in self._at]
 
 
 def fill(cache: KVCache, count: int, ahead: bool = False) -> list[int]:
-    """Steps until one says -1; returns the lengths of the last that did not."""
+    """Steps until a step returns -1; returns the lengths of the last successful one."""
     growing = Growing(count)
     held = [0] * count
     while True:
@@ -95,7 +95,7 @@ def fill(cache: KVCache, count: int, ahead: bool = False) -> list[int]:
 @pytest.mark.parametrize("ahead", [False, True], ids=["step", "step_async"])
 @pytest.mark.parametrize("count", [50, 128, 256])
 @pytest.mark.parametrize("card", list(CARDS))
-def test_default_settings_fill_the_card(card: str, count: int, ahead: bool) -> None:
+def test_default_settings_fill_the_gpu(card: str, count: int, ahead: bool) -> None:
     with cache_of(count, CARDS[card], 2 * SHARE) as (cache, _):
         fill(cache, count, ahead)
         now = cache.stats()
@@ -104,7 +104,7 @@ def test_default_settings_fill_the_card(card: str, count: int, ahead: bool) -> N
         assert cache.context.stats().mappings < 0.9 * 2 * SHARE
 
 
-def test_page_by_page_the_limit_comes_first_and_is_no_error() -> None:
+def test_page_by_page_mappings_run_out_first_without_an_error() -> None:
     with cache_of(64, CARDS["80 GB"], 2 * SHARE, growth_fraction=0, join_at=0) as (cache, _):
         held = fill(cache, 64)
         now = cache.stats()
@@ -114,7 +114,7 @@ def test_page_by_page_the_limit_comes_first_and_is_no_error() -> None:
         assert cache.step(held) == 0
 
 
-def test_surplus_is_nobodys_and_is_granted_without_a_driver_call() -> None:
+def test_surplus_is_unowned_and_granted_without_a_driver_call() -> None:
     with cache_of(2, 4096, 0) as (cache, lens):
         lens[0] = 100 * ROWS
         assert cache.step(lens) == 0
@@ -146,7 +146,7 @@ def test_surplus_is_at_most_a_sixteenth(pages: int) -> None:
         assert surplus < 32
 
 
-def test_surplus_goes_where_another_request_needs_it() -> None:
+def test_surplus_is_reclaimed_for_another_request() -> None:
     with cache_of(2, 256, 0, low_watermark=0) as (cache, lens):
         lens[0] = 129 * ROWS
         assert cache.step(lens) == 0
@@ -157,7 +157,7 @@ def test_surplus_goes_where_another_request_needs_it() -> None:
         assert cache.stats().free_pages == 0
 
 
-def test_joining_keeps_the_rows_and_makes_room() -> None:
+def test_joining_keeps_the_rows_and_frees_mappings() -> None:
     with cache_of(4, 2000, 2 * 4 * 50, growth_fraction=0) as (cache, lens):
         cache.context.warm(2 * 2000 * PAGE)
         rows = cache.k(0)
@@ -194,8 +194,8 @@ def test_joining_waits_for_the_work_on_the_stream(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("refused", [1, 2])
-def test_a_failed_join_is_told_and_the_cache_goes_on(refused: int) -> None:
-    """The run is mapped again (one refusal), or the request has lost its rows (two)."""
+def test_the_cache_continues_after_a_failed_join(refused: int) -> None:
+    """After one failure the run is mapped again; after two, the request has lost its rows."""
     with cache_of(2, 2000, 100, growth_fraction=0) as (cache, lens):
         cache.context.warm(2 * 2000 * PAGE)
         for length in range(1, 18 * ROWS, ROWS):
@@ -222,7 +222,7 @@ def test_a_failed_join_is_told_and_the_cache_goes_on(refused: int) -> None:
             assert cache.step(lens) == 0
 
 
-def test_free_slots_give_their_mappings_back() -> None:
+def test_mappings_of_free_slots_are_reclaimed() -> None:
     with cache_of(3, 4000, 2 * 60, growth_fraction=0, join_at=0) as (cache, lens):
         for length in range(1, 25 * ROWS, ROWS):
             lens[:] = [length, length, 0]
@@ -248,8 +248,10 @@ def test_admission_counts_mappings() -> None:
         assert cache.can_admit([40 * ROWS])
 
 
-def test_admission_counts_the_mappings_of_all_classes_together() -> None:
-    """Each class alone would find mappings for its part of the request; both do not."""
+def test_admission_counts_the_mappings_of_all_groups_together() -> None:
+    """Each group alone would find mappings for its part of the request, but both together do
+    not.
+    """
     shape = LayerShape(num_kv_heads=1, head_dim=PAGE // ROWS // 2)
     with (
         Context("host", granule=PAGE, max_mappings=211) as context,
@@ -270,13 +272,13 @@ def test_admission_counts_the_mappings_of_all_classes_together() -> None:
             assert cache.step([length, 0]) == 0
         assert context.stats().mappings == 203
         assert cache.stats().free_pages > 1000
-        assert not cache.can_admit([40 * ROWS]), "6, 3 and 2 mappings, where 8 are left"
+        assert not cache.can_admit([40 * ROWS]), "6, 3 and 2 mappings, but only 8 are left"
         assert cache.can_admit([20 * ROWS]), "4, 2 and 2"
         cache.free_reqid(0)
         assert cache.can_admit([40 * ROWS])
 
 
-def test_layered_cache_fills_too() -> None:
+def test_a_layered_cache_fills_memory_too() -> None:
     shape = LayerShape(num_kv_heads=1, head_dim=PAGE // ROWS // 2)
     other = replace(shape, head_dim=PAGE // ROWS // 4)
     pages = CARDS["80 GB"]
@@ -303,7 +305,7 @@ def test_layered_cache_fills_too() -> None:
 
 @pytest.mark.parametrize("name", ["growth_fraction", "join_at"])
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), "much"])
-def test_bad_fractions_are_refused(name: str, value: object) -> None:
+def test_bad_fractions_are_rejected(name: str, value: object) -> None:
     with pytest.raises(pyvmem.InvalidArgument, match=name):
         config(1, 64, **{name: value})
 
@@ -320,8 +322,8 @@ CALLS: dict[str, Callable[[KVCache], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_growth_that_lacked_mappings_in_the_background_fails_no_other_call(call: str) -> None:
-    """Those calls are a way out of the shortage; a step that needs the pages tries again."""
+def test_background_growth_without_mappings_fails_no_other_call(call: str) -> None:
+    """These calls can end the shortage; a step that needs the pages retries."""
     policy = {"growth_fraction": 0.0, "join_at": 0.0}
     with cache_of(4, 50, 1000, **policy) as (cache, _):
         assert cache.step([ROWS, ROWS, 0, 0]) == 0
@@ -343,10 +345,12 @@ def test_a_growth_that_lacked_mappings_in_the_background_fails_no_other_call(cal
         cache.check_integrity()
 
 
-def test_a_refusal_names_who_could_give_way(
+def test_the_log_names_the_holders_of_mappings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log says what a -1 for want of mappings hangs on: other caches, and other engines."""
+    """After a -1 for want of mappings, the log names their holders: other caches, and other
+    engines.
+    """
     monkeypatch.setattr(logs, "_last", {})
     with Context("host", granule=PAGE, max_mappings=30) as context:
         device = device_of(context.info.device_name, context.info.uuid)
@@ -383,7 +387,7 @@ def test_a_refusal_names_who_could_give_way(
     assert "has 17" in warned[0]
 
 
-def test_a_refusal_says_where_nobody_is_known(
+def test_the_log_says_if_no_holder_is_known(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "_last", {})

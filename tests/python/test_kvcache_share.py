@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: forks of a request: what is shared, what is copied, and that nothing is lost."""
+"""Description: forks of a request: which pages are shared and copied, and that no row is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pyvmem import (
 TENSORS = 2 * LAYERS
 
 
-# ---- what a fork holds ---------------------------------------------------------------------------
+# ---- pages of a fork -----------------------------------------------------------------------------
 
 
 def test_a_fork_shares_full_pages_and_copies_the_last(context: Context) -> None:
@@ -68,7 +68,7 @@ def test_a_fork_shares_full_pages_and_copies_the_last(context: Context) -> None:
 def test_a_fork_onto_named_slots(context: Context) -> None:
     with small_cache(context) as cache:
         parent = started(cache, ROWS + 3)
-        cache.free_reqid(started(cache, 2 * ROWS, 9.0))  # its pages are still mapped there
+        cache.free_reqid(started(cache, 2 * ROWS, 9.0))  # its pages are still mapped in the slot
         assert cache.fork(parent, into=3) == 3
         assert cache.fork_many(parent, 2, ROWS + 1, into=[2, 1]) == [2, 1]
         for child, length in ((1, ROWS + 1), (2, ROWS + 1), (3, ROWS + 3)):
@@ -143,7 +143,9 @@ def test_a_beam_forks_at_every_token(context: Context) -> None:
 
 
 def test_a_row_across_two_pages(context: Context) -> None:
-    """48 rows of 384 bytes and a bit: the row at the border is half shared, half copied."""
+    """A little more than 48 rows of 384 bytes: the row at the border is half shared, half
+    copied.
+    """
     page = context.info.granule
     shape = {"num_kv_heads": 3, "head_dim": 32, "max_seq_len": 3 * page // 384}
     with small_cache(context, **shape) as cache:
@@ -208,7 +210,7 @@ print("shared page written", flush=True)
 
 
 @pytest.mark.parametrize("where", ["parent", "child"])
-def test_a_cpu_write_to_a_shared_page_ends_the_process(where: str) -> None:
+def test_a_cpu_write_to_a_shared_page_crashes_the_process(where: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FAULT.format(where=where)],
         capture_output=True,
@@ -239,7 +241,7 @@ def test_shared_pages_stay_until_their_last_request_and_its_work(context: Contex
         eventually(lambda: cache.stats().mapped_bytes == 0)
 
 
-@pytest.mark.needs_tensors  # the library's own reads are refused while a batch is in flight
+@pytest.mark.needs_tensors  # the library rejects its own reads while a batch is in flight
 def test_nothing_is_unmapped_under_running_work(context: Context) -> None:
     with small_cache(context) as cache, pending() as work:
         parent = started(cache, 2 * ROWS)
@@ -293,7 +295,7 @@ def test_a_slot_whose_shared_pages_could_not_be_unmapped(context: Context) -> No
         assert rows_are(cache, parent, 0, 2 * ROWS, 9.0)
 
 
-# ---- no room, bad input, failures ----------------------------------------------------------------
+# ---- no memory, bad input, failures --------------------------------------------------------------
 
 
 def test_without_a_slot_or_memory_nothing_changes(context: Context) -> None:
@@ -334,7 +336,7 @@ def test_bad_forks(context: Context) -> None:
         for bad in ("1", 1.0):
             with pytest.raises(TypeError):
                 cache.fork(parent, bad)  # type: ignore[arg-type]
-        for bad in (None, "1", 1.0):  # to `fork` None means all
+        for bad in (None, "1", 1.0):  # for `fork`, None means all rows
             with pytest.raises(TypeError):
                 cache.truncate(parent, bad)  # type: ignore[arg-type]
         assert state(cache) == before
@@ -366,10 +368,10 @@ def test_every_driver_call_of_a_fork_may_fail(context: Context) -> None:
 def test_a_request_whose_rows_are_lost_is_named(backend: str) -> None:
     with open_context(backend) as context, small_cache(context) as cache:
         if Caps.ONE_CALL in context.info.caps:
-            pytest.skip("a batch is one driver call: there is nothing to undo")
+            pytest.skip("a batch is one driver call: there is nothing to roll back")
         parent = started(cache, 2 * ROWS + 1)
         other = started(cache, ROWS, 5.0)
-        for skip in range(64):  # new mappings come first; where one fails nothing is lost
+        for skip in range(64):  # new mappings are made first; a failure there loses nothing
             context.inject(Inject.MAP, skip=skip, count=64)
             with pytest.raises((DriverError, NotRecoverable)) as failed:
                 cache.fork(parent)
@@ -392,7 +394,7 @@ def test_a_request_whose_rows_are_lost_is_named(backend: str) -> None:
 def test_a_truncation_that_loses_rows_leaves_no_copies_behind(backend: str) -> None:
     with open_context(backend) as context, small_cache(context) as cache:
         if Caps.ONE_CALL in context.info.caps:
-            pytest.skip("a batch is one driver call: there is nothing to undo")
+            pytest.skip("a batch is one driver call: there is nothing to roll back")
         parent = started(cache, 2 * ROWS + 1)
         for skip in range(64):
             child = cache.fork(parent)

@@ -24,7 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def cache_of(context: Context, policy: dict[str, Any]) -> KVCache:
     more, page = {}, context.info.granule
-    if policy.get("max_seq_len") == 0:  # 48-byte rows: the unit is three pages of them
+    if policy.get("max_seq_len") == 0:  # with 48-byte rows, a sharing unit has three pages
         more["max_seq_len"] = 5 * page // 48 if page <= 4096 else 60
     return policy_cache(context, policy, 40, max_batch=6, **more)
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request whose slot still has what an earlier one shared, slid past or moved away.
+"""Description: a request in a slot with leftovers of an earlier one: shared, slid or off-device
+pages.
 
-That goes before the request's first row. Until then no call may take it for the request's own.
+These pages are unmapped before the request's first row is granted. Until then no call may treat
+them as the request's own.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
 
 
 def lens(cache: KVCache, **by_reqid: int) -> list[int]:
-    """The contents of every slot, with overrides: r0=..., r2=..."""
+    """Returns the lengths of all slots, with overrides r0=..., r2=..."""
     held = [slot.seq_len for slot in cache.snapshot()]
     for name, rows in by_reqid.items():
         held[int(name[1:])] = rows
@@ -44,27 +46,27 @@ def slide(cache: KVCache, event: FdEvent) -> None:
 
 
 def sliding(cache: KVCache, event: FdEvent) -> None:
-    """Pages are leaving the window."""
+    """Leaves pages in flight that are leaving the window."""
     start(cache, 3 * ROWS)
     slide(cache, event)
 
 
 def sliding_shared(cache: KVCache, event: FdEvent) -> None:
-    """Recorded ones are."""
+    """Leaves recorded pages in flight that are leaving the window."""
     start(cache, 3 * ROWS)
     assert cache.record(0, PROMPT[: 3 * ROWS]) == 3 * ROWS
     slide(cache, event)
 
 
 def sliding_fork(cache: KVCache, event: FdEvent) -> None:
-    """Another request has them, too."""
+    """Leaves pages that another request shares."""
     start(cache, 3 * ROWS)
     assert cache.fork(0) == 1
     slide(cache, event)
 
 
 def kept(cache: KVCache, event: FdEvent) -> None:
-    """Recorded rows stay mapped for a next turn."""
+    """Leaves recorded rows that stay mapped for a next turn."""
     start(cache, 1)
     for row in range(1, len(PROMPT)):
         grow(cache, 0, row, row + 1)
@@ -75,7 +77,7 @@ def kept(cache: KVCache, event: FdEvent) -> None:
 
 
 def shared(cache: KVCache, event: FdEvent) -> None:
-    """Nothing more can be queued."""
+    """Leaves shared pages whose unmapping cannot be queued."""
     start(cache, 3 * ROWS + 2)
     assert cache.fork(0) == 1
     with full_queue(cache.context):
@@ -85,7 +87,7 @@ def shared(cache: KVCache, event: FdEvent) -> None:
 
 
 def away(cache: KVCache, event: FdEvent) -> None:
-    """Likewise; pages lie in host memory."""
+    """Leaves pages in host memory whose unmapping cannot be queued."""
     start(cache, 3 * ROWS + 2)
     assert cache.move(0, "host").pages == 4 * TENSORS
     with full_queue(cache.context):
@@ -107,7 +109,7 @@ WAYS = {
 
 @contextmanager
 def stale(backend: str, way: str) -> Iterator[tuple[KVCache, FdEvent]]:
-    """A cache whose slot 0 has just been taken, and whose earlier owner's pages are there."""
+    """Yields a cache whose slot 0 has just been taken and still has pages of its earlier owner."""
     make, options = WAYS[way]
     with ExitStack() as stack:
         context = stack.enter_context(open_context(backend))
@@ -179,7 +181,7 @@ def free_recorded(cache: KVCache) -> None:
 
 
 def next_turn(cache: KVCache) -> None:
-    """Another request with the same beginning."""
+    """Starts another request with the same prefix."""
     found = cache.alloc_prefix([*PROMPT, 7])
     assert found is not None
     reqid, rows = found
@@ -218,7 +220,7 @@ CALLS = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_call_takes_nothing_of_the_earlier_owner_for_the_requests(
+def test_no_call_mistakes_earlier_pages_for_the_requests(
     backend: str, way: str, call: Callable[[KVCache], None]
 ) -> None:
     with stale(backend, way) as (cache, event):
@@ -243,8 +245,8 @@ def test_a_call_takes_nothing_of_the_earlier_owner_for_the_requests(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_it_has_of_the_earlier_owner_can_be_taken_back(backend: str, way: str) -> None:
-    """All memory but what other requests have is for whoever is short."""
+def test_pages_of_the_earlier_owner_can_be_reclaimed(backend: str, way: str) -> None:
+    """Any request that is short can get all memory, except that of other requests."""
     with stale(backend, way) as (cache, event), firing_later(event):
         page, stats = cache.layout.page_size, cache.stats()
         cache.memory.set_limit(max(stats.active_pages + 6 * TENSORS, stats.mapped_bytes // page))
@@ -259,8 +261,10 @@ def test_what_it_has_of_the_earlier_owner_can_be_taken_back(backend: str, way: s
 
 @pytest.mark.parametrize("pages", range(1, 7))
 @pytest.mark.parametrize("way", WAYS)
-def test_what_goes_first_is_not_counted_as_mapped(backend: str, way: str, pages: int) -> None:
-    """`step` keeps what `step_async` has promised, where others keep the earlier owner's pages."""
+def test_leftover_pages_do_not_count_as_mapped(backend: str, way: str, pages: int) -> None:
+    """`step` keeps the promise of `step_async`, even if other requests keep the earlier owner's
+    pages.
+    """
     with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
         mapped = cache.stats().mapped_bytes // cache.layout.page_size
         cache.memory.set_limit(mapped + TENSORS)
@@ -273,8 +277,10 @@ def test_what_goes_first_is_not_counted_as_mapped(backend: str, way: str, pages:
 
 @pytest.mark.parametrize("pages", range(1, 7))
 @pytest.mark.parametrize("way", WAYS)
-def test_what_does_not_come_back_is_not_counted(backend: str, way: str, pages: int) -> None:
-    """`can_admit` is right about another request: shared pages stay, and those of other tiers."""
+def test_pages_that_will_not_be_freed_do_not_count(backend: str, way: str, pages: int) -> None:
+    """`can_admit` is exact for another request: shared and off-device pages do not count as
+    freed.
+    """
     with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
         mapped = cache.stats().mapped_bytes // cache.layout.page_size
         cache.memory.set_limit(mapped + TENSORS)
@@ -288,8 +294,8 @@ def test_what_does_not_come_back_is_not_counted(backend: str, way: str, pages: i
 
 
 @pytest.mark.parametrize("pages", range(1, 7))
-def test_a_freed_slot_that_another_requests_growth_is_over(backend: str, pages: int) -> None:
-    """Shared pages are returned when the growth, which waits for GPU work, is over."""
+def test_a_freed_slot_after_another_requests_growth(backend: str, pages: int) -> None:
+    """Shared pages are released when the growth, which waits for GPU work, has completed."""
     with ExitStack() as stack:
         context = stack.enter_context(open_context(backend))
         cache = stack.enter_context(small_cache(context))
@@ -304,7 +310,7 @@ def test_a_freed_slot_that_another_requests_growth_is_over(backend: str, pages: 
             assert cache.truncate(reqid, rows, event) == 0
         want = lens(cache)
         want[one], want[other] = 5 * ROWS, 3 * ROWS
-        assert cache.step_async(want) == 0  # zeroes what the event's work may still write
+        assert cache.step_async(want) == 0  # zeroes pages that the event's work may still write
         cache.free_reqid(one)
         cache.memory.set_limit(cache.stats().mapped_bytes // cache.layout.page_size)
         last = cache.alloc_reqid()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: layers that keep a state per request beside layers that keep a row per token."""
+"""Description: layers with a state per request, together with layers with a row per token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from pyvmem.kvcache import LayeredCache, LayerShape, StateShape
 pytestmark = pytest.mark.needs_tensors
 
 PAGE = 4096
-STATE = StateShape(conv=(40, 4), recurrent=(4, 20, 20))  # 640 bytes, and 6,400: one page and two
-ROWS = LayerShape(2, 16)  # 128 bytes a token and tensor
+# 640 and 6,400 bytes: one page and two pages
+STATE = StateShape(conv=(40, 4), recurrent=(4, 20, 20))
+ROWS = LayerShape(2, 16)  # 128 bytes per token and tensor
 LAYERS = (STATE, STATE, ROWS, STATE)
 
 
@@ -37,7 +38,7 @@ def put(cache: LayeredCache, reqid: int, number: float) -> None:
 
 
 def check(cache: LayeredCache, reqid: int, number: float | None) -> None:
-    """The contents written by `put`; None: zeros."""
+    """Checks the contents written by `put`; None: zeros."""
     for layer, shape in enumerate(LAYERS):
         if not isinstance(shape, StateShape):
             continue
@@ -47,7 +48,7 @@ def check(cache: LayeredCache, reqid: int, number: float | None) -> None:
 
 
 def state_pages(cache: LayeredCache) -> int:
-    """Pages that requests own in the groups with a state."""
+    """Returns the pages that requests own in the groups with a state."""
     return sum(one.stats().active_pages for one in cache.caches if one.config.state)
 
 
@@ -140,7 +141,7 @@ def test_a_fork_copies_the_state(host: pyvmem.Context) -> None:
         cache.check_integrity()
 
 
-def test_what_cannot_go_back_is_refused_and_changes_nothing(host: pyvmem.Context) -> None:
+def test_a_truncation_of_a_state_is_rejected_without_effect(host: pyvmem.Context) -> None:
     with hybrid(host) as cache:
         assert cache.alloc_reqid() == 0
         assert cache.step([70, 0, 0, 0]) == 0
@@ -151,7 +152,7 @@ def test_what_cannot_go_back_is_refused_and_changes_nothing(host: pyvmem.Context
                 call(0, 69)
         assert cache.stats() == before
         assert cache.truncate(0, 70) == 0
-        forked = cache.fork(0, 0)  # begins with nothing, so with no state either
+        forked = cache.fork(0, 0)  # starts without rows, and so without a state
         assert forked is not None
         assert cache.step([70, 3, 0, 0]) == 0
         check(cache, forked, None)
@@ -161,7 +162,7 @@ def test_what_cannot_go_back_is_refused_and_changes_nothing(host: pyvmem.Context
         cache.check_integrity()
 
 
-def test_swap_brings_the_state_back(host: pyvmem.Context) -> None:
+def test_swap_in_restores_the_state(host: pyvmem.Context) -> None:
     with hybrid(host) as cache:
         assert cache.alloc_reqid() == 0
         assert cache.step([70, 0, 0, 0]) == 0
@@ -193,8 +194,8 @@ def test_prefixes_are_not_matched_past_a_state(host: pyvmem.Context) -> None:
         cache.check_integrity()
 
 
-def test_no_group_grows_where_one_is_short(host: pyvmem.Context) -> None:
-    """Memory for the rows of two requests, but for the state of one."""
+def test_no_group_grows_if_one_is_short(host: pyvmem.Context) -> None:
+    """Memory suffices for the rows of two requests, but for the state of only one."""
     with hybrid(host, memory_limit=(2 * 2 + 9 + 8) * PAGE) as cache:
         for _ in range(2):
             cache.alloc_reqid()
@@ -210,7 +211,7 @@ def test_no_group_grows_where_one_is_short(host: pyvmem.Context) -> None:
         check(cache, 1, None)
 
 
-def test_moving_takes_the_state_along(host: pyvmem.Context) -> None:
+def test_move_includes_the_state(host: pyvmem.Context) -> None:
     with hybrid(host) as cache:
         assert cache.alloc_reqid() == 0
         assert cache.step([70, 0, 0, 0]) == 0
@@ -220,7 +221,7 @@ def test_moving_takes_the_state_along(host: pyvmem.Context) -> None:
         check(cache, 0, 2.0)
         assert cache.step([71, 0, 0, 0]) == 0
         put(cache, 0, 3.0)
-        # In the background only what is not written meanwhile.
+        # in the background, only pages that are not written meanwhile
         assert cache.move(0, "device", wait=False).pages == 2 * 2
         assert cache.step([72, 0, 0, 0]) == 0
         assert cache.move(0, "device").pages == 2 * 1 + 9
@@ -228,8 +229,10 @@ def test_moving_takes_the_state_along(host: pyvmem.Context) -> None:
         cache.check_integrity()
 
 
-def test_use_and_waste_without_what_lies_in_the_host(host: pyvmem.Context) -> None:
-    """A state fills its pages in part: those of one request gone, the other's bytes are there."""
+def test_use_and_waste_exclude_host_pages(host: pyvmem.Context) -> None:
+    """States fill their pages only in part: after one request is freed, the other's bytes are
+    counted.
+    """
     with hybrid(host) as cache:
         for length in (70, 90):
             reqid = cache.alloc_reqid() or 0
@@ -239,14 +242,14 @@ def test_use_and_waste_without_what_lies_in_the_host(host: pyvmem.Context) -> No
         assert cache.move(0, "host").pages == 2 * 3 + 9
         assert cache.stats().used_bytes == 90 * 2 * 128 + states
         assert cache.stats().wasted_bytes == (2 * 3 + 9) * PAGE - cache.stats().used_bytes
-        assert cache.step([73, 0, 0, 0]) == 0  # into the last page, which lies in the host
+        assert cache.step([73, 0, 0, 0]) == 0  # grows into the last page, which is in host memory
         assert cache.stats().used_bytes == 90 * 2 * 128 + states
         assert cache.step([100, 0, 0, 0]) == 0  # four rows in a new page of the device
         assert cache.stats().used_bytes == (90 + 4) * 2 * 128 + states
         cache.check_integrity()
 
 
-def test_a_model_of_states_alone(host: pyvmem.Context) -> None:
+def test_a_model_with_only_states(host: pyvmem.Context) -> None:
     config = KVCacheConfig(
         2, 4, 64, "float32", max_batch=3, max_seq_len=100, tensors_per_layer=1, state=True
     )
@@ -261,7 +264,7 @@ def test_a_model_of_states_alone(host: pyvmem.Context) -> None:
         cache.check_integrity()
 
 
-def test_bad_shapes_are_refused() -> None:
+def test_bad_shapes_are_rejected() -> None:
     for make, text in (
         (lambda: StateShape(), "needs a conv or a recurrent state"),
         (lambda: StateShape(conv=(4,)), r"conv is \(4,\); it must have two sizes or more"),
@@ -279,7 +282,9 @@ def test_bad_shapes_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_against_a_model(host: pyvmem.Context, seed: int) -> None:
-    """Requests taken, grown, forked, swapped and freed at random; each state is its own."""
+    """Requests are allocated, grown, forked, swapped and freed at random; each keeps its own
+    state.
+    """
     print("seed", seed)
     dice = random.Random(seed)
     with hybrid(host, max_batch=6, memory_limit=80 * PAGE) as cache:

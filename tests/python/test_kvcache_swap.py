@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: preemption by swapping, admission, memory given back, sparse caches."""
+"""Description: preemption by swapping, admission, memory release, sparse caches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TENSORS = 2 * LAYERS
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS, 2 * ROWS + 3])
-def test_a_swapped_request_comes_back_whole(context: Context, rows: int) -> None:
+def test_a_swapped_request_is_fully_restored(context: Context, rows: int) -> None:
     with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
         first, other = started(cache, rows, 3.0), started(cache, ROWS, 5.0)
         swapped = cache.swap_out(first)
@@ -56,7 +56,7 @@ def test_a_swapped_request_comes_back_whole(context: Context, rows: int) -> None
         assert swapped.nbytes == rows * TENSORS * cache.layout.row_bytes
         assert cache.stats().active_pages == TENSORS
         eventually(lambda: cache.stats().cached_pages == 0)
-        assert started(cache, 3 * ROWS, 7.0) == first, "another one has its slot meanwhile"
+        assert started(cache, 3 * ROWS, 7.0) == first, "another request has its slot now"
         assert cache.swap_in(swapped) is None, "no slot"
         assert swapped.is_open
         cache.free_reqid(other)
@@ -68,14 +68,14 @@ def test_a_swapped_request_comes_back_whole(context: Context, rows: int) -> None
         assert rows_are(cache, first, 0, 3 * ROWS, 7.0)
         want = lens(cache, **{f"r{first}": 3 * ROWS, f"r{back}": rows + 2})
         assert cache.step(want) == 0
-        assert rows_are_zero(cache, back, rows, rows + 2), "nothing of the earlier owner"
+        assert rows_are_zero(cache, back, rows, rows + 2), "no data of the earlier owner"
 
 
 @pytest.mark.parametrize("rows", [1, 2 * ROWS + 3])
-def test_the_kernel_is_told_where_each_tensor_s_rows_are(
+def test_the_kernel_gets_the_addresses_of_each_tensor(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """With threads that copy the same pieces in its place, here."""
+    """Threads copy the same pieces in place of the kernel."""
     pytest.importorskip("numpy")
     from pyvmem.memory import host_copies
 
@@ -96,7 +96,7 @@ def test_the_kernel_is_told_where_each_tensor_s_rows_are(
         started(cache, ROWS, 5.0)
         reqid = started(cache, rows, 3.0)
         swapped = cache.swap_out(reqid)
-        assert started(cache, rows, 7.0) == reqid, "others' rows lie there now"
+        assert started(cache, rows, 7.0) == reqid, "other rows are there now"
         cache.free_reqid(reqid)
         assert cache.swap_in(swapped) == reqid
         assert rows_are(cache, reqid, 0, rows, 3.0)
@@ -104,7 +104,7 @@ def test_the_kernel_is_told_where_each_tensor_s_rows_are(
         assert ways == [(way, swapped.nbytes, TENSORS) for way in (True, False)]
 
 
-def test_a_swapped_fork_frees_its_pages_and_comes_back_alone(context: Context) -> None:
+def test_a_swapped_fork_frees_its_pages_and_returns_unshared(context: Context) -> None:
     with small_cache(context) as cache:
         parent = started(cache, 2 * ROWS)
         child = cache.fork(parent)
@@ -170,7 +170,7 @@ def test_bad_swaps(context: Context) -> None:
     last.close()
 
 
-def test_a_swap_in_that_fails_leaves_the_request_as_it_was(context: Context) -> None:
+def test_a_failed_swap_in_leaves_the_request_unchanged(context: Context) -> None:
     with small_cache(context) as cache:
         swapped = cache.swap_out(started(cache, 2 * ROWS))
         cache.trim()
@@ -210,10 +210,10 @@ def test_admission_counts_slots_and_all_that_can_be_reclaimed(context: Context) 
                 cache.can_admit([0, bad])
 
 
-# ---- memory given back ---------------------------------------------------------------------------
+# ---- releasing memory ----------------------------------------------------------------------------
 
 
-def test_trim_gives_memory_back_to_the_device(backend: str) -> None:
+def test_trim_returns_memory_to_the_device(backend: str) -> None:
     with open_context(backend) as context, small_cache(context) as cache:
         keep = started(cache, ROWS, 4.0)
         cache.free_reqid(started(cache, 3 * ROWS), tokens=range(ROWS))
@@ -242,7 +242,7 @@ def test_trim_waits_for_work_on_freed_slots(context: Context) -> None:
         assert cache.stats().mapped_bytes == 0
 
 
-def test_a_failed_trim_says_so_and_may_be_repeated(context: Context) -> None:
+def test_a_failed_trim_raises_and_can_be_repeated(context: Context) -> None:
     with small_cache(context) as cache:
         cache.free_reqid(started(cache, ROWS))
         context.inject(Inject.UNMAP)
@@ -255,7 +255,7 @@ def test_a_failed_trim_says_so_and_may_be_repeated(context: Context) -> None:
 
 
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_an_idle_cache_gives_memory_back_by_itself(backend: str, prefixes: bool) -> None:
+def test_an_idle_cache_returns_memory_automatically(backend: str, prefixes: bool) -> None:
     with (
         open_context(backend) as context,
         small_cache(context, idle_seconds=0.1, idle_prefixes=prefixes) as cache,
@@ -298,13 +298,13 @@ def test_the_idle_thread_ends_with_its_cache(host: Context) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         del cache
         gc.collect()
-    eventually(lambda: not thread.running)  # forgotten, not closed
+    eventually(lambda: not thread.running)  # the cache was dropped, not closed
 
 
 def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
     host: Context, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as torch's, for an event of a context that is gone."""
+    """For example torch's error for an event of a destroyed context."""
     calls: list[int] = []
     real = idle.begin_trim
 
@@ -323,7 +323,7 @@ def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
     assert logged[0].exc_info is not None
 
 
-def test_without_idle_seconds_nothing_goes(host: Context) -> None:
+def test_without_idle_seconds_nothing_is_unmapped(host: Context) -> None:
     with small_cache(host) as cache:
         assert cache._idle is None
         cache.free_reqid(started(cache, ROWS))
@@ -358,7 +358,7 @@ def test_a_sparse_cache_reads_zeros_past_the_mapped_rows(host: Context) -> None:
             cache.reservation.read(cache.layout.offset(reqid), 1)
 
 
-def test_sparse_where_the_back_end_cannot(context: Context) -> None:
+def test_sparse_without_support(context: Context) -> None:
     if Caps.SPARSE in context.info.caps:
         with small_cache(context, sparse=True) as cache:
             assert cache.reservation.sparse

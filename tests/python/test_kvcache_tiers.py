@@ -50,7 +50,8 @@ def test_to_the_host_and_back(backend: str, wait: bool) -> None:
         rows = PART + 2 * ROWS + 2
         reqid = start(cache, rows)
         used = cache.stats().mapped_bytes
-        whole_pages = UNIT + 2 + wait  # the last one may be written meanwhile
+        # without waiting, the last page stays, as it may be written meanwhile
+        whole_pages = UNIT + 2 + wait
         assert cache.move(reqid, "host", wait=wait) == Moved(whole_pages * TENSORS, 0)
         settled(cache, reqid)
         info, now = cache.snapshot()[reqid], cache.stats()
@@ -64,7 +65,7 @@ def test_to_the_host_and_back(backend: str, wait: bool) -> None:
         assert whole(cache, reqid, rows)
         assert cache.move(reqid, Location.HOST, wait=wait) == Moved(0, 0)
         grow(cache, reqid, rows, rows + 2 * ROWS)
-        assert cache.snapshot()[reqid].away_pages == whole_pages, "what is new is in the device"
+        assert cache.snapshot()[reqid].away_pages == whole_pages, "new pages are on the device"
         assert cache.move(reqid, "device", wait=wait) == Moved(whole_pages * TENSORS, 0)
         settled(cache, reqid)
         cache.check_integrity()
@@ -84,7 +85,7 @@ def test_a_range_of_tokens(backend: str) -> None:
         assert whole(cache, reqid, 6 * ROWS)
 
 
-def test_what_moved_is_shared_swapped_and_given_back(backend: str) -> None:
+def test_moved_pages_are_shared_swapped_and_freed(backend: str) -> None:
     with with_tiers(backend) as context, cache_over(context) as cache:
         rows = PART + 2 * ROWS + 2
         parent = start(cache, rows)
@@ -105,7 +106,7 @@ def test_what_moved_is_shared_swapped_and_given_back(backend: str) -> None:
         assert whole(cache, back, rows)
         cache.free_reqid(back)
         cache.trim()
-        assert cache.stats().host_pages == UNIT * TENSORS, "the recorded prefix has it"
+        assert cache.stats().host_pages == UNIT * TENSORS, "the recorded prefix holds it"
         taken = cache.alloc_prefix([*range(PART), 1])
         assert taken is not None
         assert whole(cache, *taken)
@@ -115,7 +116,7 @@ def test_what_moved_is_shared_swapped_and_given_back(backend: str) -> None:
         assert (cache.stats().host_pages, cache.stats().mapped_bytes) == (0, 0)
 
 
-def test_the_next_owner_has_pages_of_the_device(backend: str) -> None:
+def test_the_next_owner_gets_device_pages(backend: str) -> None:
     with with_tiers(backend) as context, cache_over(context, max_batch=1) as cache:
         reqid = start(cache, PART + 1)
         cache.move(reqid, "host")
@@ -127,7 +128,7 @@ def test_the_next_owner_has_pages_of_the_device(backend: str) -> None:
         assert is_zero(cache, reqid, 0, PART)
 
 
-def test_moving_makes_room_for_others(backend: str) -> None:
+def test_move_frees_memory_for_others(backend: str) -> None:
     with with_tiers(backend) as context:
         limit = 6 * TENSORS * context.info.granule
         with cache_over(context, memory_limit=limit) as cache:
@@ -146,7 +147,7 @@ def test_moving_makes_room_for_others(backend: str) -> None:
             assert isinstance(caught.value, MemoryError)
             assert state(cache) == before
             cache.free_reqid(two)
-            assert cache.move(one, "device").pages == 5 * TENSORS, "what is nobody's is reclaimed"
+            assert cache.move(one, "device").pages == 5 * TENSORS, "unowned pages are reclaimed"
             assert whole(cache, one, 5 * ROWS)
 
 
@@ -169,7 +170,7 @@ def test_a_limit_on_the_host(backend: str) -> None:
             assert whole(cache, two, 3 * ROWS, 100)
 
 
-def test_a_tier_that_runs_full_in_the_middle(backend: str) -> None:
+def test_a_tier_that_fills_up_during_a_move(backend: str) -> None:
     with with_tiers(backend) as probe:
         page = probe.info.granule
     slab = 4 * TENSORS * page
@@ -241,7 +242,7 @@ def test_blocks_in_pieces_go_to_the_host_and_get_large_entries(backend: str) -> 
         if Caps.HOST_PAGES in context.info.caps:
             moved = cache.move(reqid, "host", tokens=(ROWS, PART + ROWS))
             assert moved == Moved(UNIT * TENSORS, 0)
-            assert cache.snapshot()[reqid].large_pages == 0, "a part of each block is elsewhere"
+            assert cache.snapshot()[reqid].large_pages == 0, "a part of each block is off-device"
             assert whole(cache, reqid, rows)
             assert cache.move(reqid, "device").pages == UNIT * TENSORS
         cache.check_integrity()
@@ -271,7 +272,9 @@ def test_a_copy_that_fails_is_raised_by_the_next_step(backend: str) -> None:
 
 
 def _engine(cache: KVCache) -> list[Callable[[], object]]:
-    """Moves and promotions of two requests, waiting and not; rows of the first stay the same."""
+    """Returns moves and promotions of two requests, with and without waiting; rows of the first
+    stay the same.
+    """
     step = lambda: cache.step(lens(cache))  # noqa: E731
     host = Caps.HOST_PAGES in cache.context.info.caps
 
@@ -299,7 +302,7 @@ def _engine(cache: KVCache) -> list[Callable[[], object]]:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_driver_call_of_a_move_fails_once(backend: str, count: int) -> None:
-    """The nth call and, with `count` 2, the next one too: the undo's own."""
+    """The nth call fails, and with `count` 2 also the next one: that of the rollback."""
     survived, skip = False, 0
     while not survived:
         with in_slabs(backend) as context:
@@ -333,5 +336,5 @@ def test_every_driver_call_of_a_move_fails_once(backend: str, count: int) -> Non
                 assert whole(cache, again, PART, 900)
             stats = context.stats()
             assert stats.used_bytes == stats.quarantined_bytes or count == 2
-        skip += 1 if context.info.granule < 1 << 20 else 61  # large pages take their time
+        skip += 1 if context.info.granule < 1 << 20 else 61  # calls on large pages are slow
     assert skip > (10 if one_call else 30), "the run makes more driver calls than that"

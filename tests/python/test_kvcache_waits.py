@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: calls of a cache do not wait for GPU work of requests that they do not need.
 
-An `FdEvent` stands for a kernel of an earlier owner that does not end: a call that waited for it
-would never come back.
+An `FdEvent` stands for a kernel of an earlier owner that never completes: a call that waited for it
+would not return.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 @pytest.fixture
 def work() -> Iterator[FdEvent]:
-    """GPU work; over at the end of the test at the latest."""
+    """Yields GPU work that completes at the end of the test at the latest."""
     with FdEvent.create() as event:
         yield event
         event.set()
 
 
 def promptly(call: Callable[[], T], work: FdEvent) -> T:
-    """A call's result; fails if the call does not return while the work runs."""
+    """Returns a call's result; fails if the call does not return while the work runs."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
@@ -56,13 +56,13 @@ def promptly(call: Callable[[], T], work: FdEvent) -> T:
     if stuck:
         work.set()
         thread.join(10)
-    assert not stuck, "it waits for an earlier owner's work"
+    assert not stuck, "the call waits for an earlier owner's work"
     assert found, "it raised"
     return found[0]
 
 
 def busy(cache: KVCache, work: FdEvent, tokens: list[int] | None = None) -> int:
-    """Frees a request whose work goes on; its slot is the only one."""
+    """Frees a request whose work is still running; its slot is the only free one."""
     reqid = started(cache, 2 * ROWS)
     cache.free_reqid(reqid, stream=work, tokens=tokens)
     return reqid
@@ -88,8 +88,8 @@ def test_a_step_ahead_leaves_a_busy_slot_to_the_step(
         cache.check_integrity()
 
 
-def test_a_step_ahead_waits_for_no_pages_that_come_back(context: Context, work: FdEvent) -> None:
-    """Memory is short, and the work of the request that gives it goes on."""
+def test_a_step_ahead_does_not_wait_for_pages_being_freed(context: Context, work: FdEvent) -> None:
+    """Memory is short, and the work of the freed request is still running."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         one, other = started(cache, 3 * ROWS), started(cache, ROWS)
@@ -109,7 +109,7 @@ def test_a_step_ahead_waits_for_no_pages_that_come_back(context: Context, work: 
 
 
 @pytest.mark.parametrize("begun", ["nothing", "reclaim_free", "a step ahead"])
-def test_a_step_takes_idle_pages_though_busy_ones_are_to_come_back(
+def test_a_step_uses_idle_pages_before_busy_ones(
     context: Context, work: FdEvent, begun: str
 ) -> None:
     limit = 6 * TENSORS * context.info.granule
@@ -128,7 +128,7 @@ def test_a_step_takes_idle_pages_though_busy_ones_are_to_come_back(
         work.set()
 
 
-def test_a_step_takes_idle_pages_though_a_window_slides(context: Context, work: FdEvent) -> None:
+def test_a_step_uses_idle_pages_while_a_window_slides(context: Context, work: FdEvent) -> None:
     """Pages that leave the window wait for the work of the step that read them."""
     limit = 12 * TENSORS * context.info.granule
     policy = {"window": ROWS, "window_tile": 0, "growth_fraction": 0.0, "max_seq_len": 12 * ROWS}
@@ -145,13 +145,13 @@ def test_a_step_takes_idle_pages_though_a_window_slides(context: Context, work: 
         work.set()
 
 
-def test_a_step_takes_what_a_request_has_too_much(context: Context, work: FdEvent) -> None:
-    """Pages beyond its rows, before those of a slot whose work goes on."""
+def test_a_step_uses_surplus_pages_of_a_request(context: Context, work: FdEvent) -> None:
+    """Pages beyond a request's rows are used before those of a slot with running work."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, growth_fraction=0.0) as cache:
         first = started(cache, 4 * ROWS)
         cache.free_reqid(first)
-        spare = started(cache, 1)  # in a slot with three pages more
+        spare = started(cache, 1)  # in a slot with three extra pages
         assert cache.snapshot()[spare].mapped_pages == 4
         gone, stays = started(cache, 2 * ROWS), started(cache, 2 * ROWS)
         cache.free_reqid(gone, stream=work)
@@ -164,7 +164,7 @@ def test_a_step_takes_what_a_request_has_too_much(context: Context, work: FdEven
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("idle_first", [False, True])
-def test_a_step_takes_idle_pages_of_another_cache(
+def test_a_step_uses_idle_pages_of_another_cache(
     context: Context, work: FdEvent, begun: bool, idle_first: bool
 ) -> None:
     page = context.info.granule
@@ -184,7 +184,9 @@ def test_a_step_takes_idle_pages_of_another_cache(
 
 @contextmanager
 def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
-    """15 of its 16 pages a tensor are a freed request's, of which the low watermark takes a few."""
+    """Yields a cache in which a freed request has 15 of 16 pages per tensor; the watermark unmaps a
+    few.
+    """
     pages = 16
     limit = pages * TENSORS * context.info.granule
     with small_cache(
@@ -194,8 +196,8 @@ def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
         yield cache
 
 
-def test_a_step_ahead_waits_for_no_unmapping_of_a_part(context: Context, work: FdEvent) -> None:
-    """The only slot with pages has given up a few, for the low watermark; more is wanted."""
+def test_a_step_ahead_does_not_wait_for_a_partial_unmap(context: Context, work: FdEvent) -> None:
+    """The only slot with pages is unmapping a few for the low watermark; the step needs more."""
     with part_unmapping(context, work) as cache:
         want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
         assert promptly(lambda: cache.step_async(want), work) == 0
@@ -204,7 +206,7 @@ def test_a_step_ahead_waits_for_no_unmapping_of_a_part(context: Context, work: F
         cache.check_integrity()
 
 
-def test_what_comes_back_is_promised_once(context: Context, work: FdEvent) -> None:
+def test_pages_being_freed_are_promised_once(context: Context, work: FdEvent) -> None:
     with part_unmapping(context, work) as cache:
         one = cache.alloc_reqid(10 * ROWS)
         first = lens(cache, **{f"r{one}": 10 * ROWS})
@@ -218,15 +220,15 @@ def test_what_comes_back_is_promised_once(context: Context, work: FdEvent) -> No
         assert cache.step(few) == 0
         assert cache.step(first) == 0
         cache.free_reqid(one)
-        assert cache.step_async(second) == 0, "the promise went with its request"
+        assert cache.step_async(second) == 0, "the promise ended with its request"
         assert cache.step(second) == 0
         cache.check_integrity()
 
 
-def test_an_unmapping_that_ends_while_others_are_begun(
+def test_an_unmap_that_completes_while_others_start(
     context: Context, work: FdEvent, monkeypatch: Any
 ) -> None:
-    """The rest of its slot's pages is asked for then."""
+    """The other pages of its slot are then requested."""
     with part_unmapping(context, work) as cache:
         own = cache._groups[0].reclaimer
         want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
@@ -243,7 +245,7 @@ def test_an_unmapping_that_ends_while_others_are_begun(
         assert cache.step(want) == 0
 
 
-def test_a_promotion_under_way_is_not_waited_for(backend: str) -> None:
+def test_no_call_waits_for_a_promotion_in_flight(backend: str) -> None:
     with in_slabs(backend) as context, cache_over(context) as cache:
         (one, _) = in_pieces(cache, PART)
         with FdEvent.create() as written, FdEvent.create() as later:
@@ -255,7 +257,7 @@ def test_a_promotion_under_way_is_not_waited_for(backend: str) -> None:
         assert cache.snapshot()[one].large_pages == UNIT
 
 
-def test_others_grow_meanwhile(context: Context, work: FdEvent) -> None:
+def test_other_requests_grow_meanwhile(context: Context, work: FdEvent) -> None:
     with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
         other = started(cache, ROWS)
         busy(cache, work)
@@ -270,7 +272,7 @@ def test_others_grow_meanwhile(context: Context, work: FdEvent) -> None:
         cache.check_integrity()
 
 
-def test_a_prefix_is_left_out_where_no_slot_is_empty(context: Context, work: FdEvent) -> None:
+def test_a_prefix_is_not_used_if_no_slot_is_empty(context: Context, work: FdEvent) -> None:
     with small_cache(context, max_batch=1) as cache:
         busy(cache, work, PROMPT[: 2 * ROWS])
         with cache.match(PROMPT) as match:
@@ -299,10 +301,10 @@ def test_admission_and_freeing_wait_for_nothing(context: Context, work: FdEvent)
         promptly(lambda: cache.free_reqid(reqid, stream=work) is None, work)
         assert promptly(lambda: cache.alloc_reqid(ROWS), work) is not None
         cache.check_integrity()
-        work.set()  # before the cache is closed, which waits for it
+        work.set()  # before the cache is closed, which waits for the work
 
 
-def test_a_step_ahead_of_a_budgets_cache_waits_for_none_of_its_own(
+def test_a_step_ahead_in_a_budget_does_not_wait_for_its_own_pages(
     context: Context, work: FdEvent
 ) -> None:
     limit = 5 * TENSORS * context.info.granule
@@ -319,7 +321,7 @@ def test_a_step_ahead_of_a_budgets_cache_waits_for_none_of_its_own(
 
 
 def two_classes(context: Context, pages: int) -> tuple[int, LayeredCache]:
-    """The rows of a page of the first class, half of the second's; memory for `pages` a tensor."""
+    """Returns the rows per page of the first group, half those of the second; and the cache."""
     page = context.info.granule
     rows = page // (2 * 64 * 4)
     return rows, LayeredCache(
@@ -335,7 +337,7 @@ def two_classes(context: Context, pages: int) -> tuple[int, LayeredCache]:
     )
 
 
-def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
+def test_a_step_ahead_of_groups_does_not_wait_for_their_pages(
     context: Context, work: FdEvent
 ) -> None:
     rows, made = two_classes(context, 9)
@@ -360,7 +362,7 @@ def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
 
 @contextmanager
 def over_at_the_end(work: FdEvent) -> Iterator[None]:
-    """So that a cache whose test fails can be closed."""
+    """Completes the work at the end, so that a cache can be closed after a failed test."""
     try:
         yield
     finally:
@@ -368,10 +370,10 @@ def over_at_the_end(work: FdEvent) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_who_decodes_does_not_wait_for_a_prompts_memory(
+def test_decoding_does_not_wait_for_a_prompts_memory(
     context: Context, work: FdEvent, together: bool
 ) -> None:
-    """Free memory goes to those that lack least; the prompt gets reclaimed memory."""
+    """Free memory goes to requests that need the least; the prompt gets reclaimed memory."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, over_at_the_end(work):
         ended, one = started(cache, 4 * ROWS), started(cache, ROWS)
@@ -389,11 +391,11 @@ def test_who_decodes_does_not_wait_for_a_prompts_memory(
         cache.check_integrity()
 
 
-def test_who_decodes_does_not_wait_in_any_group(context: Context, work: FdEvent) -> None:
+def test_decoding_does_not_wait_in_any_group(context: Context, work: FdEvent) -> None:
     rows, made = two_classes(context, 12)
     with made as cache, over_at_the_end(work):
         ended, one, prompt = (cache.alloc_reqid() for _ in range(3))
-        held = {f"r{ended}": 4 * rows, f"r{one}": 2 * rows}  # 6 and 3 of 12 pages a tensor
+        held = {f"r{ended}": 4 * rows, f"r{one}": 2 * rows}  # 6 and 3 of 12 pages per tensor
         assert cache.step(lens(cache, **held)) == 0
         cache.free_reqid(ended, stream=work)
         long, more = {f"r{prompt}": 4 * rows}, {f"r{one}": 4 * rows}
@@ -407,11 +409,11 @@ def test_who_decodes_does_not_wait_in_any_group(context: Context, work: FdEvent)
         cache.check_integrity()
 
 
-# ---- pages that others must give back ------------------------------------------------------------
+# ---- pages to be reclaimed from others -----------------------------------------------------------
 
 
-def test_a_step_ahead_waits_for_no_prefix_to_be_evicted(context: Context, work: FdEvent) -> None:
-    """The prefix is in the slot of a request whose work goes on."""
+def test_a_step_ahead_does_not_wait_for_evictions(context: Context, work: FdEvent) -> None:
+    """The prefix is in the slot of a request whose work is still running."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         one, other = started(cache, 3 * ROWS), started(cache, ROWS)
@@ -420,7 +422,7 @@ def test_a_step_ahead_waits_for_no_prefix_to_be_evicted(context: Context, work: 
         for _ in range(3):
             assert promptly(lambda: cache.step_async(want), work) == 0
             assert not cache.slots.is_ready(other, 4 * ROWS)
-            assert cache.stats().prefix_pages == TENSORS, "no more goes than is wanted"
+            assert cache.stats().prefix_pages == TENSORS, "no more is evicted than needed"
             cache.check_integrity()
         more = lens(cache, **{f"r{other}": 6 * ROWS})
         assert promptly(lambda: cache.step_async(more), work) == -1
@@ -429,8 +431,8 @@ def test_a_step_ahead_waits_for_no_prefix_to_be_evicted(context: Context, work: 
         assert rows_are(cache, other, 0, ROWS, 1.0)
 
 
-def test_a_step_ahead_evicts_what_nobody_is_at_and_grows(context: Context, work: FdEvent) -> None:
-    """A request's last prefix is in no slot any more."""
+def test_a_step_ahead_evicts_an_unused_prefix_and_grows(context: Context, work: FdEvent) -> None:
+    """A request's last prefix is no longer in any slot."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         one, other = started(cache, 3 * ROWS), started(cache, ROWS)
@@ -444,16 +446,14 @@ def test_a_step_ahead_evicts_what_nobody_is_at_and_grows(context: Context, work:
         assert cache.step(want) == 0
 
 
-def test_a_step_ahead_waits_neither_for_slots_nor_for_prefixes(
-    context: Context, work: FdEvent
-) -> None:
+def test_a_step_ahead_waits_for_neither_slots_nor_prefixes(context: Context, work: FdEvent) -> None:
     """Slots' surplus is reclaimed first; only the remaining shortage is evicted."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_seq_len=8 * ROWS) as cache:
         one, two, other = started(cache, 3 * ROWS), started(cache, 2 * ROWS), started(cache, ROWS)
         cache.free_reqid(one, stream=work, tokens=list(range(3 * ROWS)))
         cache.free_reqid(two, stream=work)
-        want = lens(cache, **{f"r{other}": 6 * ROWS})  # 5 more: 2 are free, 2 of a slot
+        want = lens(cache, **{f"r{other}": 6 * ROWS})  # 5 more: 2 are free, 2 are in a slot
         for _ in range(2):
             assert promptly(lambda: cache.step_async(want), work) == 0
             assert cache.stats().prefix_pages == 2 * TENSORS
@@ -478,7 +478,7 @@ def test_a_step_ahead_leaves_a_lease_alone(context: Context, work: FdEvent) -> N
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_step_ahead_waits_for_no_other_cache_of_its_budget(
+def test_a_step_ahead_does_not_wait_for_another_cache(
     context: Context, work: FdEvent, recorded: bool
 ) -> None:
     page = context.info.granule
@@ -504,8 +504,8 @@ def test_a_step_ahead_waits_for_no_other_cache_of_its_budget(
         cache.check_integrity()
 
 
-def test_a_step_ahead_waits_for_no_promotion(backend: str, work: FdEvent) -> None:
-    """The copies that are given up end after the work on their request."""
+def test_a_step_ahead_does_not_wait_for_promotions(backend: str, work: FdEvent) -> None:
+    """The cancelled copies complete after the work on their request."""
     with in_slabs(backend) as context:
         limit = (3 * UNIT + 1) * TENSORS * context.info.granule
         with cache_over(context, memory_limit=limit) as cache:
@@ -525,7 +525,7 @@ def test_a_step_ahead_waits_for_no_promotion(backend: str, work: FdEvent) -> Non
             assert whole(cache, two, PART, 500)
 
 
-def test_a_step_ahead_promises_a_busy_slot_no_more_than_there_is(
+def test_a_step_ahead_promises_a_busy_slot_only_available_pages(
     context: Context, work: FdEvent
 ) -> None:
     limit = 4 * TENSORS * context.info.granule
@@ -542,10 +542,10 @@ def test_a_step_ahead_promises_a_busy_slot_no_more_than_there_is(
 
 
 @pytest.mark.parametrize("zero_fill", [True, False])
-def test_what_is_begun_for_a_busy_slot_holds_nobody_up(
+def test_growth_of_a_busy_slot_delays_no_other_request(
     context: Context, work: FdEvent, zero_fill: bool
 ) -> None:
-    """Neither the other requests of the same call, nor who takes the slot afterwards."""
+    """Neither other requests of the same call nor the slot's next owner wait."""
     with small_cache(context, max_batch=2, zero_fill=zero_fill) as cache:
         other = started(cache, ROWS)
         busy(cache, work)
@@ -562,7 +562,7 @@ def test_what_is_begun_for_a_busy_slot_holds_nobody_up(
 
 
 def test_a_budget_that_reclaims_waits_for_nothing(context: Context, work: FdEvent) -> None:
-    """A recorded prefix is in the slot of a request whose work goes on."""
+    """A cached prefix is in the slot of a request whose work is still running."""
     page = context.info.granule
     budget = Budget(context, 5 * TENSORS * page)
     with KVCache(small_config(page, memory_limit=0), budget=budget) as cache:
@@ -575,13 +575,13 @@ def test_a_budget_that_reclaims_waits_for_nothing(context: Context, work: FdEven
         eventually(lambda: budget.reclaim(0) is None and not budget.stats().used_bytes)
 
 
-# ---- a driver that stalls ------------------------------------------------------------------------
+# ---- a stalled driver ----------------------------------------------------------------------------
 
 
-def test_a_slow_call_of_the_driver_reaches_no_step_until_what_is_ahead_is_used_up(
+def test_a_slow_driver_call_delays_no_step_while_pages_are_mapped_ahead(
     context: Context, work: FdEvent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages mapped ahead by `step_async`; then a map call hangs on the worker."""
+    """Pages are mapped ahead by `step_async`; then a map call hangs on the worker."""
     submit = context.submit
 
     def slow(ops: Any, after: Any = (), *rest: Any, **options: Any) -> Any:
@@ -600,7 +600,7 @@ def test_a_slow_call_of_the_driver_reaches_no_step_until_what_is_ahead_is_used_u
             assert promptly(lambda rows=rows: cache.step_async(both(rows + 3 * ROWS)), work) == 0
             assert promptly(lambda rows=rows: cache.step(both(rows)), work) == 0
             stamp(cache, one, rows - 1, rows, float(rows))
-        assert not cache.slots.is_ready(one, 4 * ROWS), "the call is not over"
+        assert not cache.slots.is_ready(one, 4 * ROWS), "the call has not returned"
         with waiting(lambda: cache.step(both(4 * ROWS)), work) as found:
             pass
         assert found == [0]
@@ -612,16 +612,16 @@ def test_a_slow_call_of_the_driver_reaches_no_step_until_what_is_ahead_is_used_u
 
 @contextmanager
 def waiting(call: Callable[[], Any], work: FdEvent) -> Iterator[list[Any]]:
-    """Another thread makes a call that waits for the work; gets what it returned, when it is over.
+    """Makes a call in another thread that waits for the work; yields a list that gets its result.
 
-    The work ends with the block, after which the call is over.
+    The work completes at the end of the block, and then the call returns.
     """
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
     try:
         thread.join(0.05)
-        assert thread.is_alive(), "it does not wait, so there is nothing to be shown"
+        assert thread.is_alive(), "the call does not wait here, so there is nothing to test"
         yield found
         assert not found
     finally:
@@ -653,10 +653,10 @@ def _truncate_shared(cache: KVCache, reqid: int, work: FdEvent) -> bool:
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_nobody_waits_while_another_thread_does(context: Context, work: FdEvent, name: str) -> None:
+def test_no_thread_waits_because_another_does(context: Context, work: FdEvent, name: str) -> None:
     changes, call = SLOW[name]
     if name == "alloc_prefix" and context.cuda_device is not None:
-        pytest.skip("a GPU's stream is put behind the GPU's events, and nobody waits")
+        pytest.skip("on a GPU the stream is ordered after the events, and no thread waits")
     with small_cache(context, max_batch=6, **changes) as cache:
         reqid = started(cache, 2 * ROWS, 2.0)
         other = started(cache, ROWS, 3.0)
@@ -684,10 +684,8 @@ def test_nobody_waits_while_another_thread_does(context: Context, work: FdEvent,
         cache.check_integrity()
 
 
-def test_what_changes_while_a_call_waits_is_what_the_call_finds(
-    context: Context, work: FdEvent
-) -> None:
-    """The request that is to be swapped out is freed meanwhile."""
+def test_a_call_sees_changes_made_while_it_waits(context: Context, work: FdEvent) -> None:
+    """The request to be swapped out is freed while the call waits."""
     with small_cache(context) as cache:
         reqid = started(cache, 2 * ROWS)
 
@@ -716,7 +714,7 @@ REQUESTS: dict[str, Callable[[RequestCache, Request, FdEvent], Any]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_other_requests_go_on(context: Context, work: FdEvent, name: str) -> None:
+def test_other_requests_continue(context: Context, work: FdEvent, name: str) -> None:
     with small_cache(context) as memory, RequestCache(memory) as cache:
         request, other = cache.begin(2 * ROWS), cache.begin(ROWS)
         assert isinstance(request, Request)
@@ -731,10 +729,8 @@ def test_other_requests_go_on(context: Context, work: FdEvent, name: str) -> Non
             cache.release(one)
 
 
-def test_a_call_within_another_does_not_look(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has the lock anyway, and waits by itself."""
+def test_a_nested_call_does_not_check(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inner call has the lock already, and waits by itself."""
     looks: list[int] = []
     before_fork = waits.before_fork
 
@@ -753,7 +749,7 @@ def test_a_call_within_another_does_not_look(
             ending = threading.Timer(0.2, work.set)
             ending.start()
             child = memory.fork(request.slot, stream=work)
-            assert is_over(work), "it copied rows that were still being written"
+            assert is_over(work), "the call copied rows that were still being written"
             ending.join()
         assert len(looks) == 1
         assert child is not None

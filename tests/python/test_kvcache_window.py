@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: sliding windows: pages before the window go while a request runs, the rest stays."""
+"""Description: sliding windows: pages before the window are unmapped while a request runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
 
 
 def mapped(cache: KVCache, reqid: int = 0) -> int:
-    """Pages per tensor, once what is on its way back has come back."""
+    """Returns the mapped pages per tensor, once no unmap is in flight."""
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
     return cache.snapshot()[reqid].mapped_pages
 
@@ -55,10 +55,12 @@ def rows_are_there(cache: KVCache, low: int, high: int) -> bool:
 
 
 @pytest.mark.parametrize("call", ["truncate", "fork", "fork_many"])
-def test_what_an_interrupted_step_let_go_is_gone(
+def test_pages_unmapped_by_an_interrupted_step_stay_unmapped(
     call: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is undone but for the pages before the window: no request may begin in them."""
+    """The step is rolled back except for the pages before the window; no request may start in
+    these.
+    """
 
     def interrupted(*args: Any) -> None:
         slide(*args)
@@ -87,7 +89,7 @@ def test_a_request_keeps_its_window_and_a_tile(context: Context) -> None:
         assert cache.alloc_reqid() == 0
         for length in range(1, 12 * ROWS + 1):
             decode(cache, length - 1, length)
-            low = max(0, length - 1 - 12)  # the step to `length` reads no row before these
+            low = max(0, length - 1 - 12)  # the step to `length` reads no row before this
             assert rows_are_there(cache, low, length)
             assert mapped(cache) <= 12 // ROWS + 3
             cache.check_integrity()
@@ -99,19 +101,20 @@ def test_a_request_keeps_its_window_and_a_tile(context: Context) -> None:
         cache.free_reqid(0)
 
 
-def test_a_page_goes_with_the_row_that_no_kernel_reads(context: Context) -> None:
+def test_a_page_is_unmapped_once_no_kernel_reads_its_rows(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
-        for length in (20, 21, 24):  # what begins with rows 0 to 15 needs all of them
+        for length in (20, 21, 24):  # kernels that start at rows 0 to 15 need all of these
             assert cache.step(lens(cache, r0=length)) == 0
             assert mapped(cache) == 3
-        assert cache.step(lens(cache, r0=25)) == 0  # row 24 sees rows 17 to 24, its tile from 12
+        # row 24 sees rows 17 to 24, and its tile starts at 12
+        assert cache.step(lens(cache, r0=25)) == 0
         assert mapped(cache) == 4 - 1
         assert cache.slots.first_rows([0]) == [ROWS]
 
 
-def test_a_request_has_not_lost_the_rows_of_an_earlier_one(context: Context) -> None:
-    """It got the slot while pages were still leaving the earlier one's window."""
+def test_a_request_is_unaffected_by_the_window_of_an_earlier_one(context: Context) -> None:
+    """It got the slot while pages were still leaving the earlier request's window."""
     with small_cache(context, **WINDOW, max_batch=1) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 24)
@@ -132,7 +135,7 @@ def test_a_request_has_not_lost_the_rows_of_an_earlier_one(context: Context) -> 
 def test_the_same_length_again_moves_nothing(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
-        for _ in range(3):  # a prefill whose work is launched after the last of these
+        for _ in range(3):  # a prefill whose work is launched after the last of these steps
             assert cache.step(lens(cache, r0=40)) == 0
         assert mapped(cache) == 5
         write_rows(cache, 0, 0, list(range(1, 41)))
@@ -141,7 +144,7 @@ def test_the_same_length_again_moves_nothing(context: Context) -> None:
         assert rows_are_there(cache, 28, 40)
 
 
-def test_pages_go_after_the_work_that_read_them(context: Context) -> None:
+def test_pages_are_unmapped_after_the_work_that_read_them(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 24)
@@ -154,12 +157,13 @@ def test_pages_go_after_the_work_that_read_them(context: Context) -> None:
             assert rows_are_there(cache, 8, 24)
             cache.check_integrity()
             with firing_later(event) as fired:
-                assert cache.step(lens(cache, r0=33)) == 0  # a page more: the slot's turn comes
+                # one page more: the slot's unmap can start
+                assert cache.step(lens(cache, r0=33)) == 0
                 assert fired
         assert mapped(cache) == 4
 
 
-def test_a_request_freed_while_pages_go(context: Context) -> None:
+def test_a_request_freed_while_pages_are_being_unmapped(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 24)
@@ -203,7 +207,7 @@ def test_a_long_request_fits_into_little_memory(context: Context) -> None:
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_a_slide_that_fails_is_undone_and_told(context: Context, place: str) -> None:
+def test_a_failed_slide_is_rolled_back_and_reported(context: Context, place: str) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 24)
@@ -225,7 +229,7 @@ def test_a_slide_that_fails_is_undone_and_told(context: Context, place: str) -> 
         assert rows_are_there(cache, 28, 40)
 
 
-def test_what_a_window_does_not_allow(context: Context) -> None:
+def test_calls_that_a_window_does_not_allow(context: Context) -> None:
     for change, text in (
         ({"window": -1}, "window is -1; it must be between 0"),
         ({"window_tile": 70000}, "window_tile is 70000; it must be between 0 and 65536"),
@@ -245,8 +249,10 @@ def test_what_a_window_does_not_allow(context: Context) -> None:
 
 
 @pytest.mark.parametrize("length", [5, 8 + 4 + 3 * ROWS + 1, 12 * ROWS - 3])
-def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> None:
-    """Rows that had left are not copied, and their pages go again; all others are as before."""
+def test_swapping_copies_the_rows_in_the_window(context: Context, length: int) -> None:
+    """Rows outside the window are not copied, and their pages are unmapped again; all others are
+    intact.
+    """
     with small_cache(context, max_batch=1, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, length)
@@ -255,7 +261,7 @@ def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> 
         with cache.swap_out(0) as swapped:
             assert swapped.nbytes == (length - first) * cache.layout.row_bytes * TENSORS
             assert cache.alloc_reqid() == 0
-            assert cache.step(lens(cache, r0=3)) == 0  # other rows in its pages
+            assert cache.step(lens(cache, r0=3)) == 0  # writes other rows to its pages
             write_rows(cache, 0, 0, [90, 91, 92])
             cache.free_reqid(0)
             assert cache.swap_in(swapped) == 0
@@ -272,8 +278,8 @@ def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> 
         cache.check_integrity()
 
 
-def test_what_could_not_come_back_is_not_swapped_out(context: Context) -> None:
-    """To come back, a request needs the pages of all its tokens for a moment."""
+def test_a_request_that_could_not_be_swapped_in_is_not_swapped_out(context: Context) -> None:
+    """To be swapped in, a request needs the pages of all its tokens for a moment."""
     page = context.info.granule
     with small_cache(context, memory_limit=6 * TENSORS * page, **WINDOW) as cache:
         assert cache.alloc_reqid() == 0
@@ -290,7 +296,7 @@ def test_what_could_not_come_back_is_not_swapped_out(context: Context) -> None:
 @pytest.mark.parametrize("policy", [{}, {"zero_fill": False}, {"eager_pages": 2, "limit": 24}])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
-    """Every row that a kernel may read holds what was written, whatever was asked for between."""
+    """Every row that a kernel may read holds what was written, whatever calls came between."""
     choose = random.Random(seed)
     options = dict(policy)
     limit = options.pop("limit", 40) * TENSORS * context.info.granule
@@ -335,7 +341,7 @@ def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> N
 
 
 def decoded(cache: KVCache, rows: int) -> int:
-    """A request with so many rows."""
+    """Starts a request of `rows` rows."""
     reqid = cache.alloc_reqid()
     assert reqid is not None
     decode(cache, 0, rows, reqid)
@@ -343,7 +349,7 @@ def decoded(cache: KVCache, rows: int) -> int:
 
 
 @pytest.mark.parametrize("rows", [3, ROWS, 20, 41, 5 * ROWS])
-def test_a_fork_shares_what_the_window_holds(context: Context, rows: int) -> None:
+def test_a_fork_shares_the_pages_in_the_window(context: Context, rows: int) -> None:
     with small_cache(context, max_batch=6, **WINDOW) as cache:
         parent = decoded(cache, rows)
         (first,) = cache.slots.first_rows([parent])
@@ -364,7 +370,7 @@ def test_a_fork_shares_what_the_window_holds(context: Context, rows: int) -> Non
             assert read_rows(cache, reqid, first, list(range(first + 1, rows + 1)))
             decode(cache, rows, rows + 24, reqid, 1000 * tag)
             cache.check_integrity()
-        low = rows + 24 - 13  # the last step read none before
+        low = rows + 24 - 13  # the last step read no row before this
         for tag, reqid in enumerate((parent, *children), 1):
             tags = [n + (1000 * tag if n >= rows else 1) for n in range(low, rows + 24)]
             assert read_rows(cache, reqid, low, tags)
@@ -379,7 +385,7 @@ def test_a_fork_shares_what_the_window_holds(context: Context, rows: int) -> Non
         cache.check_integrity()
 
 
-def test_shared_pages_go_when_the_last_window_has_left_them(context: Context) -> None:
+def test_shared_pages_are_unmapped_after_the_last_window_has_left_them(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         parent = decoded(cache, 3 * ROWS)
         child = cache.fork(parent)
@@ -391,7 +397,8 @@ def test_shared_pages_go_when_the_last_window_has_left_them(context: Context) ->
             assert cache.step(want) == 0
             assert mapped(cache, child) == 6 - 1
             want[child] += 1
-            assert cache.step(want, event) == 0  # its first pages go once the work is over
+            # its first pages are unmapped once the work has completed
+            assert cache.step(want, event) == 0
             assert cache.stats().shared_pages == 2 * TENSORS
             cache.check_integrity()
             event.set()
@@ -400,7 +407,7 @@ def test_shared_pages_go_when_the_last_window_has_left_them(context: Context) ->
         cache.check_integrity()
 
 
-def test_a_fork_where_a_window_has_to_be_there(context: Context) -> None:
+def test_a_fork_needs_its_window_mapped(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         parent = decoded(cache, 41)
         (first,) = cache.slots.first_rows([parent])
@@ -420,8 +427,8 @@ def test_a_fork_where_a_window_has_to_be_there(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_rows_of_a_forked_window_are_given_up(context: Context) -> None:
-    """A page that both have is copied for the one that goes back."""
+def test_rows_of_a_forked_window_are_truncated(context: Context) -> None:
+    """A page that both requests share is copied for the one that is truncated."""
     with small_cache(context, **WINDOW) as cache:
         parent = decoded(cache, 5 * ROWS)
         child = cache.fork(parent)
@@ -435,7 +442,7 @@ def test_rows_of_a_forked_window_are_given_up(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_a_slide_of_shared_pages_that_fails_is_undone(context: Context) -> None:
+def test_a_failed_slide_of_shared_pages_is_rolled_back(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         parent = decoded(cache, 24)
         child = cache.fork(parent)
@@ -450,7 +457,7 @@ def test_a_slide_of_shared_pages_that_fails_is_undone(context: Context) -> None:
         with pytest.raises(DriverError):
             cache.step(lens(cache, **{f"r{child}": 26}))
         decode(cache, 24, 40, child)
-        assert cache.stats().shared_pages == 3 * TENSORS  # the parent's
+        assert cache.stats().shared_pages == 3 * TENSORS  # the parent's pages
         cache.check_integrity()
 
 
@@ -471,8 +478,10 @@ def test_a_forked_window_is_moved_and_swapped(context: Context) -> None:
 
 
 @pytest.mark.parametrize("pages", [8, 9])
-def test_a_fork_that_could_not_come_back_is_not_swapped_out(context: Context, pages: int) -> None:
-    """It gives one page of its own back; those that it shares are still its parent's."""
+def test_a_fork_that_could_not_be_swapped_in_is_not_swapped_out(
+    context: Context, pages: int
+) -> None:
+    """Swapping it out frees one page of its own; its parent keeps those that they share."""
     limit = pages * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, **WINDOW) as cache:
         parent = decoded(cache, 41)
@@ -496,10 +505,10 @@ def test_a_fork_that_could_not_come_back_is_not_swapped_out(context: Context, pa
         assert read_rows(cache, back, first, list(range(first + 1, 42)))
 
 
-# ---- models of both kinds ------------------------------------------------------------------------
+# ---- models with sliding and full layers ---------------------------------------------------------
 
 
-def test_sliding_layers_beside_others(context: Context) -> None:
+def test_sliding_and_full_layers(context: Context) -> None:
     page = context.info.granule
     heads = page // (ROWS * 64 * 4)
     layers = [LayerShape(heads, 64, window=8), LayerShape(heads, 64)]
@@ -541,12 +550,13 @@ def test_layers_of_a_transformers_model() -> None:
     assert layer_shapes(model(sliding_window=128, use_sliding_window=False)) == [whole] * 4
     mixed = model(sliding_window=128, layer_types=[sliding, full, sliding, "chunked_attention"])
     assert layer_shapes(mixed) == [every, whole, every, whole]
-    mixed.attention_chunk_size = 64  # no token sees more
+    mixed.attention_chunk_size = 64  # no token attends to more
     assert layer_shapes(mixed) == [every, whole, every, LayerShape(2, 32, window=64)]
     assert KVCacheConfig.from_hf(mixed).window == 0
     mixed.per_layer_config = {1: {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
-    mixed.per_layer_config = {"01": {"head_dim": 64, "num_key_value_heads": 1}}  # as in a file
+    # as read from a file
+    mixed.per_layer_config = {"01": {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
     shared = model(num_kv_shared_layers=1)
     assert layer_shapes(shared) == [whole] * 3 + [EmptyShape()]
@@ -558,7 +568,7 @@ def test_layers_of_a_transformers_model() -> None:
     assert KVCacheConfig.from_hf(latent, head_dim=192).tensors_per_layer == 2
 
 
-def test_layers_that_are_refused() -> None:
+def test_unsupported_layers_are_rejected() -> None:
     for values, text in (
         ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, but the model has 4"),
         (
@@ -589,10 +599,8 @@ def test_layers_of_real_configurations() -> None:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_no_row_is_kept_for_a_prefix_where_none_can_be_recorded(
-    host: Context, stateful: bool
-) -> None:
-    """16 rows of 768 bytes fill whole pages: a window that can be recorded goes on by these."""
+def test_no_row_is_kept_if_no_prefix_can_be_recorded(host: Context, stateful: bool) -> None:
+    """16 rows of 768 bytes fill whole pages; a recordable window keeps all of them mapped."""
     shapes: list[LayerShape | StateShape] = [
         LayerShape(num_kv_heads=3, head_dim=64, window=8),
         StateShape(conv=(40, 4), recurrent=(4, 20, 20))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: recorded prefixes where layers have a window: a match ends where the window is."""
+"""Description: cached prefixes of layers with a window: a match ends where the window is mapped."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
 WINDOW: dict[str, Any] = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
-KEPT = 12  # rows before the next token that must be there
+KEPT = 12  # rows before the next token that must be mapped
 
 
 def ids(*runs: tuple[int, int]) -> list[int]:
-    """Tokens of a prompt: so many of each family."""
+    """Returns tokens of a prompt, from (family, count) pairs."""
     return [1000 * family + place for family, count in runs for place in range(count)]
 
 
@@ -27,7 +27,7 @@ def tag(token: int) -> int:
 
 
 def prefill(cache: KVCache, tokens: list[int]) -> int:
-    """A request with these rows, computed in one step, so that all of them are mapped."""
+    """Starts a request with these rows, computed in one step, so that all of them are mapped."""
     reqid = cache.alloc_reqid(len(tokens))
     assert reqid is not None
     extend(cache, reqid, 0, tokens)
@@ -35,7 +35,7 @@ def prefill(cache: KVCache, tokens: list[int]) -> int:
 
 
 def extend(cache: KVCache, reqid: int, low: int, tokens: list[int], by: int = 0) -> None:
-    """Appends the rows of the tokens from `low` on; `by`: so many in a step."""
+    """Appends the rows of the tokens from `low` on; `by`: tokens per step."""
     for end in [*range(low + by, len(tokens), by), len(tokens)] if by else [len(tokens)]:
         want = [slot.seq_len for slot in cache.caches[0].snapshot()]
         want[reqid] = end
@@ -46,7 +46,7 @@ def extend(cache: KVCache, reqid: int, low: int, tokens: list[int], by: int = 0)
 
 
 def decoded(cache: KVCache, tokens: list[int]) -> int:
-    """A request with these rows, computed one by one, so that it has its window alone."""
+    """Starts a request with these rows, computed one by one, so that only its window is mapped."""
     reqid = cache.alloc_reqid(len(tokens))
     assert reqid is not None
     extend(cache, reqid, 0, tokens, by=1)
@@ -58,7 +58,7 @@ def settle(cache: KVCache) -> None:
 
 
 def begins(cache: KVCache, prompt: list[int], length: int) -> int:
-    """A request that finds so many tokens of its prompt, and has their rows."""
+    """Starts a request that finds `length` tokens of its prompt cached, and checks their rows."""
     with cache.match(prompt) as match:
         assert match.length == length
     taken = cache.alloc_prefix(prompt)
@@ -96,7 +96,7 @@ def test_a_match_ends_where_a_request_was_recorded(context: Context) -> None:
         assert begins(cache, [*tokens[:end], *ids((3, 5))], end) != reqid
         cache.free_reqid(reqid, tokens=[*tokens[:end], *ids((2, 20))])
         assert cache.match([*tokens[:end], *ids((2, 20))], leave=0).length == 7 * ROWS
-        # The window of 48 tokens lies in two nodes: what the first left and what the second did.
+        # The window of 48 tokens spans two nodes, recorded by the first and the second request.
         assert cache.match([*tokens[:end], *ids((2, 9))], leave=0).length == end + ROWS
         assert cache.match([*tokens[:end], *ids((2, 7))], leave=0).length == end
         cache.check_integrity()
@@ -110,8 +110,9 @@ def test_a_running_request_is_recorded_and_slides_on(context: Context) -> None:
         extend(cache, first, 3 * ROWS + 1, tokens, by=1)
         settle(cache)
         assert cache.slots.first_rows([first])[0] > 3 * ROWS
-        assert cache.record(first, tokens[: 3 * ROWS + 1]) == 3 * ROWS  # it is there already
-        assert cache.record(first, tokens[: 5 * ROWS]) == 3 * ROWS  # its window is gone
+        assert cache.record(first, tokens[: 3 * ROWS + 1]) == 3 * ROWS  # already recorded
+        # the window before that end is unmapped
+        assert cache.record(first, tokens[: 5 * ROWS]) == 3 * ROWS
         assert cache.record(first, tokens) == 9 * ROWS
         other = begins(cache, [*tokens[: 4 * ROWS], 9], 3 * ROWS)
         assert cache.match(tokens, leave=0).length == 9 * ROWS
@@ -120,8 +121,10 @@ def test_a_running_request_is_recorded_and_slides_on(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_where_prompts_part_the_next_one_begins(context: Context) -> None:
-    """The first leaves its last window; the second had all rows mapped, and fills in the branch."""
+def test_a_third_request_starts_at_the_branch(context: Context) -> None:
+    """The first leaves only its last window; the second has all rows mapped, and fills in the
+    branch.
+    """
     with small_cache(context, max_batch=6, **WINDOW) as cache:
         prompts = [ids((1, 3 * ROWS), (family, 4 * ROWS)) for family in (2, 3, 4)]
         for place, prompt in enumerate(prompts):
@@ -165,7 +168,7 @@ def test_leaves_are_evicted_whole(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_admission_counts_the_window_that_a_match_brings(context: Context) -> None:
+def test_admission_counts_the_window_of_a_match(context: Context) -> None:
     page = context.info.granule
     with small_cache(context, memory_limit=8 * TENSORS * page, **WINDOW) as cache:
         tokens = ids((1, 8 * ROWS))
@@ -186,7 +189,7 @@ def test_admission_counts_the_window_that_a_match_brings(context: Context) -> No
 
 
 @pytest.mark.parametrize("more", [0, 11])
-def test_a_next_turn_goes_on_where_its_window_is_mapped(context: Context, more: int) -> None:
+def test_a_next_turn_resumes_where_its_window_is_mapped(context: Context, more: int) -> None:
     with small_cache(context, max_batch=8, **WINDOW) as cache:
         tokens = ids((1, 5 * ROWS + 3 + more))
         first = decoded(cache, tokens)
@@ -203,14 +206,16 @@ def test_a_next_turn_goes_on_where_its_window_is_mapped(context: Context, more: 
         assert cache.stats().mapped_bytes == 0
 
 
-def test_a_window_that_is_filled_in_anew_is_kept_mapped_nowhere(context: Context) -> None:
-    """Its pages are no prefix's any more, so whoever is short must be able to have them."""
+def test_a_refilled_window_keeps_no_old_pages_mapped(context: Context) -> None:
+    """Its pages belong to no prefix any more, so a request that is short must be able to get
+    them.
+    """
     page = context.info.granule
     with small_cache(context, max_batch=8, memory_limit=12 * TENSORS * page, **WINDOW) as cache:
         branch, other = ids((1, 2 * ROWS), (2, 3 * ROWS)), ids((1, 2 * ROWS), (3, ROWS))
         whole = ids((1, 2 * ROWS), (4, 2 * ROWS))
         cache.free_reqid(decoded(cache, branch), tokens=branch)
-        kept = decoded(cache, other)  # has the second page of what all begin with, and no first one
+        kept = decoded(cache, other)  # has the second page of the common prefix, but not the first
         extend(cache, kept, 3 * ROWS, [*other, 9])
         cache.free_reqid(kept, tokens=other)
         settle(cache)
@@ -223,7 +228,7 @@ def test_a_window_that_is_filled_in_anew_is_kept_mapped_nowhere(context: Context
             cache.check_integrity()
 
 
-def test_a_swapped_request_records_what_came_back(context: Context) -> None:
+def test_a_swapped_request_records_the_rows_that_returned(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         tokens = ids((1, 5 * ROWS + 3))
         reqid = cache.swap_in(cache.swap_out(decoded(cache, tokens)))
@@ -232,11 +237,11 @@ def test_a_swapped_request_records_what_came_back(context: Context) -> None:
         begins(cache, [*tokens, 7], 5 * ROWS)
 
 
-# ---- beside full layers --------------------------------------------------------------------------
+# ---- together with full layers -------------------------------------------------------------------
 
 
 def gemma_like(context: Context, pages: int = 4000, **changes: Any) -> LayeredCache:
-    """Three sliding layers to a full one, whose rows are of another size."""
+    """Creates a cache with three sliding layers per full one, whose rows have another size."""
     page = context.info.granule
     heads = page // (ROWS * 64 * 4)
     slides = LayerShape(heads, 64, window=8)
@@ -270,7 +275,7 @@ def test_full_layers_have_all_rows_and_sliding_ones_their_window(context: Contex
 
 
 def test_every_driver_call_may_fail(context: Context) -> None:
-    """The first, the second, ... map or unmap fails, until there are no more of them."""
+    """The first, the second, ... map or unmap fails, until the call makes no more of them."""
     tokens = ids((1, 3 * ROWS), (2, 3 * ROWS + 1))
 
     def record(cache: LayeredCache, reqid: int) -> bool:

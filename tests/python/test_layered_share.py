@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: requests over layers that differ: forks, prefixes, swapping, all or nothing."""
+"""Description: requests over unequal layers: forks, prefixes, swapping, all or nothing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.sharing import Sharing
 
-UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
-PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
+UNIT = 16  # tokens that fill whole pages in all groups, whose own units are 4, 8, 16 and 16
+PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: tensors times pages, summed over the groups
 LONGEST = 5 * UNIT
 
 
@@ -33,7 +33,7 @@ def shared(context: Context, pages: int = 20 * PAGES, **changes: Any) -> Layered
 
 
 def started(cache: LayeredCache, rows: int, first: int = 1) -> tuple[int, list[int]]:
-    """A request with so many rows, and what they hold."""
+    """Starts a request of `rows` rows; returns it and their tags."""
     reqid = cache.alloc_reqid(rows)
     assert reqid is not None
     return reqid, grown(cache, reqid, [], [first + row for row in range(rows)])
@@ -51,7 +51,7 @@ def grown(cache: LayeredCache, reqid: int, tags: list[int], more: list[int]) -> 
 
 
 @pytest.mark.parametrize("rows", [1, UNIT - 3, UNIT, 2 * UNIT + 5])
-def test_a_fork_has_the_rows_of_every_class(context: Context, rows: int) -> None:
+def test_a_fork_has_the_rows_of_every_group(context: Context, rows: int) -> None:
     with shared(context) as cache:
         parent, tags = started(cache, rows)
         children = cache.fork_many(parent, 2)
@@ -90,13 +90,14 @@ def test_a_fork_at_a_length(context: Context) -> None:
         ):
             with pytest.raises(InvalidArgument, match=text):
                 call()
-        assert cache.fork_many(parent, 2) is None  # one slot is left
+        assert cache.fork_many(parent, 2) is None  # one slot is free
         assert state(cache) == before
         cache.check_integrity()
 
 
-def test_a_fork_that_one_class_has_no_page_for(context: Context) -> None:
-    # A token more than a unit: each child needs a page in all 8 tensors, and 7 are there.
+def test_a_fork_for_which_one_group_is_short(context: Context) -> None:
+    # With one token more than a unit, each child needs a page in all 8 tensors; only 7 pages are
+    # free.
     with shared(context, 2 * PAGES + 8 - 8 * 2 + 7) as cache:
         parent, tags = started(cache, UNIT + 1)
         before = state(cache)
@@ -131,7 +132,7 @@ def fork_two(cache: LayeredCache, parent: int) -> Any:
 
 @pytest.mark.parametrize("place", [1, 2, 3])
 @pytest.mark.parametrize("error", [OutOfMemory, DriverError])
-def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
+def test_a_fork_that_fails_in_a_later_group_changes_nothing(
     context: Context, monkeypatch: pytest.MonkeyPatch, place: int, error: type[VMemError]
 ) -> None:
     with shared(context) as cache:
@@ -149,8 +150,10 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
             return call
 
         with monkeypatch.context() as patch:
-            patch.setattr(Group, "lend_edits", broken(Group.lend_edits, group))  # of prefixes
-            patch.setattr(Sharing, "map_at", broken(Sharing.map_at, group.sharing))  # of forks
+            # called for prefixes
+            patch.setattr(Group, "lend_edits", broken(Group.lend_edits, group))
+            # called for forks
+            patch.setattr(Sharing, "map_at", broken(Sharing.map_at, group.sharing))
             if error is OutOfMemory:
                 assert cache.fork(parent) is None
                 assert cache.alloc_prefix(range(2 * UNIT)) is None
@@ -169,7 +172,7 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
 
 @pytest.mark.parametrize("call", [fork_two, record, free_recorded])
 def test_every_driver_call_may_fail(context: Context, call: Call) -> None:
-    """The first, the second, ... map or unmap fails, until there are no more of them."""
+    """The first, the second, ... map or unmap fails, until the call makes no more of them."""
     for kind in (Inject.MAP, Inject.UNMAP, Inject.HEAP):
         for skip in range(200):
             with shared(context) as cache:
@@ -199,14 +202,14 @@ def test_every_driver_call_may_fail(context: Context, call: Call) -> None:
 # ---- prefixes ------------------------------------------------------------------------------------
 
 
-def test_the_sharing_unit_fills_whole_pages_in_every_class(context: Context) -> None:
+def test_the_sharing_unit_fills_whole_pages_in_every_group(context: Context) -> None:
     with shared(context) as cache:
         assert cache.sharing_unit == UNIT
         for one in cache.caches:
             assert UNIT * one.layout.row_bytes % one.layout.page_size == 0
 
 
-def test_a_recorded_prefix_begins_a_request_in_every_class(context: Context) -> None:
+def test_a_cached_prefix_is_mapped_in_every_group(context: Context) -> None:
     with shared(context) as cache:
         first, tags = started(cache, 2 * UNIT + 7)
         tokens = list(range(100, 100 + 2 * UNIT + 7))
@@ -239,7 +242,7 @@ def test_a_recorded_prefix_begins_a_request_in_every_class(context: Context) -> 
         cache.check_integrity()
 
 
-def test_prefixes_go_in_all_classes_when_memory_is_short(context: Context) -> None:
+def test_prefixes_are_evicted_from_all_groups_when_memory_is_short(context: Context) -> None:
     with shared(context, 5 * PAGES) as cache:
         for turn in range(3):
             reqid, _ = started(cache, UNIT, first=10 * turn)
@@ -264,7 +267,7 @@ def test_prefixes_go_in_all_classes_when_memory_is_short(context: Context) -> No
         cache.check_integrity()
 
 
-def test_no_more_prefixes_go_than_must(context: Context) -> None:
+def test_no_more_prefixes_are_evicted_than_needed(context: Context) -> None:
     with shared(context, 4 * PAGES) as cache:
         for turn in range(4):
             reqid, _ = started(cache, UNIT)
@@ -278,7 +281,7 @@ def test_no_more_prefixes_go_than_must(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_a_match_that_went_since(context: Context) -> None:
+def test_a_match_that_was_evicted_since(context: Context) -> None:
     with shared(context) as cache:
         reqid, _ = started(cache, UNIT)
         cache.free_reqid(reqid, tokens=range(UNIT))
@@ -292,7 +295,7 @@ def test_a_match_that_went_since(context: Context) -> None:
         assert state(cache) == before
 
 
-def test_admission_and_namespaces_over_classes(context: Context) -> None:
+def test_admission_and_namespaces_over_groups(context: Context) -> None:
     with shared(context, 4 * PAGES) as cache:
         for name in ("a", "b"):
             reqid, _ = started(cache, UNIT + 3)
@@ -313,7 +316,7 @@ def test_admission_and_namespaces_over_classes(context: Context) -> None:
 # ---- swapping ------------------------------------------------------------------------------------
 
 
-def test_a_swapped_request_comes_back_in_every_class(context: Context) -> None:
+def test_a_swapped_request_is_restored_in_every_group(context: Context) -> None:
     with shared(context, 3 * PAGES) as cache:
         reqid, tags = started(cache, UNIT + 5)
         swapped = cache.swap_out(reqid)
@@ -342,7 +345,7 @@ def test_a_swapped_request_comes_back_in_every_class(context: Context) -> None:
                 cache.swap_in(mine)
 
 
-def test_no_host_memory_for_a_later_class(
+def test_no_host_memory_for_a_later_group(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with shared(context) as cache:
@@ -364,7 +367,7 @@ def test_no_host_memory_for_a_later_class(
         cache.check_integrity()
 
 
-def test_a_swap_in_that_fails_in_a_later_class(context: Context) -> None:
+def test_a_swap_in_that_fails_in_a_later_group(context: Context) -> None:
     with shared(context) as cache:
         reqid, tags = started(cache, UNIT)
         swapped = cache.swap_out(reqid)
@@ -372,7 +375,7 @@ def test_a_swap_in_that_fails_in_a_later_class(context: Context) -> None:
         before = state(cache)
         context.inject(Inject.MAP, skip=17, count=1)
         with pytest.raises(VMemError):
-            for _ in range(30):  # back ends map a different number of runs in a call
+            for _ in range(30):  # back ends map different numbers of runs per call
                 back = cache.swap_in(swapped)
                 assert back is not None
                 swapped = cache.swap_out(back)
@@ -386,10 +389,10 @@ def test_a_swap_in_that_fails_in_a_later_class(context: Context) -> None:
         assert holds(cache, back, tags)
 
 
-# ---- the whole -----------------------------------------------------------------------------------
+# ---- statistics and random engines ---------------------------------------------------------------
 
 
-def test_stats_count_all_classes(context: Context) -> None:
+def test_stats_count_all_groups(context: Context) -> None:
     with shared(context) as cache:
         first, _ = started(cache, UNIT)
         second = cache.fork(first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The check of libvmem's structure finds what it is there for."""
+"""Checks that the test of libvmem's structure finds violations."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_a_cycle_is_found_within_a_folder() -> None:
     assert found == ["a/y.c", "a/z.c", "a/y.c"]
 
 
-def test_a_layer_knows_those_below() -> None:
+def test_a_layer_may_use_only_lower_ones() -> None:
     assert check_layers.upward(graph("plan/run.c phys/pool.c", "plan/run.c plan/make.c")) == []
     assert check_layers.upward(graph("phys/pool.c plan/run.c")) == [
         "phys/pool.c uses plan/run.c, a layer above: f"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The layout adviser: shapes, traces, what a layout costs, and the choice."""
+"""Tests the layout adviser: shapes, traces, the cost of a layout, and the choice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from pyvmem.layouts.workload import read_arrivals
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 LLAMA = SHAPES["Llama-3-8B"]
-SMALL = ModelShape("small", 4, 2, 64, "float16")  # a row of 256 bytes
+SMALL = ModelShape("small", 4, 2, 64, "float16")  # rows of 256 bytes
 ONE = [Request(1000, 200)]
 MANY = [Request(context, 200) for context in range(300, 1600, 7)]
 
@@ -72,7 +72,7 @@ def test_llama_3_8b(choice: Choice, bound_mb: float, at_once: int, tokens: int) 
     [("Llama-3-8B", 1, (4, 8, 16, 128)), ("Yi-34B", 2, (7.5, 15, 30, 240))],
 )
 def test_waste_by_page_size(model: str, ranks: int, megabytes: tuple[float, ...]) -> None:
-    """The bound of the vAttention paper's table 8, whose Yi-34B counts both ranks."""
+    """The bound is that of the vAttention paper's table 8, whose Yi-34B counts both ranks."""
     shape = SHAPES[model].on_ranks(ranks)
     found = [cost(shape, Choice(1, size), ONE, GB).waste_bound / MB for size in PAGE_SIZES]
     assert found == list(megabytes)
@@ -108,7 +108,7 @@ def test_presets_are_the_public_models() -> None:
     run=st.sampled_from((1, 2, 8)),
     requests=st.lists(st.builds(Request, st.integers(1, 400), st.integers(1, 60)), min_size=1),
 )
-def test_means_are_those_of_every_iteration(
+def test_means_are_over_all_iterations(
     group: int, page: int, run: int, requests: list[Request]
 ) -> None:
     held = [r.context + k for r in requests for k in range(r.output)]
@@ -135,7 +135,7 @@ def test_sharing_unit_is_the_first_token_at_a_page_border() -> None:
             assert not any(n * row % choice.page_size == 0 for n in range(1, unit))
 
 
-# ---- layers that differ, slide or keep a latent --------------------------------------------------
+# ---- layers that are unequal, slide or keep a latent ---------------------------------------------
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"] * 2}
 MIXED = {"num_hidden_layers": 6, "sliding_window": 24, **SLIDING}
@@ -155,7 +155,7 @@ def model(tmp_path: Path, **values: Any) -> ModelShape:
 
 
 @pytest.mark.parametrize("kind", [MIXED, {"sliding_window": 24, "model_type": "mistral"}, LATENT])
-def test_what_a_request_holds_is_what_the_cache_maps(
+def test_computed_pages_match_the_cache(
     tmp_path: Path, host: Context, kind: dict[str, Any]
 ) -> None:
     if "model_type" in kind:
@@ -179,7 +179,7 @@ def test_what_a_request_holds_is_what_the_cache_maps(
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_calls_are_those_of_a_cache(host: Context, group: int) -> None:
+def test_computed_calls_match_the_cache(host: Context, group: int) -> None:
     requests, page = [Request(400, 1600)] * 2, 4096
     found = cost(SMALL, Choice(group, page), requests, GB)
     config = SMALL.config(max_batch=2, max_seq_len=2000, group_size=group, page_size=page)
@@ -195,7 +195,7 @@ def test_calls_are_those_of_a_cache(host: Context, group: int) -> None:
     assert calls < 0.5 * SMALL.token_bytes / page, "runs are longer than a page"
 
 
-def test_windows_and_latents_cost_what_they_keep(tmp_path: Path) -> None:
+def test_windows_and_latents_cost_only_kept_rows(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
     choice, long = Choice(1, 64 * KB), [Request(9000, 10)]
     mixed, whole = model(tmp_path, **MIXED), model(tmp_path, num_hidden_layers=6)
@@ -217,7 +217,7 @@ def test_windows_and_latents_cost_what_they_keep(tmp_path: Path) -> None:
         cost(mixed, Choice(4, 4096), ONE, GB)
 
 
-def test_which_layers_slide_is_what_transformers_says(tmp_path: Path) -> None:
+def test_sliding_layers_match_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
     old = {"num_hidden_layers": 12, "sliding_window": 24, "model_type": "gemma3_text"}
     found = model(tmp_path, **old, sliding_window_pattern=6)
@@ -244,11 +244,11 @@ LINEAR = {
 }
 
 
-def test_states_are_what_a_request_holds_from_its_first_token(tmp_path: Path) -> None:
-    """Qwen3-Next's shape: three of four layers have a state."""
+def test_states_count_from_the_first_token(tmp_path: Path) -> None:
+    """Uses Qwen3-Next's shape: three of four layers have a state."""
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     found = model(tmp_path, **LINEAR, layer_types=kinds)
-    conv, recurrent = 64 * 4 * 2, 4 * 8 * 8 * 4  # of float16, and of float32
+    conv, recurrent = 64 * 4 * 2, 4 * 8 * 8 * 4  # in float16 and in float32
     assert found.state_bytes == 3 * (conv + recurrent)
     assert found.token_bytes == 2 * found.num_kv_heads * found.head_dim * 2
     with pytest.raises(InvalidArgument, match="have a state, which is not supported"):
@@ -265,8 +265,8 @@ def test_states_are_what_a_request_holds_from_its_first_token(tmp_path: Path) ->
         assert (both.sharing_unit, rows.sharing_unit > 0) == (0, True)
 
 
-def test_8_bit_keys_and_values_take_half(tmp_path: Path) -> None:
-    """In the adviser; states stay as they are."""
+def test_8_bit_keys_and_values_need_half(tmp_path: Path) -> None:
+    """The adviser halves keys and values; states keep their size."""
     wide = model(tmp_path, **LINEAR, layer_types=["linear_attention"] * 3 + ["full_attention"])
     short = wide.stored_as("float8_e4m3fn")
     assert (2 * short.token_bytes, short.state_bytes) == (wide.token_bytes, wide.state_bytes)
@@ -306,7 +306,7 @@ def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
 # ---- the choice ----------------------------------------------------------------------------------
 
 
-def test_small_pages_where_requests_are_short() -> None:
+def test_short_requests_get_small_pages() -> None:
     found = advise(LLAMA, MANY, 40 * GB, limits=Limits(max_group=1))
     best = found.best
     assert best in found.costs
@@ -317,7 +317,7 @@ def test_small_pages_where_requests_are_short() -> None:
 
 
 def test_layers_share_a_tensor_on_a_full_card() -> None:
-    """Entries of 2 MB map the whole blocks of a request: all of it, and growth takes few calls."""
+    """Entries of 2 MB map the whole blocks of a request, so growth takes few calls."""
     for memory in (16 * GB, 40 * GB, 120 * GB):
         found = advise(LLAMA, MANY, memory)
         assert found.best.choice == Choice(32, 64 * KB)
@@ -330,8 +330,8 @@ def test_layers_share_a_tensor_on_a_full_card() -> None:
     assert "attention" not in advise(LLAMA, MANY, 4 * GB, [Choice(1, 64 * KB)]).why
 
 
-def test_what_is_no_whole_block_is_slow_where_layers_share_a_tensor() -> None:
-    """A request that has less than 2 MB in a tensor has entries of 64 KB alone."""
+def test_partial_blocks_are_slow_if_layers_share_a_tensor() -> None:
+    """A request with less than 2 MB in a tensor has only entries of 64 KB."""
     short = [Request(100, 20)]
     slow = advise(LLAMA, short, 40 * GB, [Choice(8, 64 * KB)]).best
     assert slow.held.large == 0
@@ -339,7 +339,7 @@ def test_what_is_no_whole_block_is_slow_where_layers_share_a_tensor() -> None:
     assert advise(LLAMA, short, 40 * GB).best.attention < 1.03
 
 
-def test_attention_takes_longer_the_larger_the_cache_and_the_more_layers_share() -> None:
+def test_attention_time_grows_with_the_cache_and_with_shared_layers() -> None:
     groups, sizes = (1, 2, 4, 8, 16, 32), [step * GB for step in range(1, 140, 3)]
     times = {g: [attention_time(64 * KB, g, 32, size) for size in sizes] for g in groups}
     for group, found in times.items():
@@ -351,11 +351,11 @@ def test_attention_takes_longer_the_larger_the_cache_and_the_more_layers_share()
             assert more >= fewer - 0.02, size
     for group in groups:
         assert attention_time(2 * MB, group, 32, 140 * GB) < 1.03
-        # What counts is what a layer sweeps: half of the layers, half of the bytes.
+        # The time depends on the bytes that a layer reads: half of the layers, half of the bytes.
         assert attention_time(64 * KB, group, 64, 32 * GB) == times[group][5]
 
 
-def test_the_times_are_those_of_the_kept_run() -> None:
+def test_the_times_match_the_kept_run() -> None:
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "footprint-h100.json"
     run = json.loads(path.read_text())
     rows = {row["id"]: row["median"] for row in run["parts"]["fa3"]["rows"]}
@@ -371,7 +371,7 @@ def test_the_times_are_those_of_the_kept_run() -> None:
     assert compared == 50
 
 
-def test_the_times_of_mixed_entries_are_those_of_the_kept_run() -> None:
+def test_the_times_of_mixed_entries_match_the_kept_run() -> None:
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "logs" / "h100-cache-entries.log"
     line = re.compile(
         r"(\d+)G, \d+ requests of 1,024, (a|\d+) (?:tensor per layer|layers .*): (\S+)"
@@ -385,15 +385,15 @@ def test_the_times_of_mixed_entries_are_those_of_the_kept_run() -> None:
     assert compared == 5
 
 
-def test_a_tensor_per_layer_where_groups_gain_nothing() -> None:
+def test_a_tensor_per_layer_if_groups_gain_nothing() -> None:
     """With the same calls and a batch within 1 %, strided rows are not worth it."""
     considered = [Choice(group, 2 * MB) for group in (8, 1, 2)]
     best = advise(LLAMA, [Request(100_000, 10_240)], 60 * GB, considered).best
     assert best.choice == Choice(1, 2 * MB)
 
 
-def test_small_pages_cost_nothing_where_requests_are_long() -> None:
-    """They grow by 2 MB at a time, and entries of 2 MB map them."""
+def test_small_pages_cost_nothing_for_long_requests() -> None:
+    """Long requests grow by 2 MB at a time, and entries of 2 MB map them."""
     found = advise(LLAMA, [Request(100_000, 10_240)], 60 * GB)
     assert found.best.choice == Choice(1, 64 * KB)
     [large] = [one for one in found.costs if one.choice == Choice(1, 2 * MB)]
@@ -401,7 +401,7 @@ def test_small_pages_cost_nothing_where_requests_are_long() -> None:
     assert found.best.attention == pytest.approx(large.attention, abs=0.001)
 
 
-def test_no_more_calls_than_an_iteration_hides() -> None:
+def test_no_more_calls_than_fit_in_an_iteration() -> None:
     considered = choices(LLAMA, max_group=1)
     slow = advise(LLAMA, MANY, 40 * GB, considered, Limits(call_us=100.0))
     assert slow.best.calls_per_token < 2
@@ -546,7 +546,7 @@ def test_malformed_arrivals(tmp_path: Path, row: str) -> None:
         read_arrivals(path)
 
 
-def test_made_up_requests_are_azures_in_the_middle() -> None:
+def test_synthetic_requests_have_azures_medians() -> None:
     requests = generate(5000, seed=3)
     assert requests == generate(5000, seed=3)
     assert requests != generate(5000, seed=4)
@@ -578,8 +578,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kv_memory_bytes"] == budget(SHAPES["Yi-6B"], 80 * GB)
 
 
-def test_calls_of_several_ranks_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    """The best layout's time to map is that of all ranks."""
+def test_calls_of_several_ranks_are_serialized(capsys: pytest.CaptureFixture[str]) -> None:
+    """The best layout's time to map covers all ranks."""
 
     def best(ranks: int, backend: str) -> dict[str, Any]:
         words = ["layouts", "--model", "Yi-34B", "--ranks", str(ranks), "--kv-memory", "30G"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the ledger that engines share: rooms and floors, deaths of engines, bad files."""
+"""Description: the ledger that engines share: limits and floors, crashed engines, bad files."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def names(folder: Path) -> list[str]:
         return [one.name for one in ledger.engines()]
 
 
-# ---- who may have what ---------------------------------------------------------------------------
+# ---- memory that each engine may have ------------------------------------------------------------
 
 
-def test_two_engines_never_have_more_than_there_is(folder: Path) -> None:
+def test_two_engines_never_exceed_the_capacity(folder: Path) -> None:
     a, b = join(folder, "a"), join(folder, "b")
     assert a.take(7 * GIB)
     assert b.room() == 3 * GIB
@@ -63,7 +63,7 @@ def test_two_engines_never_have_more_than_there_is(folder: Path) -> None:
     b.close()
 
 
-def test_a_floor_is_left_to_its_engine(folder: Path) -> None:
+def test_a_floor_is_reserved_for_its_engine(folder: Path) -> None:
     a, b = join(folder, "a"), join(folder, "b", floor=4 * GIB)
     assert a.room() == 6 * GIB
     assert b.take(5 * GIB)
@@ -72,7 +72,7 @@ def test_a_floor_is_left_to_its_engine(folder: Path) -> None:
     b.close()
 
 
-def test_memory_on_its_way_is_not_free_twice(folder: Path) -> None:
+def test_memory_being_freed_is_not_counted_twice(folder: Path) -> None:
     a, b = join(folder, "a"), join(folder, "b")
     assert a.take(2 * GIB, free=3 * GIB)
     assert b.room(free=3 * GIB) == GIB
@@ -91,8 +91,8 @@ def test_handles_are_rationed_too(folder: Path) -> None:
     b.close()
 
 
-def test_handles_of_all_gpus_are_one_number(folder: Path) -> None:
-    """The driver has so many for the machine; memory of the host needs none of them."""
+def test_handles_are_counted_over_all_gpus(folder: Path) -> None:
+    """The driver has a fixed number for the machine; host memory needs none."""
 
     def of(device: str, name: str) -> Account:
         return Ledger(device, 10 * GIB, folder).join(name, floor=0, limit=GIB, least=1, virtual=GIB)
@@ -104,13 +104,13 @@ def test_handles_of_all_gpus_are_one_number(folder: Path) -> None:
     assert b.take(1, handles=10)
     assert not a.take(1, handles=1)
     a.close()
-    assert b.take(1, handles=1), "what an engine had that is gone counts no more"
+    assert b.take(1, handles=1), "the memory of an engine that has left no longer counts"
     assert not b.take(1, handles=MAX_HANDLES - 10)
     b.close()
     host.close()
 
 
-def test_host_memory_of_all_devices_is_one_number(folder: Path) -> None:
+def test_host_memory_is_counted_over_all_devices(folder: Path) -> None:
     def of(device: str, name: str, host: int, host_limit: int = 8 * GIB) -> Account:
         terms = {"floor": 0, "limit": GIB, "least": 1, "virtual": GIB}
         ledger = Ledger(device, 10 * GIB, folder)
@@ -129,21 +129,21 @@ def test_host_memory_of_all_devices_is_one_number(folder: Path) -> None:
     b.close()
     d = of("GPU-a", "d", 4 * GIB)
     e = of("GPU-b", "e", 100 * GIB, host_limit=0)
-    f = of("GPU-b", "f", 0)  # asks for none, and is not in the way of others
+    f = of("GPU-b", "f", 0)  # requests none, and does not block the others
     for account in (a, c, d, e, f):
         account.close()
 
 
-def test_engines_that_start_at_once_stay_within_their_host_memory(
+def test_engines_that_start_together_stay_within_host_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs of their own, and so in ledgers of their own."""
+    """The engines are on different GPUs, and so in different ledgers."""
     count, both = Ledger.total_beside, threading.Barrier(2)
 
     def slowly(self: Ledger, word: str, but: str = "") -> int:
         found = count(self, word, but)
         with suppress(threading.BrokenBarrierError):
-            both.wait(0.2)  # for the other to have counted, too
+            both.wait(0.2)  # gives the other time to count, too
         return found
 
     monkeypatch.setattr(Ledger, "total_beside", slowly)
@@ -167,7 +167,9 @@ def test_engines_that_start_at_once_stay_within_their_host_memory(
     joined[0].close()
 
 
-def test_an_engine_that_starts_stands_still(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_suspended_during_its_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ledger, "_PATIENCE_S", 0.05)
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -194,7 +196,7 @@ print("gone", flush=True)
 
 @contextmanager
 def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that stands still with the lock, and has an account."""
+    """Yields a suspended process that holds the lock and has an account."""
     command = [sys.executable, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -206,10 +208,10 @@ def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
             holder.kill()
 
 
-def test_a_process_that_stands_still_with_the_lock_stops_nobody(
+def test_a_suspended_lock_holder_stops_no_other_engine(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is granted meanwhile; what is given back counts once it runs on."""
+    """Nothing is granted meanwhile; freed memory counts once the process resumes."""
     mine = join(folder, "mine")
     assert mine.take(4 * GIB)
     with held(folder) as holder:
@@ -242,11 +244,11 @@ def test_an_engine_leaves_a_ledger_whose_lock_is_held(folder: Path) -> None:
     assert names(folder) == []
 
 
-def test_one_that_is_short_asks_the_others_above_their_floors(folder: Path) -> None:
+def test_a_short_engine_asks_engines_above_their_floors(folder: Path) -> None:
     a, b = join(folder, "a", floor=GIB), join(folder, "b")
     assert a.take(9 * GIB)
     assert a.excess() == 0
-    b.want(3 * GIB)  # for 1 GiB of which there is room
+    b.want(3 * GIB)  # 1 GiB of these 3 is free
     assert a.excess() == 2 * GIB
     b.want(100 * GIB)
     assert a.excess() == 8 * GIB
@@ -257,7 +259,7 @@ def test_one_that_is_short_asks_the_others_above_their_floors(folder: Path) -> N
 
 
 def test_asks_and_gives_are_signalled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To all but the one that asks or gives; an ask that is repeated or smaller is not."""
+    """All engines but the caller are signalled; a repeated or smaller request signals none."""
     a, b = join(folder, "a"), join(folder, "b")
     first = a.signals()
 
@@ -286,27 +288,27 @@ def test_asks_and_gives_are_signalled(folder: Path, monkeypatch: pytest.MonkeyPa
     assert seen() == (4, 1)
     monkeypatch.setattr(ledger, "_STALE_NS", 0)
     b.want(GIB)
-    assert seen() == (5, 1), "the last ask had expired"
+    assert seen() == (5, 1), "the last request had expired"
     a.close()
     b.close()
 
 
-def test_a_fair_part_of_those_that_are_short(folder: Path) -> None:
+def test_a_fair_share_for_engines_that_are_short(folder: Path) -> None:
     a, b, c = join(folder, "a"), join(folder, "b", floor=2 * GIB), join(folder, "c")
     assert a.take(6 * GIB)
     assert b.take(2 * GIB)
-    assert not a.has_more(), "nobody is short"
+    assert not a.has_more(), "no engine is short"
     b.want(1 * GIB)
-    assert not a.has_more(), "there is room for it"
-    b.want(4 * GIB)  # 6, 2, and 2 that nobody has
+    assert not a.has_more(), "there is memory for it"
+    b.want(4 * GIB)  # 6, 2, and 2 that are free
     assert a.has_more()
-    assert not b.has_more(), "nobody else is short"
+    assert not b.has_more(), "no other engine is short"
     a.want(4 * GIB)
     assert a.has_more()
-    assert not b.has_more(), "it has less than a half"
+    assert not b.has_more(), "it has less than half"
     a.give(GIB)
     assert not a.has_more(), "a half"
-    c.want(4 * GIB)  # of 10, three want
+    c.want(4 * GIB)  # three engines share 10
     assert a.has_more()
     assert not c.has_more()
     assert b.take(2 * GIB)
@@ -318,16 +320,16 @@ def test_a_fair_part_of_those_that_are_short(folder: Path) -> None:
     assert a.take(GIB)
     assert a.has_more(), "6 of 10"
     b.report(cached=4 * GIB)
-    assert not a.has_more(), "b can do with its own idle prefixes"
+    assert not a.has_more(), "b can use the memory of its own idle prefixes"
     b.report(cached=0)
     order(Ledger("host", folder=folder), "b", limit=3 * GIB)
-    assert not a.has_more(), "7 are left to it"
+    assert not a.has_more(), "7 remain for it"
     for one in (a, b, c):
         one.close()
 
 
-def test_who_has_most_gives_way_first(folder: Path) -> None:
-    """5, 3 and 2 of 10, of which the smaller two are short: a third is 3.3."""
+def test_the_largest_engine_is_asked_first(folder: Path) -> None:
+    """Engines have 5, 3 and 2 of 10, and the smaller two are short: a third is 3.3."""
     a, b, c = (join(folder, name) for name in "abc")
     assert a.take(5 * GIB)
     assert b.take(3 * GIB)
@@ -335,13 +337,13 @@ def test_who_has_most_gives_way_first(folder: Path) -> None:
     b.want(GIB)
     c.want(GIB)
     assert a.has_more()
-    assert not b.has_more(), "a has more, and is asked to give way"
+    assert not b.has_more(), "a has more, and is asked to free some"
     for one in (a, b, c):
         one.close()
 
 
-def test_who_is_at_its_floor_gives_nothing(folder: Path) -> None:
-    """6 of 10 are a's floor: b and c have the other 4, of which c is short."""
+def test_an_engine_at_its_floor_is_not_asked(folder: Path) -> None:
+    """6 of 10 are a's floor: b and c have the other 4, and c is short."""
     a = join(folder, "a", floor=6 * GIB)
     b, c = join(folder, "b"), join(folder, "c")
     assert a.take(6 * GIB)
@@ -349,7 +351,7 @@ def test_who_is_at_its_floor_gives_nothing(folder: Path) -> None:
     assert c.take(GIB)
     c.want(GIB)
     assert not a.has_more()
-    assert b.has_more(), "a half of 4 would be fair"
+    assert b.has_more(), "half of 4 would be fair"
     for one in (a, b, c):
         one.close()
 
@@ -373,7 +375,7 @@ def test_threads_of_a_process_take_turns(folder: Path) -> None:
         account.close()
 
 
-def test_who_comes_first_does_not_choose_the_capacity(folder: Path) -> None:
+def test_the_first_engine_does_not_choose_the_capacity(folder: Path) -> None:
     Ledger("host", folder=folder).join("a", floor=0, limit=GIB, least=1, virtual=GIB).close()
     b = join(folder, "b")
     assert b.ledger.capacity == 10 * GIB
@@ -388,7 +390,7 @@ def test_running_engines_keep_their_capacity(folder: Path) -> None:
         Ledger("host", GIB, folder)
     assert (caught.value.bytes, caught.value.limit) == (GIB, 10 * GIB)
     assert a.ledger.capacity == 10 * GIB
-    with Ledger("host", folder=folder) as other:  # which asks for none
+    with Ledger("host", folder=folder) as other:  # it requests no capacity
         assert other.capacity == 10 * GIB
     a.close()
 
@@ -401,7 +403,7 @@ def test_running_engines_without_a_capacity_get_none(folder: Path) -> None:
     a.close()
 
 
-# ---- life and death ------------------------------------------------------------------------------
+# ---- starts and crashes --------------------------------------------------------------------------
 
 CHILD = """
 import sys, time
@@ -435,7 +437,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def host_memory_of(folder: Path, device: str, nbytes: int) -> Account:
-    """An account that asks for it, of 6 GiB for all."""
+    """Joins with an account that requests this much host memory; all engines may have 6 GiB."""
     book = Ledger(device, folder=folder)
     return book.join("c", **TERMS, host=nbytes, host_limit=6 * GIB)
 
@@ -488,7 +490,7 @@ signal.pause()
 
 
 def test_a_forked_child_does_not_keep_its_parents_slot(folder: Path) -> None:
-    """The lock is of the open file, which a child has, too, until it closes it."""
+    """The lock belongs to the open file description, which a child shares until it closes it."""
     parent = subprocess.Popen(
         [sys.executable, "-c", FORKING, str(folder), "b"],
         stdin=subprocess.PIPE,
@@ -502,7 +504,8 @@ def test_a_forked_child_does_not_keep_its_parents_slot(folder: Path) -> None:
         assert names(folder) == ["b"]
         parent.stdin.write("\n")
         parent.stdin.flush()
-        assert parent.stdout.readline() == "True\n"  # the child lives, the parent has its slot
+        # the child is alive, and the parent has its slot
+        assert parent.stdout.readline() == "True\n"
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         os.kill(child, 0)
@@ -513,7 +516,7 @@ def test_a_forked_child_does_not_keep_its_parents_slot(folder: Path) -> None:
 
 
 def test_a_limit_is_read_under_the_lock(folder: Path) -> None:
-    """So that no half of an order is seen, which another process writes."""
+    """A writer updates several words; a reader must never see half of an update."""
     a, b = join(folder, "a"), join(folder, "b")
     done = threading.Event()
     with b.ledger.locked():
@@ -526,7 +529,7 @@ def test_a_limit_is_read_under_the_lock(folder: Path) -> None:
     b.close()
 
 
-def test_a_name_is_free_again_when_its_engine_died(folder: Path) -> None:
+def test_a_name_is_free_again_after_its_engine_died(folder: Path) -> None:
     process = child(folder, "b")
     with pytest.raises(InvalidArgument, match=f"'b' is the name of process {process.pid}"):
         join(folder, "b")
@@ -554,7 +557,7 @@ def test_floors_beyond_the_capacity(folder: Path) -> None:
 
 
 def test_a_longest_request_beyond_the_capacity(folder: Path) -> None:
-    """It would wait for ever."""
+    """Such a request would wait for ever."""
     a = join(folder, "a", floor=7 * GIB, least=10 * GIB)
     with pytest.raises(InvalidArgument, match=f"needs {4 * GIB} bytes to run: .* keep {7 * GIB}"):
         join(folder, "b", least=4 * GIB)
@@ -596,13 +599,13 @@ def test_numbers_that_make_no_sense(folder: Path, wanted: dict[str, int]) -> Non
     join(folder, "a").close()
 
 
-def test_a_folder_where_nothing_can_be_made() -> None:
-    """Its owner may not, be it root."""
+def test_a_directory_where_nothing_can_be_created() -> None:
+    """Even root cannot create files there."""
     with pytest.raises(LedgerError, match="cannot be made"):
         join(Path("/proc/self/task"), "a")
 
 
-def test_another_version_is_refused(folder: Path) -> None:
+def test_another_version_is_rejected(folder: Path) -> None:
     join(folder, "a").close()
     path = folder / "host.ledger"
     data = bytearray(path.read_bytes())
@@ -614,7 +617,7 @@ def test_another_version_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("contents", [b"", b"short", b"x" * 36864], ids=len)
-def test_a_damaged_ledger_is_refused(folder: Path, contents: bytes) -> None:
+def test_a_damaged_ledger_is_rejected(folder: Path, contents: bytes) -> None:
     path = folder / "host.ledger"
     path.write_bytes(contents)
     path.chmod(0o600)
@@ -623,7 +626,7 @@ def test_a_damaged_ledger_is_refused(folder: Path, contents: bytes) -> None:
     assert path.read_bytes() == contents
 
 
-def test_slots_torn_by_a_crash_are_nobodys(folder: Path) -> None:
+def test_slots_torn_by_a_crash_are_free(folder: Path) -> None:
     join(folder, "a").close()
     path = folder / "host.ledger"
     data = bytearray(path.read_bytes())
@@ -637,7 +640,7 @@ def test_slots_torn_by_a_crash_are_nobodys(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["folder", "file"])
-def test_another_users_ledger_is_refused(
+def test_another_users_ledger_is_rejected(
     folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     join(folder, "a").close()
@@ -650,7 +653,7 @@ def test_another_users_ledger_is_refused(
     assert (folder / "host.ledger").read_bytes() == before
 
 
-def test_a_gpu_in_mig_mode_is_refused() -> None:
+def test_a_gpu_in_mig_mode_is_rejected() -> None:
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     assert device_of("NVIDIA H100 80GB HBM3", "GPU-1") == "GPU-1"
     assert device_of("host memory", "") == "host"
@@ -659,20 +662,20 @@ def test_a_gpu_in_mig_mode_is_refused() -> None:
     assert caught.value.errno == errno.EOPNOTSUPP
 
 
-def test_a_ledger_that_others_may_write_is_refused(folder: Path) -> None:
+def test_a_ledger_writable_by_others_is_rejected(folder: Path) -> None:
     join(folder, "a").close()
     (folder / "host.ledger").chmod(0o666)
     with pytest.raises(AccessDenied, match="mode 666"):
         join(folder, "a")
 
 
-def test_a_folder_that_others_may_write_is_refused(folder: Path) -> None:
+def test_a_directory_writable_by_others_is_rejected(folder: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(AccessDenied, match="mode 777"):
         join(folder, "a")
 
 
-def test_a_link_in_the_ledgers_place_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_ledger_is_rejected(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x" * 36864)
     (folder / "host.ledger").symlink_to(other)
@@ -747,20 +750,20 @@ def test_a_limit_that_one_device_refuses_changes_none(
     large.close()
 
 
-def test_limit_that_is_no_size(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         vmem(folder, "limit", "a", "much")
     assert "expected a size such as 20G" in capsys.readouterr().err
 
 
-def test_limit_of_nobody(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limit_of_an_unknown_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vmem(folder, "limit", "nobody", "1G") == 1
     text = f"vmem limit: no engine 'nobody' in {folder}; `vmem top --once` lists them\n"
     assert capsys.readouterr() == ("", text)
 
 
 @pytest.mark.parametrize("words", [("limit", "a", "1G"), ("top", "--once")])
-def test_a_folder_that_cannot_be_used_is_not_an_empty_one(
+def test_an_unusable_directory_is_not_an_empty_one(
     folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     folder.chmod(0o777)
@@ -771,7 +774,7 @@ def test_a_folder_that_cannot_be_used_is_not_an_empty_one(
         vmem(folder, *words)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith(f"argument --ledger: {folder}: No such file or directory")
-    assert not folder.exists(), "looking makes nothing"
+    assert not folder.exists(), "reading must not create anything"
     folder.write_text("")
     with pytest.raises(SystemExit, match="2"):
         vmem(folder, *words)
@@ -780,7 +783,7 @@ def test_a_folder_that_cannot_be_used_is_not_an_empty_one(
 
 
 @pytest.mark.parametrize("words", [["limit", "a", "1G"], ["top", "--once"], ["top", "--json"]])
-def test_a_folder_of_the_environment_that_is_not_there(
+def test_a_missing_directory_named_by_the_environment(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -797,7 +800,7 @@ def test_a_folder_of_the_environment_that_is_not_there(
 def test_no_engine_has_run_yet(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder that nobody named is made by the first engine: until then there is none."""
+    """The default directory is created by the first engine; until then there is none."""
     monkeypatch.delenv("VMEM_LEDGER", raising=False)
     monkeypatch.setattr(ledger, "_FOLDER", str(folder / "of-{}"))
     assert cli.main(["top", "--json"]) == 0
@@ -816,7 +819,7 @@ def test_no_engine_has_run_yet(
 def test_a_home_in_the_environment(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Expanded like a shell, or refused: no folder is named "~"."""
+    """ "~" is expanded as by a shell, or the value is rejected; no directory is named "~"."""
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("VMEM_LEDGER", "~/of-engines")
     assert ledger.default_folder() == folder / "of-engines"
@@ -847,7 +850,7 @@ def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "llama", str(os.getpid()), "6.0G", "2.0G", "3.0G", "100.0G", "1.0G", "0", "75%",
     ]  # fmt: skip
     shown = {heading.replace(" ", "_") for heading in re.split(r"  +", heads)}
-    assert shown <= one.keys(), "one name for one thing"
+    assert shown <= one.keys(), "headings must be named like the fields"
     a.close()
 
 
@@ -883,7 +886,7 @@ def test_top_sums_and_sorts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_top_live(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture that is drawn anew until somebody interrupts it; rates are since the last one."""
+    """The table is redrawn until it is interrupted; rates cover the time since the last drawing."""
     a = join(folder, "llama")
     readings = 0
 
@@ -905,7 +908,7 @@ def test_top_live(
 
 
 def reading(**more: float) -> top_table.Reading:
-    """A reading of one engine on a GPU."""
+    """Returns a reading of one engine on a GPU."""
     sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "short": 0}
     sizes |= {"host": 0, "host_cached": 0}
     one = {"engine": "llama-3", "pid": 12345, "limit": 100 * GIB, "floor": 10 * GIB, "hits": 0.75}
@@ -916,7 +919,7 @@ def reading(**more: float) -> top_table.Reading:
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 160])
 def test_top_on_a_narrow_terminal(width: int) -> None:
-    """Whole columns go; what is left is whole, and says who has how much."""
+    """On narrow terminals whole columns are dropped; the others still show each engine's memory."""
     text = top_table.drawn(reading(), width)
     title, heading, line = text.splitlines()
     assert max(map(len, (heading, line))) <= width
@@ -926,7 +929,7 @@ def test_top_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_top_draws_the_memory() -> None:
-    """In use, cached, and what is mapped beside these, of the card's memory."""
+    """The bar shows memory in use, cached memory, and other mapped memory of the GPU."""
     line = top_table.drawn(reading(mapped=70 * GIB), 160).splitlines()[2]
     bar = line.split()[-1]
     assert re.fullmatch("#+=+-+", bar)
@@ -934,7 +937,7 @@ def test_top_draws_the_memory() -> None:
 
 
 @pytest.mark.parametrize(("more", "paint"), [({"short": GIB}, "\x1b[31m"), ({}, "\x1b[32m")])
-def test_top_is_red_where_memory_is_short(more: dict[str, int], paint: str) -> None:
+def test_top_is_red_when_memory_is_short(more: dict[str, int], paint: str) -> None:
     line = top_table.drawn(reading(**more), 160, colour=True).splitlines()[2]
     assert paint in line
     assert ("\x1b[31m" in line) == bool(more)
@@ -942,7 +945,7 @@ def test_top_is_red_where_memory_is_short(more: dict[str, int], paint: str) -> N
 
 @pytest.mark.parametrize("command", [["top"], ["watch", "9464"]])
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])
-def test_an_interval_that_is_none(
+def test_an_invalid_interval(
     command: list[str], interval: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what is logged, at which level and how often; what logs nothing."""
+"""Description: what is logged, at which level and how often, and what is not logged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSORS = 2 * LAYERS
 
 @pytest.fixture(autouse=True)
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cause was warned of before."""
+    """Forgets the causes that were already warned about."""
     monkeypatch.setattr(logs, "_last", {})
 
 
@@ -29,7 +29,7 @@ def said(caplog: pytest.LogCaptureFixture, level: int, start: str) -> list[str]:
     ]
 
 
-def test_opening_says_what_was_taken_and_why(
+def test_opening_logs_the_chosen_back_end_and_why(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pyvmem")
@@ -49,7 +49,7 @@ def test_opening_says_what_was_taken_and_why(
         assert not caplog.records
 
 
-def test_a_life_without_shortage_logs_nothing(
+def test_a_run_without_shortage_logs_nothing(
     context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "pyvmem")
@@ -63,7 +63,7 @@ def test_a_life_without_shortage_logs_nothing(
         assert not caplog.records
 
 
-def test_shortage_reclaiming_eviction_and_trims_are_told_at_debug(
+def test_shortage_reclaiming_eviction_and_trims_are_logged_at_debug(
     context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     if Caps.ALIAS | Caps.READONLY not in context.info.caps:
@@ -90,7 +90,7 @@ def test_shortage_reclaiming_eviction_and_trims_are_told_at_debug(
         assert not said(caplog, logging.WARNING, "")
 
 
-def test_a_cause_is_warned_of_once_a_minute(
+def test_a_cause_is_logged_once_a_minute(
     context: Context, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_cache(context, deferred_reclaim=False) as cache:
@@ -115,7 +115,7 @@ def test_a_cause_is_warned_of_once_a_minute(
         )
 
 
-def test_no_warning_is_counted_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_warnings_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logging.getLogger("pyvmem.test_logs")
     log.setLevel(logging.ERROR)
     try:
@@ -125,8 +125,8 @@ def test_no_warning_is_counted_where_nobody_listens(monkeypatch: pytest.MonkeyPa
         log.setLevel(logging.NOTSET)
 
 
-def test_what_others_trace_is_not_kept_with_a_test(caplog: pytest.LogCaptureFixture) -> None:
-    """Logs like torch's compiler, at DEBUG whatever the root's level: 34 MB in a run."""
+def test_debug_logs_of_other_packages_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Emits logs like torch's compiler, at DEBUG whatever the root's level: 34 MB in a run."""
     other = logging.getLogger("of-another-library")
     other.setLevel(logging.DEBUG)
     try:

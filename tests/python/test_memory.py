@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Memory that a process may still take, in a control group too, and who agrees with it.
+"""Tests the memory that a process may still allocate, also in a control group.
 
-tests/c/test_available.c has the kernel's files, version 1 and 2, in all their forms.
+tests/c/test_available.c covers all forms of the kernel's files, versions 1 and 2.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ GROUPS = Path("/sys/fs/cgroup")
 MIB = 1 << 20
 
 
-def test_what_the_context_has_taken_is_not_free() -> None:
+def test_memory_of_the_context_is_not_free() -> None:
     with open_context("host", pool_low=0) as context:
         before = context.memory()
         assert 0 < before.free_bytes <= before.total_bytes
@@ -61,8 +61,10 @@ def test_other_locations(context: pyvmem.Context) -> None:
         context.memory(7)  # type: ignore[arg-type]
 
 
-def test_what_can_be_admitted_is_what_a_step_maps(backend: str) -> None:
-    """A cache may have more than its context: the context's limit counts as the device's does."""
+def test_admission_agrees_with_step(backend: str) -> None:
+    """A cache may be larger than its context: the context's limit counts like the device's
+    memory.
+    """
     with open_context(backend, mem_limit=64 * MIB, pool_low=0) as context:
         page = context.info.granule
         tensors = 2 * LAYERS
@@ -78,14 +80,14 @@ def test_what_can_be_admitted_is_what_a_step_maps(backend: str) -> None:
                 if not admitted:
                     cache.free_reqid(reqid)
             assert not cache.can_admit([1])
-            cache.free_reqid(reqid)  # its pages stay mapped, for whoever comes
+            cache.free_reqid(reqid)  # its pages stay mapped for the next request
             assert cache.can_admit([fits * ROWS])
             assert cache.can_admit([fits // 2 * ROWS] * 2)
             cache.check_integrity()
 
 
 def test_defaults(backend: str) -> None:
-    """Memory in the pool counts: it is already taken from the device."""
+    """Memory in the pool counts as available: it is already allocated from the device."""
     with open_context(backend, mem_limit=64 * MIB) as context:
         context.warm(32 * MIB)
         assert available_bytes(context) >= 32 * MIB
@@ -99,7 +101,7 @@ def test_defaults(backend: str) -> None:
 
 
 def _own_group() -> tuple[Path, str]:
-    """The folder and file of this process's cgroup memory limit."""
+    """Returns the directory and file of this process's cgroup memory limit."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in lines:
         if "memory" in controllers.split(","):
@@ -111,20 +113,20 @@ def _own_group() -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def _group(limit: int) -> Iterator[tuple[Path, Path]]:
-    """A control group, whose processes have so much memory, and its limit's file."""
+    """Yields a control group with this memory limit, and the limit's file."""
     try:
         own, name = _own_group()
         group = own / f"vmem-test-{os.getpid()}"
         group.mkdir()
     except (OSError, StopIteration) as error:
-        pytest.skip(f"no control group can be made here: {error}")
+        pytest.skip(f"cannot create a control group: {error}")
     try:
         if not (group / name).exists():
             pytest.skip(f"groups below {own} have no {name}")
         (group / name).write_text(str(limit))
         yield group, group / name
     finally:
-        for _ in range(1000):  # the kernel may still count an ended process
+        for _ in range(1000):  # the kernel may still count a process that has exited
             with contextlib.suppress(OSError):
                 group.rmdir()
                 break
@@ -192,7 +194,9 @@ print("filled", first // MIB, second // MIB)
 
 
 def test_in_a_group(tmp_path: Path) -> None:
-    """At the limit -1, not the kernel's SIGKILL; page cache is free; limits may change."""
+    """At the limit a step returns -1 instead of being killed; page cache counts as free; limits may
+    change.
+    """
     pytest.importorskip("torch")
     with _group(1024 * MIB) as (group, limit):
         done = subprocess.run(

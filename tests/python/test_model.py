@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Random operations against a plain model, contents compared after each step.
 
-The memory is reached through Context.read, write, fill and copy alone, so that the same test runs
+The memory is accessed only through Context.read, write, fill and copy, so that the same test runs
 on back ends whose memory the CPU cannot touch.
 """
 
@@ -27,10 +27,10 @@ from model import QUARTERS, Handle, Model, Op, Phys, Refused
 
 import pyvmem
 
-SIZES = [24, 16]  # granules of the reservations
+SIZES = [24, 16]  # sizes of the reservations, in granules
 SLAB = 16
 LIMIT = 6 * SLAB
-BEYOND = 128  # an operation ends at most so many granules after its reservation
+BEYOND = 128  # the most granules by which an operation may pass the end of its reservation
 
 index = st.integers(0, 63)
 small = st.integers(1, 4)
@@ -39,7 +39,7 @@ byte = st.integers(0, 255)
 
 @st.composite
 def operations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Raw numbers for a batch; the machine turns them into operations on what exists."""
+    """Draws raw numbers for a batch; the machine turns them into operations on existing objects."""
     one = st.fixed_dictionaries(
         {
             "kind": st.sampled_from(["map", "populate", "populate", "unmap", "fill"]),
@@ -63,7 +63,8 @@ class Machine(RuleBasedStateMachine):
     def __init__(self, backend: str) -> None:
         super().__init__()
         self.backend = backend
-        self.failed = False  # a batch could not be undone: physical counts are then not predicted
+        # true once a rollback has failed: physical counts are then unpredictable
+        self.failed = False
 
     @initialize(keep=st.sampled_from(["none", "all", "some"]), sparse=st.booleans())
     def open(self, keep: str, sparse: bool) -> None:
@@ -73,7 +74,7 @@ class Machine(RuleBasedStateMachine):
         self.ctx.close()
         high = {"none": 0, "all": pyvmem.KEEP_ALL, "some": 2 * SLAB * self.g}[keep]
         options: dict[str, int] = {"mem_limit": LIMIT * self.g, "pool_high": high}
-        if self.backend != "cuda":  # there a slab is a page
+        if self.backend != "cuda":  # on cuda, a slab is a page
             options["slab_size"] = SLAB * self.g
         self.ctx = open_context(self.backend, granule=granule, **options)
         self.readonly = pyvmem.Caps.READONLY in self.ctx.info.caps
@@ -81,8 +82,9 @@ class Machine(RuleBasedStateMachine):
         self.sample = min(self.q, 1024)
         sparse = sparse and pyvmem.Caps.SPARSE in self.ctx.info.caps
         first = self.ctx.reserve(SIZES[0] * self.g)
-        # Some drivers place reservations side by side, and an operation may span two of them: with
-        # a hole in between every address beyond one is an address of none, as the model has it.
+        # Some drivers place reservations next to each other, and an operation might span two. With
+        # a hole between them, every address past the end of a reservation is unreserved, as in the
+        # model.
         near: list[pyvmem.Reservation] = []
         while True:
             second = self.ctx.reserve(SIZES[1] * self.g, sparse=sparse)
@@ -181,7 +183,9 @@ class Machine(RuleBasedStateMachine):
     # ---- batches
 
     def real_ops(self, raw: list[dict[str, Any]]) -> tuple[list[Op], pyvmem.OpBatch]:
-        """Operations that are well formed; whether they fit what is mapped is left to chance."""
+        """Builds well-formed operations; whether they fit the present mappings is left to
+        chance.
+        """
         ops: list[Op] = []
         batch = pyvmem.OpBatch(max(len(raw), 1))
         for r in raw:
@@ -225,7 +229,7 @@ class Machine(RuleBasedStateMachine):
         return None
 
     def run_batch(self, ops: list[Op], batch: pyvmem.OpBatch, how: str) -> None:
-        """Runs a batch on both sides; `how`: now, submit, gated."""
+        """Runs a batch on the context and the model; `how`: now, submit, gated."""
         expected = self.expect(ops)
         new = self.model.new_pages(ops)
         used = len(self.model.used())
@@ -237,7 +241,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.run_gated(ops, batch)
         except pyvmem.OutOfMemory:
-            # Pages are taken operation by operation, so an earlier one may be short first.
+            # Pages are allocated operation by operation, so an earlier one may run short first.
             assert used + new > LIMIT // 3 or self.failed
         except pyvmem.VMemError as error:
             assert expected is not None, f"unexpected {error!r} for {ops}"
@@ -248,7 +252,7 @@ class Machine(RuleBasedStateMachine):
             self.model.apply(ops)
 
     def run_gated(self, ops: list[Op], batch: pyvmem.OpBatch) -> None:
-        """Submits behind work that is not over: nothing may change before it is."""
+        """Submits a batch behind unfinished work: nothing may change before the work completes."""
         with pyvmem.FdEvent.create() as gate:
             ticket = self.ctx.submit(batch, after=[gate])
             try:
@@ -272,7 +276,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(raw=operations(), where=index)
     def batch_with_a_bad_entry(self, raw: list[dict[str, Any]], where: int) -> None:
-        """One entry names an address outside every reservation: nothing of the batch happens."""
+        """One entry names an address outside every reservation: the whole batch must have no
+        effect.
+        """
         where %= len(raw) + 1
         ops, before = self.real_ops(raw[:where])
         assert len(before) == where
@@ -313,7 +319,7 @@ class Machine(RuleBasedStateMachine):
     def batch_with_failing_calls(
         self, raw: list[dict[str, Any]], kinds: int, skip: int, count: int, worker: bool
     ) -> None:
-        """Driver calls fail inside the batch, and perhaps again while it is undone."""
+        """Driver calls fail inside the batch, and perhaps again during its rollback."""
         ops, batch = self.real_ops(raw)
         expected = self.expect(ops)
         error_number = errno.ENOMEM if kinds & pyvmem.Inject.HEAP else errno.EIO
@@ -338,7 +344,7 @@ class Machine(RuleBasedStateMachine):
             self.ctx.inject(0, 0, 0)
 
     def note_losses(self, ops: list[Op]) -> None:
-        """Takes over what the context says is lost; all else must be as before."""
+        """Adopts the losses that the context reports; everything else must be as before."""
         self.model.forget_fills(ops)
         self.failed = True
         found = 0
@@ -382,7 +388,7 @@ class Machine(RuleBasedStateMachine):
         (sa, ka), (sb, kb) = ptes[a % len(ptes)], ptes[b % len(ptes)]
         source, target = self.model.spaces[sa][ka], self.model.spaces[sb][kb]
         if source.phys is target.phys:
-            return  # the same bytes under two addresses: an overlap, of which nothing is promised
+            return  # source and target overlap through an alias, for which no result is promised
         src = self.addr(sa, ka) + quarters[0] * self.q
         dst = self.addr(sb, kb) + quarters[1] * self.q
         if target.readonly:
@@ -435,7 +441,7 @@ class Machine(RuleBasedStateMachine):
     def join(self, space: int) -> None:
         self.ctx.join(self.rsv[space].addr, self.rsv[space].nbytes)
 
-    # ---- after each step
+    # ---- checks after each step
 
     @invariant()
     def contents_agree(self) -> None:
@@ -489,7 +495,7 @@ class Machine(RuleBasedStateMachine):
 
 def test_random_operations(backend: str) -> None:
     quick = os.environ.get("VMEM_TEST_LONG", "") in ("", "0")
-    few = 200 if backend == "host" else 60  # a context on a GPU takes its time to open
+    few = 200 if backend == "host" else 60  # opening a context on a GPU is slow
     run_state_machine_as_test(
         cast(Any, lambda: Machine(backend)),
         settings=settings(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what the layers of every language model of the installed transformers keep."""
+"""Description: what the layers of every language model in the installed transformers store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.layouts import Request, advise, shape_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("default"),  # transformers' own
+    pytest.mark.filterwarnings("default"),  # transformers' own warnings
 ]
 
 CONFIGS: Any = transformers.CONFIG_MAPPING
@@ -36,7 +36,7 @@ LANGUAGE = sorted(
     }
 )
 NOT_MADE = {"gemma4_assistant", "musicgen", "musicgen_melody", "vision-encoder-decoder"}
-"""Whose own defaults a version of transformers refuses."""
+"""Models whose own defaults some version of transformers rejects."""
 
 REFUSED = {
     "bart": "a decoder that attends to an encoder also stores the encoder's rows",
@@ -62,15 +62,19 @@ ANSWERED = [
 
 
 def written(config: Any, folder: Path) -> str:
-    """The path of a ``config.json`` as a model's publisher saves it: without its defaults."""
+    """Saves a ``config.json`` as a model's publisher does, without the defaults; returns its
+    path.
+    """
     values = {**config.to_diff_dict(), "torch_dtype": "bfloat16"}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values, default=str))
     return str(folder)
 
 
-def test_every_model_is_answered_or_refused_by_name(tmp_path: Path) -> None:
-    """From the configuration, and for those that are named below from a file; no other error."""
+def test_every_model_has_shapes_or_a_listed_error(tmp_path: Path) -> None:
+    """Reads the configuration, and for the models named below a file; no other errors are
+    allowed.
+    """
     answers: dict[str, str] = {}
     requests = [Request(60, 4)]
     for name in LANGUAGE:
@@ -129,7 +133,7 @@ SMALL: dict[str, dict[str, Any]] = {
 def kept(config: Any) -> list[Any]:
     """The contents of transformers' own cache after a pass that computes only shapes."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # some experts take no other
+    torch.set_default_dtype(torch.bfloat16)  # some experts support no other type
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -149,12 +153,12 @@ def kept(config: Any) -> list[Any]:
             _, heads, _, wide = layer.keys.shape
             window = getattr(layer, "sliding_window", 0)
             found.append(LayerShape(heads, wide, layer.values.shape[3], window))
-    # Up to 5.22 the layers that use another one's keys are not there.
+    # Up to 5.22, layers that reuse another's keys are missing from the cache.
     return found + [EmptyShape()] * (config.num_hidden_layers - len(found))
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_answer_is_what_the_model_keeps(name: str) -> None:
+def test_the_shapes_match_the_models_cache(name: str) -> None:
     kind = name.split(",")[0]
     if kind not in CONFIGS:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
@@ -172,8 +176,8 @@ def test_the_answer_is_what_the_model_keeps(name: str) -> None:
     assert told == kept(config)
 
 
-def test_a_nested_configuration_has_the_types_of_the_whole(tmp_path: Path) -> None:
-    """As in Gemma 3's file: the text model is a nested section, and the type is outside it."""
+def test_a_nested_configuration_inherits_the_outer_dtype(tmp_path: Path) -> None:
+    """As in Gemma 3's file: the text model is a nested section, and the dtype is outside it."""
     text = {"num_hidden_layers": 6, "model_type": "gemma3_text", "sliding_window": 64}
     values = {"model_type": "gemma3", "text_config": text, "torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -206,7 +210,7 @@ def test_a_nested_configuration_has_the_types_of_the_whole(tmp_path: Path) -> No
 def test_a_file_that_transformers_saved_is_read(
     tmp_path: Path, name: str, more: dict[str, Any], diff: bool
 ) -> None:
-    """With all defaults, too: some are infinite, which it writes as objects."""
+    """It includes all defaults; some are infinite, which are written as objects."""
     config = CONFIGS[name](dtype="bfloat16", **more)
     config.to_json_file(tmp_path / "config.json", use_diff=diff)
     shape = shape_of(str(tmp_path))
@@ -214,7 +218,7 @@ def test_a_file_that_transformers_saved_is_read(
     assert (shape.layers or (plain,) * shape.num_layers) == tuple(layer_shapes(config))
 
 
-def test_models_of_unlike_layers_are_no_plain_cache() -> None:
+def test_models_of_unequal_layers_are_rejected_by_a_plain_cache() -> None:
     jamba, gemma = CONFIGS["jamba"](dtype="bfloat16"), CONFIGS["gemma4_text"](dtype="bfloat16")
     with pytest.raises(InvalidArgument, match="has layers of kind linear_attention, which"):
         KVCacheConfig.from_hf(jamba)

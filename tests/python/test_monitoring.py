@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""packaging/monitoring: every metric and label that the dashboard and the alerts ask for exists."""
+"""Checks that every metric and label used by the dashboard and the alerts is exported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 @pytest.fixture(scope="module")
 def exported() -> str:
-    """The metrics of a cache, and their names in vLLM."""
+    """Returns the metrics of a cache, with their names in vLLM."""
     with KVCache(KVCacheConfig(2, 4, 64, max_batch=4), backend="host") as cache:
         telemetry = Telemetry()
         telemetry.add(cache, "one")
@@ -39,7 +39,7 @@ def exported() -> str:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_what_it_asks_for_is_exported(expression: str, exported: str) -> None:
+def test_the_metrics_in_use_are_exported(expression: str, exported: str) -> None:
     named = NAME.findall(expression)
     assert named
     for name, label, value in named:

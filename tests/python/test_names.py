@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what completion finds in pyvmem, and what the main objects print as."""
+"""Description: the names that completion finds in pyvmem, and the repr of the main objects."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pyvmem.telemetry import Telemetry  # noqa: E402
 from pyvmem.torch_pool import VMemPool  # noqa: E402
 
 
-def test_completion_finds_the_public_names_alone() -> None:
+def test_completion_finds_only_public_names() -> None:
     found = {name for name in dir(pyvmem) if not name.startswith("__")}
     assert found == {name for name in pyvmem.__all__ if not name.startswith("__")}
     assert {"KVCache", "KVCacheConfig", "announce", "watch"} <= found
     assert all(hasattr(pyvmem, name) for name in found)
 
 
-def test_a_cache_says_what_it_is() -> None:
+def test_repr_of_a_cache() -> None:
     cache = KVCache(KVCacheConfig(2, 4, 64, max_batch=4, max_seq_len=4096), backend="host")
     assert repr(cache) == "<KVCache on host: 2 layers, 4 slots of 4096 tokens, open>"
     requests = RequestCache(cache)
@@ -58,20 +58,20 @@ def test_rare_names_of_a_cache_are_behind_three_attributes() -> None:
         assert repr(cache.slots).startswith("<CacheSlots: claim, is_taken, num_free, ")
 
 
-def test_a_cache_of_layers_that_differ_counts_them_all() -> None:
+def test_repr_of_a_layered_cache() -> None:
     shapes = [LayerShape(4, 64), LayerShape(2, 64), LayerShape(4, 64)]
     with LayeredCache(shapes, backend="host", max_batch=2, max_seq_len=64) as cache:
         assert repr(cache) == "<LayeredCache on host: 3 layers, 2 slots of 64 tokens, open>"
 
 
-def test_a_configuration_shows_what_differs_from_the_defaults() -> None:
+def test_repr_of_a_configuration_shows_changed_fields() -> None:
     config = KVCacheConfig(2, 4, 64, max_batch=4, window=128)
     text = "KVCacheConfig(num_layers=2, num_kv_heads=4, head_dim=64, max_batch=4, window=128)"
     assert repr(config) == text
     assert eval(text) == config
 
 
-def test_the_parts_of_a_cache_say_what_they_are() -> None:
+def test_repr_of_the_parts_of_a_cache() -> None:
     with pyvmem.Context(backend="host") as context, Budget(context, 32 << 20) as budget:
         assert repr(budget) == "<Budget of 32.0M for 0 caches>"
         config = KVCacheConfig(2, 4, 64, max_batch=4, max_seq_len=4096)
@@ -82,11 +82,11 @@ def test_the_parts_of_a_cache_say_what_they_are() -> None:
             assert repr(cache.caches[0]) == f"<GroupView of 2 layers: {layout}>"
 
 
-def test_a_cache_that_could_not_be_made_says_so() -> None:
+def test_repr_of_a_cache_whose_creation_failed() -> None:
     assert repr(KVCache.__new__(KVCache)) == "<KVCache, closed>"
 
 
-def test_attention_says_its_kernels() -> None:
+def test_repr_of_attention() -> None:
     with KVCache(KVCacheConfig(2, 4, 64, max_batch=4), backend="host") as cache:
         attention = Attention(cache, "sdpa")
         assert repr(attention) == "<Attention of 2 layers by sdpa, sdpa decoding>"
@@ -98,7 +98,7 @@ def test_attention_says_its_kernels() -> None:
         del attention, batch
 
 
-def test_the_cache_of_a_rank_says_which_rank() -> None:
+def test_repr_of_a_ranks_cache() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert repr(Ranks()) == "<Ranks: rank 0 of 1>"
@@ -112,7 +112,7 @@ def test_the_cache_of_a_rank_says_which_rank() -> None:
         dist.destroy_process_group()
 
 
-def test_what_is_made_over_a_cache_says_so(tmp_path: Path) -> None:
+def test_repr_of_objects_over_a_cache(tmp_path: Path) -> None:
     with KVCache(KVCacheConfig(2, 4, 64, max_batch=4, max_seq_len=256), backend="host") as cache:
         common = cache.slots.map_common_pages(64)
         assert repr(common) == "<CommonPages: the first 128 rows of every slot, 4 slots idle>"
@@ -132,7 +132,7 @@ def test_what_is_made_over_a_cache_says_so(tmp_path: Path) -> None:
         del writer
 
 
-def test_a_pool_of_tensors_says_where_and_what_is_paused() -> None:
+def test_repr_of_a_tensor_pool() -> None:
     saver = TorchMemorySaver()
     assert repr(saver) == "<TorchMemorySaver that has no pool yet>"
     with pyvmem.Context("host") as context:
@@ -142,7 +142,7 @@ def test_a_pool_of_tensors_says_where_and_what_is_paused() -> None:
         assert repr(VMemPool.__new__(VMemPool)) == "<VMemPool, closed>"
 
 
-def test_a_memory_resource_says_its_pages() -> None:
+def test_repr_of_a_memory_resource() -> None:
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
 
@@ -160,6 +160,6 @@ def test_a_memory_resource_says_its_pages() -> None:
         (Shortage(9, 64, 64, 9), "<Shortage of mappings, or of the device's memory;"),
     ],
 )
-def test_a_shortage_says_what_is_short(shortage: Shortage, text: str) -> None:
+def test_repr_of_a_shortage(shortage: Shortage, text: str) -> None:
     needed = shortage.needed
     assert repr(shortage) == f"{text} needed={needed}, available=64, limit=64, largest=9>"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The extension: made from the header, complete, private, and apart from a second libvmem."""
+"""Checks the extension: generated from the header, complete, private, and separate from a second
+libvmem.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ ROOT = Path(__file__).parents[2]
 HEADER = ROOT / "libvmem" / "include" / "vmem.h"
 SOURCES = sorted((ROOT / "libvmem" / "src").rglob("*.c"))
 
-needs_sources = pytest.mark.skipif(not SOURCES, reason="libvmem's sources are not beside the tests")
+needs_sources = pytest.mark.skipif(
+    not SOURCES, reason="libvmem's sources are not next to the tests"
+)
 
 
 @needs_sources
-def test_every_function_constant_and_structure_is_there() -> None:
+def test_every_function_constant_and_structure_exists() -> None:
     header = HEADER.read_text()
     functions = re.findall(r"^VMEM_API [^(]*?(\w+)\(", header, flags=re.MULTILINE)
     assert len(functions) == header.count("\nVMEM_API ") > 0
@@ -53,10 +57,10 @@ def test_one_version() -> None:
 
 @needs_sources
 def test_declarations_follow_the_header() -> None:
-    """A structure that changes in the header changes in what the compiler is asked to check."""
+    """If a structure changes in the header, the compiler checks the changed structure."""
     script = ROOT / "pyvmem" / "_build.py"
     if not script.exists():
-        pytest.skip("the build script is not beside the tests")
+        pytest.skip("the build script is not next to the tests")
     build = runpy.run_path(str(script))
     text = HEADER.read_text()
     declared = build["declarations"](text.replace("uint64_t limit;", "uint64_t limit, more;"))
@@ -95,7 +99,7 @@ def test_core_imports_no_numpy_and_no_torch() -> None:
 
 @pytest.fixture(scope="session")
 def second_library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """libvmem as a shared library of its own, loaded with its symbols visible to all."""
+    """Builds libvmem as a shared library and loads it with globally visible symbols."""
     if not SOURCES or not shutil.which("gcc"):
         pytest.skip("needs libvmem's sources and gcc")
     target = tmp_path_factory.mktemp("lib") / "libvmem.so"
@@ -141,7 +145,7 @@ def test_two_copies_of_the_library_in_one_process(
         rsv.fill(0, 65536, 0xA5)
         assert host.stats().used_bytes == 65536
         with pytest.raises(pyvmem.NotReserved):
-            host.query(addr.value)  # the other library's
+            host.query(addr.value)  # an address of the other library
         assert lib.vmem_check(vm) == 0
         assert ctypes.string_at(addr.value, 4) == b"\x5a" * 4
         assert rsv.read(0, 4) == b"\xa5" * 4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Reads of rows without pages in a notebook's kernel, and by a debugger that shows variables.
+"""Reads rows without pages in a notebook's kernel, and through a debugger that shows variables.
 
-Needs the extra ``notebook``, whose kernel brings the debugger.
+Needs the extra ``notebook``, whose kernel includes the debugger.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CELLS = [
 ]
 
 
-def test_the_kernel_lives() -> None:
+def test_the_kernel_survives() -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in CELLS])
     client = nbclient.NotebookClient(notebook, timeout=200, allow_errors=True)
     client.execute()
@@ -43,5 +43,5 @@ def test_the_kernel_lives() -> None:
     pid = outputs[0][0].text.strip()
     for cell in outputs[1:-2]:
         assert any("NotMapped" in str(one) and "element [" in str(one) for one in cell), cell
-    assert "torch.Tensor object at" in outputs[-2][0].text  # what it shows where repr raises
+    assert "torch.Tensor object at" in outputs[-2][0].text  # shown by the debugger if repr raises
     assert outputs[-1][0].text.split() == [str(100 * 2 * 64), pid]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the stream or event that is given is the one that is ordered, and no other."""
+"""Description: exactly the stream or event passed to a call is ordered, and no other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STREAMS = {
 EVENTS = {"torch event": 0xA1, "cuda.core event": 0xA2}
 
 
-# ---- each kind, each other kind ------------------------------------------------------------------
+# ---- every kind of stream with every other kind --------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -67,7 +67,9 @@ def test_exactly_the_given_stream_waits(gpu: Gpu, event: str, stream: str) -> No
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("stream", ["protocol, legacy", "protocol, default"])
 def test_the_default_stream_by_any_name(gpu: Gpu, event: str, stream: str) -> None:
-    """torch calls it 0; cuda.core takes 0 for no stream at all, so there it is 1."""
+    """torch calls the default stream 0; cuda.core takes 0 for no stream at all, so there it is
+    1.
+    """
     order_after(given(gpu, event), given(gpu, stream), 0)
     assert gpu.log == [(DEFAULT if event == "torch event" else LEGACY, "waits for", EVENTS[event])]
 
@@ -107,7 +109,7 @@ def test_an_event_that_was_never_recorded_is_no_work(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_what_is_recorded_is_the_given_streams_work(gpu: Gpu, stream: str) -> None:
+def test_the_given_streams_work_is_recorded(gpu: Gpu, stream: str) -> None:
     event = record(given(gpu, stream), 0)
     assert work_of(event).kind is Kind.EVENT
     assert work_of(event).handle == gpu.event_of(STREAMS[stream])
@@ -119,7 +121,7 @@ def test_what_is_recorded_is_the_given_streams_work(gpu: Gpu, stream: str) -> No
     assert gpu.log == [("cpu", "waits for", gpu.event_of(STREAMS[stream]))]
 
 
-def test_a_given_event_is_kept_as_it_is(gpu: Gpu) -> None:
+def test_a_given_event_is_used_unchanged(gpu: Gpu) -> None:
     for name in EVENTS:
         event = given(gpu, name)
         assert record(event, 0) is event
@@ -148,7 +150,7 @@ def test_prior_work_is_recorded_once_and_waited_for_once(gpu: Gpu, stream: str) 
     assert gpu.log == [("cpu", "waits for", handle)]
 
 
-def test_prior_work_that_is_over_is_not_waited_for(gpu: Gpu) -> None:
+def test_completed_prior_work_is_not_waited_for(gpu: Gpu) -> None:
     work = PriorWork(None, 0)
     gpu.over = True
     assert work.pending() == []
@@ -156,7 +158,7 @@ def test_prior_work_that_is_over_is_not_waited_for(gpu: Gpu) -> None:
     assert gpu.log == []
 
 
-def test_on_host_only_a_descriptor_is_prior_work(gpu: Gpu) -> None:
+def test_on_host_prior_work_must_be_a_descriptor(gpu: Gpu) -> None:
     for name in [*STREAMS, *EVENTS]:
         work = PriorWork(given(gpu, name), None)
         assert work.over
@@ -169,7 +171,7 @@ def test_on_host_only_a_descriptor_is_prior_work(gpu: Gpu) -> None:
     assert gpu.log == []
 
 
-def test_a_wait_that_is_ended_leaves_the_work_pending(
+def test_an_interrupted_wait_leaves_the_work_pending(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(event: Any) -> None:
@@ -196,7 +198,7 @@ def test_a_ticket_is_ordered_before_streams_only(gpu: Gpu, name: str) -> None:
 
 
 def test_cuda_core_is_enough(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch."""
+    """Works without torch."""
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setitem(sys.modules, "cuda.core.experimental", sys.modules.pop("cuda.core"))
     order_after(gpu.made.CoreEvent(0xA2), gpu.made.CoreStream(CORE), 0)
@@ -210,7 +212,7 @@ def test_cuda_core_is_enough(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_a_stream_that_is_captured_is_refused(gpu: Gpu, stream: str) -> None:
+def test_a_captured_stream_is_rejected(gpu: Gpu, stream: str) -> None:
     gpu.captured.add(STREAMS[stream])
     with pytest.raises(InvalidArgument, match="captured into a CUDA graph"):
         record(given(gpu, stream), 0)
@@ -221,7 +223,7 @@ def test_a_stream_that_is_captured_is_refused(gpu: Gpu, stream: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVENTS)
-def test_questions_do_not_break_a_capture(gpu: Gpu, name: str) -> None:
+def test_queries_do_not_break_a_capture(gpu: Gpu, name: str) -> None:
     event = given(gpu, name)
     is_over(event)
     wait_for(event)
@@ -229,7 +231,7 @@ def test_questions_do_not_break_a_capture(gpu: Gpu, name: str) -> None:
     assert gpu.mode == 0, "the thread's own mode is back"
 
 
-# ---- what is neither -----------------------------------------------------------------------------
+# ---- neither a stream nor an event ---------------------------------------------------------------
 
 
 class Version1:
@@ -247,7 +249,7 @@ class Nonsense:
 
 
 class Handle:
-    """A stream, and an event, by a number that is none."""
+    """A stream and event with a given number as its handle."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = self.cuda_event = number
@@ -275,7 +277,7 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("device", [None, 0])
-def test_what_names_no_work_is_refused(wrong: Any, device: int | None, gpu: Gpu) -> None:
+def test_objects_that_name_no_work_are_rejected(wrong: Any, device: int | None, gpu: Gpu) -> None:
     calls = (
         lambda: work_of(wrong),
         lambda: record(wrong, device),
@@ -290,7 +292,7 @@ def test_what_names_no_work_is_refused(wrong: Any, device: int | None, gpu: Gpu)
     assert gpu.log == []
 
 
-def test_the_text_names_what_was_wrong() -> None:
+def test_the_error_names_what_was_wrong() -> None:
     with pytest.raises(NotGpuWork, match=r"stream: 'nonsense' does not name GPU work"):
         work_of("nonsense")
     with pytest.raises(NotGpuWork, match=r"__cuda_stream__\(\) is \(1, 80\), not \(0, handle\)"):
@@ -302,7 +304,7 @@ def test_the_text_names_what_was_wrong() -> None:
 
 
 def test_a_closed_event_names_no_descriptor() -> None:
-    """Another file may have got its number."""
+    """Another file may have been given its number."""
     with FdEvent.create() as event:
         assert event.fd >= 0
     with pytest.raises(InvalidArgument, match=r"FdEvent\(-1\) is negative"):
@@ -310,8 +312,8 @@ def test_a_closed_event_names_no_descriptor() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["nonsense", FdEvent(-1)], ids=["text", "descriptor"])
-def test_no_call_of_a_cache_takes_it(context: Context, wrong: Any) -> None:
-    """And none has changed anything."""
+def test_every_call_of_a_cache_rejects_it(context: Context, wrong: Any) -> None:
+    """No call changes anything before it raises."""
     with small_cache(context) as cache:
         one, two = cache.alloc_reqid(), cache.alloc_reqid()
         assert (one, two) == (0, 1)
@@ -349,7 +351,7 @@ def test_no_call_of_a_cache_takes_it(context: Context, wrong: Any) -> None:
         swapped.close()
 
 
-def test_no_call_over_several_classes_takes_it(context: Context) -> None:
+def test_every_call_over_several_groups_rejects_it(context: Context) -> None:
     with LayeredCache(
         [LayerShape(1, 64), LayerShape(2, 64)],
         context,
@@ -387,7 +389,7 @@ def can_share(context: Context) -> bool:
     return pyvmem.Caps.ALIAS in caps and pyvmem.Caps.READONLY in caps
 
 
-def test_no_call_of_a_context_takes_it(context: Context, page: int) -> None:
+def test_every_call_of_a_context_rejects_it(context: Context, page: int) -> None:
     with context.reserve(page) as reservation:
         ops = OpBatch(1)
         ops.populate(reservation.addr, page)
@@ -403,7 +405,7 @@ def test_no_call_of_a_context_takes_it(context: Context, page: int) -> None:
         assert ticket.done()
 
 
-def test_no_call_of_a_memory_resource_takes_it(context: Context, page: int) -> None:
+def test_every_call_of_a_memory_resource_rejects_it(context: Context, page: int) -> None:
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
 

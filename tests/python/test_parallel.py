@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Tensor parallelism: one cache a rank, the same answers, one budget, a failure that all learn of.
+"""Tensor parallelism: one cache per rank, the same answers, one budget, and failures known to all.
 
-Ranks are processes with gloo (parallel_ranks.py); what needs only one is a group of one.
+Ranks are processes with gloo (parallel_ranks.py); tests that need only one rank use a group of one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_ranks_of_different_speed_give_the_same_answers(results: dict[str, Any])
         assert ["step", 0] in answers
 
 
-def test_the_budget_is_the_least_and_is_held(results: dict[str, Any]) -> None:
+def test_the_budget_is_the_smallest_and_is_kept(results: dict[str, Any]) -> None:
     assert results["least_budget"] == [7, 5, 0, -1, 0]
 
 
@@ -74,17 +74,17 @@ def test_a_failed_rank_poisons_all_until_they_recover(results: dict[str, Any]) -
     assert out[14:17] == [1, 0, "invalid"]
 
 
-def test_different_calls_are_found(results: dict[str, Any]) -> None:
+def test_different_calls_are_detected(results: dict[str, Any]) -> None:
     assert results["ranks_differ"] == ["RanksDiffer  "] * 2 + [[0, 1]]
 
 
-def test_different_arguments_are_found(results: dict[str, Any]) -> None:
+def test_different_arguments_are_detected(results: dict[str, Any]) -> None:
     found = results["ranks_ask_for_other_things"]
     assert len(found) == 9
     assert [name for name, said in found if said != "RanksDiffer  "] == []
 
 
-def test_a_cache_that_one_rank_cannot_make(results: dict[str, Any]) -> None:
+def test_a_cache_that_one_rank_cannot_create(results: dict[str, Any]) -> None:
     assert results["init_fails"] == [
         "InvalidArgument  EINVAL",
         "RankFailed 1 EINVAL",
@@ -95,7 +95,9 @@ def test_a_cache_that_one_rank_cannot_make(results: dict[str, Any]) -> None:
 
 
 def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]) -> None:
-    """Each checked its rows and its memory against a model; here: that it was short and shared."""
+    """Each rank checked its rows and memory against a model; this checks that it ran short and
+    shared.
+    """
     played = results["shared_pages"]
     assert len(played) == 4
     for answers in played:
@@ -108,8 +110,10 @@ def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]
         assert any(isinstance(answer, int) for call, answer in answers if call == "swap_in")
 
 
-def test_work_that_ends_later_on_one_rank_evicts_no_more(results: dict[str, Any]) -> None:
-    """6 pages: 1 recorded, 5 for a request, of which 3 are in the slot that is waited for."""
+def test_late_work_on_one_rank_evicts_no_more(results: dict[str, Any]) -> None:
+    """Of 6 pages, 1 is a cached prefix and 5 are for a request; 3 of these are in the slot that is
+    waited for.
+    """
     assert results["held_back"] == [1, 0, 8]
 
 
@@ -119,7 +123,7 @@ def test_ranks_fill_their_memory_before_their_mappings(results: dict[str, Any]) 
     assert left < 0.05 * total
 
 
-def test_one_rank_without_mappings_takes_the_step_back_on_all(results: dict[str, Any]) -> None:
+def test_one_rank_without_mappings_rolls_the_step_back_on_all(results: dict[str, Any]) -> None:
     out = results["crowded"]
     assert out["steps"] == [0, 0, 0, -1, 0]
     assert out["caught"] == ["TooManyMappings  ENOSPC"] * 3
@@ -127,12 +131,12 @@ def test_one_rank_without_mappings_takes_the_step_back_on_all(results: dict[str,
     assert {0, -1} == set(out["played"])
 
 
-def test_windows_slide_alike(results: dict[str, Any]) -> None:
+def test_windows_slide_equally_on_all_ranks(results: dict[str, Any]) -> None:
     assert -1 in results["windows"]
     assert results["windows"].count(0) > 50
 
 
-def test_ranks_share_windows_alike(results: dict[str, Any]) -> None:
+def test_ranks_share_windows_equally(results: dict[str, Any]) -> None:
     answers = [answer for answer in results["shared_windows"] if isinstance(answer, list)]
     begun = [taken[1] for what, taken in answers if what == "begin" and taken]
     assert 0 in begun
@@ -140,7 +144,7 @@ def test_ranks_share_windows_alike(results: dict[str, Any]) -> None:
     assert any(what == "fork" and child is not None for what, child in answers)
 
 
-def test_whichever_call_fails_all_ranks_learn_of_it(results: dict[str, Any]) -> None:
+def test_all_ranks_learn_of_a_failed_call(results: dict[str, Any]) -> None:
     failures = results["sharing_fails"]
     calls = ("fork", "record", "free", "alloc_prefix", "swap_out", "swap_in", "step")
     for name in calls:
@@ -155,7 +159,7 @@ def test_a_rank_without_host_memory_for_a_swap(results: dict[str, Any]) -> None:
     assert results["swap_without_memory"] == ["RankFailed 1 ENOMEM", 0, 0, 0, "BadHandle  EBADF"]
 
 
-# ---- one rank ----------------------------------------------------------------------------------
+# ---- a single rank -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -174,11 +178,12 @@ def cache(backend: str, page: int, group: None) -> Iterator[ParallelKVCache]:
             one.check_integrity()
 
 
-def test_memory_is_taken_at_once_and_given_back(cache: ParallelKVCache, page: int) -> None:
+def test_memory_is_allocated_at_once_and_freed(cache: ParallelKVCache, page: int) -> None:
     context = cache.context
     assert context.stats().free_bytes >= 8 * 4 * page
     assert cache.available_pages == 32
-    eventually(lambda: not context.stats().dirty_bytes)  # or the step zeroes pages, by an alias
+    # unless the step zeroes pages through an alias
+    eventually(lambda: not context.stats().dirty_bytes)
     cache.context.inject(Inject.SLAB, count=1 << 30)
     assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
     assert cache.step([48, 16, 0, 0]) == 0
@@ -198,18 +203,18 @@ def test_the_slot_freed_last_comes_first(cache: ParallelKVCache) -> None:
     assert cache.step([8, 1, 40, 1]) == 0
     for reqid in (2, 0, 3):
         cache.free_reqid(reqid)
-    # Best fit would take slot 2, which has 5 pages.
+    # Best fit would choose slot 2, which has 5 pages.
     assert [cache.alloc_reqid(40) for _ in range(3)] == [3, 0, 2]
 
 
 def test_a_second_step_async_counts_what_requests_own(cache: ParallelKVCache) -> None:
-    """Pages of no owner in a slot whose growth is in flight can be had, finished or not."""
+    """Unowned pages in a slot whose growth is in flight count as available, finished or not."""
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)
     assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
     assert cache.step_async([8, 0, 0, 0]) == 0
-    assert cache.step_async([8, 48, 0, 0]) == 0  # 7 pages of 8, though slot 0 has 6 mapped
+    assert cache.step_async([8, 48, 0, 0]) == 0  # 7 pages of 8, although slot 0 has 6 mapped
     assert cache.step([8, 48, 0, 0]) == 0
 
 
@@ -230,7 +235,7 @@ PROMPT = list(range(40))
 
 
 def with_spare_pages(cache: ParallelKVCache) -> None:
-    """Slot 0 grows in the background by one page of the six that are mapped there already."""
+    """Slot 0 grows in the background, by one of the six pages that are already mapped there."""
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)
@@ -239,8 +244,8 @@ def with_spare_pages(cache: ParallelKVCache) -> None:
     assert cache.step_async([8, 8, 0, 0]) == 0
 
 
-def test_what_a_step_async_began_is_waited_for(cache: ParallelKVCache) -> None:
-    """2 of 8 pages are owned: 6 are available, whether or not the growth is over."""
+def test_step_waits_for_growth_of_step_async(cache: ParallelKVCache) -> None:
+    """2 of 8 pages are owned: 6 are available, whether or not the growth has completed."""
     with_spare_pages(cache)
     assert cache.can_admit([48])
     assert not cache.can_admit([48, 1])
@@ -248,13 +253,13 @@ def test_what_a_step_async_began_is_waited_for(cache: ParallelKVCache) -> None:
     cache.free_reqid(1)
     cache.recover()
     with_spare_pages(cache)
-    assert cache.fork_many(1, 2, 7) == [2, 3]  # a page each: 4 pages are left
+    assert cache.fork_many(1, 2, 7) == [2, 3]  # one page each: 4 pages are left
     assert cache.available_pages == 4 * 4
     assert cache.step([40, 8, 7, 7]) == 0
     assert cache.step([40, 9, 7, 7]) == -1
 
 
-def test_slots_of_forks_and_prefixes_are_those_freed_first(cache: ParallelKVCache) -> None:
+def test_forks_and_prefixes_use_the_slots_freed_first(cache: ParallelKVCache) -> None:
     assert [cache.alloc_reqid() for _ in range(4)] == [0, 1, 2, 3]
     assert cache.step([9, 8, 8, 8]) == 0
     cache.free_reqid(2, tokens=PROMPT[:8])
@@ -266,7 +271,7 @@ def test_slots_of_forks_and_prefixes_are_those_freed_first(cache: ParallelKVCach
     assert cache.fork(0) is None
 
 
-def test_trimmed_memory_stays_the_caches(cache: ParallelKVCache) -> None:
+def test_trimmed_memory_stays_with_the_cache(cache: ParallelKVCache) -> None:
     cache.alloc_reqid()
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0, tokens=PROMPT)
@@ -279,8 +284,8 @@ def test_trimmed_memory_stays_the_caches(cache: ParallelKVCache) -> None:
         cache.memory.set_limit(16)
 
 
-def test_what_a_driver_lacks_is_an_error_and_no_answer(cache: ParallelKVCache) -> None:
-    """-1 would be an answer that the other ranks do not give."""
+def test_a_driver_shortage_raises_an_error(cache: ParallelKVCache) -> None:
+    """The other ranks would not return -1, so the call must raise."""
     calls: list[Callable[[], Any]] = [
         lambda: cache.step([24, 0, 0, 0]),
         lambda: cache.fork(0),
@@ -302,7 +307,7 @@ def test_what_a_driver_lacks_is_an_error_and_no_answer(cache: ParallelKVCache) -
         cache.recover()
 
 
-def test_recover_gives_up_records_and_swapped_requests(cache: ParallelKVCache) -> None:
+def test_recover_drops_prefixes_and_swapped_requests(cache: ParallelKVCache) -> None:
     for _ in range(3):
         cache.alloc_reqid()
     assert cache.step([8, 16, 24, 0]) == 0
@@ -320,10 +325,10 @@ def test_recover_gives_up_records_and_swapped_requests(cache: ParallelKVCache) -
     assert cache.failed is None
 
 
-def test_a_request_that_lost_its_rows_costs_its_slot_alone(cache: ParallelKVCache) -> None:
+def test_a_request_that_lost_its_rows_costs_only_its_slot(cache: ParallelKVCache) -> None:
     if Caps.ONE_CALL in cache.context.info.caps:
-        pytest.skip("a batch is one driver call: there is nothing to undo")
-    for skip in range(64):  # new mappings come first; where one fails nothing is lost
+        pytest.skip("a batch is one driver call: there is nothing to roll back")
+    for skip in range(64):  # new mappings are made first; a failure there loses nothing
         assert cache.alloc_reqid() == 0
         assert cache.step([20, 0, 0, 0]) == 0
         assert cache.record(0, PROMPT[:8]) == 8
@@ -339,7 +344,7 @@ def test_a_request_that_lost_its_rows_costs_its_slot_alone(cache: ParallelKVCach
     assert cache.step([0, 16, 16, 16]) == 0
 
 
-def test_refusals_are_compared(cache: ParallelKVCache) -> None:
+def test_errors_are_compared(cache: ParallelKVCache) -> None:
     cache.alloc_reqid()
     before = cache.status()
     with pytest.raises(pyvmem.InvalidArgument, match="reqid 1 is not taken"):
@@ -387,7 +392,7 @@ def test_requests_of_a_poisoned_cache_end_when_theirs_is_closed(cache: ParallelK
     assert cache.stats().active_pages == 0
 
 
-def test_a_close_ends_what_it_can_before_it_raises(
+def test_close_releases_what_it_can_before_it_raises(
     cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = RequestCache(cache)
@@ -409,8 +414,8 @@ def test_a_close_ends_what_it_can_before_it_raises(
     assert cache.slots.num_free == 4
 
 
-def test_recover_gives_up_what_was_lost(cache: ParallelKVCache) -> None:
-    """An undo that fails costs a slot and its pages; the rest can be used."""
+def test_recover_retires_lost_slots(cache: ParallelKVCache) -> None:
+    """A failed rollback costs a slot and its pages; all others remain usable."""
     cache.alloc_reqid()
     cache.alloc_reqid()
     assert cache.step([0, 8, 0, 0]) == 0
@@ -469,7 +474,7 @@ def test_kv_heads_are_divided_or_replicated(heads: int, world: int, want: int) -
 
 
 @pytest.mark.parametrize(("heads", "world"), [(3, 2), (8, 12), (6, 4), (0, 1), (8, 0)])
-def test_kv_heads_that_cannot_be_shared_out(heads: int, world: int) -> None:
+def test_kv_heads_that_cannot_be_divided(heads: int, world: int) -> None:
     with pytest.raises(pyvmem.InvalidArgument, match=rf"{heads} KV heads .*{world} ranks"):
         shard_kv_heads(heads, world)
 
@@ -494,11 +499,11 @@ def test_rank_config() -> None:
         rank_config(hybrid, 2)
 
 
-# ---- exceptions from outside ---------------------------------------------------------------------
+# ---- asynchronous exceptions ---------------------------------------------------------------------
 
 
 def state_of(cache: ParallelKVCache) -> Any:
-    """State that must be equal on every rank that has not failed."""
+    """Returns the state that must be equal on every rank that has not failed."""
     slots = [(one.state == "active", one.seq_len) for one in cache.snapshot()]
     return slots, cache.available_pages, cache.status()
 
@@ -524,10 +529,10 @@ def reset(cache: ParallelKVCache) -> None:
     ],
     ids=["alloc", "free", "fork", "truncate", "step", "grow", "swap_out"],
 )
-def test_an_interrupted_call_is_made_or_not_or_fails_the_rank(
+def test_an_interrupted_call_is_complete_or_undone_or_fails_the_rank(
     cache: ParallelKVCache, call: Callable[[ParallelKVCache], Any]
 ) -> None:
-    """Without a failure, what the rank has noted is what it has done."""
+    """Unless the rank has failed, its records agree with what it has done."""
     reset(cache)
     before = state_of(cache)
     call(cache)
@@ -555,13 +560,14 @@ def test_an_interrupted_recovery_leaves_the_rank_failed(cache: ParallelKVCache) 
             break
         except Interrupted:
             pass
-        if cache.failed is None:  # before it began, or after it was done
+        # the exception came before the recovery started, or after it was done
+        if cache.failed is None:
             now = [one.state == "active" for one in cache.snapshot()]
             assert now in ([one.state == "active" for one in taken], [False] * 4), at
     assert at > 100
 
 
-def test_an_interrupted_taking_back_leaves_the_rank_failed(cache: ParallelKVCache) -> None:
+def test_an_interrupted_rollback_leaves_the_rank_failed(cache: ParallelKVCache) -> None:
     for at in range(1, 10_000, 3):
         reset(cache)
         with no_mapping_left(cache), pytest.raises(pyvmem.TooManyMappings):
@@ -569,7 +575,7 @@ def test_an_interrupted_taking_back_leaves_the_rank_failed(cache: ParallelKVCach
         try:
             Interrupts(at).run(cache.check_step)
         except Interrupted:
-            assert cache.failed is not None or cache.status()[0], "or it was not begun"
+            assert cache.failed is not None or cache.status()[0], "or the rollback had not started"
         except pyvmem.TooManyMappings:
             break
     assert at > 50
@@ -579,7 +585,7 @@ def test_an_interrupted_taking_back_leaves_the_rank_failed(cache: ParallelKVCach
 
 @contextlib.contextmanager
 def no_mapping_left(cache: ParallelKVCache) -> Iterator[None]:
-    """This rank has no mapping left."""
+    """Uses up all mappings of this rank."""
 
     def step(*_: Any) -> int:
         raise pyvmem.TooManyMappings("none left", errno=errno.ENOSPC)
@@ -590,7 +596,7 @@ def no_mapping_left(cache: ParallelKVCache) -> Iterator[None]:
 
 
 def lost(_: Any) -> list[int]:
-    """`Ranks.maxima` where another rank has ended."""
+    """Stands for `Ranks.maxima` when another rank has exited."""
     raise RuntimeError("connection closed by peer")
 
 
@@ -607,10 +613,12 @@ def test_a_lost_group_fails_the_rank(
         cache.recover()
 
 
-def test_what_ends_a_block_of_together(cache: ParallelKVCache) -> None:
-    """The ranks learn of all but the cache's own refusals."""
+def test_exceptions_that_leave_a_block_of_together(cache: ParallelKVCache) -> None:
+    """The other ranks learn of all errors except those that the cache itself raises for bad
+    arguments.
+    """
     with pytest.raises(RankFailed, match="a block of together"), cache.together():
-        pyvmem.OpBatch(0)  # InvalidArgument, but this rank's own
+        pyvmem.OpBatch(0)  # InvalidArgument, but only on this rank
     cache.recover()
     with pytest.raises(KeyboardInterrupt), cache.together():
         raise KeyboardInterrupt
@@ -621,7 +629,7 @@ def test_what_ends_a_block_of_together(cache: ParallelKVCache) -> None:
     assert cache.failed is None
 
 
-def test_an_interrupted_block_of_together_says_so_without_its_ranks(
+def test_an_interrupted_block_of_together_without_other_ranks(
     cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -632,7 +640,7 @@ def test_an_interrupted_block_of_together_says_so_without_its_ranks(
     cache.recover()
 
 
-def test_what_is_no_stream_is_refused_in_a_block_too(cache: ParallelKVCache) -> None:
+def test_an_invalid_stream_is_rejected_in_a_block_too(cache: ParallelKVCache) -> None:
     for call in (lambda: cache.trim(stream=1), lambda: cache.step([0, 0, 0, 0], object())):
         with pytest.raises(pyvmem.NotGpuWork), cache.together():
             call()
@@ -679,7 +687,7 @@ def test_methods_that_are_wrapped_or_overridden(
     assert cache.stats().active_slots == 0
 
 
-def test_a_handler_s_check_step_in_the_midst_of_a_call_fails_nothing(
+def test_check_step_in_a_signal_handler_fails_nothing(
     cache: ParallelKVCache,
 ) -> None:
     refused = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: handles to several ranges, parts of them given back, reads into buffers."""
+"""Description: handles to several ranges, dropping parts of them, reads into buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_gathered_pages_are_mapped_by_one_operation(context: Context, page: int)
             assert reservation.read((3 + piece) * step, 16) == bytes([piece + 1]) * 16
         context.unmap(reservation.addr + 4 * step, page)
         context.unmap(reservation.addr + step, 2 * page)
-        assert context.stats().used_bytes == used - page, "the handle keeps the other"
+        assert context.stats().used_bytes == used - page, "the handle keeps the other part"
         pages.drop_range(page, page)
         assert context.stats().used_bytes == used - 2 * page
         with pytest.raises(OutOfRange):
@@ -44,7 +44,7 @@ def test_gathered_pages_are_mapped_by_one_operation(context: Context, page: int)
         context.check()
 
 
-def test_gather_refuses_what_is_not_mapped(context: Context, page: int) -> None:
+def test_gather_rejects_unmapped_ranges(context: Context, page: int) -> None:
     size = max(2 << 20, 4 * page)
     with context.reserve(size) as reservation, context.create(page) as pages:
         context.map(reservation.addr, page, pages)

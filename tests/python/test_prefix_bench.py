@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The replay of prompts against two caches of prefixes, and the benchmark around it."""
+"""Tests the replay of prompts against two prefix caches, and the benchmark around it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = conversations(150, seed=2)
 WHOLE = 1 << 40
 
 
-def test_equal_ids_are_equal_tokens_and_no_others() -> None:
+def test_equal_ids_mean_equal_tokens() -> None:
     ids = list(token_ids(Prompt(700, (3, 1))))
     assert len(ids) == 700
     assert ids[:2] == [3 * TRACE_BLOCK, 3 * TRACE_BLOCK + 1]
@@ -42,7 +42,7 @@ def test_equal_ids_are_equal_tokens_and_no_others() -> None:
     assert len(set(ids)) == 700
 
 
-def test_made_up_conversations_share_prefixes() -> None:
+def test_synthetic_conversations_share_prefixes() -> None:
     assert conversations(50, seed=3) == conversations(50, seed=3)
     for length, ids in PROMPTS:
         assert (len(ids) - 1) * TRACE_BLOCK < length <= len(ids) * TRACE_BLOCK
@@ -54,8 +54,8 @@ def test_made_up_conversations_share_prefixes() -> None:
 
 
 @pytest.mark.parametrize("unit", [16, 64, 512])
-def test_both_find_what_a_set_of_prefixes_finds(unit: int) -> None:
-    """Without a budget: the longest prefix in whole units that some earlier prompt began with."""
+def test_both_agree_with_a_set_of_prefixes(unit: int) -> None:
+    """Without a budget, both find the longest prefix, in whole units, of any earlier prompt."""
     seen: set[tuple[int, int]] = set()
     expected = 0
     for length, ids in PROMPTS:
@@ -84,8 +84,8 @@ def test_budgets_are_kept(units: int) -> None:
             assert not any(node.pins for node in cache.tree)
 
 
-def test_blocks_against_a_plain_queue() -> None:
-    """The next block to go is that of the request longest ago, and of that its last."""
+def test_blocks_agree_with_a_plain_queue() -> None:
+    """The next block to be evicted is the last one of the least recently used request."""
     rng = random.Random(4)
     cache = Blocks(512, TOKEN, 30 * 512 * TOKEN)
     queue: list[int] = []
@@ -178,7 +178,9 @@ def test_command_with_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def conversation(turns: int, start: int, blocks: int = 3) -> list[Prompt]:
-    """Turns that each go on behind the one before, all behind block 0; the last one is partial."""
+    """Returns turns that each continue the one before, all after block 0; the last one is
+    partial.
+    """
     ids = [0, *range(start, start + turns * blocks)]
     return [
         Prompt((1 + at * blocks) * TRACE_BLOCK + 7, tuple(ids[: 1 + at * blocks] + [9000 + start]))
@@ -186,18 +188,18 @@ def conversation(turns: int, start: int, blocks: int = 3) -> list[Prompt]:
     ]
 
 
-def test_next_turns_that_go_on_in_their_slot() -> None:
+def test_next_turns_that_resume_in_their_slot() -> None:
     one, two = conversation(4, 100), conversation(4, 200)
     prompts = [prompt for pair in zip(one, two, strict=True) for prompt in pair]
     assert common_tokens(prompts) == TRACE_BLOCK
     with Turns(32, 1 << 20, 16, 10_000, TRACE_BLOCK) as cache:
         found = [cache.serve(prompt) for prompt in prompts]
-        # The first finds nothing, the second the system prompt, the others all but their own.
+        # The first finds nothing, the second the system prompt, the others all but their new part.
         assert found == [0, *(TRACE_BLOCK * n for n in (1, 4, 4, 7, 7, 10, 10))]
         assert (cache.served, cache.hits, cache.next_turns) == (8, 7, 6)
         assert (cache.resumed, cache.next_resumed) == (6, 6)
         assert cache.hit_tokens - cache.mapped_tokens == TRACE_BLOCK
-        # Two that go on where one ended: the first takes the slot, the other maps.
+        # Two prompts continue the same turn: the first resumes in its slot, the other is mapped.
         again = [Prompt(14 * TRACE_BLOCK, (*one[-1].hash_ids[:13], 8000 + at)) for at in (0, 1)]
         for prompt in again:
             assert cache.serve(prompt) == 13 * TRACE_BLOCK
@@ -210,19 +212,20 @@ def test_part_of_a_prefix_may_be_mapped() -> None:
     with Turns(32, 1 << 20, 16, 10_000, TRACE_BLOCK) as cache:
         cache.serve(short)
         other = Prompt(long.length, long.hash_ids)
-        cache.serve(other)  # goes on in the slot of `short`
+        cache.serve(other)  # continues in the slot of `short`
         assert (cache.resumed, cache.mapped_tokens) == (1, 4 * TRACE_BLOCK)
-        cache.serve(Prompt(2 * TRACE_BLOCK + 1, (0, 100, 7)))  # less than its slot has: mapped anew
+        # shorter than the contents of its slot: mapped again
+        cache.serve(Prompt(2 * TRACE_BLOCK + 1, (0, 100, 7)))
         assert (cache.hits, cache.resumed) == (2, 1)
         assert cache.hit_tokens - cache.mapped_tokens == 2 * TRACE_BLOCK
-        # Two slots have a part of the next one; that with the most of it is taken.
+        # Two slots have a part of the next prompt; the one with the longer part is used.
         cache.serve(Prompt(11 * TRACE_BLOCK, (*long.hash_ids[:10], 8000)))
         assert cache.resumed == 2
         cache.cache.check_integrity()
 
 
-def test_the_cache_finds_what_the_tree_finds() -> None:
-    """With ample memory, and with whole blocks recorded."""
+def test_the_cache_agrees_with_the_tree() -> None:
+    """Memory is ample, and whole blocks are recorded."""
     longest = max(prompt.length for prompt in PROMPTS)
     whole = [Prompt(n // TRACE_BLOCK * TRACE_BLOCK, ids[: n // TRACE_BLOCK]) for n, ids in PROMPTS]
     prompts = [prompt for prompt in whole if prompt.length]
@@ -246,7 +249,7 @@ def served(cache: LayeredCache, prompts: list[Prompt], chunk: int) -> list[int]:
         for end in [*range(found + chunk, prompt.length, chunk), prompt.length]:
             lengths[reqid] = end
             assert cache.step(lengths) == 0
-            # A window slides where no batch is under way.
+            # A window slides only if no batch is in flight.
             eventually(
                 lambda slot=reqid: not any(one.snapshot()[slot].in_flight for one in cache.caches)
             )
@@ -258,10 +261,10 @@ def served(cache: LayeredCache, prompts: list[Prompt], chunk: int) -> list[int]:
 
 @pytest.mark.parametrize("layers", [(1, 2), (1, 1)])
 @pytest.mark.parametrize("chunk", [700, 1 << 20])
-def test_the_tree_of_sliding_layers_finds_what_the_cache_finds(
+def test_the_tree_of_sliding_layers_agrees_with_the_cache(
     host: Context, layers: tuple[int, int], chunk: int
 ) -> None:
-    """With ample memory, prompt by prompt."""
+    """Compares prompt by prompt, with ample memory."""
     slides, count = layers
     prompts = PROMPTS[:90]
     tree = Sliding(64, TOKEN, WHOLE, layers, 700 + 192, chunk)
@@ -301,7 +304,7 @@ def test_the_part_windows(tmp_path: Path) -> None:
         assert row["value"] > 0
 
 
-def test_prompts_that_do_not_fit_are_left_out() -> None:
+def test_prompts_that_do_not_fit_are_skipped() -> None:
     with Turns(32, 4 * TRACE_BLOCK, 16, 10_000, TRACE_BLOCK) as cache:
         assert cache.serve(Prompt(5 * TRACE_BLOCK, tuple(range(5)))) == 0
         assert (cache.served, cache.hits) == (0, 0)
@@ -310,12 +313,12 @@ def test_prompts_that_do_not_fit_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("unit", [0, 24, 4096])
-def test_units_that_no_page_of_host_has(unit: int) -> None:
+def test_units_without_a_page_size_of_host(unit: int) -> None:
     with pytest.raises(InvalidArgument, match=f"unit is {unit}; it must be a power of two"):
         Turns(unit, 1 << 20, 16, 1000, 0)
 
 
-def test_parts_can_be_chosen(tmp_path: Path) -> None:
+def test_parts_can_be_selected(tmp_path: Path) -> None:
     out = tmp_path / "turns.json"
     words = ["bench", "prefixes", "--requests", "60", "--budgets", "100G", "--parts", "turns"]
     assert cli.main([*words, "--slots", "32", "--out", str(out)]) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The radix tree of prefixes, and token ids as bytes."""
+"""Tests the radix tree of prefixes, and token ids as bytes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.prefix_tree import Node, PrefixTree, TokenIds
 
 UNIT = 4
-PAGES = 3  # pages of a unit
+PAGES = 3  # pages per unit
 
 
 @dataclass(eq=False)
 class Units:
-    """A span that knows the prefix that each of its units ends."""
+    """A span that knows the prefix that ends with each of its units."""
 
     ends: list[tuple[int, ...]]
 
@@ -36,7 +36,7 @@ class Units:
     def split(self, units: int) -> tuple[Units, Units]:
         assert 0 < units < len(self.ends)
         left, right = Units(self.ends[:units]), Units(self.ends[units:])
-        self.ends = []  # not used again
+        self.ends = []  # must not be used again
         return left, right
 
 
@@ -56,12 +56,12 @@ def add(tree: Tree, tokens: list[int]) -> Node[Units]:
 
 
 def units(*ids: int) -> list[int]:
-    """Tokens: a unit of equal ids for each."""
+    """Returns tokens: a unit of equal ids for each argument."""
     return [one for one in ids for _ in range(UNIT)]
 
 
 def length(tree: Tree, tokens: Any) -> int:
-    """The match, after checking the spans."""
+    """Returns the length of the match, after checking the spans."""
     match = tree.match(tokens)
     ends = [end for span, used in match.parts for end in span.ends[:used]]
     assert ends == [tuple(list(tokens)[:at]) for at in range(UNIT, match.length + 1, UNIT)]
@@ -71,13 +71,13 @@ def length(tree: Tree, tokens: Any) -> int:
 
 
 def locked_pages(tree: Tree) -> int:
-    """Pages of pinned nodes and of those above them."""
+    """Returns the pages of pinned nodes and of their ancestors."""
     locked = {one for node in tree if node.pins for one in node.path()}
     return sum(node.span.pages for node in locked)
 
 
 def match_and_pin(tree: Tree, tokens: Any) -> Node[Units]:
-    """The node of a match, pinned, which ends with what matched."""
+    """Returns the node of a match, pinned and split after the matched part."""
     found = tree.match(tokens)
     node = tree.cut_at(found.node, found.length)
     assert node.end == found.length
@@ -88,7 +88,7 @@ def match_and_pin(tree: Tree, tokens: Any) -> Node[Units]:
 # ---- matching and recording ----------------------------------------------------------------------
 
 
-def test_match_is_in_whole_units() -> None:
+def test_a_match_has_whole_units() -> None:
     tree: Tree = PrefixTree(UNIT)
     assert length(tree, units(1, 2)) == 0
     add(tree, [*units(1, 2, 3), 9, 9])
@@ -101,7 +101,7 @@ def test_match_is_in_whole_units() -> None:
     assert length(tree, units(2, 1)) == 0
 
 
-def test_what_is_new_is_made_once_and_the_rest_shared() -> None:
+def test_new_units_are_created_once_and_others_shared() -> None:
     tree: Tree = PrefixTree(UNIT)
     made: list[tuple[int, int]] = []
 
@@ -149,7 +149,7 @@ def test_a_split_keeps_the_node_below() -> None:
     assert len(tree) == tree.tokens == tree.pages == 0
 
 
-def test_nothing_is_new_when_making_fails() -> None:
+def test_a_failed_insert_changes_nothing() -> None:
     tree: Tree = PrefixTree(UNIT)
     add(tree, units(0, 0))
     add(tree, units(0, 1, 2, 3))
@@ -192,7 +192,7 @@ def test_long_runs_agree_up_to_the_unit_that_differs() -> None:
 # ---- pins ----------------------------------------------------------------------------------------
 
 
-def test_a_pin_keeps_the_node_and_all_above() -> None:
+def test_a_pin_keeps_the_node_and_its_ancestors() -> None:
     tree: Tree = PrefixTree(UNIT)
     low = add(tree, units(1, 2))
     add(tree, units(1, 2, 3))
@@ -226,7 +226,7 @@ def test_a_match_is_pinned() -> None:
     assert tree.check() == []
 
 
-def test_a_pinned_match_keeps_no_more_than_what_matched() -> None:
+def test_a_pinned_match_keeps_only_the_matched_units() -> None:
     tree: Tree = PrefixTree(UNIT)
     node = add(tree, units(1, 2, 3, 4))
     upper = match_and_pin(tree, units(1, 2, 9))
@@ -243,7 +243,7 @@ def test_evicted_prefixes_cannot_be_pinned() -> None:
     tree: Tree = PrefixTree(UNIT)
     node = add(tree, units(1, 2, 3))
     match = tree.match(units(1, 2, 3))
-    assert sum(span.pages for span in tree.evict(1)) == PAGES  # the last unit alone
+    assert sum(span.pages for span in tree.evict(1)) == PAGES  # only the last unit
     tree.pin(node)
     tree.unpin(node)
     assert node in tree
@@ -260,7 +260,7 @@ def test_evicted_prefixes_cannot_be_pinned() -> None:
 # ---- eviction ------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_leaf_goes_first() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     tree: Tree = PrefixTree(UNIT)
     for last in (1, 2, 3):
         add(tree, units(0, last))
@@ -269,7 +269,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert gone == [2, 3, 1, 0]
 
 
-def test_a_leaf_is_cut_where_that_is_enough() -> None:
+def test_a_leaf_is_cut_if_that_is_enough() -> None:
     tree: Tree = PrefixTree(UNIT)
     add(tree, units(1, 2, 3, 4, 5))
     spans = tree.evict(PAGES + 1)
@@ -282,7 +282,7 @@ def test_a_leaf_is_cut_where_that_is_enough() -> None:
     assert length(tree, units(1, 2, 3, 6)) == 4 * UNIT
 
 
-def test_evict_takes_what_is_asked_for_or_all() -> None:
+def test_evict_frees_the_requested_pages_or_all() -> None:
     tree: Tree = PrefixTree(UNIT)
     assert tree.evict(5) == []
     add(tree, units(1, 2))
@@ -293,9 +293,9 @@ def test_evict_takes_what_is_asked_for_or_all() -> None:
 
 
 def test_uneven_pages() -> None:
-    """A cut that brings too little is followed by another."""
+    """If one cut frees too little, another follows."""
 
-    class Heavy(Units):  # all pages belong to the first unit
+    class Heavy(Units):  # the first unit has all pages
         @property
         def pages(self) -> int:
             return 50 if self.ends and len(self.ends[0]) == UNIT else 0
@@ -315,7 +315,7 @@ def test_uneven_pages() -> None:
 
 
 class Model:
-    """Every recorded prefix in whole units, with the time of its last use."""
+    """Keeps every recorded prefix in whole units, with the time of its last use."""
 
     def __init__(self, unit: int) -> None:
         self.tree: Tree = PrefixTree(unit)
@@ -431,7 +431,7 @@ def test_long_against_a_plain_model(seed: int) -> None:
     model.check()
 
 
-def test_check_finds_what_is_wrong() -> None:
+def test_check_finds_inconsistencies() -> None:
     def broken(change: Callable[[Tree, Node[Units]], None]) -> str:
         tree: Tree = PrefixTree(UNIT)
         node = add(tree, units(1, 2))
@@ -480,7 +480,7 @@ IDS = [0, 1, 65535, 70000, (1 << 32) - 1]
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_every_form_of_ids_is_the_same(given: Any) -> None:
+def test_every_form_of_ids_is_equivalent(given: Any) -> None:
     ids = TokenIds(given)
     assert list(ids) == IDS
     assert len(ids) == len(IDS)
@@ -527,7 +527,7 @@ def test_ranges_and_nothing_are_ids_too() -> None:
         (torch.tensor([[1, 2]]), r"the shape \(1, 2\)"),
     ],
 )
-def test_ids_that_are_refused(given: Any, message: str) -> None:
+def test_invalid_ids(given: Any, message: str) -> None:
     tree: Tree = PrefixTree(1)
     with pytest.raises(InvalidArgument, match=message):
         TokenIds(given)
@@ -538,13 +538,13 @@ def test_ids_that_are_refused(given: Any, message: str) -> None:
     assert len(tree) == 0
 
 
-def test_bytes_that_are_no_ids() -> None:
+def test_bytes_that_are_not_ids() -> None:
     with pytest.raises(InvalidArgument, match="5 bytes are not a whole number of ids"):
         TokenIds.from_bytes(bytes(5))
 
 
 @pytest.mark.parametrize("unit", [0, -1, 1 << 40, 1.5, None, "4"])
-def test_units_that_are_refused(unit: Any) -> None:
+def test_invalid_units(unit: Any) -> None:
     with pytest.raises(InvalidArgument, match="unit"):
         PrefixTree(unit)
 
@@ -557,8 +557,10 @@ def test_the_root_has_no_span() -> None:
         _ = tree.root.span
 
 
-def test_a_use_that_is_interrupted_leaves_an_order_to_evict_in() -> None:
-    """Some nodes of the path count as used by then, and some do not: children still go first."""
+def test_an_interrupted_use_leaves_a_valid_eviction_order() -> None:
+    """Some nodes of the path are marked as used by then, others are not: children must still be
+    evicted first.
+    """
     for point in range(1, 1000):
         tree = Tree(UNIT)
         for tokens in (units(1, 2, 3), units(1, 2, 4), units(1, 5), units(6)):
@@ -568,7 +570,7 @@ def test_a_use_that_is_interrupted_leaves_an_order_to_evict_in() -> None:
         except Interrupted:
             pass
         else:
-            assert point > 10, "every point of the call"
+            assert point > 10, "every point of the call was interrupted"
             return
         assert tree.check() == []
         assert sum(span.pages for span in tree.evict(100)) == 6 * PAGES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache of pyvmem in the ledger: what `vmem top` shows, limits, ends."""
+"""Description: a pyvmem cache in the ledger: what `vmem top` shows, limits, leaving."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def order(folder: Path, context: Context, name: str, limit: int) -> None:
         orders.order(ledger, name, limit=limit)
 
 
-def test_the_ledger_shows_what_the_cache_says(context: Context, folder: Path) -> None:
+def test_the_ledger_agrees_with_the_cache(context: Context, folder: Path) -> None:
     with small_cache(context) as cache, pyvmem.announce(cache, "mine", folder) as announced:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=2 * ROWS + 1)) == 0
@@ -61,7 +61,7 @@ def test_the_ledger_shows_prefixes_in_host_memory(context: Context, folder: Path
         assert (one.host, one.host_cached) == (size, size // 2)
 
 
-def test_nothing_joins_unasked(
+def test_no_cache_joins_by_default(
     context: Context, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VMEM_LEDGER", str(folder))
@@ -80,7 +80,7 @@ def test_a_closed_cache_leaves(context: Context, folder: Path) -> None:
     assert shown(folder, context) == []
 
 
-def test_a_cache_that_is_forgotten_is_not_kept(context: Context, folder: Path) -> None:
+def test_the_ledger_does_not_keep_a_dropped_cache(context: Context, folder: Path) -> None:
     cache = KVCache(small_config(context.info.granule), context)
     announced: Announced = pyvmem.announce(cache, "mine", folder)
     cache.close()
@@ -90,7 +90,7 @@ def test_a_cache_that_is_forgotten_is_not_kept(context: Context, folder: Path) -
     announced.close()
 
 
-def test_a_limit_is_followed_as_requests_end(context: Context, folder: Path) -> None:
+def test_a_limit_is_enforced_as_requests_end(context: Context, folder: Path) -> None:
     with small_cache(context) as cache, pyvmem.announce(cache, "mine", folder) as announced:
         reqid = cache.alloc_reqid()
         assert reqid is not None
@@ -100,7 +100,7 @@ def test_a_limit_is_followed_as_requests_end(context: Context, folder: Path) -> 
         order(folder, context, "mine", new * page)
         assert announced.report()
         held = cache.stats().active_pages
-        assert cache.stats().total_pages == held > new  # the request holds more, and gets no more
+        assert cache.stats().total_pages == held > new  # the request holds more, and cannot grow
         assert cache.step(lens(cache, r0=4 * ROWS)) == -1
         assert cache.step(lens(cache, r0=3 * ROWS)) == 0
         cache.free_reqid(reqid)
@@ -108,7 +108,7 @@ def test_a_limit_is_followed_as_requests_end(context: Context, folder: Path) -> 
         assert cache.stats().total_pages == new
 
 
-def test_a_cache_that_cannot_change_its_limit_says_so_and_stays(
+def test_a_cache_that_cannot_change_its_limit_reports_it_and_stays(
     host: Context, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dist = pytest.importorskip("torch.distributed")
@@ -135,7 +135,7 @@ def test_a_cache_that_cannot_change_its_limit_says_so_and_stays(
         dist.destroy_process_group()
 
 
-def test_a_failure_to_give_back_is_no_reason_to_leave(context: Context, folder: Path) -> None:
+def test_a_failure_to_free_memory_does_not_leave_the_ledger(context: Context, folder: Path) -> None:
     with small_cache(context) as cache, pyvmem.announce(cache, "mine", folder) as announced:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=3 * ROWS)) == 0
@@ -144,7 +144,7 @@ def test_a_failure_to_give_back_is_no_reason_to_leave(context: Context, folder: 
         assert announced.report()
         assert shown(folder, context)[0].used > least
         context.inject(Inject.UNMAP)
-        order(folder, context, "mine", least)  # its thread meets the failure, and tries again
+        order(folder, context, "mine", least)  # the cache's thread meets the failure, and retries
         eventually(lambda: [one.used <= least for one in shown(folder, context)] == [True])
         assert announced.report()
 
@@ -169,10 +169,10 @@ def test_caches_of_a_budget_are_one_row(context: Context, folder: Path) -> None:
                 assert (row.name, row.limit) == ("both", total)
                 assert row.used == budget.stats().used_bytes
                 assert row.in_use == 5 * column
-                # A limit is taken when requests have ended; what they left goes then.
+                # The limit applies when requests have ended; their memory is then freed.
                 order(folder, context, "both", 4 * column)
                 assert announced.report()
-                assert budget.total_bytes == 5 * column  # until then none grows
+                assert budget.total_bytes == 5 * column  # until then no cache grows
                 assert two.step(lens(two, r0=3 * ROWS)) == -1
                 assert one.snapshot()[0].seq_len == 3 * ROWS
                 one.free_reqid(0)
@@ -183,7 +183,7 @@ def test_caches_of_a_budget_are_one_row(context: Context, folder: Path) -> None:
             assert shown(folder, context) == []
 
 
-def test_a_budget_that_the_ledger_grants_memory_is_shown_already(folder: Path) -> None:
+def test_a_budget_of_a_ledger_cannot_be_announced(folder: Path) -> None:
     with Context("host") as context:
         book = Ledger("host", folder=folder)
         with (
@@ -193,7 +193,7 @@ def test_a_budget_that_the_ledger_grants_memory_is_shown_already(folder: Path) -
             pyvmem.announce(budget, "again", folder)
 
 
-def test_a_budget_that_is_forgotten_leaves(context: Context, folder: Path) -> None:
+def test_a_dropped_budget_leaves(context: Context, folder: Path) -> None:
     announced = pyvmem.announce(Budget(context, 8 * context.info.granule), "mine", folder)
 
     def gone() -> bool:
@@ -204,14 +204,14 @@ def test_a_budget_that_is_forgotten_leaves(context: Context, folder: Path) -> No
     assert not announced.report()
 
 
-def test_a_name_is_taken_once(context: Context, folder: Path) -> None:
+def test_a_name_is_unique(context: Context, folder: Path) -> None:
     with small_cache(context) as cache, pyvmem.announce(cache, "mine", folder):
         with pytest.raises(InvalidArgument, match="'mine' is the name of process"):
             pyvmem.announce(cache, "mine", folder)
         assert len(shown(folder, context)) == 1
 
 
-def test_a_limit_with_which_nothing_could_run_is_refused(context: Context, folder: Path) -> None:
+def test_a_limit_too_small_for_any_request_is_rejected(context: Context, folder: Path) -> None:
     """A request of one token needs a page in every tensor."""
     page = context.info.granule
     column = 2 * LAYERS * page
@@ -233,7 +233,7 @@ def test_a_limit_with_which_nothing_could_run_is_refused(context: Context, folde
         order(folder, context, "two", page)
 
 
-def test_a_budget_that_the_ledger_grants_memory_says_what_its_caches_need(folder: Path) -> None:
+def test_a_budget_of_a_ledger_reports_what_its_caches_need(folder: Path) -> None:
     page = 64 << 10
     column = 2 * LAYERS * page
     with (
@@ -244,7 +244,7 @@ def test_a_budget_that_the_ledger_grants_memory_says_what_its_caches_need(folder
         eventually(lambda: shown(folder, context)[0].least == column)
 
 
-def test_the_limit_on_the_page_of_operations_is_one_that_its_cache_takes(
+def test_the_limit_in_the_documentation_is_accepted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (Path(__file__).parents[2] / "docs/operations/index.md").read_text(encoding="utf-8")

@@ -19,22 +19,22 @@ NOTE = re.compile(r"Provider: vmem\n\s+Name: (\w+)\n\s+Location: .*\n\s+Argument
 
 
 def documented() -> dict[str, int]:
-    """Probes of the page's table, and how many arguments each has."""
+    """Returns the probes of the page's table, and the number of arguments of each."""
     rows = re.findall(r"^\| `(\w+)` \| .* \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     return {name: len(arguments.split(",")) for name, arguments in rows}
 
 
 @pytest.mark.skipif(not system_packages.has_probes(), reason="<sys/sdt.h> is not on this machine")
 @pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
-def test_the_extension_has_the_probes_of_the_page() -> None:
+def test_the_extension_has_the_documented_probes() -> None:
     command = ["readelf", "-n", str(_vmem.__file__)]
     notes = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: len(arguments.split()) for name, arguments in NOTE.findall(notes)}
     assert found == documented()
 
 
-def test_the_page_lists_what_the_sources_have() -> None:
-    """Also where the header is missing, and nothing was compiled in."""
+def test_the_page_lists_the_probes_of_the_sources() -> None:
+    """Checked even if the header is missing and no probe was compiled in."""
     probe = re.compile(r"^\s+VM_PROBE(\d)\((\w+),", re.M)
     found: dict[str, int] = {}
     for path in sorted((ROOT / "libvmem" / "src").rglob("*.c")):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: what a cache began is known to it however many batches others make meanwhile.
+"""Description: a cache learns the result of its own batches, however many batches others submit.
 
-In processes of their own: where the books say mapped and the memory is not, rows that are written
-end the process.
+The programs run in processes of their own: if the records say mapped and the memory is not, writing
+a row crashes the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvcache_helpers import LAYERS, ROWS, lens, small_cache
 
 from pyvmem import Context
 
-BATCHES = 4200  # more than a context has places for results
+BATCHES = 4200  # more than the number of results that a context stores
 
 QUIET = f"""
 import sys
@@ -146,7 +146,7 @@ print("holds", flush=True)
 
 
 def run(program: str, *arguments: str) -> str:
-    """Runs a program in a process of its own; fails with its last lines where it does."""
+    """Runs a program in its own process; if it fails, fails with the last lines of its output."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", program, *arguments],
         cwd=Path(__file__).resolve().parents[2],
@@ -171,12 +171,12 @@ def test_a_cut_of_a_quiet_cache_is_finished_by_anothers_shortage() -> None:
     assert run(QUIET, "shortage") == "shortage holds\n"
 
 
-def test_an_event_kept_over_a_long_rollout_hinders_no_free() -> None:
+def test_an_event_kept_over_a_long_rollout_delays_no_free() -> None:
     assert run(ROLLOUT) == "holds\n"
 
 
-def test_trim_takes_what_a_freed_fork_had_asked_for(context: Context) -> None:
-    """Its growth was under way when it was freed; no request waits for that."""
+def test_trim_unmaps_pages_requested_by_a_freed_fork(context: Context) -> None:
+    """Growth was in flight when the fork was freed; no request waits for it."""
     with small_cache(context) as cache:
         parent = cache.alloc_reqid()
         assert parent == 0

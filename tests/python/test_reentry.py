@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: calls that finalizers and signal handlers make in the midst of another call."""
+"""Description: re-entrant calls, from finalizers and signal handlers during another call."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ PAGE = 4096
 
 
 def each_point(case: Callable[[int], bool], stride: int) -> None:
-    """Runs a case at every `stride`-th point; it says whether there was such a point."""
+    """Runs a case at every `stride`-th point; the case returns false when there are no more
+    points.
+    """
     at = 1
     while case(at):
         at += stride
-    assert at > 20, "hardly any point"
+    assert at > 20, "there were hardly any points"
 
 
 # ---- a cache -----------------------------------------------------------------------------------
 
 
 def filled(context: Context, budget: Budget | None = None) -> KVCache:
-    """A cache of which one request holds ten rows of ones."""
+    """Creates a cache with a request of ten rows of ones."""
     cache = KVCache(small_config(PAGE, max_batch=4, max_seq_len=96), context, budget=budget)
     assert cache.alloc_reqid() == 0
     assert cache.step([10, 0, 0, 0]) == 0
@@ -59,7 +61,7 @@ def filled(context: Context, budget: Budget | None = None) -> KVCache:
 
 @pytest.mark.parametrize("handler", ["swallows", "raises"])
 @pytest.mark.parametrize("called", ["stats", "step", "close"])
-def test_a_handler_that_calls_the_cache_is_refused(called: str, handler: str) -> None:
+def test_a_handler_that_calls_the_cache_gets_an_error(called: str, handler: str) -> None:
     refused = 0
 
     def case(at: int) -> bool:
@@ -85,7 +87,8 @@ def test_a_handler_that_calls_the_cache_is_refused(called: str, handler: str) ->
 
             calling = Handler(at, handle)
             try:
-                # Before the section the handler's call is one like any other, and it may close.
+                # Before the section, the handler's call is an ordinary call and may close the
+                # cache.
                 done = calling.run(lambda: cache.step([90, 0, 0, 0]))
             except (Reentered, BadHandle) as error:
                 assert handler == "raises" or cache.is_closed, error
@@ -102,8 +105,8 @@ def test_a_handler_that_calls_the_cache_is_refused(called: str, handler: str) ->
     assert refused > 5
 
 
-def test_several_calls_as_one_may_come_through_other_functions() -> None:
-    """Any call inside a section belongs to it, whoever makes it."""
+def test_a_section_may_call_through_other_functions() -> None:
+    """Any call inside a section belongs to it, even through another function."""
     with Context("host", granule=PAGE) as context, filled(context) as cache:
 
         @contextlib.contextmanager
@@ -120,8 +123,8 @@ def test_several_calls_as_one_may_come_through_other_functions() -> None:
 
 
 @pytest.mark.parametrize("again", [0, 1, 5, 9])
-def test_what_settles_an_interrupted_section_may_call_the_cache(again: int) -> None:
-    """Also where the settling itself is interrupted and the next call does it."""
+def test_the_rollback_of_a_section_may_call_the_cache(again: int) -> None:
+    """Also if the rollback itself is interrupted and the next call completes it."""
     with Context("host", granule=PAGE) as context, filled(context) as cache:
         second = cache.alloc_reqid()
         assert second is not None
@@ -147,8 +150,8 @@ def test_what_settles_an_interrupted_section_may_call_the_cache(again: int) -> N
         cache.check_integrity()
 
 
-def test_a_handler_while_a_call_settles_what_two_exceptions_left() -> None:
-    """The first recovery was interrupted, too; the next call makes it."""
+def test_a_handler_during_the_rollback_after_two_exceptions() -> None:
+    """The first rollback was interrupted, too; the next call completes it."""
     refused = unsettled = 0
 
     def case(first: int, second: int, at: int) -> bool:
@@ -183,8 +186,8 @@ def test_a_handler_while_a_call_settles_what_two_exceptions_left() -> None:
 
 
 @pytest.mark.parametrize("called", ["requests", "release", "truncate"])
-def test_a_handler_that_calls_the_engine_s_requests_is_refused(called: str) -> None:
-    """Between the cache's call and what the engine notes of it, too."""
+def test_a_handler_that_calls_the_engine_gets_an_error(called: str) -> None:
+    """Also between the cache's call and the engine's record of it."""
     refused = 0
 
     def case(at: int) -> bool:
@@ -206,7 +209,7 @@ def test_a_handler_that_calls_the_engine_s_requests_is_refused(called: str) -> N
                 except Reentered:
                     refused += 1
                 except VMemError:
-                    pass  # before or after the call it is one like any other
+                    pass  # before or after the call, it is an ordinary call
 
             calling = Handler(at, handle)
             with contextlib.suppress(VMemError):
@@ -217,7 +220,7 @@ def test_a_handler_that_calls_the_engine_s_requests_is_refused(called: str) -> N
                     assert requests.swap_in(one) is None
                 assert requests.extend({one: 20}) is None
                 requests.release(one)
-            assert cache.stats().active_slots == 1, "the first one's"
+            assert cache.stats().active_slots == 1, "the first request's"
             cache.check_integrity()
             requests.close()
         return calling.came
@@ -226,7 +229,7 @@ def test_a_handler_that_calls_the_engine_s_requests_is_refused(called: str) -> N
     assert refused > 20
 
 
-def test_an_overridden_method_is_no_interruption() -> None:
+def test_an_overridden_method_is_not_an_interruption() -> None:
     class Mine(KVCache):
         def free_reqid(self, *args: Any, **kwargs: Any) -> None:
             self.stats()
@@ -247,7 +250,7 @@ def test_an_overridden_method_is_no_interruption() -> None:
         assert cache.stats().active_slots == 0
 
 
-def test_wrapped_methods_are_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapped_methods_are_not_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wraps calls as tracers do."""
 
     wrap_methods(monkeypatch, KVCache, CacheMemory, CacheSlots, GroupView, RequestCache, Budget)
@@ -271,8 +274,8 @@ def test_wrapped_methods_are_no_interruption(monkeypatch: pytest.MonkeyPatch) ->
             assert cache.stats().active_slots == 0
 
 
-def test_a_dropped_cache_of_transformers_is_closed_beside_a_call_of_another() -> None:
-    """The collector finds it in the midst of the other's call, whose records it shares."""
+def test_a_dropped_transformers_cache_is_closed_during_a_call_of_another() -> None:
+    """The collector finds it during a call of the other cache, with which it shares records."""
     transformers = pytest.importorskip("transformers")
     from pyvmem.hf import VMemCache
 
@@ -297,7 +300,7 @@ def test_a_dropped_cache_of_transformers_is_closed_beside_a_call_of_another() ->
             dropped = VMemCache(config, 2, 96, context=context, budget=budget, page_size=PAGE)
             put(lives, 8, 1.0)
             put(dropped, 40, 2.0)
-            dropped.itself = dropped  # only the collector finds it
+            dropped.itself = dropped  # only the collector can free it
             del dropped
             calling = Handler(at, lambda: (gc.collect(), None)[1])
             calling.run(lambda: put(lives, 40, 1.0))
@@ -315,14 +318,14 @@ def test_a_dropped_cache_of_transformers_is_closed_beside_a_call_of_another() ->
     each_point(case, stride=67)
 
 
-# ---- what ends with its owner ------------------------------------------------------------------
+# ---- objects that end with their owner ---------------------------------------------------------
 
 
 class Owner:
     pass
 
 
-def test_an_end_outside_of_calls_is_made_at_once() -> None:
+def test_an_end_outside_of_calls_runs_immediately() -> None:
     ended: list[int] = []
     owner = Owner()
     when_collected(owner, lambda: ended.append(threading.get_ident()))
@@ -330,7 +333,7 @@ def test_an_end_outside_of_calls_is_made_at_once() -> None:
     assert ended == [threading.get_ident()]
 
 
-def test_an_end_in_the_midst_of_a_call_is_made_by_another_thread() -> None:
+def test_an_end_during_a_call_runs_in_another_thread() -> None:
     ended: list[int] = []
     owners = [Owner()]
     when_collected(owners[0], lambda: ended.append(threading.get_ident()))
@@ -342,7 +345,7 @@ def test_an_end_in_the_midst_of_a_call_is_made_by_another_thread() -> None:
     assert ended != [threading.get_ident()]
 
 
-def test_an_end_that_was_detached_is_not_made() -> None:
+def test_a_detached_end_does_not_run() -> None:
     ended: list[int] = []
     owner = Owner()
     assert when_collected(owner, lambda: ended.append(1)).detach() is not None
@@ -350,7 +353,7 @@ def test_an_end_that_was_detached_is_not_made() -> None:
     assert not ended
 
 
-def test_an_end_without_a_thread_to_make_it_waits_for_the_next(
+def test_an_end_without_a_thread_waits_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: Any) -> None:
@@ -371,7 +374,7 @@ def test_an_end_without_a_thread_to_make_it_waits_for_the_next(
 # ---- locks -------------------------------------------------------------------------------------
 
 
-def test_reservations_in_the_midst_of_another_ones_call() -> None:
+def test_reservations_during_a_call_of_another() -> None:
     def case(at: int) -> bool:
         with Context("host", granule=PAGE) as context:
             other = context.reserve(PAGE)
@@ -426,7 +429,7 @@ def test_a_lock_that_another_thread_held_is_free_in_a_child() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_context_whose_lock_was_held_refuses_in_a_child() -> None:
+def test_a_context_whose_lock_was_held_raises_in_a_child() -> None:
     with Context("host", granule=PAGE) as context, held_by_another_thread(context._lock):
         pid = os.fork()
         if not pid:
@@ -439,7 +442,7 @@ def test_a_context_whose_lock_was_held_refuses_in_a_child() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_numbers_that_a_handler_asks_for_in_the_midst_of_the_same() -> None:
+def test_statistics_read_by_a_handler_during_the_same_call() -> None:
     refused = 0
     with Context("host", granule=PAGE) as context, filled(context) as cache:
         telemetry = Telemetry()
@@ -463,7 +466,7 @@ def test_numbers_that_a_handler_asks_for_in_the_midst_of_the_same() -> None:
             telemetry.add(cache)
 
 
-def test_events_are_kept_in_the_midst_of_keeping_others() -> None:
+def test_events_are_kept_during_a_keep_of_others() -> None:
     class Batch:
         def __init__(self, over: bool, then: Callable[[], None] = lambda: None) -> None:
             self.over, self.then, self._held = over, then, False
@@ -475,18 +478,20 @@ def test_events_are_kept_in_the_midst_of_keeping_others() -> None:
 
     kept: Any = KeptEvents()
     late = Batch(False)
-    # A finalizer's call comes while the first of two that are over is looked at.
+    # A finalizer makes its call while the first of two completed batches is checked.
     first = Batch(True, lambda: kept.keep(Batch(True), ["nested"]))
     kept.keep(late, ["late"])
     kept.keep(first, ["first"])
     kept.keep(Batch(True), ["second"])
     for _ in range(8):
         kept.keep(Batch(True), ["more"])
-    assert any(events == ["late"] for _, events in kept._kept), "what is not over is kept"
+    assert any(events == ["late"] for _, events in kept._kept), (
+        "events of unfinished batches are kept"
+    )
     assert not any(events == ["first"] for _, events in kept._kept)
 
 
-def test_a_buffer_that_ends_in_the_midst_of_a_call_of_its_resource() -> None:
+def test_a_buffer_collected_during_a_call_of_its_resource() -> None:
     """cuda.core closes a buffer that the collector finds."""
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
@@ -525,13 +530,13 @@ def test_a_buffer_that_ends_in_the_midst_of_a_call_of_its_resource() -> None:
     assert refused > 5
 
 
-def test_a_buffer_whose_stream_ends_after_it_was_collected_in_a_call() -> None:
-    """The next call waits for the work that there was."""
+def test_a_buffer_collected_before_its_stream() -> None:
+    """The next call waits for the work that was on the stream."""
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
 
     class Resource(VMemResource):
-        is_device_accessible = True  # streams are looked at
+        is_device_accessible = True  # makes the resource look at streams
 
         def _buffer(self, addr: int, size: int, stream: Any) -> Any:
             return addr, size
@@ -553,7 +558,7 @@ def test_a_buffer_whose_stream_ends_after_it_was_collected_in_a_call() -> None:
     each_point(case, stride=3)
 
 
-def test_a_buffer_whose_stream_was_closed_before_it_could_be_taken_back() -> None:
+def test_a_buffer_whose_stream_was_closed_before_its_free() -> None:
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
 
@@ -575,14 +580,14 @@ def test_a_buffer_whose_stream_was_closed_before_it_could_be_taken_back() -> Non
         assert resource.live_buffers == 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            buffer.close()  # once more
+            buffer.close()  # a second attempt
 
 
-# ---- a future's callback -----------------------------------------------------------------------
+# ---- callbacks of futures ----------------------------------------------------------------------
 
 
 def test_a_callback_closes_the_requests_of_a_cache() -> None:
-    """It makes the calls that are queued behind its own."""
+    """close() runs the calls that are queued behind the callback's own."""
     with Context("host", granule=PAGE) as context, filled(context) as cache:
         requests = RequestCache(cache)
         one, two = requests.admit([1] * 10), requests.admit([2] * 10)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: what an object left that nobody has any more is ended by the next of its kind."""
+"""Description: libvmem objects whose Python owners were lost are ended by the next object of their
+kind.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def is_open(handle: int) -> bool:
 
 
 def lose(make: Callable[[], Context]) -> int:
-    """Makes a context and forgets it; its handle."""
+    """Creates a context and drops it without closing; returns its handle."""
     handle = make().handle
     gc.collect()
     assert is_open(handle), "a finalizer must not call C"
@@ -39,8 +41,9 @@ def lose(make: Callable[[], Context]) -> int:
 
 @pytest.fixture(autouse=True, params=["ignore", "error"])
 def warned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The action for ResourceWarning."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the objects
+    """Sets the action for ResourceWarning."""
+    # pytest's hook keeps the objects alive
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with warnings.catch_warnings():
         warnings.simplefilter(request.param, ResourceWarning)
         yield
@@ -53,7 +56,7 @@ def test_a_context_is_closed_if_nothing_is_in_it(left: str) -> None:
         if left == "a reservation":
             context.reserve(PAGE).leave()
         if left == "pages":
-            context.create(PAGE)._done = True  # or their finalizer warns
+            context.create(PAGE)._done = True  # otherwise their finalizer warns
         return context
 
     handle = lose(make)
@@ -62,14 +65,14 @@ def test_a_context_is_closed_if_nothing_is_in_it(left: str) -> None:
         _native.close(handle)
 
 
-def test_so_many_contexts_as_one_likes_can_be_forgotten() -> None:
+def test_any_number_of_contexts_can_be_dropped() -> None:
     for _ in range(300):
         Context("host", granule=PAGE)
 
 
 @pytest.mark.parametrize("called", [False, True])
-def test_a_cache_that_nobody_has_called_goes_with_its_context(called: bool) -> None:
-    """So does one whose caller was interrupted before he had it."""
+def test_an_unused_cache_ends_with_its_context(called: bool) -> None:
+    """Also if the caller was interrupted before it had the cache."""
 
     def make() -> Context:
         cache = KVCache(small_config(PAGE), backend="host")
@@ -83,7 +86,7 @@ def test_a_cache_that_nobody_has_called_goes_with_its_context(called: bool) -> N
         _native.close(handle)
 
 
-def test_a_pool_is_given_up_unless_it_was_used() -> None:
+def test_a_pool_is_closed_unless_it_was_used() -> None:
     with Context("host", granule=PAGE) as context:
         VMemPool(context)
         gc.collect()
@@ -103,8 +106,8 @@ def test_a_pool_is_given_up_unless_it_was_used() -> None:
         VMemPool(context).close()
 
 
-def test_what_a_failed_call_reports_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects are collected between the call and the question why it failed."""
+def test_a_failed_call_reports_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects are collected between the failing call and the query for its error."""
 
     def failed(context: Context) -> VMemError:
         with pytest.raises(VMemError) as caught:
@@ -130,7 +133,7 @@ def test_what_a_failed_call_reports_is_its_own(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_a_context_that_came_back_to_life_can_be_closed() -> None:
+def test_a_resurrected_context_can_be_closed() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", ResourceWarning)
         Context("host", granule=PAGE)
@@ -142,7 +145,7 @@ def test_a_context_that_came_back_to_life_can_be_closed() -> None:
     assert not context.is_open
 
 
-def test_a_child_of_a_fork_ends_nothing() -> None:
+def test_a_forked_child_ends_no_object() -> None:
     handle = Context("host", granule=PAGE).handle
     child = os.fork()
     if not child:

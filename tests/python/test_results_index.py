@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the index of results takes no file that does not say where it comes from."""
+"""Description: the index of results rejects files that do not name their origin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = "# commit 0123456, NVIDIA H100; python3 -m pytest tests/python\n# date 20
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of results, in place of the real one."""
+    """Returns an empty directory of results that replaces the real one."""
     folder = tmp_path / "results"
     (folder / "logs").mkdir(parents=True)
     monkeypatch.setattr(readme_index, "ROOT", tmp_path)
@@ -27,7 +27,7 @@ def log(results: Path, text: str) -> None:
     (results / "logs" / "h100-x.log").write_text(text, encoding="utf-8")
 
 
-def test_a_log_that_says_all(results: Path) -> None:
+def test_a_complete_log(results: Path) -> None:
     log(results, HEAD + "3 passed, 1 skipped in 2.0s\n")
     assert readme_index.part_logs()[-1].endswith(
         "| NVIDIA H100 80GB HBM3 | 0123456 | 2026-11-23 | `python3 -m pytest tests/python` "
@@ -45,13 +45,13 @@ def test_a_log_that_says_all(results: Path) -> None:
         (HEAD + "3 passed\nrc 139\n", "is the log of a failure: rc 1"),
     ],
 )
-def test_logs_that_are_refused(results: Path, text: str, said: str) -> None:
+def test_logs_that_are_rejected(results: Path, text: str, said: str) -> None:
     log(results, text)
     with pytest.raises(ValueError, match=said):
         readme_index.part_logs()
 
 
-def test_what_was_not_measured_is_named_with_the_reason(results: Path) -> None:
+def test_missing_measurements_are_named_with_the_reason(results: Path) -> None:
     log(results, HEAD + "== live: pages (partial, 1 s)\n")
     assert readme_index.part_logs()[-1].endswith("| `live` partial |")
     part = {"status": "partial", "missing": [{"id": "calls/a", "why": "no | GPU"}] * 2}
@@ -68,12 +68,12 @@ def test_what_was_not_measured_is_named_with_the_reason(results: Path) -> None:
         ({"status": "not run", "rows": [{"id": "calls/map"}]}, "part calls was aborted"),
     ],
 )
-def test_results_that_are_refused(part: dict[str, object], said: str) -> None:
+def test_results_that_are_rejected(part: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         readme_index.gaps({"parts": {"calls": part}})
 
 
-def test_a_record_of_the_driver_is_of_the_sources_that_it_names() -> None:
+def test_a_driver_record_names_its_sources() -> None:
     sources = {"driver": "535.1", "module_sha256": "0123456789"}
     assert readme_index.describe({"format": "vmem-driver-tests/1", "sources": sources}) == (
         "software GPU",
@@ -105,7 +105,7 @@ def test_no_committed_log_has_a_failure_or_an_unknown_origin() -> None:
     assert not [row for row in rows if "not recorded" in row]
 
 
-def test_the_results_are_no_archive() -> None:
-    """At most 3 MB: a newer run takes an older one's place, and single samples are not kept."""
+def test_the_size_of_the_results_is_limited() -> None:
+    """At most 3 MB are kept: a newer run replaces an older one, and single samples are not kept."""
     kept = [*readme_index.results(), *readme_index.logs()]
     assert 0 < sum(path.stat().st_size for path in kept) <= 3_000_000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""scripts/run_c_tests.sh: what it makes of programs that pass, fail, hang or cannot run."""
+"""Tests scripts/run_c_tests.sh with programs that pass, fail, hang or cannot run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*programs: str, wrapper: str = "", **env: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_what_each_program_said_stays_together(tmp_path: Path) -> None:
+def test_the_output_of_each_program_stays_together(tmp_path: Path) -> None:
     fine = program(tmp_path, "fine", 'echo "3 passed, $WORD failed"')
     absent = program(tmp_path, "absent", "echo no GPU; exit 77")
     status, said = run(fine, absent, wrapper="env WORD=0")
@@ -37,7 +37,7 @@ def test_what_each_program_said_stays_together(tmp_path: Path) -> None:
     assert "== absent\nno GPU\nabsent: not run here\n" in said
 
 
-def test_one_that_fails_or_hangs_fails_all(tmp_path: Path) -> None:
+def test_one_failed_or_hung_program_fails_the_run(tmp_path: Path) -> None:
     fine = program(tmp_path, "fine", "true")
     broken = program(tmp_path, "broken", "echo words >&2; exit 3")
     slow = program(tmp_path, "slow", "sleep 60")
@@ -48,12 +48,12 @@ def test_one_that_fails_or_hangs_fails_all(tmp_path: Path) -> None:
     assert said.endswith("1 passed, 2 failed\n")
 
 
-def test_a_program_that_is_not_there_fails(tmp_path: Path) -> None:
+def test_a_missing_program_fails(tmp_path: Path) -> None:
     assert run(str(tmp_path / "none"))[0] == 1
 
 
-def test_two_run_at_once_where_two_are_allowed(tmp_path: Path) -> None:
-    """Each waits for the file that the other one makes."""
+def test_two_programs_run_in_parallel_if_allowed(tmp_path: Path) -> None:
+    """Each program waits for the file that the other one creates."""
     one, two = tmp_path / "one.made", tmp_path / "two.made"
     wait = "touch {}; until [ -e {} ]; do sleep 0.01; done"
     programs = (program(tmp_path, "a", wait.format(one, two)),)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The runner of the tests: where it is, how long it has to go, and where to go on."""
+"""Tests the test runner: its progress, the time left, and where to resume."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from kvcache_helpers import eventually
 
 @pytest.fixture
 def runner(monkeypatch, tmp_path):
-    """Runs `run_tests` with stages of our own; returns its status and those that ran."""
+    """Runs `run_tests` with stages of our own; returns its status and the stages that ran."""
     ran = []
 
     def stage(name, action=lambda: None):
@@ -65,13 +65,13 @@ def test_time_left_is_that_of_the_last_run(runner, capsys):
     assert "#### one (stage 1 of 1, about 150 min left)" in capsys.readouterr().out
 
 
-def test_a_broken_record_is_no_hindrance(runner, capsys):
+def test_a_broken_record_is_ignored(runner, capsys):
     runner.times.write_text("{")
     assert runner("two") == (0, ["two"])
     assert "time left unknown" in capsys.readouterr().out
 
 
-def test_goes_on_from_a_stage(runner, capsys):
+def test_resumes_from_a_stage(runner, capsys):
     assert runner(fails=("two",)) == (1, ["one", "two", "three"])
     said = capsys.readouterr().out
     assert "two            FAILED" in said
@@ -82,7 +82,7 @@ def test_goes_on_from_a_stage(runner, capsys):
 
 
 def test_stages_that_were_named_are_named_again(runner, capsys):
-    """`make check` has a stage that `make test` has not."""
+    """`make check` has a stage that `make test` does not have."""
     assert runner("two", "one", fails=("one",)) == (1, ["two", "one"])
     said = capsys.readouterr().out
     assert said.endswith("to run again: build/venv/bin/python scripts/run_tests.py one\n")
@@ -104,7 +104,7 @@ def test_an_interrupt_ends_with_the_summary(runner, capsys):
         (["--from", "gpu"], "--from gpu: not among one, two, three"),
     ],
 )
-def test_refuses_unknown_stages(runner, capsys, words, text):
+def test_unknown_stages_are_rejected(runner, capsys, words, text):
     with pytest.raises(SystemExit) as caught:
         runner(*words)
     assert caught.value.code == 2
@@ -122,7 +122,7 @@ def test_a_command_that_fails_is_named_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(run_tests.subprocess, "run", run)
     with pytest.raises(run_tests.Failed) as caught:
         run_tests.lint(run_tests.Session())
-    assert max(map(len, commands)) > 100, "C has that many files"
+    assert max(map(len, commands)) > 100, "there are that many C files"
     first, second, third = str(caught.value).split("; ")
     files = "pyvmem pyvmem_sglang pyvmem_vllm benchmarks scripts tests setup.py"
     assert first == f"ruff check {files}: exit status 1"
@@ -146,7 +146,9 @@ def test_a_command_in_a_line(command, text):
 
 
 def test_the_other_pythons(monkeypatch, capsys):
-    """Each but that of build/venv; what cannot be had is said, and a failure ends no other."""
+    """Each Python but that of build/venv: a missing one is reported, and a failure stops no
+    other.
+    """
     found = {one: f"/usr/bin/python{one}" for one in ("3.11", "3.12", "3.13", "3.14")}
     made, tested = [], []
 
@@ -178,7 +180,7 @@ def test_the_other_pythons(monkeypatch, capsys):
 
 @pytest.fixture
 def gpu_calls(monkeypatch):
-    """Calls of the stage `gpu` and their environment; the calls in `fails` fail."""
+    """Collects the calls of the stage `gpu` and their environment; the calls in `fails` fail."""
     calls, fails = [], set()
 
     def call(*words, **env):
@@ -198,7 +200,7 @@ def gpu_calls(monkeypatch):
 
 
 def test_the_back_ends_of_a_gpu(gpu_calls):
-    """The suite on each in several processes, and what looks at the device alone."""
+    """The suite runs on each back end in several processes; tests of the whole device run alone."""
     gpu_calls()
     (_, *suites, (alone, env)) = gpu_calls.calls
     assert [env["VMEM_TEST_BACKEND"] for _, env in suites] == ["stock", "cuda"]
@@ -208,7 +210,7 @@ def test_the_back_ends_of_a_gpu(gpu_calls):
     assert env["VMEM_TEST_BACKEND"] == "stock,cuda"
 
 
-def test_a_back_end_that_fails_ends_no_other(gpu_calls):
+def test_a_failed_back_end_stops_no_other(gpu_calls):
     with pytest.raises(run_tests.Failed, match=r"^tests/python on stock, tests/gpu$"):
         gpu_calls(2, 4)
     assert len(gpu_calls.calls) == 4
@@ -242,7 +244,7 @@ def test_a_run_on_a_gpu_that_is_cut_short_has_named_what_failed(gpu_calls, tmp_p
 
 
 @pytest.mark.parametrize("folder", run_tests.LONGEST)
-def test_the_longest_files_come_first_and_none_is_left_out(folder):
+def test_the_longest_files_run_first_and_none_is_omitted(folder):
     option, *paths = run_tests.longest_first(folder)
     assert option == "--no-loadscope-reorder", "else pytest-xdist orders them by number of tests"
     longest = [f"{folder}/test_{name}.py" for name in run_tests.LONGEST[folder]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem selftest`: passes where memory is right, fails by name where it is not."""
+"""Description: `vmem selftest` passes if memory works, and otherwise names the failed check."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_report(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[-1] == "passed"
 
 
-# What a machine might do wrong, and the check that must say so.
+# Faults of a machine, each with the check that must report it.
 def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads show what an address held when it was first read: a translation that stays."""
+    """Reads return what an address held when it was first read, like a stale translation."""
     seen: dict[tuple[int, int], bytes] = {}
     read = pyvmem.Context.read
 
@@ -62,7 +62,7 @@ def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New pages show what their last owner left."""
+    """New pages show the data of their last owner."""
     populate = pyvmem.OpBatch.populate
 
     def dirty(self: pyvmem.OpBatch, *args: Any, **options: Any) -> None:
@@ -86,7 +86,7 @@ def _swallow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory does not go back."""
+    """Memory is not freed."""
     monkeypatch.setattr(pyvmem.Context, "trim", lambda self, keep=0: 0)
 
 
@@ -100,7 +100,7 @@ def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
         (_leak, "accounting"),
     ],
 )
-def test_a_fault_is_found(
+def test_faults_are_detected(
     fault: Callable[[pytest.MonkeyPatch], None],
     check: str,
     backend: str,
@@ -119,7 +119,7 @@ def test_a_fault_is_found(
 
 
 class Device:
-    """A device whose free memory is what the test says, in the place of `Cuda`."""
+    """Stands for `Cuda`: a device whose free memory is set by the test."""
 
     def __init__(self, free: Iterable[int]) -> None:
         self._free = iter(free)
@@ -138,10 +138,8 @@ class Device:
 
 
 @pytest.mark.parametrize("others", [0, 7])
-def test_what_others_take_meanwhile_is_not_lost(
-    others: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others take 60 MB in so many tries, and the last one ends as it began."""
+def test_memory_used_by_others_is_not_a_leak(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes use 60 MB in some of the attempts; the last one ends as it started."""
     with pyvmem.Context("host") as context:
         context.cuda_device = 0
         free = [(1 << 36) - (k << 20) for _ in range(others) for k in (0, 60)] + [1 << 36] * 2
@@ -149,7 +147,7 @@ def test_what_others_take_meanwhile_is_not_lost(
         assert books.accounting(context) == "the device's free memory differs by 0 bytes"
 
 
-def test_what_stays_behind_each_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_left_by_every_attempt_is_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     with pyvmem.Context("host") as context:
         context.cuda_device = 0
         monkeypatch.setattr(books, "Cuda", Device(range(1 << 36, 0, -(32 << 20))))
@@ -167,7 +165,7 @@ def test_no_such_backend(capsys: pytest.CaptureFixture[str]) -> None:
 def _probed(
     monkeypatch: pytest.MonkeyPatch, error: int, reason: str, usable: Iterable[str]
 ) -> None:
-    """The machine: uvm cannot be used, and of the others those named can."""
+    """Probes a machine where uvm cannot be used, and of the others only those named."""
 
     def one(name: str) -> ProbeResult:
         works = name in usable
@@ -193,7 +191,9 @@ def test_without_the_patched_driver(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One line, a status of its own, and the back ends that could be tested."""
+    """Prints one line, returns a status of its own, and names the back ends that could be
+    tested.
+    """
     file = tmp_path / "report.json"
     if patched:
         (tmp_path / "uvm_vmem_max_pinned").touch()
@@ -213,17 +213,17 @@ def test_without_the_patched_driver(
     assert "checks" not in report
 
 
-def test_a_failed_proof_is_a_failure(
+def test_a_failed_driver_test_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A driver that is there and maps wrongly is not "cannot be tested"."""
+    """A driver that is present but maps wrongly must not be reported as "cannot be tested"."""
     _probed(monkeypatch, errno.EIO, "a byte reads as 0x00", ["host"])
     assert cli.main(["selftest", "--backend", "uvm"]) == 1
     assert capsys.readouterr().out.splitlines() == ["uvm: a byte reads as 0x00", "FAILED"]
 
 
-def test_what_a_context_gets_is_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --backend; the back ends before it, and why they were passed over, are named."""
+def test_the_default_back_end_is_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --backend, it names the back ends that were passed over, and why."""
     file = tmp_path / "report.json"
     assert cli.main(["selftest", "--samples", "0", "--out", str(file)]) == 0
     report = json.loads(file.read_text())
@@ -236,7 +236,7 @@ def test_what_a_context_gets_is_tested(tmp_path: Path, capsys: pytest.CaptureFix
         assert f"passed over: {name}: {reason}\n" in said
 
 
-def test_where_nothing_can_be_used(
+def test_without_a_usable_back_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _probed(monkeypatch, errno.ENODEV, "the node is missing", [])
@@ -245,7 +245,7 @@ def test_where_nothing_can_be_used(
     assert capsys.readouterr().err == f"vmem selftest: {said} on this machine\n"
 
 
-def test_what_cannot_be_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unusable_back_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     missing = next((one for one in pyvmem.probe() if not one.usable), None)
     if missing is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem serve-demo`` from its command line, with a tiny model in a folder."""
+"""Tests the command line of ``vmem serve-demo``, with a tiny model in a directory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from pyvmem.serve import cli as demo
 
 __all__ = ["one_thread"]  # a fixture
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers' own
+pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder as transformers writes it; the tokenizer has a word for each number."""
+    """Creates a model directory in transformers' format; the tokenizer has a word for each
+    number.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -83,7 +85,7 @@ def test_answers_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixt
     assert "6 of 6 answers identical; passed" in text
 
 
-def test_a_run_ends_in_one_small_table_and_a_picture(
+def test_a_run_prints_one_small_table_and_a_picture(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     drawn = tmp_path / "run.svg"
@@ -100,7 +102,7 @@ def test_a_run_ends_in_one_small_table_and_a_picture(
     assert "measured: peak of each" not in text
 
 
-def test_the_layout_is_the_advisers_unless_one_is_given(
+def test_the_layout_is_the_one_advised_unless_given(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = run_json(folder, capsys, "--max-new-tokens", "5")["setting"]
@@ -146,7 +148,7 @@ def test_options_reach_the_cache_and_the_engine(
     plain = run_json(folder, capsys, "--num-prompts", "7", "--max-new-tokens", "30")
     assert len(plain["requests"]) == 7
     answers = [r["tokens"] for r in plain["requests"]]
-    assert answers[0] == answers[6]  # the file began again
+    assert answers[0] == answers[6]  # the file starts over
     limited = run_json(
         folder,
         capsys,
@@ -162,10 +164,10 @@ def test_options_reach_the_cache_and_the_engine(
     assert limited["memory"]["measured"]["mapped_bytes"] <= 512 << 10
 
 
-def test_memory_that_is_too_small_is_an_error_told_with_the_answer(
+def test_too_little_memory_is_reported_with_the_answer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 24 KiB are one page in each of 6 tensors: 21 tokens.
+    # 24 KiB are one page in each of 6 tensors, for 21 tokens.
     options = ["--max-new-tokens", "15", "--memory-limit", "24K", "--page-size", "4K"]
     result = run_json(folder, capsys, *options, status=1)
     reasons = [r["reason"] for r in result["requests"]]
@@ -192,7 +194,7 @@ def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory-limit", "900T"], "900.0T exceeds the "),
     ],
 )
-def test_bad_values_are_told_and_nothing_is_printed(
+def test_bad_values_are_reported_and_nothing_is_printed(
     folder: Path, capsys: pytest.CaptureFixture[str], option: list[str], message: str
 ) -> None:
     assert run(folder, *option) == 2
@@ -211,7 +213,7 @@ def test_a_slot_that_is_too_short_for_a_prompt(
     assert captured.out == ""
 
 
-def test_prompts_that_are_no_text(
+def test_prompts_that_are_not_text(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "program"
@@ -224,7 +226,7 @@ def test_prompts_that_are_no_text(
         )
 
 
-def test_prompts_that_repeat_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_prompts_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "--num-prompts", "7", "--max-new-tokens", "1") == 0
     assert (
         "; 7 prompts (the file has 6; they are repeated), 16 at a time\n" in capsys.readouterr().out
@@ -256,13 +258,13 @@ def test_prompts_that_repeat_are_told(folder: Path, capsys: pytest.CaptureFixtur
         ["--dtype", "int8"],
     ],
 )
-def test_bad_usage_is_refused_by_the_parser(folder: Path, option: list[str]) -> None:
+def test_bad_usage_is_rejected_by_the_parser(folder: Path, option: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         run(folder, *option)
     assert stop.value.code == 2
 
 
 def test_torch_is_loaded_by_run_and_not_before() -> None:
-    """The environment of its threads is set in between."""
+    """The environment variables for its threads are set before that."""
     code = "import sys, pyvmem.serve.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The engine over a real KV cache with a tiny model: every answer is the one `generate` gives."""
+"""Tests the engine over a real KV cache with a tiny model: every answer equals that of
+`generate`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from pyvmem.serve.verify import compare, references  # noqa: E402
 
 __all__ = ["one_thread"]  # a fixture
 
-PAGE = 4096  # 21 rows and a third of 192 bytes
+PAGE = 4096  # holds 21 1/3 rows of 192 bytes
 TENSORS = 6
 
 
@@ -98,7 +100,7 @@ def test_requests_join_and_leave(loaded: LoadedModel, group_size: int, backgroun
     assert stats.preemptions == stats.recomputed_tokens == 0
     assert stats.steps == len(records) == len(stats.model_steps_s)
     assert sum(stats.model_steps_s) == pytest.approx(stats.model_s)
-    # Requests of different age run side by side, and slots are used again.
+    # Requests of different age run in the same steps, and slots are reused.
     assert any(len({tokens for _, _, tokens in record.requests}) == 3 for record in records)
     slots = {request: slot for record in records for request, slot, _ in record.requests}
     assert len(slots) == 9
@@ -127,7 +129,9 @@ def test_requests_added_while_others_run(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_memory_limit_preempts_and_the_answers_stay(loaded: LoadedModel, background: bool) -> None:
+def test_memory_limit_preempts_without_changing_answers(
+    loaded: LoadedModel, background: bool
+) -> None:
     requests = make_requests(8, seed=3, shortest=15, longest=60, new_tokens=(30, 60))
     limit = 9 * PAGE * TENSORS
     with make_cache(loaded, max_batch=4, memory_limit=limit, low_watermark=0) as cache:
@@ -142,7 +146,7 @@ def test_memory_limit_preempts_and_the_answers_stay(loaded: LoadedModel, backgro
     assert engine.stats.prompt_tokens > prompts
 
 
-def test_a_request_that_never_fits_is_answered_so_and_the_others_run(loaded: LoadedModel) -> None:
+def test_a_request_that_never_fits_fails_and_the_others_run(loaded: LoadedModel) -> None:
     small = make_requests(3, seed=4, longest=20, new_tokens=(3, 8))
     large = Job(99, tuple([5] * 100), 5)
     growing = Job(98, tuple([5] * 30), 60)
@@ -152,7 +156,7 @@ def test_a_request_that_never_fits_is_answered_so_and_the_others_run(loaded: Loa
     assert done[99].reason is FinishReason.NO_MEMORY
     assert done[99].tokens == ()
     assert done[98].reason is FinishReason.NO_MEMORY
-    part = done[98].tokens  # what two pages hold of it, and the token after
+    part = done[98].tokens  # as many tokens as two pages hold, and the token after these
     assert len(part) == 2 * PAGE // 192 - 30 + 1
     whole = expected(loaded, [growing])[98].tokens
     assert part == whole[: len(part)]
@@ -229,14 +233,14 @@ def test_answers_do_not_depend_on_what_pages_hold(loaded: LoadedModel) -> None:
                 for tensor in (cache.k(layer), cache.v(layer)):
                     tensor[slot.reqid, :rows] = float("nan")
                     poisoned += rows
-        del tensor  # a cache with living tensors cannot be closed
+        del tensor  # a cache with live tensors cannot be closed
         assert poisoned > 0
         done, _ = serve(loaded, cache, requests)
         assert cache.stats().reused_pages > 0
     assert_as_generated(loaded, requests, done)
 
 
-def test_the_model_gets_its_attention_back_and_the_cache_can_be_closed(
+def test_the_models_attention_is_restored_and_the_cache_can_be_closed(
     loaded: LoadedModel,
 ) -> None:
     requests = make_requests(2, seed=11)
@@ -299,7 +303,7 @@ def test_a_driver_failure_is_raised_and_the_step_can_be_repeated(loaded: LoadedM
     assert_as_generated(loaded, requests, done)
 
 
-def test_bad_arguments_are_refused(loaded: LoadedModel) -> None:
+def test_bad_arguments_are_rejected(loaded: LoadedModel) -> None:
     with make_cache(loaded) as cache:
         with pytest.raises(ValueError, match="prefill_chunk is -1"):
             Engine(loaded.model, cache, prefill_chunk=-1)
@@ -318,7 +322,7 @@ def test_bad_arguments_are_refused(loaded: LoadedModel) -> None:
     assert loaded.model.config._attn_implementation == "sdpa"
 
 
-def test_attention_refuses_what_it_would_ignore(loaded: LoadedModel) -> None:
+def test_attention_rejects_arguments_that_it_would_ignore(loaded: LoadedModel) -> None:
     layer = loaded.model.model.layers[0].self_attn
     q = torch.zeros(1, 6, 2, 24)
     kv = torch.zeros(1, 2, 2, 24)
@@ -345,7 +349,7 @@ def test_attention_refuses_what_it_would_ignore(loaded: LoadedModel) -> None:
 
 
 def test_compare_finds_a_wrong_token(loaded: LoadedModel) -> None:
-    """The check of `--verify` can fail: one changed token is found, at its place."""
+    """The check of `--verify` can fail: one changed token is found, at its position."""
     requests = make_requests(3, seed=13, new_tokens=(10, 20))
     answers = expected(loaded, requests)
     with make_cache(loaded) as cache:
@@ -385,12 +389,12 @@ def test_compare_accepts_one_tie_in_32_and_forces_the_rest(loaded: LoadedModel) 
     with make_cache(loaded, max_batch=8) as cache:
         done, _ = serve(loaded, cache, requests)
         done[7] = changed(done[7], 2)
-        assert not compare(loaded, cache, done.values(), answers).passed  # no tie there
+        assert not compare(loaded, cache, done.values(), answers).passed  # no tie at that position
         tied(7, 2)
         one = compare(loaded, cache, done.values(), answers)
         assert one.passed
         assert (one.identical, one.allowed, len(one.differences)) == (31, 1, 1)
-        # Behind the tie the forced run must agree: here the reference is wrong at a later place.
+        # After the tie the forced run must agree: here the reference is wrong at a later position.
         item = answers[7]
         wrong = list(item.tokens)
         wrong[4] = (wrong[4] + 1) % 199

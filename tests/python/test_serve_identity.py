@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The demonstration's model gives, through the KV cache, the tokens that `generate` gives.
+"""Checks that the demo's model generates the same tokens through the KV cache as `generate`.
 
 Greedy, float32; the rule is in `pyvmem.serve.verify`. On a GPU both sides run there.
 """
@@ -32,9 +32,9 @@ def folder() -> object:
 @pytest.mark.slow
 @pytest.mark.needs_tensors
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("default")  # transformers' own
+@pytest.mark.filterwarnings("default")  # transformers' own warnings
 @pytest.mark.parametrize("count", [12, pytest.param(32, marks=pytest.mark.long)])
-def test_answers_are_those_of_generate(backend: str, folder: object, count: int) -> None:
+def test_answers_match_generate(backend: str, folder: object, count: int) -> None:
     device = "cpu" if backend == "host" else "cuda:0"
     loaded = models.load(str(folder), dtype="float32", device=device)
     texts = prompts.load(count=count)
@@ -46,9 +46,9 @@ def test_answers_are_those_of_generate(backend: str, folder: object, count: int)
     expected = dict(enumerate(references(loaded, requests)))
     done: list[Completion] = []
     with pyvmem.Context(backend) as context:
-        # Fewer slots than prompts, and less memory than they would like, so that all of joining,
-        # leaving, growing in the background, reuse of a slot and preemption take part. With pages
-        # of 2 MiB (cuda) no request needs a second one, and a shortage is met before it computes.
+        # There are fewer slots than prompts, and too little memory, so that requests join, leave,
+        # grow in the background, reuse slots and are preempted. With pages of 2 MiB (cuda) no
+        # request needs a second page, and memory runs short before any is computed.
         page = context.info.granule
         small = page == 64 << 10
         slots = 3 * count // 8
@@ -59,7 +59,7 @@ def test_answers_are_those_of_generate(backend: str, folder: object, count: int)
             max_seq_len=1024,
             memory_limit=(7 * slots // 6 if small else 2 * slots // 3) * 60 * page,
         )
-        assert page % (config.num_kv_heads * config.head_dim * 4) != 0  # rows cross pages
+        assert page % (config.num_kv_heads * config.head_dim * 4) != 0  # rows cross page borders
         with KVCache(config, context) as cache:
             with Engine(loaded.model, cache) as engine:
                 for event in engine.run(requests):

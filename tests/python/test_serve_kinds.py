@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the demonstration's engine and command with windows, MLA and layers that differ."""
+"""Description: the demonstration's engine and command with windows, MLA and unequal layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.needs_tensors, pytest.mark.filterwarnings("default")]
 
 
 MEMORY = {"qwen3next": 27, "jamba": 26, "bamba": 20, "lfm2": 14, "nemotron": 20}
-"""Pages that requests must share, where that is fewer than others need."""
+"""Pages shared by all requests, for kinds that need fewer than the default."""
 
 
 def loaded_of(kind: str) -> LoadedModel:
@@ -43,8 +43,8 @@ def loaded_of(kind: str) -> LoadedModel:
     ("kind", "chunk"),
     [*product([*KINDS, *STATES, "nemotron"], [0]), ("gemma3", 16), ("deepseek", 16)],
 )
-def test_answers_are_those_of_generate(host: pyvmem.Context, kind: str, chunk: int) -> None:
-    """Requests longer than the window join and leave, and some lose their memory meanwhile."""
+def test_answers_match_generate_for_every_kind(host: pyvmem.Context, kind: str, chunk: int) -> None:
+    """Requests longer than the window join and leave, and some are preempted in between."""
     loaded = loaded_of(kind)
     requests = make_requests(6, longest=90, new_tokens=(5, 30))
     wanted = expected(loaded, requests)
@@ -69,7 +69,7 @@ def test_answers_are_those_of_generate(host: pyvmem.Context, kind: str, chunk: i
     assert all("forward" not in vars(one) for one in loaded.model.modules())
 
 
-def test_a_window_is_seen_over_a_cache_that_keeps_all_rows(host: pyvmem.Context) -> None:
+def test_a_window_applies_over_a_cache_that_keeps_all_rows(host: pyvmem.Context) -> None:
     from dataclasses import replace
 
     loaded = loaded_of("mistral")
@@ -95,7 +95,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_attention_that_is_more_is_refused(host: pyvmem.Context, kind: str) -> None:
+def test_unsupported_attention_is_rejected(host: pyvmem.Context, kind: str) -> None:
     model = model_of(kind)
     before = model.config._attn_implementation
     with (
@@ -107,7 +107,7 @@ def test_attention_that_is_more_is_refused(host: pyvmem.Context, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["gptoss", "mimo"])
-def test_sinks_are_refused_before_a_token_is_chosen(host: pyvmem.Context, kind: str) -> None:
+def test_sinks_are_rejected_before_a_token_is_chosen(host: pyvmem.Context, kind: str) -> None:
     model = model_of(kind)
     before = model.config._attn_implementation
     with small_cache(host, layer_shapes(model.config)) as cache:
@@ -158,10 +158,10 @@ def _diffllama() -> Any:
         (_diffllama, "layer 0 attends twice in a pass"),
     ],
 )
-def test_attention_that_is_not_ours_to_make_is_refused(
+def test_a_model_with_its_own_attention_is_rejected(
     host: pyvmem.Context, make: Any, text: str
 ) -> None:
-    """It would run all requests of a step together, or keep the last values alone."""
+    """Such attention would run all requests of a step together, or keep only the last values."""
     model = make()
     with small_cache(host, row_shapes(model.config, "a test")) as cache:
         with Engine(model, cache) as engine, pytest.raises(NotSupported, match=text):
@@ -170,7 +170,7 @@ def test_attention_that_is_not_ours_to_make_is_refused(
 
 
 @pytest.mark.slow
-def test_the_command_serves_layers_that_differ(
+def test_the_command_serves_unequal_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from pyvmem.commands import cli

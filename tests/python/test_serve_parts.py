@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Prompts, printing, the replay of other layouts, the trace and its picture, finding a model."""
+"""Tests prompts, printing, the replay of other layouts, the trace and its picture, and finding a
+model.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ __all__ = ["one_thread"]  # a fixture
 MIB = 1 << 20
 
 
-def test_the_report_tells_a_usual_step_from_those_that_make_kernels() -> None:
+def test_the_report_separates_usual_steps_from_those_that_compile_kernels() -> None:
     steps = [0.5, *[0.01] * 18, 0.3]
     assert report._steps(steps) == [
         ("  its median step", "10.00"),
@@ -79,7 +81,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
 
 
 class Letters:
-    """A tokenizer whose tokens are bytes of UTF-8."""
+    """A tokenizer whose tokens are the bytes of UTF-8 text."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return bytes(token for token in tokens if token).decode(errors="replace")
@@ -115,7 +117,7 @@ def test_answers_are_printed_line_by_line_with_their_number() -> None:
 
 
 def test_answers_that_grow_together_are_printed_in_order() -> None:
-    """The first is shown while it grows; one that ends before it waits for its turn."""
+    """The first is shown while it grows; one that finishes earlier waits for its turn."""
     lines: list[str] = []
     printer = AnswerPrinter(Letters(), dict.fromkeys(range(3), "?"), lines.append, width=20)
 
@@ -157,7 +159,7 @@ def letters(screen: Screen, name: int, text: str) -> None:
         screen.feed(TokenEvent(name, byte))
 
 
-def test_answers_stand_beside_their_prompts() -> None:
+def test_answers_are_printed_next_to_their_prompts() -> None:
     rich_console = pytest.importorskip("rich.console")
     out = io.StringIO()
     console = rich_console.Console(file=out, force_terminal=True, width=80, height=20)
@@ -235,7 +237,7 @@ def smollm(**changes: Any) -> KVCacheConfig:
 
 
 def test_replayed_layouts_follow_the_formula() -> None:
-    lengths = [171, 100, 1]  # 170 rows of 384 bytes and two thirds fit in 64 KiB
+    lengths = [171, 100, 1]  # 64 KiB hold 170 2/3 rows of 384 bytes
     cases = [
         (smollm(), 64 << 10, 60 * (2 + 1 + 1) * (64 << 10)),
         (smollm(), 2 * MIB, 60 * 3 * 2 * MIB),
@@ -272,7 +274,7 @@ def make_trace(tmp_path: Path) -> dict[str, Any]:
             list(engine.run(make_requests(5)))
         own = recorder.own.footprint()
         stats = cache.stats()
-        # The cache grants pages by the same arithmetic; it keeps more mapped, for reuse.
+        # The cache grants pages by the same arithmetic, but keeps more mapped, for reuse.
         assert stats.peak_wasted_bytes >= own.wasted_bytes
         assert stats.peak_mapped_bytes >= own.mapped_bytes
         assert stats.peak_used_bytes >= own.used_bytes
@@ -286,7 +288,7 @@ def make_trace(tmp_path: Path) -> dict[str, Any]:
     return trace
 
 
-def test_the_trace_tells_pages_of_each_request_in_each_step(tmp_path: Path) -> None:
+def test_the_trace_has_pages_of_each_request_in_each_step(tmp_path: Path) -> None:
     trace = make_trace(tmp_path)
     assert {row[0] for step in trace["steps"] for row in step["requests"]} == set(range(5))
     for number, step in enumerate(trace["steps"]):
@@ -302,7 +304,7 @@ def test_the_trace_tells_pages_of_each_request_in_each_step(tmp_path: Path) -> N
         assert len(step["other_bytes"]) == len(trace["others"])
 
 
-@pytest.mark.filterwarnings("default")  # matplotlib's own
+@pytest.mark.filterwarnings("default")  # matplotlib's own warnings
 def test_the_picture_is_drawn_and_the_same_each_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from pyvmem.serve import picture
@@ -322,7 +324,7 @@ def test_the_picture_is_drawn_and_the_same_each_time(tmp_path: Path) -> None:
     assert kept
 
 
-def test_the_picture_refuses_what_is_no_trace(
+def test_the_picture_rejects_files_without_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from pyvmem.serve import picture
@@ -341,7 +343,7 @@ def test_the_picture_refuses_what_is_no_trace(
     assert not (tmp_path / "t.svg").exists()
 
 
-def test_a_model_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(models.ModelNotFound, match=r"no model folder and no \.gguf file"):
         models.find(tmp_path / "absent")
     with pytest.raises(models.ModelNotFound, match=r"0 \.gguf files"):
@@ -371,7 +373,7 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         models.cache_dir()
     monkeypatch.delenv("VMEM_CACHE_DIR")
     assert models.cache_dir() == tmp_path / ".cache" / "vmem"
-    assert not any(tmp_path.iterdir()), "asking makes no folder"
+    assert not any(tmp_path.iterdir()), "the query must not create a directory"
 
 
 def test_a_failed_conversion_leaves_nothing(
@@ -380,7 +382,7 @@ def test_a_failed_conversion_leaves_nothing(
     monkeypatch.setenv("VMEM_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "broken.gguf").write_bytes(b"GGUF and then nonsense")
     told: list[str] = []
-    with pytest.raises(Exception, match=r"."):  # whatever transformers says of it
+    with pytest.raises(Exception, match=r"."):  # whatever error transformers raises
         models.model_folder(tmp_path / "broken.gguf", told.append)
     assert told[0].startswith("converting broken.gguf")
     assert list((tmp_path / "cache" / "models").iterdir()) == []

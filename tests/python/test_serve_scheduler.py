@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The scheduler's decisions (run, wait, preempt), without a model."""
+"""Tests the scheduler's decisions (run, wait, preempt) without a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyvmem.serve.scheduler import Scheduler
 
 
 class Watched(RequestCache):
-    """Remembers the lengths that were asked for, in the order in which requests joined."""
+    """Records the requested lengths, in the order in which requests joined."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -37,7 +37,7 @@ class Watched(RequestCache):
 
 @contextmanager
 def make(host: Context, slots: int, pages: int, longest: int = 100) -> Iterator[Watched]:
-    """A cache of so many slots, and pages of `ROWS` tokens."""
+    """Yields a cache of `slots` slots and `pages` pages of `ROWS` tokens."""
     limit = pages * 2 * LAYERS * host.info.granule
     options = {"max_batch": slots, "max_seq_len": longest, "memory_limit": limit}
     with small_cache(host, growth_fraction=0, **options) as cache, Watched(cache) as found:
@@ -53,7 +53,7 @@ def names(batch: list[Sequence]) -> list[int]:
 
 
 def compute(batch: list[Sequence]) -> None:
-    """The engine's effect on the sequences of a step, with token 1 for every choice."""
+    """Applies the effect of a step on the sequences, with token 1 for every choice."""
     for sequence in batch:
         sequence.cached += sequence.chunk
         sequence.chunk = 0
@@ -88,21 +88,22 @@ def test_a_shortage_undoes_the_latest_joiner_first_and_stops_joining(
         assert names(batch) == [0, 1, 2]  # 3 pages
         assert scheduler.preemptions == 0  # job 3 had computed nothing
         compute(batch)
-        batch, _ = scheduler.begin()  # each needs a second page: one fits with another's first
+        # each needs a second page: one fits if another's first page is freed
+        batch, _ = scheduler.begin()
         assert names(batch) == [0]
         assert scheduler.preemptions == 2
         assert scheduler.recomputed == 2 * ROWS
         assert names(list(scheduler.waiting)) == [1, 2, 3]
         compute(batch)
         batch, _ = scheduler.begin()
-        assert names(batch) == [0]  # nobody joins before somebody leaves
+        assert names(batch) == [0]  # no job joins before another leaves
         scheduler.finish(batch[0])
         batch, _ = scheduler.begin()
         assert names(batch) == [1]
-        assert batch[0].chunk == ROWS + 1  # the prompt and the token that it had
+        assert batch[0].chunk == ROWS + 1  # the prompt and the token that was generated
 
 
-def test_who_never_fits_is_handed_out_and_the_next_one_runs(host: Context) -> None:
+def test_a_job_that_never_fits_is_returned_and_the_next_one_runs(host: Context) -> None:
     with make(host, slots=2, pages=2) as cache:
         scheduler = Scheduler(cache)
         scheduler.add(job(0, 3 * ROWS))
@@ -115,7 +116,7 @@ def test_who_never_fits_is_handed_out_and_the_next_one_runs(host: Context) -> No
         assert (names(batch), failed) == ([1], None)
 
 
-def test_who_outgrows_the_memory_is_handed_out_when_alone(host: Context) -> None:
+def test_a_job_that_outgrows_memory_is_returned_when_alone(host: Context) -> None:
     with make(host, slots=2, pages=2) as cache:
         scheduler = Scheduler(cache)
         scheduler.add(job(0, 2 * ROWS))
@@ -137,7 +138,7 @@ def test_a_cache_whose_slots_are_all_taken_by_others_is_an_error(host: Context) 
             scheduler.begin()
 
 
-def test_look_ahead_asks_for_the_next_token_and_for_new_prompts(host: Context) -> None:
+def test_look_ahead_requests_the_next_token_and_new_prompts(host: Context) -> None:
     with make(host, slots=3, pages=100, longest=12) as cache:
         scheduler = Scheduler(cache)
         scheduler.add(job(0, 5))
@@ -150,7 +151,7 @@ def test_look_ahead_asks_for_the_next_token_and_for_new_prompts(host: Context) -
         assert cache.seen[-1] == ("extend", [6, 12])
         assert names(batch) == [0, 1]
         scheduler.look_ahead()
-        assert cache.seen[-1] == ("prepare", [7, 12])  # never above the slot
+        assert cache.seen[-1] == ("prepare", [7, 12])  # never more than the slot holds
 
 
 def test_look_ahead_can_be_switched_off(host: Context) -> None:
@@ -163,7 +164,7 @@ def test_look_ahead_can_be_switched_off(host: Context) -> None:
         assert cache.cache.stats().steps_async == 0
 
 
-def test_prompts_go_in_chunks(host: Context) -> None:
+def test_prompts_are_split_into_chunks(host: Context) -> None:
     with make(host, slots=1, pages=100) as cache:
         scheduler = Scheduler(cache, prefill_chunk=4)
         scheduler.add(job(0, 10))
@@ -178,8 +179,8 @@ def test_prompts_go_in_chunks(host: Context) -> None:
         assert cache.lengths("prepare") == [[8], [10], [11], [12]]
 
 
-def test_a_prompt_begins_with_what_is_recorded(host: Context) -> None:
-    """Another user of the cache has left its rows."""
+def test_a_prompt_reuses_a_cached_prefix(host: Context) -> None:
+    """Another user of the cache has recorded its rows."""
     with make(host, slots=2, pages=100) as cache:
         prompt = job(0, 3 * ROWS + 2).prompt
         other = cache.admit(prompt)
@@ -192,7 +193,7 @@ def test_a_prompt_begins_with_what_is_recorded(host: Context) -> None:
         assert (batch[0].cached, batch[0].chunk) == (3 * ROWS, 2)
 
 
-def test_bad_jobs_are_refused_by_name(host: Context) -> None:
+def test_bad_jobs_are_rejected_by_name(host: Context) -> None:
     with make(host, slots=1, pages=100, longest=20) as cache:
         scheduler = Scheduler(cache)
         with pytest.raises(ValueError, match="21 tokens, a slot holds 20"):

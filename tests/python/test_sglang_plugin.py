@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the entry points for SGLang, its versions and options, where it is not installed."""
+"""Description: the entry points for SGLang, its versions and options, without SGLang installed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch, swi
 
 
 def test_an_entry_point_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang would log an exception, and run without it."""
+    """SGLang would log an exception and continue without the plug-in."""
     monkeypatch.setenv("VMEM_SGLANG", "1")
     monkeypatch.setitem(__import__("sys").modules, "sglang", None)
     with pytest.raises(SystemExit, match="VMEM_SGLANG=1: ModuleNotFoundError"):
         pyvmem_sglang.register()
 
 
-def test_plug_ins_that_leave_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plug_in_lists_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VMEM_SGLANG", "1")
     for names in ("", "vmem", "other, vmem"):
         monkeypatch.setenv("SGLANG_PLUGINS", names)
@@ -52,7 +52,7 @@ def test_a_known_version(version: str) -> None:
     VERSIONS.check(version)
 
 
-def test_another_version_is_looked_at(
+def test_an_unknown_version_is_checked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(UnknownVersion, match=r"sglang 0\.5\.21 is too old \(known: 0\.5"):
@@ -120,7 +120,7 @@ def test_options_that_exclude_it(given: dict[str, object], named: list[str]) -> 
         ("SomethingNew", "it has other buffers"),
     ],
 )
-def test_pools_that_are_refused(name: str, why: str) -> None:
+def test_pools_that_are_rejected(name: str, why: str) -> None:
     found = reason_against_pool(type(name, (), {"page_size": 16})())
     assert found is not None
     assert found.startswith(f"the KV pool {name} ({why}")
@@ -144,7 +144,7 @@ def test_states_of_the_pools_that_work(given: dict[str, object], text: str | Non
         assert found is None or found.startswith(text or "")
 
 
-def test_an_allocator_that_is_not_ours() -> None:
+def test_an_unsupported_allocator() -> None:
     ours = type("Ours", (), {})
     assert reason_against_allocator(ours(), ours) is None
     other = type("SWATokenToKVPoolAllocator", (), {})()
@@ -160,8 +160,8 @@ def test_an_allocator_that_is_not_ours() -> None:
         ({"kv_buffer"}, ("fa3", "fa3"), False),
     ],
 )
-def test_kernels_that_take_plain_addresses(
+def test_kernels_that_accept_plain_addresses(
     tensors: set[str], backends: tuple[str, str], plain: bool
 ) -> None:
-    """Triton's launcher asks CUDA about each pointer; rows of latent attention are its to write."""
+    """Triton's launcher asks CUDA about each pointer; it writes the rows of latent attention."""
     assert _plain(tensors, backends) is plain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the pages of an SGLang engine, without SGLang: memory, limits, arrivals, records."""
+"""Description: the pages of an SGLang engine, without SGLang: memory, limits, events, records."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def open_pool(memory: KVMemory, **given: object) -> PagePool:
 
 @contextmanager
 def beside(memory: KVMemory, folder: Path, **given: object) -> Iterator[tuple[PagePool, Account]]:
-    """A pool and another engine, with memory for ten times four pages together."""
+    """Yields a pool and another engine; together they may use ten times four pages."""
     capacity = 4 * GRANULE * 10
     pool = open_pool(memory, ledger=str(folder), capacity=capacity, **given)
     with Ledger("host", folder=folder) as ledger:
@@ -56,7 +56,7 @@ def beside(memory: KVMemory, folder: Path, **given: object) -> Iterator[tuple[Pa
 
 
 class Later:
-    """Numbers that arrive when the test says so, or when somebody waits."""
+    """Numbers that arrive when the test releases them, or when a call waits for them."""
 
     def __init__(self, pages: list[int]) -> None:
         self._pages, self.count = pages, len(pages)
@@ -71,7 +71,7 @@ class Later:
 
 
 def settle(pool: PagePool) -> None:
-    """Lets what is leaving leave."""
+    """Completes the unmaps in flight."""
     end = time.monotonic() + 10
     while pool.backing.outbox or pool.backing.unconfirmed:
         pool._send()
@@ -85,12 +85,12 @@ def test_four_pages_share_one_of_memory(memory: KVMemory) -> None:
     assert pool.ready == 0
     taken = pool.take(3)
     assert sorted(taken or ()) == [1, 2, 3]
-    assert pool.backing.mapped_bytes == 4 * GRANULE  # in each tensor the page that 0 is on, too
+    assert pool.backing.mapped_bytes == 4 * GRANULE  # in each tensor also the memory page of page 0
     assert pool.check([1, 2, 3]) == []
 
 
-def test_arrivals_are_waited_for_only_where_they_are_needed(memory: KVMemory) -> None:
-    limit = 4 * GRANULE * 2  # 7 pages beside page 0
+def test_events_are_waited_for_only_when_needed(memory: KVMemory) -> None:
+    limit = 4 * GRANULE * 2  # 7 pages besides page 0
     pool = open_pool(memory, limit=limit)
     taken = pool.take(7) or []
     assert sorted(taken) == list(range(1, 8))
@@ -105,9 +105,9 @@ def test_arrivals_are_waited_for_only_where_they_are_needed(memory: KVMemory) ->
     assert pool.take(9) is None
 
 
-def test_what_cannot_be_had_is_said_before(memory: KVMemory) -> None:
+def test_unavailable_pages_are_reported_in_advance(memory: KVMemory) -> None:
     pool = open_pool(memory, limit=4 * GRANULE * 4)
-    assert pool.most() == 12  # whole pages of memory; three more share that of page 0
+    assert pool.most() == 12  # whole pages of memory; three more pages share that of page 0
     assert pool.obtainable() == 12
     assert pool.prepare(12)
     assert not pool.prepare(16)
@@ -131,7 +131,7 @@ def test_a_limit_below_a_page(memory: KVMemory) -> None:
         open_pool(memory, limit=GRANULE)
 
 
-def test_all_but_page_0_goes_when_everything_is_free(memory: KVMemory) -> None:
+def test_all_but_page_0_is_unmapped_when_everything_is_free(memory: KVMemory) -> None:
     pool = open_pool(memory)
     assert len(pool.take(40) or []) == 40
     pool.clear()
@@ -142,7 +142,7 @@ def test_all_but_page_0_goes_when_everything_is_free(memory: KVMemory) -> None:
 
 
 def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -> None:
-    """Sleep clears it so, a moment after the last step."""
+    """Sleep clears it in this way, a moment after the last step."""
     pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
     pool.step_begins(None)
     pool.clear()
@@ -153,7 +153,7 @@ def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -
     assert pool.backing.mapped_bytes == memory.geometry.first_bytes(1)
 
 
-def test_a_load_keeps_its_memory_and_rest_gives_it_back(memory: KVMemory) -> None:
+def test_memory_is_kept_under_load_and_freed_at_rest(memory: KVMemory) -> None:
     pool = open_pool(memory, idle=0.3)
 
     def tick() -> None:
@@ -167,7 +167,7 @@ def test_a_load_keeps_its_memory_and_rest_gives_it_back(memory: KVMemory) -> Non
         tick()
         pool.give(taken)
         tick()
-    assert pool.backing.counters.growths == 2  # page 0, and one for all rounds
+    assert pool.backing.counters.growths == 2  # page 0, and one growth for all rounds
     end = time.monotonic() + 10
     while pool.backing.mapped_bytes > memory.geometry.first_bytes(1):
         tick()
@@ -175,7 +175,9 @@ def test_a_load_keeps_its_memory_and_rest_gives_it_back(memory: KVMemory) -> Non
     assert pool.check([]) == []
 
 
-def test_prefixes_go_when_another_engine_is_short(memory: KVMemory, tmp_path: Path) -> None:
+def test_prefixes_are_evicted_when_another_engine_is_short(
+    memory: KVMemory, tmp_path: Path
+) -> None:
     with beside(memory, tmp_path, idle=600.0) as (pool, other):
         prefixes = pool.take(30) or []
         asked: list[int] = []
@@ -195,8 +197,8 @@ def test_prefixes_go_when_another_engine_is_short(memory: KVMemory, tmp_path: Pa
         assert pool.check(prefixes) == []
 
 
-def test_what_is_wanted_counts_the_room_that_there_is(memory: KVMemory, tmp_path: Path) -> None:
-    """Others give back what lacks beside it."""
+def test_requested_memory_counts_free_memory(memory: KVMemory, tmp_path: Path) -> None:
+    """Other engines free only the memory missing beyond that."""
     with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 6)
         assert pool.obtainable() == 12
@@ -204,8 +206,8 @@ def test_what_is_wanted_counts_the_room_that_there_is(memory: KVMemory, tmp_path
         assert other.excess() >= 4 * GRANULE
 
 
-def test_a_queue_is_asked_for_at_once(memory: KVMemory, tmp_path: Path) -> None:
-    """One request at a time would wait for an answer of the other engine each."""
+def test_memory_for_a_queue_is_requested_together(memory: KVMemory, tmp_path: Path) -> None:
+    """Otherwise each request in turn would wait for the other engine's answer."""
     with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 8)
         pool.ask(1)
@@ -213,7 +215,7 @@ def test_a_queue_is_asked_for_at_once(memory: KVMemory, tmp_path: Path) -> None:
         pool.count_waiting = lambda: pool.obtainable() + 21
         pool.ask(1)
         assert other.excess() >= 4 * GRANULE * 6 > alone >= GRANULE
-        assert pool.tick(lambda: 0, lambda _: None), "a refused request may be tried again"
+        assert pool.tick(lambda: 0, lambda _: None), "a failed request may be retried"
         pool.count_waiting = lambda: -5
         pool.ask(1)
         assert other.excess() == alone
@@ -240,10 +242,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def test_an_ask_is_answered_within_two_looks(
+def test_a_request_is_answered_within_two_checks(
     memory: KVMemory, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One unmaps, 10 ms later another records it. Without an ask a check comes every 100 ms."""
+    """One check unmaps, another records it 10 ms later. Without a request, checks run every 100
+    ms.
+    """
     with beside(memory, tmp_path, idle=600.0) as (pool, other):
         prefixes = pool.take(30) or []
         checks: list[float] = []
@@ -256,14 +260,14 @@ def test_an_ask_is_answered_within_two_looks(
             pool.give([prefixes.pop() for _ in range(min(pages, len(prefixes)))])
 
         def rounds(count: int) -> None:
-            """Each a millisecond after the last."""
+            """Runs rounds, each a millisecond after the last."""
             for _ in range(count):
                 clock.now += 0.001
                 pool.tick(lambda: len(prefixes), evict)
 
         rounds(1000)
         assert 7 <= len(checks) <= 10
-        while checks[-1] != clock.now:  # then the next is due in 100 ms
+        while checks[-1] != clock.now:  # then the next check is due in 100 ms
             rounds(1)
         other.want(4 * GRANULE * 6)
         rounds(11)
@@ -273,16 +277,16 @@ def test_an_ask_is_answered_within_two_looks(
         rounds(11)
         assert other.take(4 * GRANULE * 6)
         count = len(checks)
-        other.give(4 * GRANULE * 5)  # nothing lacks here
+        other.give(4 * GRANULE * 5)  # memory is not short here
         for _ in range(20):
-            other.want(4 * GRANULE)  # less in all than before
+            other.want(4 * GRANULE)  # less in total than before
             rounds(1)
         assert len(checks) == count
         assert pool.check(prefixes) == []
 
 
-def test_a_gift_is_taken_at_once(memory: KVMemory, tmp_path: Path, clock: Clock) -> None:
-    """An engine that lacks memory tries again 10 ms after its last round, not 50."""
+def test_freed_memory_is_used_immediately(memory: KVMemory, tmp_path: Path, clock: Clock) -> None:
+    """An engine that is short retries 10 ms after its last round, not 50."""
     with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 9)
         other.end_pending(4 * GRANULE * 9)
@@ -296,8 +300,8 @@ def test_a_gift_is_taken_at_once(memory: KVMemory, tmp_path: Path, clock: Clock)
         assert pool.prepare(4, ask=True)
 
 
-def test_what_is_mapped_ahead_is_asked_for(memory: KVMemory, tmp_path: Path) -> None:
-    """Requests that come next then find it."""
+def test_memory_mapped_ahead_is_requested(memory: KVMemory, tmp_path: Path) -> None:
+    """Requests that arrive next then find it."""
     with beside(memory, tmp_path, reserve=1 << 20) as (pool, other):
         assert pool.reserve == 5, "an eighth of the limit"
         assert other.take(4 * GRANULE * 9)
@@ -341,7 +345,7 @@ def test_the_records_after_random_calls(memory: KVMemory) -> None:
 
 
 class Side(RankGroup):
-    """A rank whose group is threads."""
+    """A rank whose group consists of threads."""
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(None)
@@ -358,13 +362,13 @@ class Side(RankGroup):
         return tuple(min(column) for column in zip(*self._all(numbers), strict=True))
 
     def told(self, news: RoundState | None) -> RoundState | None:
-        """Returns what rank 0 says."""
+        """Returns the state that rank 0 broadcasts."""
         found: RoundState | None = self._all(news)[0]
         return found
 
 
 def on_two_ranks(work: Callable[[Side], Any]) -> list[Any]:
-    """Runs two ranks; returns what both do."""
+    """Runs the work on two ranks; returns both results."""
     board, barrier = [None, None], threading.Barrier(2)
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda rank: work(Side(rank, board, barrier)), range(2)))
@@ -372,7 +376,7 @@ def on_two_ranks(work: Callable[[Side], Any]) -> list[Any]:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., KVMemory]]:
-    """Makes the memory of a rank."""
+    """Creates the memory of a rank."""
     made: list[KVMemory] = []
 
     def make(granule: int = GRANULE) -> KVMemory:
@@ -396,7 +400,7 @@ def test_ranks_with_pages_of_different_sizes(opened: Callable[..., KVMemory]) ->
 
 
 def test_ranks_on_one_device_share_a_name(opened: Callable[..., KVMemory], tmp_path: Path) -> None:
-    """The first has it, though it comes last."""
+    """The first rank owns it, even if it joins last."""
     settings = Settings(ledger=str(tmp_path / "ledger"), reserve=0)
     came = threading.Event()
 
@@ -428,7 +432,7 @@ def test_ranks_on_one_device_share_a_name(opened: Callable[..., KVMemory], tmp_p
 
 
 def test_a_growth_that_one_rank_refuses(opened: Callable[..., KVMemory]) -> None:
-    """Nothing is mapped on either, and both know."""
+    """Neither rank maps a page, and both know that it failed."""
 
     def work(side: Side) -> tuple[object, ...]:
         memory = opened()
@@ -455,8 +459,10 @@ def test_a_growth_that_one_rank_refuses(opened: Callable[..., KVMemory]) -> None
     assert first[2:] == (1, [])
 
 
-def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) -> None:
-    """Their limits, failures of the driver, and when copies and unmaps end."""
+def test_ranks_decide_alike_despite_differences(opened: Callable[..., KVMemory]) -> None:
+    """What differs: their limits, failures of the driver, and the times at which copies and unmaps
+    complete.
+    """
     seed = random.randrange(1 << 30)
     print("seed", seed)
 
@@ -476,7 +482,7 @@ def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) ->
         ended, kept = memory.finished, dict[int, str]()
 
         def finished() -> dict[int, str]:
-            """Some are late, and some have to be tried again."""
+            """Completes some late, and retries some."""
             kept.update(
                 {one: "busy" if own.random() < 0.1 else why for one, why in ended().items()}
             )
@@ -525,10 +531,10 @@ def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) ->
     assert any(isinstance(one, list) for one in first)
 
 
-def test_ranks_answer_the_ask_that_the_first_sees(
+def test_ranks_answer_a_request_that_the_first_sees(
     opened: Callable[..., KVMemory], tmp_path: Path, clock: Clock
 ) -> None:
-    """The other rank's device has another ledger, in which nobody asks."""
+    """The other rank's device has another ledger, without requests."""
 
     def work(side: Side) -> tuple[bool, bool, int]:
         memory, folder = opened(), tmp_path / str(side.rank)
@@ -572,7 +578,7 @@ def test_ranks_answer_the_ask_that_the_first_sees(
 
 
 def test_a_thread_maps_ahead_of_need(memory: KVMemory) -> None:
-    """The step that takes the pages waits for nothing."""
+    """The step that uses the pages does not wait."""
     pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
     pool.step_begins(None)
     end = time.monotonic() + 10

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The choice among slots, against a look at every one of them."""
+"""Compares the choice of slots in C with a scan of all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 12
 
 
 class Event:
-    """GPU work that a test ends; in torch's form."""
+    """GPU work that a test completes, in the form of a torch event."""
 
     cuda_event = 1
 
@@ -60,7 +60,7 @@ def _spare(slot: Slot) -> int:
 
 
 def _change(table: SlotTable, rng: random.Random) -> None:
-    """Something that happens to a slot."""
+    """Makes a random change to a slot."""
     slot = rng.choice(table.slots)
     what = rng.randrange(10)
     if what == 0 and not slot.active and not slot.broken:
@@ -127,7 +127,7 @@ def _to_prepare(table: SlotTable, pages: int) -> Slot | None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_c_finds_what_a_look_at_every_slot_does(seed: int) -> None:
+def test_c_agrees_with_a_scan_of_every_slot(seed: int) -> None:
     rng = random.Random(seed)
     table = SlotTable(COUNT, Journal(), block=2)
     for _ in range(3000):
@@ -146,7 +146,7 @@ def test_c_finds_what_a_look_at_every_slot_does(seed: int) -> None:
         assert table.columns.spare == sum(map(_spare, table))
 
 
-def test_of_equal_fits_that_which_has_been_free_for_longest() -> None:
+def test_among_equal_fits_the_slot_free_longest_is_chosen() -> None:
     table = SlotTable(4, Journal())
     for slot in table:
         table.take(slot)
@@ -159,11 +159,11 @@ def test_of_equal_fits_that_which_has_been_free_for_longest() -> None:
         table.take(found)
         table.give_back(found, None, 0)
     table.change(table[3], mapped=1)
-    assert table.best_fit(1) is table[3], "the best fit goes first"
+    assert table.best_fit(1) is table[3], "the best fit comes first"
     assert table.best_fit(3) is table[2], "else the most, and of these the one free for longest"
 
 
-def test_ranks_take_the_slot_that_was_freed_last() -> None:
+def test_ranks_choose_the_slot_freed_last() -> None:
     table = LockstepTable(3, Journal())
     assert table.best_fit(1) is table[0], "by number, where none was ever taken"
     for slot in table:
@@ -178,7 +178,7 @@ def test_ranks_take_the_slot_that_was_freed_last() -> None:
     assert table.best_fit(1) is table[0]
 
 
-def test_victims_may_be_cut_while_they_are_gone_through() -> None:
+def test_victims_may_shrink_during_iteration() -> None:
     table = SlotTable(3, Journal())
     for slot in table:
         table.change(slot, mapped=2)

@@ -22,7 +22,7 @@ def soaked(soak: Soak, steps: int = 0, seconds: float = 0.0) -> None:
 
 
 def test_a_minute_of_random_engines(backend: str) -> None:
-    """Another seed each time; it is printed where the test fails."""
+    """Uses a new seed each time, which a failed test prints."""
     soaked(Soak(backend, random.randrange(1 << 30)), seconds=20)
 
 
@@ -31,13 +31,13 @@ def test_random_engines_of_known_seeds(backend: str, seed: int) -> None:
     soaked(Soak(backend, seed), steps=6000, seconds=60)
 
 
-def test_random_engines_that_are_interrupted(backend: str) -> None:
+def test_interrupted_random_engines(backend: str) -> None:
     soak = Soak(backend, 5, interrupts=True)
     soaked(soak, seconds=12)
     assert soak.interrupted
 
 
-def test_a_failure_tells_the_state_of_the_caches(
+def test_a_failure_prints_the_state_of_the_caches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(self: Any, models: list[Any], late: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Imports between modules: no cycles, and the KV cache is layered."""
+"""Checks the imports between modules: no cycles, and a layered KV cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def module_of(path: Path) -> str:
 
 
 def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
-    """The project's modules that a file imports when it is loaded; with `types`, for these, too.
+    """Returns the project's modules that a file imports when it is loaded; with `types`, also those
+    for annotations.
 
-    What a function imports when it runs is left out: nothing hangs on its order.
+    Imports inside functions are left out: their order does not matter.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     left_out: tuple[type[ast.AST], ...] = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -47,15 +48,17 @@ def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
 
 
 def graph(*, types: bool) -> dict[str, set[str]]:
-    """For each module of the package and of the benchmarks those that it imports."""
+    """Returns, for each module of the package and of the benchmarks, the modules that it
+    imports.
+    """
     every = [*ROOT.rglob("*.py"), *BENCHMARKS.rglob("*.py")]
     files = {module_of(path): path for path in sorted(every)}
     known = set(files)
     return {name: imports(path, known, types=types) - {name} for name, path in files.items()}
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Types apart: a context and what it gives out name each other in annotations."""
+def test_no_import_cycles() -> None:
+    """Types excepted: a context and the objects that it returns name each other in annotations."""
     plain = graph(types=False)
     try:
         order = list(TopologicalSorter(plain).static_order())
@@ -65,7 +68,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def imported(path: Path) -> set[str]:
-    """The modules that a file names in imports, wherever these stand."""
+    """Returns the modules that a file imports anywhere."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -76,7 +79,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_product_imports_no_benchmarks() -> None:
-    """`pyvmem.bench` is `vmem bench api`; it finds the package of the others by its name."""
+    """`pyvmem.bench` is `vmem bench api`; it finds the package of the other benchmarks by name."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         own = () if path.is_relative_to(ROOT / "bench") else ("pyvmem.bench",)
@@ -86,7 +89,7 @@ def test_the_product_imports_no_benchmarks() -> None:
     assert any(name.startswith("pyvmem.bench") for name in imported(BENCHMARKS / "command.py"))
 
 
-def test_the_benchmarks_are_of_the_same_version() -> None:
+def test_the_benchmarks_have_the_same_version() -> None:
     header = (ROOT.parent / "libvmem" / "include" / "vmem.h").read_text(encoding="utf-8")
     (version,) = re.findall(r'#define VMEM_VERSION "(.*)"', header)
     theirs = (BENCHMARKS.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
@@ -96,10 +99,10 @@ def test_the_benchmarks_are_of_the_same_version() -> None:
     assert f'\nbench = ["pyvmem-bench=={version}"]' in ours
 
 
-def test_the_modules_of_the_cache_from_below() -> None:
-    """The order in which they can be read: each needs only what stands before it, types included.
+def test_the_modules_of_the_cache_are_layered() -> None:
+    """Lists them in reading order: each needs only modules before it, types included.
 
-    A new module gets its place here.
+    A new module must be added here.
     """
     found = graph(types=True)
     order = (
@@ -118,7 +121,7 @@ def test_the_modules_of_the_cache_from_below() -> None:
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """The attributes with one underscore that a module's own classes and objects have."""
+    """Returns the attributes with one underscore that a module's own classes and objects have."""
     found = {
         node.attr
         for node in ast.walk(tree)
@@ -135,11 +138,13 @@ def private_names(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", ["kvcache", "engine", "compat", "attention", "hf", "serve"])
-def test_nobody_takes_the_private_parts_of_another_module(folder: str) -> None:
-    """Those of torch and transformers are not looked at: where nothing public does the same."""
+def test_no_cross_module_private_access(folder: str) -> None:
+    """Private names of torch and transformers are exempt: they are used where no public name
+    exists.
+    """
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
     names = {path: private_names(tree) for path, tree in trees.items()}
-    kept = {"_asdict", "_replace", "_fields"}  # of named tuples
+    kept = {"_asdict", "_replace", "_fields"}  # methods of named tuples
     found = []
     for path in sorted(ROOT.joinpath(folder).rglob("*.py")):
         others = set().union(*(own for one, own in names.items() if one != path))
@@ -153,12 +158,12 @@ def test_nobody_takes_the_private_parts_of_another_module(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
-# What stands on the cache, or beside it.
+# Packages above the cache, or next to it.
 ABOVE = ("attention", "compat", "elastic", "engine", "hf", "serve", "sglang", "vllm")
 
 
-def test_what_stands_on_the_cache_touches_its_public_names_alone() -> None:
-    """Nobody uses a cache's private attributes, even if another object has the same name."""
+def test_packages_above_the_cache_use_only_its_public_names() -> None:
+    """No package uses a cache's private attributes, even if another object has the same name."""
     private: set[str] = set()
     for path in (ROOT / "kvcache").glob("*.py"):
         private |= private_names(ast.parse(path.read_text(encoding="utf-8")))
@@ -175,8 +180,8 @@ def test_what_stands_on_the_cache_touches_its_public_names_alone() -> None:
     assert not found, "\n".join(found)
 
 
-def test_what_stands_on_the_cache_imports_its_public_names_alone() -> None:
-    """The package's own, and those of modules that have no state of a cache."""
+def test_packages_above_the_cache_import_only_its_public_names() -> None:
+    """They may import public names of the package, and modules that hold no state of a cache."""
     plain = ("budget", "cache", "config", "distributed", "events", "layered_cache", "layout")
     public = {
         module_of(path): ast.literal_eval(ast.unparse(node.value))
@@ -203,8 +208,8 @@ def test_what_stands_on_the_cache_imports_its_public_names_alone() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_places_that_the_documentation_names_are_there() -> None:
-    """Paths from the root, and names that a row says are in a module."""
+def test_places_named_in_the_documentation_exist() -> None:
+    """Checks paths from the root, and names that a row places in a module."""
     text = (ROOT.parent / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:pyvmem|libvmem|kernel_module|scripts|patches)/[\w./-]*)`", text)
     assert len(paths) > 20
@@ -217,7 +222,7 @@ def test_the_places_that_the_documentation_names_are_there() -> None:
         assert all(re.search(rf"\b{part}\b", found) for part in name.split(".")), f"{name}: {path}"
 
 
-def test_the_root_of_the_package_has_public_modules_alone() -> None:
-    """Everything else has a room: a new module goes where its neighbours are."""
+def test_the_root_of_the_package_has_only_public_modules() -> None:
+    """All other modules belong to a subpackage."""
     names = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__", "_build"}
     assert names == {"compiled", "errors", "kv_events", "memory_resource", "telemetry"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the system's packages that set-up asks for, on each package manager."""
+"""Description: the system packages that set-up installs, with each package manager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MINOR = sys.version_info[1]
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A system whose programs are those that a test puts into its folder; each notes its words."""
+    """Creates a system whose programs are those that a test adds; each records its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -24,7 +24,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def program(system: Path, name: str, *answers: int) -> Path:
-    """Puts in a program that ends with one answer after the other, the last for good."""
+    """Adds a program that exits with one status after the other, repeating the last."""
     log = system.parent / "said"
     path = system / name
     count = f'$(/usr/bin/grep -c "^{name} " {log})'
@@ -56,7 +56,7 @@ def test_every_part_has_a_package_on_every_manager(manager: system_packages.Mana
         ("python3.9", [f"python3.{MINOR}-venv", f"python3.{MINOR}-dev"]),
     ],
 )
-def test_a_python_beside_the_systems_has_packages_of_its_own(
+def test_a_python_other_than_the_systems_has_its_own_packages(
     system_has: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "resolve", lambda self: Path("/usr/bin", system_has))
@@ -64,14 +64,14 @@ def test_a_python_beside_the_systems_has_packages_of_its_own(
 
 
 @pytest.mark.parametrize("manager", MANAGERS, ids=lambda one: one.install[0])
-def test_what_is_missing_is_installed(system: Path, manager: system_packages.Manager) -> None:
+def test_missing_packages_are_installed(system: Path, manager: system_packages.Manager) -> None:
     tool, *words = manager.install
     program(system, tool)
     assert system_packages.install(["compiler", "make"])
     assert asked(system) == [" ".join([tool, *words, "gcc", "make"])]
 
 
-def test_no_command_changes_where_packages_come_from() -> None:
+def test_no_command_changes_the_package_sources() -> None:
     for manager in MANAGERS:
         words = {*manager.install[1:], *manager.refresh[1:]}
         assert words <= {
@@ -81,7 +81,7 @@ def test_no_command_changes_where_packages_come_from() -> None:
         }
 
 
-def test_old_package_lists_are_fetched_anew(system: Path) -> None:
+def test_old_package_lists_are_refreshed(system: Path) -> None:
     program(system, "apt-get", 1, 0, 0)
     assert system_packages.install(["make"])
     install = "apt-get install -y --no-install-recommends make"
@@ -108,7 +108,7 @@ def test_without_a_known_manager_the_parts_are_named(system: Path) -> None:
 
 
 @pytest.mark.parametrize("sudo", [True, False])
-def test_who_is_not_root(sudo: bool, system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root(sudo: bool, system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system_packages.os, "geteuid", lambda: 1000)
     program(system, "dnf")
     if sudo:
@@ -122,7 +122,9 @@ def test_who_is_not_root(sudo: bool, system: Path, monkeypatch: pytest.MonkeyPat
     assert asked(system) == []
 
 
-def test_a_sudo_that_asks_is_left_alone(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sudo_that_needs_a_password_is_not_used(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(system_packages.os, "geteuid", lambda: 1000)
     program(system, "apt-get")
     program(system, "sudo", 1)
@@ -147,7 +149,7 @@ def test_parts_of_python(of_system: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert "Python.h" in str(error.value)
 
 
-def test_a_pip_does_for_a_python_without_ensurepip(
+def test_pip_suffices_for_a_python_without_ensurepip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = {"pip": True, "ensurepip": False}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the numbers of a cache as Prometheus, OpenTelemetry and a watcher get them."""
+"""Description: a cache's numbers as Prometheus, OpenTelemetry and a watcher receive them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def optional(module: str) -> Any:
-    """A module of a package that `pyvmem.telemetry` does without."""
+    """Imports a module of an optional package of `pyvmem.telemetry`, or skips the test."""
     package = module.partition(".")[0]
     return pytest.importorskip(module, reason=f"the extra 'metrics': {package} is not installed")
 
 
 def families(text: str) -> list[Any]:
-    """Prometheus text as its own parser understands it."""
+    """Parses Prometheus text with Prometheus's own parser."""
     return list(optional("prometheus_client.parser").text_string_to_metric_families(text))
 
 
 @pytest.fixture
 def cache(context: Context) -> Iterator[KVCache]:
-    """A cache in which something happened."""
+    """Yields a cache with some activity."""
     with small_cache(context) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=2 * ROWS + 1)) == 0
@@ -47,7 +47,7 @@ def cache(context: Context) -> Iterator[KVCache]:
 
 
 def parsed(text: str) -> Numbers:
-    """The samples of `families`, the cache's label left out."""
+    """Returns the samples of `families`, without the cache's label."""
     return {
         (one.name, tuple(sorted((k, v) for k, v in one.labels.items() if k != "cache"))): one.value
         for family in families(text)
@@ -55,7 +55,7 @@ def parsed(text: str) -> Numbers:
     }
 
 
-def test_the_text_is_what_the_stats_say(cache: KVCache) -> None:
+def test_the_text_agrees_with_the_stats(cache: KVCache) -> None:
     numbers = Telemetry()
     numbers.add(cache, "a")
     found, stats = parsed(numbers.text()), cache.stats()
@@ -97,7 +97,7 @@ def test_a_wait_is_counted_by_its_length() -> None:
     assert waits.struct.ns == waits.struct.last_ns == 4102 + (1 << 60)
     assert waits.struct.driver_ns == 2050 + (1 << 59)
     waits.add(10, 1000)
-    assert waits.struct.driver_ns == 2060 + (1 << 59), "others' work is not the wait's"
+    assert waits.struct.driver_ns == 2060 + (1 << 59), "other work does not count as a wait"
 
 
 def test_a_wait_takes_the_time_inside(context: Context) -> None:
@@ -109,7 +109,7 @@ def test_a_wait_takes_the_time_inside(context: Context) -> None:
     assert counters.waits.struct.driver_ns == 0
 
 
-def test_every_number_of_the_stats_is_told(cache: KVCache) -> None:
+def test_every_number_of_the_stats_is_exported(cache: KVCache) -> None:
     told = set()
 
     class Asked:
@@ -119,7 +119,7 @@ def test_every_number_of_the_stats_is_told(cache: KVCache) -> None:
 
     for metric in telemetry._METRICS:
         metric.values(Asked())  # type: ignore[arg-type]
-    told |= {"waits", "wait_ns", "wait_counts"}  # the histogram
+    told |= {"waits", "wait_ns", "wait_counts"}  # these form the histogram
     assert told | telemetry.NOT_EXPORTED == {one.name for one in dataclasses.fields(CacheStats)}
     assert not told & telemetry.NOT_EXPORTED
 
@@ -146,14 +146,14 @@ def test_hits_and_evictions_are_counted(context: Context) -> None:
         cache.alloc_prefix([7] * ROWS)
         assert cache.stats().prefix_queries == 3
         cache.internals.withdraw_prompt()
-        cache.internals.withdraw_prompt()  # it is out already
+        cache.internals.withdraw_prompt()  # counted already
         assert cache.stats().prefix_queries == 2
         both = together([stats, stats], 5)
         assert both.prefix_queries == 2, "the same prompts"
         assert both.wait_counts == tuple(2 * count for count in stats.wait_counts)
 
 
-def test_prometheus_client_tells_the_same(cache: KVCache) -> None:
+def test_prometheus_client_exports_the_same(cache: KVCache) -> None:
     client = optional("prometheus_client")
     numbers = Telemetry()
     numbers.add(cache, "a")
@@ -162,7 +162,7 @@ def test_prometheus_client_tells_the_same(cache: KVCache) -> None:
     assert parsed(client.generate_latest(registry).decode()) == parsed(numbers.text())
 
 
-def test_opentelemetry_tells_the_same(cache: KVCache) -> None:
+def test_opentelemetry_exports_the_same(cache: KVCache) -> None:
     metrics = optional("opentelemetry.sdk.metrics")
     numbers = Telemetry()
     numbers.add(cache, "a")
@@ -191,7 +191,7 @@ def test_opentelemetry_tells_the_same(cache: KVCache) -> None:
     assert found == wanted
 
 
-def test_caches_that_end_are_forgotten_and_names_are_checked(context: Context) -> None:
+def test_closed_caches_are_removed_and_names_are_checked(context: Context) -> None:
     numbers = Telemetry()
     with small_cache(context) as first:
         numbers.add(first, 'odd "name"\n\\')
@@ -209,7 +209,7 @@ def test_caches_that_end_are_forgotten_and_names_are_checked(context: Context) -
 
 
 @pytest.mark.parametrize("wrong", [0, None, b"a"])
-def test_a_name_that_is_no_text(cache: KVCache, wrong: Any) -> None:
+def test_a_name_that_is_not_a_string(cache: KVCache, wrong: Any) -> None:
     told = Telemetry()
     with pytest.raises(TypeError, match="name: expected str"):
         told.add(cache, wrong)
@@ -242,12 +242,12 @@ def test_a_cache_that_is_closed_while_its_numbers_are_read(backend: str, tell: A
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_that_is_none(port: int) -> None:
+def test_an_invalid_port(port: int) -> None:
     with pytest.raises(InvalidArgument, match=f"port is {port}"):
         Telemetry().serve(port)
 
 
-def test_a_request_that_fails_is_told_of(
+def test_a_failed_request_is_logged(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails() -> str:

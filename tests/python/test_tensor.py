@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Arrays and tensors over a reservation: layout, protocols, lifetimes; nothing is touched."""
+"""Tests arrays and tensors over a reservation: layout, protocols, lifetimes; none of them touches
+memory.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.needs_tensors
 
 @pytest.fixture
 def rsv(context: pyvmem.Context) -> Any:
-    """A reservation of 16 pages, the first four of which have memory."""
+    """Yields a reservation of 16 pages, the first four of which are mapped."""
     page = context.info.granule
     reservation = context.reserve(16 * page)
     pages = context.create(4 * page)
@@ -52,7 +54,7 @@ def rsv(context: pyvmem.Context) -> Any:
 
 
 def settle(context: pyvmem.Context) -> None:
-    """torch's work on its stream is over; ours uses streams of its own."""
+    """Waits for torch's work on its stream; ours uses other streams."""
     if context.cuda_device is not None:
         torch.cuda.synchronize()
 
@@ -62,8 +64,8 @@ def counts(context: pyvmem.Context) -> tuple[int, ...]:
     return (stats.mapped_bytes, stats.used_bytes, stats.slab_bytes, stats.segments)
 
 
-def test_nothing_is_touched(backend: str) -> None:
-    """A terabyte with nothing behind it, where reading one byte would end the process."""
+def test_no_memory_is_touched(backend: str) -> None:
+    """Uses a terabyte without pages, where reading one byte would crash the process."""
     with open_context(backend) as context:
         size = 1 << 40
         plain = pyvmem.Caps.PLAIN in context.info.caps and backend != "host"
@@ -145,7 +147,7 @@ def test_strides_and_offsets(
 
 @pytest.mark.parametrize("shape", [(1 << 32, 1 << 32), (1 << 62, 2), (1 << 62, 2, 0), (1 << 61,)])
 def test_more_elements_than_can_be_counted(rsv: pyvmem.Reservation, shape: tuple[int, ...]) -> None:
-    """torch deletes what it refuses, and our capsule did so again."""
+    """torch deletes a capsule that it rejects, and our code must not delete it again."""
     with pytest.raises(pyvmem.InvalidArgument, match=r"more than 2\*\*63 - 1 bytes"):
         rsv.tensor(shape, "float32", [0] * len(shape))
     assert rsv.tensor(((1 << 61) - 1,), "float32", (0,)).numel() == (1 << 61) - 1
@@ -161,7 +163,7 @@ def test_same_size_as_the_reservation(rsv: pyvmem.Reservation) -> None:
 # ---- lifetimes ---------------------------------------------------------------------------------
 
 
-def test_close_under_a_living_tensor(context: pyvmem.Context, rsv: pyvmem.Reservation) -> None:
+def test_close_with_a_live_tensor(context: pyvmem.Context, rsv: pyvmem.Reservation) -> None:
     before = counts(context)
     a, b = rsv.tensor((4,), "float32"), rsv.tensor((4,), "float8_e5m2")
     view = a[1:]
@@ -175,12 +177,12 @@ def test_close_under_a_living_tensor(context: pyvmem.Context, rsv: pyvmem.Reserv
     assert counts(context) == before
     view.fill_(3)
     del a, b
-    assert rsv.live_arrays == 1  # the view has the storage
+    assert rsv.live_arrays == 1  # the view holds the storage
     with pytest.raises(pyvmem.Busy, match="1"):
         rsv.close(unmap=True)
     del view
     if context.cuda_device is not None:
-        torch.cuda.synchronize()  # what is unmapped under a kernel is a fault
+        torch.cuda.synchronize()  # unmapping memory under a running kernel would be a fault
     rsv.close(unmap=True)
     assert context.stats().reserved_bytes == 0
 
@@ -213,7 +215,7 @@ def test_tensor_keeps_reservation_and_context_alive(backend: str) -> None:
 def test_a_reservation_whose_making_was_interrupted_warns(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The addresses are reserved, and the exception came before they were described."""
+    """The exception came after the addresses were reserved and before the object recorded them."""
 
     def interrupted(handle: object, addr: int) -> None:
         raise KeyboardInterrupt
@@ -233,10 +235,10 @@ def test_a_reservation_whose_making_was_interrupted_warns(
             gc.collect()
 
 
-def test_forgotten_objects_warn_and_stay(backend: str) -> None:
+def test_dropped_objects_warn_and_stay_open(backend: str) -> None:
     with open_context(backend) as context:
         page = context.info.granule
-        context.reserve(page).close()  # opens what is opened once
+        context.reserve(page).close()  # makes the one-time initializations
         with pytest.warns(ResourceWarning, match="reservation never closed"):
             context.reserve(page)
             gc.collect()
@@ -254,7 +256,7 @@ def test_forgotten_objects_warn_and_stay(backend: str) -> None:
             del context
             gc.collect()
         assert pyvmem._native.get_stats(handle)
-        pyvmem.Context("host").close()  # the next one ends what an empty one has left
+        pyvmem.Context("host").close()  # the next context closes empty ones that lost their owner
         if full:
             pyvmem._native.close(handle)
         with pytest.raises(pyvmem.BadHandle):
@@ -305,7 +307,7 @@ ticket = context.submit(pyvmem.OpBatch(1), after=[gate])
 """
 
 
-def test_process_ends_with_everything_open(backend: str) -> None:
+def test_process_exits_with_everything_open(backend: str) -> None:
     """Tensors that outlive the interpreter's modules, and a batch that never runs, do no harm."""
     done = subprocess.run(
         [sys.executable, "-c", EXIT, backend], capture_output=True, text=True, timeout=120
@@ -394,10 +396,10 @@ def test_dlpack_versions(context: pyvmem.Context, rsv: pyvmem.Reservation) -> No
     assert rsv.live_arrays == 0
 
 
-def test_an_array_whose_end_was_interrupted_is_not_counted(
+def test_an_array_whose_cleanup_was_interrupted_is_not_counted(
     rsv: pyvmem.Reservation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception is lost, and with it what the array's end was to do."""
+    """The exception is lost, and with it the array's cleanup."""
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
@@ -414,7 +416,7 @@ def test_an_array_whose_end_was_interrupted_is_not_counted(
 
 
 def test_dlpack_float8_code(rsv: pyvmem.Reservation) -> None:
-    """A consumer that knows DLPack 1.1 gets the type itself, not bytes."""
+    """A consumer that supports DLPack 1.1 gets the type itself, not bytes."""
     t = torch.utils.dlpack.from_dlpack(rsv.array((4,), "float8_e4m3fn").__dlpack__())
     assert t.dtype is torch.float8_e4m3fn
 
@@ -439,7 +441,7 @@ def test_buffer(host: pyvmem.Context) -> None:
         assert rsv.buffer().nbytes == 16384
 
 
-def test_sparse_reads_zeros_where_nothing_is_mapped(host: pyvmem.Context) -> None:
+def test_sparse_reads_zeros_from_unmapped_pages(host: pyvmem.Context) -> None:
     with host.reserve(1 << 20, sparse=True) as rsv:
         assert rsv.sparse
         t = rsv.tensor((1 << 20,), "uint8")
@@ -490,7 +492,7 @@ def test_array_interfaces(context: pyvmem.Context, rsv: pyvmem.Reservation) -> N
     assert not hasattr(rsv.array((2,), "bfloat16"), mine)
 
 
-def test_buffer_where_the_cpu_cannot_reach(context: pyvmem.Context) -> None:
+def test_buffer_without_cpu_access(context: pyvmem.Context) -> None:
     if pyvmem.Caps.CPU_ACCESS in context.info.caps:
         pytest.skip("the CPU reaches this back end's memory")
     with context.reserve(context.info.granule) as rsv, pytest.raises(pyvmem.NotSupported):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what commands print on a terminal: its width, its colours, what is redrawn."""
+"""Description: output of commands on a terminal: its width, its colours, redrawing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *memory) {
 
 
 def on_terminal(words: list[str], width: int, **env: str) -> str:
-    """Runs `vmem` on a terminal of this width; returns the text that it prints."""
+    """Runs `vmem` on a terminal of this width; returns its output."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -72,7 +72,7 @@ def on_terminal(words: list[str], width: int, **env: str) -> str:
 
 
 class Terminal(io.StringIO):
-    """A text that says it is a terminal."""
+    """A text stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -149,11 +149,11 @@ def test_a_text_is_redrawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = out.getvalue()[:before], out.getvalue()[before:]
     assert f"{painted('a line of more than ', '1')}\x1b[K\n" in first
     assert second.startswith("\x1b[2A\r1\x1b[K\n2")
-    assert "4" not in second, "what is below the last line would scroll"
+    assert "4" not in second, "output below the last line would scroll"
     assert second.endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-def test_what_a_program_prints_goes_above(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_program_appears_above(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     with Live() as live:
@@ -167,7 +167,7 @@ def test_what_a_program_prints_goes_above(monkeypatch: pytest.MonkeyPatch) -> No
     assert after.endswith("not whole")
 
 
-def test_a_file_gets_the_last_text_alone() -> None:
+def test_a_file_gets_only_the_last_text() -> None:
     out = io.StringIO()
     with Live(out) as live:
         live.show("first")
@@ -176,7 +176,7 @@ def test_a_file_gets_the_last_text_alone() -> None:
 
 
 def test_the_recording_of_a_terminal() -> None:
-    """`scripts/record_top.py` reads what `Live` writes, and draws each picture once."""
+    """`scripts/record_top.py` reads the output of `Live`, and draws each picture once."""
     screen = record_top.Screen()
     screen.feed("\x1b[?25l\r\x1b[1mhost\x1b[0m  192.0M\x1b[K\r\na <b>  ##\x1b[K\r\n\x1b[J")
     first = screen.frame()
@@ -191,7 +191,7 @@ def test_the_recording_of_a_terminal() -> None:
     assert len(root.findall(f"{svg}g/{svg}g")) == 3
 
 
-def test_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, library = tmp_path / "nvml.c", tmp_path / "nvml.so"
     source.write_text(FAKE_NVML)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
@@ -201,7 +201,7 @@ def test_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert cards.card("GPU-2") is None
 
 
-def test_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "_LIBRARY", "libmissing.so.1")
     with nvml.Cards.opened() as cards:
         assert cards.card("GPU-1") is None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Tickets: results are kept until they are known, and given up when nobody can ask any more."""
+"""Tests tickets: results are kept until they are read, and dropped once no caller can ask for
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def empty(context: pyvmem.Context, after: Any = ()) -> pyvmem.Ticket:
 
 
 def failing(context: pyvmem.Context, addr: int, pages: pyvmem.Pages) -> pyvmem.Ticket:
-    """A finished batch that was to consume `pages`, and whose one map call failed."""
+    """Returns a finished batch that was to consume `pages`, but whose only map call failed."""
     batch = pyvmem.OpBatch(1)
     batch.map(addr, context.info.granule, pages, consume=True)
     context.inject(pyvmem.Inject.MAP, count=1)
@@ -51,7 +53,7 @@ def test_results_outlive_later_batches(context: pyvmem.Context) -> None:
             with pytest.raises(pyvmem.DriverError, match="injected"):
                 bad.wait()
         assert bad.done()
-        assert not pages._done  # the reference is the caller's again
+        assert not pages._done  # the reference belongs to the caller again
         assert context.stats().tickets == 0
 
 
@@ -76,7 +78,7 @@ def test_a_ticket_is_for_one_batch_of_its_context(
         batch.unmap(reservation.addr, page)
         with pytest.raises(pyvmem.NotMapped):
             context.submit(batch, ticket=ticket)
-        context.submit(pyvmem.OpBatch(1), ticket=ticket).wait(60)  # nothing was submitted with it
+        context.submit(pyvmem.OpBatch(1), ticket=ticket).wait(60)  # the ticket was never submitted
 
 
 @pytest.mark.parametrize("call", ["batch", "compact"])
@@ -100,7 +102,7 @@ def test_closing_ends_a_wait_for_a_descriptor(backend: str, call: str) -> None:
     event.close()
 
 
-def test_a_forgotten_descriptor_is_closed() -> None:
+def test_a_dropped_descriptor_is_closed() -> None:
     fd = pyvmem.FdEvent.create().fd
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -108,7 +110,7 @@ def test_a_forgotten_descriptor_is_closed() -> None:
     with pyvmem.FdEvent.create() as event:
         pyvmem.FdEvent(event.fd)
         gc.collect()
-        event.set()  # the caller's stays
+        event.set()  # the caller's descriptor stays open
 
 
 def test_known_results_are_dropped_in_libvmem(context: pyvmem.Context) -> None:
@@ -121,7 +123,7 @@ def test_known_results_are_dropped_in_libvmem(context: pyvmem.Context) -> None:
     assert context.stats().tickets == 0
 
 
-def test_closed_and_forgotten_tickets(context: pyvmem.Context) -> None:
+def test_closed_and_dropped_tickets(context: pyvmem.Context) -> None:
     with pyvmem.FdEvent.create() as gate:
         closed, forgotten = empty(context, [gate]), empty(context, [gate])
         closed.close()
@@ -130,7 +132,7 @@ def test_closed_and_forgotten_tickets(context: pyvmem.Context) -> None:
             closed.wait(0)
         del forgotten
         gc.collect()
-        last = empty(context)  # drops what was forgotten
+        last = empty(context)  # drops the tickets that were lost
         assert context.stats().tickets == 1
         last.wait(60)
         assert context.stats().pending == 2
@@ -161,7 +163,7 @@ def test_limit_names_the_oldest(context: pyvmem.Context) -> None:
 
 
 def test_waits_of_several_threads(context: pyvmem.Context) -> None:
-    """Whoever comes second finds the ticket dropped, and the result in the object."""
+    """The second thread finds the ticket dropped, and the result in the object."""
     for _ in range(50):
         with pyvmem.FdEvent.create() as gate:
             ticket = empty(context, [gate])
@@ -170,7 +172,7 @@ def test_waits_of_several_threads(context: pyvmem.Context) -> None:
             def wait(one: pyvmem.Ticket = ticket, errors: list[BaseException] = errors) -> None:
                 try:
                     one.wait(60)
-                except BaseException as error:  # a thread's errors are lost otherwise
+                except BaseException as error:  # a thread's errors would be lost otherwise
                     errors.append(error)
 
             threads = [threading.Thread(target=wait) for _ in range(4)]
@@ -184,7 +186,7 @@ def test_waits_of_several_threads(context: pyvmem.Context) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_interrupted_anywhere(context: pyvmem.Context, fails: bool) -> None:
-    """An exception at any point of wait: the next wait says the same as ever."""
+    """After an exception at any point of wait, the next wait returns the same result."""
     page = context.info.granule
     result = pytest.raises(pyvmem.DriverError) if fails else contextlib.nullcontext()
     with context.reserve(page) as reservation, context.create(page) as pages:
@@ -209,7 +211,7 @@ def test_interrupted_anywhere(context: pyvmem.Context, fails: bool) -> None:
 
 
 def test_signal_while_waiting(context: pyvmem.Context) -> None:
-    """A wait that a signal's handler ends leaves the ticket as it was."""
+    """A signal handler that interrupts a wait leaves the ticket unchanged."""
 
     def ring(*_: object) -> None:
         raise Interrupted

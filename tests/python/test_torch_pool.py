@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""torch's allocator interface, driven as torch does it: by its C symbols, without a GPU.
+"""Tests torch's allocator interface through the C symbols that torch calls, without a GPU.
 
 On a GPU back end these tests use plain addresses; torch itself is in tests/gpu.
 """
@@ -22,11 +22,11 @@ from pyvmem._native import torch_alloc
 from pyvmem.torch_pool.host import HostMemory
 from pyvmem.torch_pool.pool import VMemPool
 
-SEGMENT = 20 << 20  # as torch asks for when a tensor has 1 MiB or more
+SEGMENT = 20 << 20  # torch requests this for tensors of 1 MiB or more
 
 
 class Torch:
-    """The two symbols, with the signatures that torch calls them by."""
+    """The two symbols, with the signatures by which torch calls them."""
 
     def __init__(self, device: int) -> None:
         library = ctypes.CDLL(_vmem.__file__)
@@ -60,7 +60,7 @@ def torch(pool: VMemPool) -> Torch:
     return Torch(pool._device)
 
 
-def test_memory_comes_zeroed_and_goes_back(
+def test_memory_is_zeroed_and_freed(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
 ) -> None:
     first, second = torch.malloc(3 * page - 5), torch.malloc(SEGMENT)
@@ -84,12 +84,12 @@ def test_memory_comes_zeroed_and_goes_back(
     assert (now.blocks, now.mapped_bytes, now.frees, now.failures) == (0, 0, 3, 0)
 
 
-def test_frees_of_what_is_no_block_are_counted_and_change_nothing(
+def test_invalid_frees_are_counted_and_change_nothing(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
 ) -> None:
     block = torch.malloc(2 * page)
     assert block is not None
-    torch.free(None)  # as free(NULL)
+    torch.free(None)  # does nothing, like free(NULL)
     torch.free(block + page, 7)
     now = pool.stats()
     assert now.failures == 1
@@ -104,7 +104,9 @@ def test_frees_of_what_is_no_block_are_counted_and_change_nothing(
 
 
 class Primary:
-    """A device's primary context, by functions that CUDA's stand for; `current` is the thread's."""
+    """Stands for a device's primary context and CUDA's functions; `current` is the thread's
+    context.
+    """
 
     handle = 77
 
@@ -139,7 +141,7 @@ class Primary:
 
 
 def test_a_free_in_a_thread_without_a_current_context(host: pyvmem.Context) -> None:
-    """As if a thread without CUDA calls dropped the last reference to a tensor."""
+    """As when a thread without CUDA calls drops the last reference to a tensor."""
     primary, page = Primary(), host.info.granule
     torch_alloc.open(0, host.handle, page, 0, primary)
     try:
@@ -163,8 +165,8 @@ def test_a_free_in_a_thread_without_a_current_context(host: pyvmem.Context) -> N
 
 
 @pytest.mark.parametrize("again", ["malloc", "free", "pause", "resume", "close"])
-def test_a_free_that_failed_is_made_up_for(context: pyvmem.Context, page: int, again: str) -> None:
-    """torch frees a block once."""
+def test_a_failed_free_is_retried(context: pyvmem.Context, page: int, again: str) -> None:
+    """torch frees a block only once."""
     pool = VMemPool(context)
     torch = Torch(pool._device)
     with pool._allocating("a"):
@@ -185,7 +187,7 @@ def test_a_free_that_failed_is_made_up_for(context: pyvmem.Context, page: int, a
     assert (context.stats().mapped_bytes, context.stats().reservations) == (0, 0)
 
 
-def test_exhaustion_gives_null_and_says_why(backend: str, page: int) -> None:
+def test_exhaustion_returns_null_and_logs_why(backend: str, page: int) -> None:
     context = pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT)
     with context, VMemPool(context) as pool:
         torch = Torch(pool._device)
@@ -208,7 +210,7 @@ def test_exhaustion_gives_null_and_says_why(backend: str, page: int) -> None:
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "size"), (-1, "size"), ((1 << 63) - 1, "size"), (1 << 60, "")]
 )
-def test_sizes_that_nobody_has(pool: VMemPool, torch: Torch, size: int, text: str) -> None:
+def test_impossible_sizes(pool: VMemPool, torch: Torch, size: int, text: str) -> None:
     assert torch.malloc(size) is None
     assert pool.stats().failures == 1
     assert text in pool.stats().last_error.split("):", 1)[1]
@@ -253,7 +255,7 @@ def test_pause_and_resume_keep_addresses(
     assert context.read(cache, page) == b"\3" * page
     with pytest.raises(pyvmem.Busy, match="'weights' is paused"):
         pool._allocating("weights").__enter__()
-    other = context.create(SEGMENT)  # somebody else has the memory meanwhile
+    other = context.create(SEGMENT)  # another owner uses the memory in between
     scratch = context.reserve(SEGMENT)
     scratch.map(0, other)
     scratch.fill(0, SEGMENT, 9)
@@ -291,7 +293,7 @@ def test_all_tags_and_repeated_calls(
         torch.free(block)
 
 
-def test_several_tags_each_with_its_keep(
+def test_several_tags_with_their_own_keep(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
 ) -> None:
     blocks = {}
@@ -315,7 +317,7 @@ def test_several_tags_each_with_its_keep(
         torch.free(blocks[tag])
 
 
-def test_a_block_freed_while_paused_is_gone(
+def test_a_block_freed_while_paused_stays_freed(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
 ) -> None:
     with pool._allocating("t"):
@@ -333,7 +335,7 @@ def test_a_block_freed_while_paused_is_gone(
 def test_blocks_added_by_another_thread_are_paused_too(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int, monkeypatch: Any
 ) -> None:
-    """Between counting and pausing a segment appears: the host buffer is made anew."""
+    """A segment appears between counting and pausing: the host buffer is allocated again."""
     with pool._allocating("t"):
         blocks = [torch.malloc(page)]
     real = torch_alloc.pause
@@ -355,7 +357,7 @@ def test_blocks_added_by_another_thread_are_paused_too(
         torch.free(block)
 
 
-def test_tags_are_of_the_thread(pool: VMemPool, torch: Torch, page: int) -> None:
+def test_tags_are_per_thread(pool: VMemPool, torch: Torch, page: int) -> None:
     blocks: list[int | None] = []
     with pool._allocating("outer"):
         thread = threading.Thread(target=lambda: blocks.append(torch.malloc(page)))
@@ -370,7 +372,7 @@ def test_tags_are_of_the_thread(pool: VMemPool, torch: Torch, page: int) -> None
         torch.free(block)
 
 
-def test_pause_within_a_block_is_refused(pool: VMemPool, torch: Torch, page: int) -> None:
+def test_pause_within_a_block_is_rejected(pool: VMemPool, torch: Torch, page: int) -> None:
     with pool._allocating("t"):
         block = torch.malloc(page)
         with pytest.raises(pyvmem.Busy, match="'t' has a `use` block"):
@@ -413,7 +415,7 @@ def test_a_failed_pause_or_resume_changes_nothing(
         torch.free(block)
 
 
-def test_resume_without_memory_can_be_tried_again(backend: str, page: int) -> None:
+def test_resume_without_memory_can_be_retried(backend: str, page: int) -> None:
     context = pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT)
     with context, VMemPool(context) as pool:
         torch = Torch(pool._device)
@@ -474,7 +476,7 @@ def test_close(context: pyvmem.Context, page: int) -> None:
     assert context.stats().reservations == 0
 
 
-def test_a_forgotten_pool_warns(context: pyvmem.Context) -> None:
+def test_a_dropped_pool_warns(context: pyvmem.Context) -> None:
     pool = VMemPool(context)
     with pytest.warns(ResourceWarning, match="VMemPool was not closed"):
         pool.__del__()
@@ -541,7 +543,7 @@ def test_saved_contents_can_be_read(
     assert lost is not None
     context.write(first, b"first")
     context.write(second + page, b"second")
-    assert pool.saved(first, page) is None, "nothing is paused"
+    assert pool.saved(first, page) is None, "no memory is paused"
     pool.pause("kept")
     pool.pause("lost", keep=False)
     assert pool.saved(lost, page) is None
@@ -582,7 +584,7 @@ def test_host_memory_is_kept_for_the_next_pause(
         pool.pause()
         places.add(saved_at(pool, block))
         assert pool.stats().host_bytes == 3 * page
-        assert pool.drop_host() == 0, "contents are no spare memory"
+        assert pool.drop_host() == 0, "saved contents are not spare memory"
         pool.resume()
         assert context.read(block, 3 * page) == bytes([value]) * (3 * page)
         assert pool.stats().host_bytes == 3 * page
@@ -592,7 +594,7 @@ def test_host_memory_is_kept_for_the_next_pause(
     torch.free(block)
 
 
-def test_host_memory_is_as_large_as_what_was_saved_at_once(
+def test_host_memory_is_as_large_as_the_largest_save(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
 ) -> None:
     small, large = allocated(torch, pool, "s", page), allocated(torch, pool, "l", 4 * page)
@@ -609,7 +611,7 @@ def test_host_memory_is_as_large_as_what_was_saved_at_once(
         torch.free(block)
 
 
-def test_host_memory_that_is_looked_at_is_not_used_again(
+def test_viewed_host_memory_is_not_reused(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
 ) -> None:
     block = allocated(torch, pool, "t", page)
@@ -653,7 +655,7 @@ class Libcuda:
     def __init__(self, code: int) -> None:
         self.code = code
         self.locked: dict[int, int] = {}
-        self.current: int | None = 7  # somebody else's context
+        self.current: int | None = 7  # another owner's context
         self.retained = 0
 
     def cuDeviceGet(self, number: Any, ordinal: int) -> int:
@@ -693,7 +695,7 @@ class Libcuda:
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
-    """And ones that cannot be locked, which serve all the same."""
+    """Includes blocks that cannot be locked, which are still usable."""
     cuda = Libcuda(code)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
     host = HostMemory(0)
@@ -701,7 +703,8 @@ def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
     assert cuda.locked == ({first.address: 8192} if code == 0 else {})
     assert host.locked_bytes == (8192 if code == 0 else 0)
     assert ("cuMemHostRegister_v2 returned 2" in caplog.text) == (code == 2)
-    # A record may be kept for ever, and an error keeps all its callers, with their tensors.
+    # Log records may be kept for ever, and an error would keep all its callers and their tensors
+    # alive.
     kept = [one for record in caplog.records for one in record.args or ()]
     assert not any(isinstance(one, BaseException) for one in kept)
     view = first.view(8, 4)
@@ -718,6 +721,6 @@ def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
     assert list(cuda.locked) == ([third.address] if code == 0 else [])
     assert host.bytes == 8192
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    third.unlock()  # as in the child of a fork
+    third.unlock()  # as in a forked child
     assert bool(cuda.locked) == (code == 0)
     assert (cuda.current, cuda.retained) == (7, 0)

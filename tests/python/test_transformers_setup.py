@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the oldest transformers that the tests run with is the one that is promised."""
+"""Description: the oldest transformers that the tests use is the oldest version promised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import transformers_setup
 
 
-def test_the_oldest_version_is_that_of_the_project(
+def test_the_oldest_version_matches_the_project(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert transformers_setup.oldest().startswith("transformers==5.")

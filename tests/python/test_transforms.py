@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""torch.export, torch.jit.trace, torch.func and checkpoints over code that writes rows.
+"""Tests torch.export, torch.jit.trace, torch.func and checkpoints over code that writes rows.
 
-Each is right, or refused by a text that says what to do.
+Each gives right results, or is rejected with a message that says what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Layer(torch.nn.Module):  # type: ignore[misc]
-    """A layer of an engine's model, the last of 100 tokens of a request."""
+    """A layer of an engine's model; computes the last of 100 tokens of a request."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(torch.nn.Module):  # type: ignore[misc]
 
 @pytest.fixture
 def layers() -> Iterator[list[Layer]]:
-    """Two that are equal: what one writes with gradients stays in its own tensors."""
+    """Yields two equal layers; rows that one writes with gradients stay in its own tensors."""
     with open_context("host") as context:
         config = KVCacheConfig(1, 2, 16, "float32", 2, 4096)
         with KVCache(config, context=context) as one, KVCache(config, context=context) as other:
@@ -94,7 +94,7 @@ def test_recorded_code_writes_each_time(layer: Layer, record: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_over_attention(layers: list[Layer], reentrant: bool) -> None:
-    """The forward that runs again writes the same rows."""
+    """The repeated forward pass writes the same rows."""
     x = torch.randn(1, 4, 16)
     one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     checkpoint(layers[0], one, use_reentrant=reentrant).square().sum().backward()
@@ -120,7 +120,7 @@ TRANSFORMS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_writes_under_a_transform_are_refused(layer: Layer, transform: Any) -> None:
+def test_writes_under_a_transform_are_rejected(layer: Layer, transform: Any) -> None:
     before, writer = layer.rows[:100].clone(), Writer(layer.rows[None])
 
     def write(x: Any) -> Any:
@@ -165,7 +165,7 @@ MISUSES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 @pytest.mark.parametrize(("text", "misuse"), MISUSES.values(), ids=MISUSES)
-def test_a_vmemcache_refuses_what_would_lose_its_mapping(text: str, misuse: Any) -> None:
+def test_a_vmemcache_rejects_transforms_that_lose_its_mapping(text: str, misuse: Any) -> None:
     config = transformers.LlamaConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
@@ -175,7 +175,7 @@ def test_a_vmemcache_refuses_what_would_lose_its_mapping(text: str, misuse: Any)
         length = past.get_seq_length()
         with pytest.raises(NotSupported, match=text):
             misuse(model, x)
-        # A checkpoint's first run is an ordinary one.
+        # The first run of a checkpoint is an ordinary one.
         assert past.get_seq_length() == length + ("checkpoint" in text)
         del model
         gc.collect()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: `stock` on any driver, and what `auto` takes: software for the kernel modules.
+"""Description: `stock` on any driver, and the choice of `auto`, with software in place of the
+kernel modules.
 
 tests/softcuda/softrm.c is the driver that each case names, and differs from it as the case says.
 The cases run in one child: a library can only be preloaded at a program's start.
@@ -24,7 +25,7 @@ UNKNOWN = "625.10"
 WARNING = "of a branch that this library does not know (530 to 620)"
 TABLE = "whose layouts are known only from gVisor's table"
 
-# Opens each case by probe and by "auto", which it uses; prints what came of it, in JSON.
+# Opens each case by probe and by "auto", which it uses; prints the outcomes as JSON.
 CHILD = """
 import json, logging, os, sys
 import pyvmem
@@ -62,7 +63,7 @@ VERSIONS = [
     *("615.71.01", "620.6"),
 ]
 NEWER = ["600.1", UNKNOWN, "999.99.99"]
-# What differs, and what is said of it. That each call is looked at: tests/c/test_unknown_driver.c.
+# Differences of a driver, and the error for each. tests/c/test_unknown_driver.c checks each call.
 LIES = {
     "longer:UVM_MAP_EXTERNAL_ALLOCATION": "UVM_MAP_EXTERNAL_ALLOCATION: the driver did not write",
     "moved:UVM_FREE": "UVM_FREE: the driver did not write the status field",
@@ -93,7 +94,7 @@ def software(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def outcomes(software: dict[str, str], cases: list[Case]) -> list[dict[str, Any]]:
-    """The outcome for each."""
+    """Returns the outcome of each case."""
     command = [sys.executable, "-c", CHILD, json.dumps(cases)]
     done = subprocess.run(command, env=software, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -102,7 +103,7 @@ def outcomes(software: dict[str, str], cases: list[Case]) -> list[dict[str, Any]
 
 
 def test_each_known_branch_is_used(software: dict[str, str]) -> None:
-    """With the structures of each version, which the stand-in has of its own; no warning."""
+    """Uses each version's structures, which the stand-in defines itself; there is no warning."""
     table = re.findall(r'\{(\d+), (NV_\w+), "', ABI.read_text(encoding="utf-8"))
     assert {version.partition(".")[0] for version in VERSIONS} == {major for major, _ in table}
     of_table = {major for major, evidence in table if evidence == "NV_TABLE"}
@@ -115,7 +116,7 @@ def test_each_known_branch_is_used(software: dict[str, str]) -> None:
         assert not [text for level, text in one["said"] if level == "WARNING"], (version, one)
 
 
-def test_an_unknown_one_is_used_with_a_warning(software: dict[str, str]) -> None:
+def test_an_unknown_driver_is_used_with_a_warning(software: dict[str, str]) -> None:
     found = outcomes(software, [(version, "", wish) for version in NEWER for wish in ("", "try")])
     for one in found:
         assert (one["backend"], one["right"]) == ("stock", True), one
@@ -125,8 +126,8 @@ def test_an_unknown_one_is_used_with_a_warning(software: dict[str, str]) -> None
         assert [text for level, text in one["said"] if level == "WARNING"] == [one["warning"]], one
 
 
-def test_what_is_refused(software: dict[str, str]) -> None:
-    """Too old: always; unknown: on request; and an invalid request."""
+def test_rejected_drivers(software: dict[str, str]) -> None:
+    """Too old drivers always, unknown ones on request, and an invalid request."""
     texts = {
         ("525.147.05", "", ""): ("ENODEV", "driver 525.147.05 is too old: 530 or later is needed"),
         ("525.147.05", "", "try"): ("ENODEV", "driver 525.147.05 is too old: 530 or later"),
@@ -138,7 +139,7 @@ def test_what_is_refused(software: dict[str, str]) -> None:
         assert text in one["reason"], one
 
 
-def test_what_differs_is_named_and_passed_over(software: dict[str, str]) -> None:
+def test_differences_are_named_and_the_driver_is_passed_over(software: dict[str, str]) -> None:
     found = outcomes(software, [(UNKNOWN, lie, "") for lie in LIES])
     for (lie, text), one in zip(LIES.items(), found, strict=True):
         assert (one["usable"], one["backend"], one["right"]) == (False, "cuda", True), (lie, one)
@@ -147,7 +148,7 @@ def test_what_differs_is_named_and_passed_over(software: dict[str, str]) -> None
         assert one["why"].partition("stock: ")[2][:60] in "stock: " + one["reason"], (lie, one)
 
 
-# On which driver, how it differs, and what the self-test says of it.
+# A driver, its difference, and the self-test's report of it.
 SEEN = [
     (UNKNOWN, "", "passed", r"passed +device faults +unmapped, readonly"),
     (UNKNOWN, "writable", "FAILED", r"failed +device faults +readonly: a kernel was not stopped"),
@@ -157,10 +158,10 @@ SEEN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "lie", "outcome", "text"), SEEN)
-def test_the_report_says_what_the_proof_cannot(
+def test_the_report_covers_what_opening_cannot_check(
     version: str, lie: str, outcome: str, text: str, software: dict[str, str], tmp_path: Path
 ) -> None:
-    """Checks that need a faulting kernel: the self-test runs it in a child with CUDA."""
+    """Checks that need a faulting kernel run in the self-test, in a child with CUDA."""
     pytest.importorskip("cuda.bindings")
     file = tmp_path / "report.md"
     command = [sys.executable, "-m", "pyvmem", "probe", "--report", str(file)]

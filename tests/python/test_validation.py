@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a wrong argument is refused in the name of the caller's operation."""
+"""Description: an error about a wrong argument names the caller's operation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
         (lambda: Policy(max_batch=0), "Policy"),
     ],
 )
-def test_the_operation_is_the_callers(call: Callable[[], object], op: str) -> None:
+def test_the_operation_is_that_of_the_caller(call: Callable[[], object], op: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         call()
     assert caught.value.op == op
@@ -42,7 +42,7 @@ def test_the_value_and_the_limit_are_named() -> None:
     assert caught.value.limit == 8
 
 
-def test_only_the_cache_speaks_for_the_cache() -> None:
+def test_only_the_cache_names_itself() -> None:
     found = []
     for path in sorted((ROOT / "pyvmem").rglob("*.py")):
         if path.is_relative_to(ROOT / "pyvmem" / "kvcache"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the picture of a cache's pages, drawn here or by `vmem watch` from a server."""
+"""Description: a picture of a cache's pages, drawn here, or by `vmem watch` from a server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_character_is_a_page(cache: KVCache) -> None:
     assert f"{3 * 2 * LAYERS} of {cache.stats().total_pages} pages" in text
 
 
-def test_it_grows_with_the_request_and_goes_with_it(cache: KVCache) -> None:
+def test_the_picture_follows_the_request(cache: KVCache) -> None:
     telemetry = Telemetry()
     telemetry.add(cache, "mine")
     assert cache.step(lens(cache, r0=4 * ROWS)) == 0
@@ -79,7 +79,7 @@ def test_more_slots_than_lines(cache: KVCache) -> None:
     assert "and 4 more slots with pages" in viewer.draw(found, rows=5)
 
 
-def test_watching_in_the_own_program(cache: KVCache) -> None:
+def test_watching_in_the_same_program(cache: KVCache) -> None:
     out = io.StringIO()
     with pyvmem.watch(cache, name="mine", file=out):
         assert cache.step(lens(cache, r0=5 * ROWS)) == 0
@@ -116,7 +116,7 @@ def test_watching_a_server(server: Server, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["mine"]["stats"]["total_pages"] > 0
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as gone:
         port = gone.server_address[1]
     assert cli.main(["watch", str(port), "--once"]) == 1
@@ -129,7 +129,7 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     [b"<html>", b"[1]", b"[]", b"null", b"[" * 200_000, b'{"a": {}}', b" " * ((16 << 20) + 1)],
     ids=len,
 )
-def test_an_answer_of_something_else(body: bytes) -> None:
+def test_an_unexpected_answer(body: bytes) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -173,6 +173,6 @@ def test_what_does_not_speak_http(answer: bytes, capsys: pytest.CaptureFixture[s
         thread.join()
 
 
-def test_an_interval_of_nothing(cache: KVCache) -> None:
+def test_an_interval_of_zero(cache: KVCache) -> None:
     with pytest.raises(InvalidArgument, match="interval 0"), pyvmem.watch(cache, interval=0):
         pass

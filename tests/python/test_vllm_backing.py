@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the pages of vLLM's blocks: geometry, and the books of growth and release."""
+"""Description: the pages of vLLM's blocks: geometry, and the records of growth and release."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = {
 
 
 class Memory:
-    """A model of the ranks' mappings; refuses double maps and unmaps."""
+    """A model of the ranks' mappings; rejects double maps and unmaps."""
 
     def __init__(self) -> None:
         self.mapped: set[tuple[int, int]] = set()
@@ -66,7 +66,7 @@ def make(geometry: Geometry, limit: int = 1 << 40) -> tuple[Backing, Memory]:
 
 
 def freed_by(backing: Backing, blocks: list[int]) -> int:
-    """Bytes that `Backing.retire` of these blocks is to give back."""
+    """Returns the bytes that `Backing.retire` of these blocks will free."""
     total = 0
     for kind in range(len(backing.geometry.classes)):
         left: dict[int, int] = {}
@@ -99,7 +99,8 @@ def test_pages_of_a_block() -> None:
         ((10, 2, 16, 64), (2048, 64, 128, 1), True),  # the same, tokens before heads in memory
         ((40, 2, 4, 64), (512, 256, 64, 1), True),  # four blocks of the kernel in one of vLLM's
         ((2, 10, 16, 64), (10240, 1024, 64, 1), False),  # keys, then values
-        ((10, 2, 16, 64), (4096, 1024, 64, 1), False),  # blocks farther apart than they are large
+        # blocks spaced farther apart than their size
+        ((10, 2, 16, 64), (4096, 1024, 64, 1), False),
         ((16, 10, 128), (1280, 128, 1), False),
     ],
 )
@@ -114,13 +115,13 @@ def test_runs_join_neighbours() -> None:
     assert runs_of([{3, 1, 2, 7}, set(), {0}]) == [Run(0, 1, 3), Run(0, 7, 1), Run(2, 0, 1)]
 
 
-def test_a_tensor_that_is_no_whole_blocks_is_refused() -> None:
+def test_a_tensor_that_is_not_whole_blocks_is_rejected() -> None:
     with pytest.raises(ValueError, match="1001 bytes cannot be divided into 10 equal blocks"):
         Geometry.of(10, PAGE, [1001])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bounds_of_what_neighbours_need(shape: str) -> None:
+def test_bounds_of_memory_for_adjacent_blocks(shape: str) -> None:
     geometry = geometry_of(shape)
     for count in (1, 2, 5):
         for first in range(40 - count):
@@ -211,7 +212,7 @@ def test_lowest_blocks_first_in_one_run() -> None:
     assert growth.runs == [Run(0, 1, 8)]
 
 
-def test_what_leaves_is_not_backed_before_it_has_left() -> None:
+def test_a_block_being_freed_is_not_backed_before_that_completes() -> None:
     backing, memory = make(geometry_of("a block is a page"))
     blocks = grow(backing, memory, 39)
     backing.retire(blocks[:1])
@@ -253,7 +254,7 @@ def test_the_null_block_stays() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_page_that_is_paid_for_backs_all_its_blocks(shape: str) -> None:
+def test_a_mapped_page_backs_all_its_blocks(shape: str) -> None:
     geometry = geometry_of(shape)
     backing, memory = make(geometry)
     for count in (1, 3, 9):
@@ -266,7 +267,7 @@ def test_a_page_that_is_paid_for_backs_all_its_blocks(shape: str) -> None:
             assert backing.is_backed(block) == whole
 
 
-def test_growth_asks_for_no_page_more_than_its_blocks_need() -> None:
+def test_growth_maps_only_pages_that_its_blocks_need() -> None:
     geometry = geometry_of("many in a page")
     backing, memory = make(geometry, geometry.page_bytes(0) * 2)
     assert len(grow(backing, memory, 1)) == 15, "beside the null block"
@@ -314,7 +315,7 @@ def test_idle_blocks_are_filed_by_group(unit: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_emptied_is_all_that_is_worth_giving_back(shape: str) -> None:
+def test_only_emptied_pages_are_freed(shape: str) -> None:
     rng = random.Random(1)
     geometry = geometry_of(shape)
     for _ in range(30):
@@ -330,7 +331,7 @@ def test_what_is_emptied_is_all_that_is_worth_giving_back(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_group_s_page_goes_with_the_blocks_that_touch_it(shape: str) -> None:
+def test_a_page_is_freed_with_the_blocks_that_touch_it(shape: str) -> None:
     geometry = geometry_of(shape)
     size, page = geometry.group_unit
     for group in range(1, 39 * size // page):

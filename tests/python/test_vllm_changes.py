@@ -51,10 +51,10 @@ def test_changes(tmp_path: Path, name: str, found: list[str]) -> None:
     assert gone == ([] if name == "A.h" else ["gone"])
 
 
-def test_a_version_that_lacks_something(
+def test_a_version_with_missing_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here a wheel that has nothing at all."""
+    """A wheel that lacks everything."""
     source(tmp_path / "vllm", BEFORE)
     with zipfile.ZipFile(tmp_path / "after.whl", "w") as wheel:
         wheel.writestr("vllm/__init__.py", "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the scheduler's calls to ranks: all at once, all or nothing, over a socket."""
+"""Description: the scheduler's calls to ranks over a socket: in parallel, all or nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE, BLOCKS = 64 << 10, 64
 
 
 class Rank:
-    """Answers what it is told to; a `lost` one does not."""
+    """Answers as it is told to; a `lost` rank does not answer."""
 
     def __init__(self, log: list[str], name: str, lost: str = "", **answers: Any) -> None:
         self.log, self.name, self.lost, self.answers = log, name, lost, answers
@@ -51,7 +51,7 @@ def test_all_ranks_are_asked_before_one_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("lost", ["ask", "hear"])
-def test_a_lost_rank_leaves_no_other_unheard(lost: str) -> None:
+def test_a_lost_rank_does_not_hide_the_others_answers(lost: str) -> None:
     log: list[str] = []
     ranks = ranks_of(Rank(log, "a"), Rank(log, "b", lost), Rank(log, "c"))
     with pytest.raises(RankLost, match="b"):
@@ -72,7 +72,7 @@ def test_growth_on_all_ranks_or_none() -> None:
     assert [one for one in log if "drop" in one] == ["ask a drop", "ask c drop"]
 
 
-def test_what_is_free_is_known_from_the_last_answer() -> None:
+def test_free_memory_comes_from_the_last_answer() -> None:
     log: list[str] = []
     a = Rank(log, "a", poll=([], 100, 5, False), grow=(None, 70))
     b = Rank(log, "b", poll=([], 80, 7, False), grow=(None, 75))
@@ -81,7 +81,7 @@ def test_what_is_free_is_known_from_the_last_answer() -> None:
     assert ranks.mappings == 7
     count = len(log)
     assert ranks.free() == 80
-    assert len(log) == count, "nobody is asked again"
+    assert len(log) == count, "no rank is asked again"
     assert ranks.grow([Run(0, 1, 1)]) is None
     assert ranks.free() == 70
     ranks.poll()
@@ -89,7 +89,7 @@ def test_what_is_free_is_known_from_the_last_answer() -> None:
     asked = a.ask
 
     def growing(name: str, argument: Any = None) -> Callable[[], Any]:
-        """Another thread's growth comes after the ranks were asked."""
+        """Simulates another thread's growth after the ranks were asked."""
         answer = asked(name, argument)
         if name == "poll":
             assert ranks.grow([Run(0, 2, 1)]) is None
@@ -104,7 +104,7 @@ def test_what_is_free_is_known_from_the_last_answer() -> None:
     assert ranks.free() is None
 
 
-def test_a_release_is_over_with_the_last_rank() -> None:
+def test_a_release_completes_with_the_last_rank() -> None:
     log: list[str] = []
     a, b = (
         Rank(log, "a", poll=([(1, ""), (2, "")], None, 0, False)),
@@ -125,7 +125,7 @@ def test_a_release_is_over_with_the_last_rank() -> None:
 
 @pytest.fixture
 def memory() -> Iterator[KVMemory]:
-    """Two classes of tensors: one block to a page, and five blocks to two pages."""
+    """Yields two groups of tensors: one block per page, and five blocks per two pages."""
     context = open_context("host", 0, PAGE, 1 << 20)
     found = KVMemory(context, BLOCKS, [BLOCKS * PAGE, BLOCKS * PAGE, BLOCKS * 26_212])
     yield found

@@ -43,7 +43,7 @@ def test_page(block: list[int], most: int, page: int, text: str) -> None:
     assert re.search(text, why), why
 
 
-def test_what_the_variable_says_is_taken() -> None:
+def test_the_variable_overrides_the_choice() -> None:
     sizes = [one * 1000 for one in QWEN]
     assert choose_page(1000, sizes, 60 * G, 128 << 10, None)[0] == 128 << 10
     assert choose_page(1000, sizes, 1 * G, LARGE, 72 << 20)[0] == LARGE
@@ -79,7 +79,7 @@ class Worker(ElasticWorker, Base):
         (SMALL, Settings(page_size=4096), 4096, "pages of 4.0K: VMEM_PAGE_SIZE says so"),
     ],
 )
-def test_the_worker_takes_these_pages_and_says_so(
+def test_the_worker_uses_and_logs_these_pages(
     caplog: pytest.LogCaptureFixture, block: int, settings: Settings, page: int, text: str
 ) -> None:
     with caplog.at_level("INFO", "vllm.vmem"):
@@ -99,7 +99,9 @@ def test_a_page_size_that_the_limit_excludes() -> None:
 
 
 def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """vLLM's, of a model with a layer of each attention back end; layer 0 shares one's tensor."""
+    """Returns vLLM's configurations of a model with a layer per attention back end; layer 0 shares
+    one's tensor.
+    """
 
     def layer(name: str) -> SimpleNamespace:
         return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name))
@@ -110,8 +112,10 @@ def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
     return SimpleNamespace(compilation_config=context), SimpleNamespace(kv_cache_groups=groups)
 
 
-def test_back_ends_that_may_refuse_plain_addresses() -> None:
-    """Triton's launcher asks CUDA about each pointer; so may what has not run."""
+def test_back_ends_that_may_reject_plain_addresses() -> None:
+    """Triton's launcher asks CUDA about each pointer; back ends that were never tested may do so,
+    too.
+    """
     from pyvmem.vllm.allocation import backends_refusing_plain
 
     assert backends_refusing_plain(*_configs("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN_MLA")) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what the pool uses of vLLM is looked for in its source; KV tensors are placed."""
+"""Description: the check for the vLLM internals that the pool uses; the placement of KV tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyvmem.vllm.internals import INTERNALS
 
 
 def write(root: Path, symbols: list[Symbol]) -> None:
-    """A package in which these names stand, and no others."""
+    """Writes a package that defines only these names."""
     modules: dict[str, dict[str, list[Symbol]]] = defaultdict(lambda: defaultdict(list))
     for symbol in symbols:
         owner, _, member = symbol.name.partition(".")
@@ -39,13 +39,13 @@ def write(root: Path, symbols: list[Symbol]) -> None:
         path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def test_nothing_is_missing_where_everything_is(tmp_path: Path) -> None:
+def test_nothing_is_missing_from_a_complete_package(tmp_path: Path) -> None:
     write(tmp_path, list(INTERNALS))
     assert missing(Source(tmp_path, "vllm"), INTERNALS) == []
 
 
 @pytest.mark.parametrize("gone", INTERNALS, ids=lambda one: one.name)
-def test_each_name_is_missed(tmp_path: Path, gone: Symbol) -> None:
+def test_each_missing_name_is_reported(tmp_path: Path, gone: Symbol) -> None:
     write(tmp_path, [one for one in INTERNALS if one is not gone])
     owner = gone.name.partition(".")[0]
     class_alone = gone.name == owner and any(one.name.startswith(owner + ".") for one in INTERNALS)
@@ -57,7 +57,7 @@ def test_each_name_is_missed(tmp_path: Path, gone: Symbol) -> None:
 @pytest.mark.parametrize(
     "symbol", [one for one in INTERNALS if one.takes], ids=lambda one: one.name
 )
-def test_each_parameter_is_missed(tmp_path: Path, symbol: Symbol) -> None:
+def test_each_missing_parameter_is_reported(tmp_path: Path, symbol: Symbol) -> None:
     for takes in {symbol.takes[1:], symbol.takes[::-1]} - {symbol.takes}:
         other = Symbol(symbol.module, symbol.name, symbol.use, symbol.why, takes, symbol.calls)
         write(tmp_path, [other if one is symbol else one for one in INTERNALS])
@@ -68,7 +68,7 @@ def test_each_parameter_is_missed(tmp_path: Path, symbol: Symbol) -> None:
 @pytest.mark.parametrize(
     "symbol", [one for one in INTERNALS if one.calls], ids=lambda one: one.name
 )
-def test_a_call_is_missed(tmp_path: Path, symbol: Symbol) -> None:
+def test_a_missing_call_is_reported(tmp_path: Path, symbol: Symbol) -> None:
     other = Symbol(symbol.module, symbol.name, symbol.use, symbol.why, symbol.takes)
     write(tmp_path, [other if one is symbol else one for one in INTERNALS])
     assert missing(Source(tmp_path, "vllm"), INTERNALS) == [
@@ -105,12 +105,12 @@ def test_a_name_in_a_base_an_attribute_and_a_wheel(tmp_path: Path) -> None:
         assert source.segment(module, node) == "def f(a): pass"
 
 
-# ---- where KV tensors lie ------------------------------------------------------------------------
+# ---- placement of KV tensors ---------------------------------------------------------------------
 
 
 @dataclass
 class Tensor:
-    """A `KVCacheTensor` from 0.29 on."""
+    """A `KVCacheTensor` since 0.29."""
 
     size: int
     layer_stride: int
@@ -138,7 +138,7 @@ class Config:
 
 @pytest.fixture
 def opened() -> Any:
-    """Makes memory on the host, and keeps what was asked for."""
+    """Creates memory on the host, and records the requested arguments."""
     pytest.importorskip("torch")
     from pyvmem.elastic.memory import KVMemory, open_context
 
@@ -164,7 +164,7 @@ BLOCKS = 4
         ([Tensor(64, 16, 4), Tensor(64, 32, 8)], r"layers are \[16, 32\] bytes .*BLHNC"),
     ],
 )
-def test_arrangements_that_are_refused(opened: Any, tensors: list[Any], text: str) -> None:
+def test_arrangements_that_are_rejected(opened: Any, tensors: list[Any], text: str) -> None:
     from pyvmem.vllm.allocation import place_tensors
 
     with pytest.raises(NotImplementedError, match=text):
@@ -172,8 +172,8 @@ def test_arrangements_that_are_refused(opened: Any, tensors: list[Any], text: st
     assert opened.made == []
 
 
-def test_tensors_are_given_for_zeros_of_their_sizes(opened: Any) -> None:
-    """Layers have tensors of their own, or share one; what else vLLM asks for is torch's."""
+def test_zeros_of_kv_sizes_return_our_tensors(opened: Any) -> None:
+    """Layers have their own tensors, or share one; all other tensors are torch's."""
     torch = pytest.importorskip("torch")
     from pyvmem.vllm.allocation import place_tensors
 
@@ -202,7 +202,7 @@ def test_tensors_are_given_for_zeros_of_their_sizes(opened: Any) -> None:
     del first, second, third
 
 
-def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
+def test_layers_of_one_buffer_are_moved_apart(opened: Any) -> None:
     torch = pytest.importorskip("torch")
     from pyvmem.vllm.allocation import place_tensors
 
@@ -217,7 +217,7 @@ def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
         (3 * span, span, 0),
         (3 * span, span, span),
     ]
-    assert config.kv_cache_tensors[0].layer_stride == layer, "the caller's own is as it was"
+    assert config.kv_cache_tensors[0].layer_stride == layer, "the caller's object is unchanged"
     with answers:
         buffer = torch.zeros(3 * span, dtype=torch.int8, device=torch.device("cpu"))
     answers.check()
@@ -225,8 +225,10 @@ def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
     del buffer
 
 
-def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
-    """A draft's layers beside the model's, say: each begins at a page boundary."""
+def test_layers_of_two_sizes_form_two_groups(opened: Any) -> None:
+    """For example a draft model's layers next to the model's: each group starts at a page
+    boundary.
+    """
     pytest.importorskip("torch")
     from pyvmem.vllm.allocation import place_tensors
 
@@ -251,7 +253,7 @@ def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
 
 
 def test_layers_of_two_groups_share_a_region(opened: Any) -> None:
-    """A state's and attention's, which are equally large: three regions, two of them shared."""
+    """A state's group and an attention group of equal size: three regions, two of them shared."""
     pytest.importorskip("torch")
     from pyvmem.vllm.allocation import place_tensors
 
@@ -267,8 +269,8 @@ def test_layers_of_two_groups_share_a_region(opened: Any) -> None:
     del answers
 
 
-def test_a_copy_is_of_the_whole_block(opened: Any) -> None:
-    """In the tensors of every class, and of no other block."""
+def test_a_copy_covers_the_whole_block(opened: Any) -> None:
+    """The copy covers the tensors of every group, and no other block."""
     torch = pytest.importorskip("torch")
     from pyvmem.elastic.geometry import runs_of
 

