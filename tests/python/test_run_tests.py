@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 import run_tests
@@ -251,3 +252,11 @@ def test_the_longest_files_run_first_and_none_is_omitted(folder):
     assert paths[: len(longest)] == longest
     every = [f"{folder}/{one.name}" for one in (run_tests.ROOT / folder).glob("test_*.py")]
     assert sorted(paths) == sorted(every)
+
+
+def test_pytest_enters_every_folder_that_has_tests(pytestconfig):
+    skipped = pytestconfig.getini("norecursedirs")
+    tests = (run_tests.ROOT / "tests").rglob("test_*.py")
+    parts = {part for one in tests for part in one.relative_to(run_tests.ROOT).parent.parts}
+    assert "build" in parts
+    assert not {part for part in parts for pattern in skipped if fnmatch(part, pattern)}
