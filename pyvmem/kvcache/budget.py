@@ -136,17 +136,17 @@ class Budget(Closable):
     """Memory of one context for several caches: ``KVCache(config, budget=budget)``.
 
     A cache may use memory up to its ceiling (`KVCacheConfig.memory_limit`) as long as the other
-    caches' floors (`KVCacheConfig.memory_floor`) stay free for them. If that is not enough, pages
-    without a request are reclaimed from the other caches, first from free slots, then from recorded
-    prefixes, down to their floors. Pages that a request owns are never taken.
+    caches' floors (`KVCacheConfig.memory_floor`) stay free for them. If that is not enough, unowned
+    pages are reclaimed from the other caches, first from free slots, then from recorded prefixes,
+    down to their floors. Pages that a request owns are never taken.
 
     With a ledger the total is a ceiling: the budget is one engine among those of other processes,
     such as vLLM, and may use the memory that the ledger grants it. A call that is short of memory
     posts the shortage in the ledger and returns -1 or False as usual; a later call gets the memory
-    that other engines returned. When another engine is short, the caches return pages without a
-    request, down to their floors. A thread does this too, under the lock, so that it also happens
-    while no cache is called. `vmem top` shows the budget, `vmem limit` lowers its ceiling.
-    `pyvmem.announce` registers an engine that allocates memory by itself.
+    that other engines returned. When another engine is short, the caches return unowned pages, down
+    to their floors. A thread does this too, under the lock, so that it also happens while no cache
+    is called. `vmem top` shows the budget, `vmem limit` lowers its ceiling. `pyvmem.announce`
+    registers an engine that allocates memory by itself.
 
     Thread-safe. Calls to its caches run one at a time, even if one waits for GPU work.
 

@@ -29,7 +29,7 @@ class IntegrityError(VMemError):
     """The cache's records contradict each other or the context: a bug in this package.
 
     Attributes:
-        found: every contradiction, in words.
+        found: a description of each contradiction.
     """
 
     def __init__(self, found: list[str]) -> None:
@@ -46,7 +46,7 @@ def _state(slot: Slot) -> str:
 
 
 def snapshot(group: Group) -> list[SlotInfo]:
-    """Returns every slot's state; records the batches that have finished first."""
+    """Returns every slot's state, after recording batches that have finished."""
     jobs = [slot.job for slot in group.table]
     in_flight = [job is not None and not job.done() for job in jobs]
     group.reclaimer.poll()
@@ -68,10 +68,10 @@ def snapshot(group: Group) -> list[SlotInfo]:
 
 
 def stats(group: Group) -> CacheStats:
-    """Returns the present state and the counters of a group."""
+    """Returns the current state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
-    active_pages, used = group.note_use()  # an interrupted call may have left that out
+    active_pages, used = group.note_use()  # an interrupted call may have skipped this
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     waits = counters.waits.struct
@@ -136,7 +136,7 @@ def stats(group: Group) -> CacheStats:
 
 
 def _large(group: Group, slot: Slot) -> int:
-    """Returns the pages per tensor of a slot that 2 MiB entries map in every tensor."""
+    """Returns how many of a slot's pages per tensor are mapped by 2 MiB entries in every tensor."""
     layout, block = group.layout, group.layout.block
     return block * sum(
         all(
