@@ -165,7 +165,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Returns contradictions of a group's records with each other and with libvmem, as text."""
+    """Returns contradictions among a group's records and between them and libvmem, as text."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0
@@ -258,7 +258,7 @@ def _check_together(groups: Sequence[Group]) -> list[str]:
 def _check_pages(group: Group, slot: Slot) -> list[str]:
     """Compares a slot's pages with the context's own view, in every tensor.
 
-    Skips what a batch in flight is changing: [low, high) of its pieces may be mapped or not.
+    Skips pages that a batch in flight is changing: they may be mapped or not.
     """
     layout = group.layout
     size = layout.page_size
@@ -270,7 +270,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
         end = job.high
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
-    # A stale slot's pages may still have its earlier owner's access.
+    # A stale slot's pages may still have the access rights of its earlier owner.
     shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
     ranges = [
         (0, gone, "not mapped"),
@@ -301,7 +301,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Returns 2 MiB entries past `slot.large_end` in the tensor at `start`, as text."""
+    """Returns, as text, unexpected 2 MiB entries past `slot.large_end` in the tensor at `start`."""
     layout, found = group.layout, []
     quiet = layout.block and slot.job is None
     for page in range(slot.large_end, slot.mapped, layout.block) if quiet else ():
@@ -311,7 +311,7 @@ def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """Returns contradictions between a slot's pages and their recorded locations, as text."""
+    """Returns contradictions between a slot's pages and their recorded tiers, as text."""
     found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
     for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:
@@ -328,7 +328,7 @@ def check_places(group: Group, slot: Slot) -> list[str]:
 
 
 def _elsewhere(slot: Slot) -> bool:
-    """Returns whether the memory of a slot's shared pages differs from its notes."""
+    """Returns whether the tiers of a slot's shared pages differ from its `tier_map`."""
     head, end = slot.head, slot.shared
     tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
     noted = slot.tier_map.stretches(head, end)
@@ -336,7 +336,7 @@ def _elsewhere(slot: Slot) -> bool:
 
 
 def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
-    """Compares the recorded memory of pages with the context's, in every tensor."""
+    """Compares the recorded tier of pages with the context's, in every tensor."""
     found, layout = [], group.layout
     for tensor in range(layout.num_tensors):
         at = slot.addr + layout.offset(0, low, tensor)
@@ -350,7 +350,7 @@ def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> 
 
 
 def check_away(group: Group) -> list[str]:
-    """Returns contradictions in the counts of pages outside the device, as text."""
+    """Returns contradictions in the counts of off-device pages, as text."""
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:
