@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The only access of a cache to its context's mapping calls.
 
-    mapper.commit(edits, ops, after)      # runs the batch and, on success, applies the edits, in one C call
+    mapper.commit(edits, ops, after)    # one C call: runs the batch and, on success, the edits
 
 If the batch fails, or an asynchronous exception prevents it, the records are unchanged; once it has
 succeeded they have all edits, whatever happens next (journal.py).

@@ -507,7 +507,8 @@ class Promoter:
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
     def forget_edits(self, slot: Slot, page: int = 0) -> list[list[Any]]:
-        """Returns the edits for pages of a slot that change owner or are written again."""
+        """Returns the edits to make when a slot's pages from `page` on change owner or may be
+        rewritten."""
         return [*self._mover.forget_edits(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
@@ -526,15 +527,15 @@ class Promoter:
         blocks = self._begin(slot, runs, copies, work)
         if wait:
             self._mover.finish(slot, work)
-        if wait and runs:  # copy blocks for which joining did not suffice
+        if wait and runs:  # copy the blocks for which joining did not suffice
             self._begin(slot, [], [low for low in self._blocks(slot, held)[1] if low in runs], work)
             self._mover.finish(slot, work)
         return blocks
 
     def _begin(self, slot: Slot, runs: list[int], copies: list[int], work: PriorWork) -> int:
-        """Begins to promote blocks, given by their first pages; returns their number.
+        """Starts promoting blocks, given by their first pages; returns their number.
 
-        Copies only as many as fit the free memory above the watermark.
+        Copies only as many blocks as fit the free memory above the watermark.
         """
         unit = self._unit
         new = [(low, low + unit, DEVICE) for low in copies[: self._room()] if self._copies]
@@ -544,7 +545,7 @@ class Promoter:
         event = work.record()
         try:
             self._mover.begin(move, [] if event is None else [event], background=True)
-        except (OutOfMemory, TooManyBatches):  # promote without copies
+        except (OutOfMemory, TooManyBatches):  # promote without copying
             move.stretches = []
             if not move.runs:
                 return 0
@@ -556,7 +557,8 @@ class Promoter:
         return len(runs) + copied
 
     def _blocks(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
-        """Returns the first pages of full blocks: contiguous ones to join, and others to copy."""
+        """Returns the first pages of full blocks: of contiguous blocks to join, and of blocks to
+        copy."""
         layout, unit = self._layout, self._unit
         joined = self._mover.joined.get(slot.index, ())
         runs: list[int] = []

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: MIT
 """A radix tree over token ids: recorded prefixes, and the longest match of a prompt.
 
-The order of use holds every node except the roots. A use moves the whole path to the end, the
+All nodes except roots are in a list ordered by last use. A use moves the whole path to the end,
 deepest node first, so a node follows its children, and eviction normally finds a leaf at the front.
-A node at the front that cannot be evicted (pinned, above a pinned node, or left by an interrupted
-use) is moved to the end: so nothing has to be recorded about the ancestors of a pinned node.
+A node at the front that cannot be evicted (pinned, an ancestor of a pinned node, or out of order
+after an interrupted use) is moved to the end. So the ancestors of a pinned node need no mark.
 
-Ids are compared in whole *units*, the smallest number of tokens that requests can share: fewer
-would end in the middle of a page. A node holds a run of units, and the caller's *span* for them
-(the pages that hold their keys and values). Children are keyed by the first unit of their runs:
+Ids are compared in *units*, the smallest number of tokens that requests can share: fewer would end
+in the middle of a page. A node holds a run of units, and the caller's *span* for them (the pages
+with their keys and values). Children are keyed by the first unit of their runs:
 
     root --[system prompt: 6 units]--+--[question A: 2 units]
                                      +--[question B: 3 units]--[next turn: 4 units]
 
-Every namespace (`TokenIds.namespace`) has its own root; order, counts and eviction cover all of
-them. A run is split where a new prefix diverges in its middle; each half gets its part of the span.
-The old node becomes the lower half, so that its end and its pins stay valid.
+Every namespace (`TokenIds.namespace`) has its own root; the order, the counts and eviction cover
+all namespaces. If a new prefix diverges in the middle of a run, the run is split, and each half
+gets its part of the span. The old node becomes the lower half, so that its end and its pins stay
+valid.
 
-All changes except those of the order are edits (see `Outcome`), one C call for each change. The
-tree knows nothing about memory and calls no driver. Not thread-safe: the caller holds a lock.
+All changes except those to the order are edits (see `Outcome`), one C call per change. The tree
+does not manage memory and makes no driver calls. Not thread-safe: the caller must hold a lock.
 """
 
 from __future__ import annotations
@@ -54,20 +55,21 @@ MAX_ID = (1 << 32) - 1
 class TokenIds:
     """A sequence of token ids in the form that `PrefixTree` compares. Immutable.
 
-    Made once per prompt and used in several calls, it saves converting the ids again, which takes
-    longer than comparing them: `vmem bench prefixes` measures both.
+    Make it once per prompt to use it in several calls: converting the ids takes longer than
+    comparing them (`vmem bench prefixes` measures both).
 
     Args:
         tokens: ids from 0 to 2**32 - 1: a list or another sequence of whole numbers, an
-            ``array.array``, a one-dimensional numpy array or torch tensor of integers (one on a GPU
+            ``array.array``, a one-dimensional numpy array or torch tensor of integers (a GPU tensor
             is copied, which waits for its stream), or a `TokenIds`.
-        namespace: what the keys and values depend on besides the ids: an adapter, an image, a
-            tenant. Equal ids of different namespaces are different prefixes. None, the default, is
-            a namespace too; a `TokenIds` passed without one keeps its own.
+        namespace: whatever the keys and values depend on in addition to the ids, such as an
+            adapter, an image or a tenant. Equal ids in different namespaces are different prefixes.
+            None, the default, is also a namespace; but for a `TokenIds`, None keeps its own
+            namespace.
 
     Raises:
-        InvalidArgument: an id out of range, no whole number, more than one dimension, or text; a
-            namespace that cannot be hashed, or that differs from that of the given `TokenIds`.
+        InvalidArgument: an id out of range or not a whole number, more than one dimension, or text;
+            a namespace that cannot be hashed, or that differs from the namespace of the `TokenIds`.
     """
 
     __slots__ = ("data", "namespace")
@@ -81,14 +83,16 @@ class TokenIds:
 
     @classmethod
     def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
-        """Returns `tokens` itself if it is a `TokenIds` of that namespace, else converts it."""
+        """Returns `tokens` itself if it is a `TokenIds` in that namespace, otherwise converts
+        it."""
         if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
             return tokens
         return cls(tokens, namespace)
 
     @classmethod
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
-        """Makes ids from native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
+        """Makes ids from native 32-bit words. Raises InvalidArgument if not a multiple of 4
+        bytes."""
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
@@ -120,7 +124,7 @@ class TokenIds:
 
 
 def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
-    """The namespace passed with the ids, or their own."""
+    """Returns the namespace passed with the ids or, if None, their own."""
     try:
         hash(namespace)
     except TypeError:
@@ -129,7 +133,7 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
         same = bool(namespace == namespace)
     except (TypeError, ValueError, RuntimeError):
         same = False
-    if not same:  # NaN, an array: it cannot be told from others
+    if not same:  # such as NaN or an array, which are useless as keys
         raise invalid(f"namespace {_brief(namespace)} does not equal itself")
     own = tokens.namespace if isinstance(tokens, TokenIds) else None
     if own is None or namespace is None or namespace == own:
@@ -140,13 +144,13 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
 def _encode(tokens: Any) -> bytes:
     if isinstance(tokens, TokenIds):
         return tokens.data
-    if hasattr(tokens, "is_floating_point"):  # torch's; numpy does not know bfloat16
+    if hasattr(tokens, "is_floating_point"):  # a torch tensor; numpy has no bfloat16
         if tokens.is_floating_point():
             raise invalid(f"token ids must be whole numbers, not a tensor of {tokens.dtype}")
         tokens = tokens.detach().cpu().numpy()
     if hasattr(tokens, "__array_interface__"):
         return _encode_numpy(tokens)
-    # Bytes could be ids or text: the caller says which, by an array.
+    # Bytes could be ids or text; for ids, the caller must pass an array.
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, (Sequence, array)):
         raise invalid(f"token ids must be a sequence of whole numbers, not {_brief(tokens)}")
     try:
@@ -169,7 +173,7 @@ def _encode_numpy(tokens: Any) -> bytes:
 
 
 def _wrong(tokens: Sequence[Any]) -> Exception:
-    """The error for an invalid sequence; names the first bad element."""
+    """Returns the error for an invalid sequence; names the first bad element."""
     for place, value in enumerate(tokens):
         try:
             array("I", [value])
@@ -192,9 +196,9 @@ class Change(NamedTuple):
     """Units that were recorded or evicted.
 
     Attributes:
-        stored: recorded; else evicted.
+        stored: True if recorded, False if evicted.
         ids: the prefix that ends with the units.
-        first: index of the first changed unit; the earlier ones are unchanged.
+        first: index of the first changed unit; earlier units are unchanged.
         number: sequence number of the change, from 0.
     """
 
@@ -205,17 +209,17 @@ class Change(NamedTuple):
 
 
 class Span(Protocol):
-    """The caller's payload for a run of units, opaque except for this."""
+    """The caller's payload for a run of units; the tree uses only these members."""
 
     @property
     def pages(self) -> int:
-        """Pages of the span, as the tree counts them; constant while it is in the tree."""
+        """The number of pages of the span; must not change while it is in the tree."""
         ...
 
     def split(self: S, units: int) -> tuple[S, S]:
-        """Splits into the span of the first `units` units and the rest, each at least one unit.
+        """Splits into spans of the first `units` units and of the remaining units, both not empty.
 
-        Together they have the same pages; the original is not used again. Must not fail, or
+        The two have the same pages as the original, which is not used again. Must not fail, or
         `PrefixTree.evict` would lose spans already evicted.
         """
         ...
@@ -225,15 +229,15 @@ S = TypeVar("S", bound=Span)
 
 
 class Node(Generic[S]):
-    """A run of units that continues its parent's. Changed only by the tree.
+    """A run of units that continues its parent's run. Changed only by the tree.
 
     Attributes:
         namespace: namespace of the prefix; the root's key.
-        parent: None for a root, and for an evicted node.
-        units: length of the run.
-        end: tokens from the start of the prefix to the end of this run.
+        parent: the parent node; None for a root, and for an evicted node.
+        units: length of the run, in units.
+        end: number of tokens from the start of the prefix to the end of this run.
         pins: number of pins; a pinned node is not evicted.
-        span: the caller's payload. A root has none: InvalidArgument.
+        span: the caller's payload. Raises InvalidArgument for a root, which has none.
     """
 
     __slots__ = (
@@ -257,7 +261,7 @@ class Node(Generic[S]):
         self.end = end
         self.pins = 0
         self._run = run
-        self._children: dict[bytes, Node[S]] = {}  # by the first unit of their runs
+        self._children: dict[bytes, Node[S]] = {}  # keyed by the first unit of their runs
 
     def __getattr__(self, name: str) -> Any:
         if name == "span":
@@ -266,16 +270,16 @@ class Node(Generic[S]):
 
     @property
     def is_leaf(self) -> bool:
-        """True if no recorded prefix continues from it."""
+        """True if no recorded prefix continues from this node."""
         return not self._children
 
     @property
     def children(self) -> list[Node[S]]:
-        """The continuing runs, in the order they were recorded."""
+        """The runs that continue this one, in the order in which they were recorded."""
         return list(self._children.values())
 
     def path(self) -> list[Node[S]]:
-        """Returns the nodes from below the root to this one."""
+        """Returns the nodes on the path to this node, without the root."""
         nodes = []
         node: Node[S] = self
         while node.parent is not None:
@@ -284,7 +288,7 @@ class Node(Generic[S]):
         return nodes[::-1]
 
     def tokens(self) -> TokenIds:
-        """Returns the whole prefix, up to `end`."""
+        """Returns the prefix from its start to `end`."""
         return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
     def below(self) -> Iterator[Node[S]]:
