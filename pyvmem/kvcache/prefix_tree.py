@@ -292,7 +292,7 @@ class Node(Generic[S]):
         return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
     def below(self) -> Iterator[Node[S]]:
-        """Yields this node and all below it, parents before children."""
+        """Yields this node and all nodes below it, parents before children."""
         waiting: list[Node[S]] = [self]
         while waiting:
             node = waiting.pop()
@@ -308,10 +308,10 @@ class Match(Generic[S]):
     """The recorded part of a prompt.
 
     Attributes:
-        length: tokens, a multiple of the unit.
-        parts: the spans in order, each with the number of its units that match: all, except perhaps
-            in the last.
-        node: the last span's node; the root for no match.
+        length: number of tokens, a multiple of the unit.
+        parts: the spans in order, each with the number of its units that match: all of them, except
+            perhaps in the last span.
+        node: the last span's node; the root if nothing matches.
     """
 
     length: int
@@ -321,12 +321,12 @@ class Match(Generic[S]):
 
 @dataclass(frozen=True)
 class Inserted(Generic[S]):
-    """Result of `PrefixTree.insert`.
+    """The result of `PrefixTree.insert`.
 
     Attributes:
-        node: the node that holds the last whole unit; the root if there is no whole unit.
-        length: tokens of the prefix that the tree now holds, a multiple of the unit.
-        start: of these, the tokens that it held before; `length` if nothing is new.
+        node: the node that holds the last full unit; the root if there is none.
+        length: number of the prefix's tokens that the tree now holds, a multiple of the unit.
+        start: number of its tokens that the tree held before; `length` if nothing is new.
     """
 
     node: Node[S]
@@ -340,14 +340,14 @@ def walk(
     """Walks down the tree as far as it matches `data`.
 
     Args:
-        root: where to begin.
+        root: the node to begin at.
         data: ids as bytes.
-        end: bytes of `data` to compare, whole units.
-        width: bytes of a unit.
+        end: number of bytes of `data` to compare, a multiple of `width`.
+        width: bytes per unit.
 
     Returns:
-        The last node; the spans on the path, each with its number of matching units; the number of
-        matching bytes.
+        The last node; the spans on the path, each with the number of its units that match; the
+        number of matching bytes.
     """
     node, at = root, 0
     parts: list[tuple[S, int]] = []
@@ -368,9 +368,9 @@ def walk(
 
 
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
-    """Counts the units that a run and the ids have in common; the first is known to match.
+    """Counts the units that a run and the ids have in common; the first unit must match.
 
-    Bisection: compares half of the range at once, then continues in one half.
+    Bisects: compares half of the range in one comparison, then continues in one of the halves.
     """
     low, high = 1, min(len(run), end - at) // width
     while low < high:
@@ -383,32 +383,31 @@ def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
 
 
 def _change(edits: list[list[Any]]) -> None:
-    """Makes edits that are never undone."""
+    """Applies edits without recording how to undo them."""
     _native.change([False, edits])
 
 
-_MAX_UNIT = 1 << 30  # tokens; a sanity bound
+_MAX_UNIT = 1 << 30  # tokens; a sanity limit
 
 
 class PrefixTree(Generic[S]):
-    """Prefixes and the spans that hold them. Not thread-safe.
+    """Recorded prefixes and the spans that hold their rows. Not thread-safe.
 
-    Every method with a `tokens` argument takes what `TokenIds` takes. Tokens past the last whole
-    unit are ignored.
+    An argument `tokens` may be anything that `TokenIds` accepts. Tokens past the last full unit are
+    ignored.
 
     Args:
-        unit: tokens in a unit, at least 1.
-        change: applies edits of the tree, such as `Journal.change`; default: edits are never
-            undone.
+        unit: tokens per unit, at least 1.
+        change: applies edits of the tree, such as `Journal.change`; None: edits cannot be undone.
 
     Attributes:
-        root: the empty prefix without a namespace.
-        roots: by a 1-tuple of the namespace (an edit cannot have a str key). Roots other than
-            `root` exist only while they have a prefix.
-        tokens, pages: totals in the tree.
-        changes: units recorded and evicted since the last `changes_after`; None: not collected.
-        dropped: number of changes before these.
-        told: number of the last change that the caller has passed on; maintained by the caller.
+        root: the root of prefixes without a namespace.
+        roots: roots, keyed by a 1-tuple of the namespace, since an edit's key must not be a str. A
+            root other than `root` exists only while it has a prefix.
+        tokens, pages: total numbers in the tree.
+        changes: changes not yet dropped by `changes_after`; None: not collected.
+        dropped: number of earlier changes, which were dropped.
+        told: number of the last change that the caller has passed on; set by the caller.
 
     Raises:
         InvalidArgument: `unit` is not a whole number or not positive.
@@ -435,16 +434,16 @@ class PrefixTree(Generic[S]):
     # ---- looking up and recording ----------------------------------------------------------------
 
     def match(self, tokens: Any, limit: int | None = None) -> Match[S]:
-        """Finds the longest recorded prefix of `tokens`. Counts as a use of it.
+        """Finds the longest recorded prefix of `tokens` and marks it as used.
 
         Args:
             tokens: the prompt.
-            limit: most tokens to compare. An engine that must compute the last token passes the
-                prompt's length less one.
+            limit: maximum number of tokens to compare. An engine that must compute the last token
+                passes the prompt's length minus 1.
 
-        Cost: a dictionary lookup for each node on the path, and a comparison and at most one copy
-            of
-        the bytes matched. Changes only the order of use.
+        Costs a dictionary lookup per node on the path, and a comparison and at most one copy of the
+        bytes matched. Changes only the order of last use.
+
         Raises:
             InvalidArgument: bad tokens, or a negative `limit`.
         """
@@ -459,17 +458,18 @@ class PrefixTree(Generic[S]):
     def insert(
         self, tokens: Any, make: Callable[[int, int], S], found: Match[S] | None = None
     ) -> Inserted[S]:
-        """Records a prefix. Counts as a use of it.
+        """Records a prefix and marks it as used.
 
         Args:
-            tokens: the whole prefix, from its first token.
-            make: called once with the first new unit and the last + 1, if any is new; returns their
-                span, which the tree owns from then on.
-            found: result of `match` for the same tokens, if nothing was recorded or evicted since.
+            tokens: the prefix, from its first token.
+            make: if any units are new, called once with the first of them and the last + 1; returns
+                their span, which the tree then owns.
+            found: the result of `match` for the same tokens, if nothing was recorded or evicted
+                since.
 
         Raises:
             InvalidArgument: bad tokens.
-            Any exception of `make`; the tree is then unchanged.
+            Any exception raised by `make`; the tree is then unchanged.
         """
         ids, end = self._whole(tokens, None)
         root = self.roots.get((ids.namespace,))
@@ -496,10 +496,11 @@ class PrefixTree(Generic[S]):
     # ---- pins ------------------------------------------------------------------------------------
 
     def cut_at(self, node: Node[S], length: int) -> Node[S]:
-        """Returns the node of a path that ends with the last whole unit within `length`, or the
+        """Returns the node of a path that ends with the last full unit within `length`, or the
         root.
 
-        Splits a run that continues past it, so that a pin of the node keeps no more than that.
+        Splits a run that continues past that unit, so that a pin on the node keeps no more than
+        needed.
         """
         end = length // self.unit * self.unit
         while node.parent is not None and node.parent.end >= end:
@@ -512,7 +513,7 @@ class PrefixTree(Generic[S]):
         return node
 
     def pin(self, node: Node[S]) -> None:
-        """Keeps a node and its ancestors from eviction until `unpin`. Pins add up.
+        """Protects a node and its ancestors from eviction until `unpin`. Pins are counted.
 
         Raises:
             InvalidArgument: the node was evicted, or is a root.
@@ -521,7 +522,7 @@ class PrefixTree(Generic[S]):
         self._change(self.pin_edits([node], ()))
 
     def unpin(self, node: Node[S]) -> None:
-        """Undoes one `pin`. Counts as a use.
+        """Undoes one `pin` and marks the prefix as used.
 
         Raises:
             InvalidArgument: the node is not pinned.
@@ -533,7 +534,7 @@ class PrefixTree(Generic[S]):
         self.touch(node)
 
     def pin_edits(self, new: Iterable[Node[S]], gone: Iterable[Node[S]]) -> list[list[Any]]:
-        """Returns the edits that pin and unpin nodes of this tree, once for each occurrence."""
+        """Returns the edits that pin and unpin nodes of this tree, once per occurrence."""
         pins: dict[Node[S], int] = {}
         for nodes, by in ((new, 1), (gone, -1)):
             for node in nodes:
@@ -541,7 +542,7 @@ class PrefixTree(Generic[S]):
         return [[node, "pins", count] for node, count in pins.items()]
 
     def touch(self, node: Node[S]) -> None:
-        """Records a use of a path: move it to the end of the order, children before parents."""
+        """Marks a path as used: moves it to the end of the order, children before parents."""
         while node.parent is not None:
             self._order.move_to_end(node)
             node = node.parent
@@ -549,16 +550,16 @@ class PrefixTree(Generic[S]):
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
-        """Gives a node another span with as many pages; the caller then owns the old span."""
+        """Replaces a node's span with one of as many pages; the caller then owns the old span."""
         self._change([[node, "span", span]])
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
-        """Evicts leaves, least recently used first, until `pages` pages are out of the tree.
+        """Evicts leaves, least recently used first, until `pages` pages have left the tree.
 
-        The last leaf loses only as many units at its end as needed, unless `whole`.
+        The last leaf loses only as many units at its end as necessary, unless `whole` is set.
 
         Returns the evicted spans, in order, which the caller then owns; fewer pages than requested
-        if the rest is pinned. InvalidArgument: `pages` is negative.
+        if all others are pinned. Raises InvalidArgument if `pages` is negative.
         """
         if pages < 0:
             raise invalid(f"pages is {pages}; it must not be negative")
@@ -582,7 +583,7 @@ class PrefixTree(Generic[S]):
         return len(self._order)
 
     def __contains__(self, node: Node[S]) -> bool:
-        """True for a node of this tree, other than a root."""
+        """True if the node is in this tree and is not a root."""
         return node in self._order
 
     def __iter__(self) -> Iterator[Node[S]]:
@@ -593,13 +594,13 @@ class PrefixTree(Generic[S]):
             yield from nodes
 
     def check(self) -> list[str]:
-        """Checks the tree's invariants; returns every contradiction, as text. Visits all nodes."""
+        """Checks the tree's invariants; returns contradictions as text. Visits all nodes."""
         return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
-        """Appends the edit that reports a leaf as cut to its first `stay` units."""
+        """Appends the edit that adds a change: the leaf has lost all but its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             edits.append(self._note(False, node.tokens(), first))
@@ -628,7 +629,7 @@ class PrefixTree(Generic[S]):
         return after[:]
 
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
-        """Returns the ids, and the end of their last whole unit, in bytes."""
+        """Returns the ids, and the end of their last full unit, in bytes."""
         ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
         data = ids.data
         if limit is not None and limit < 0:
@@ -637,9 +638,9 @@ class PrefixTree(Generic[S]):
         return ids, end // self._width * self._width
 
     def _split(self, node: Node[S], units: int, edits: list[list[Any]]) -> Node[S]:
-        """Appends edits that move a run's first units into a new node above; returns that node.
+        """Appends edits that move a run's first units into a new parent node; returns that node.
 
-        The caller must `touch` the result, so that its ancestors follow it in the order.
+        The caller must `touch` the result, so that it precedes its ancestors in the order.
         """
         parent = node.parent
         assert parent is not None
@@ -691,7 +692,8 @@ class PrefixTree(Generic[S]):
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
-        """Removes a leaf, or only the last units, which hold `pages` pages; returns the span."""
+        """Removes a leaf, or only its last units if these hold `pages` pages; returns their
+        span."""
         held = leaf.span.pages
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:
