@@ -158,8 +158,8 @@ class Sharing:
     def is_shortage(self, error: BaseException) -> bool:
         """Returns whether a failure of `empty` or of `lend` counts as a shortage of memory.
 
-        They need none of the cache's memory, only some for records and page tables. With several
-        ranks, only one rank may lack that, so there it is an error.
+        They do not need memory of the cache, only memory for records and page tables. With several
+        ranks, only one of them may be short of that, so there it is an error.
         """
         short = isinstance(error, (OutOfMemory, TooManyBatches, TooManyMappings))
         return short and not self.table.lockstep
@@ -169,7 +169,7 @@ class Sharing:
     ) -> None:
         """Adds to `ops` the read-only mapping of a span in a slot, from `page` on.
 
-        `replace`: the same pages are mapped there already.
+        `replace`: the same pages are already mapped there.
         """
         size = self.layout.page_size
         self.map_at(ops, slot.addr + page * size, self.layout.tensor_bytes, span, replace=replace)
@@ -183,12 +183,12 @@ class Sharing:
             ops.map(
                 address, (high - low) * size, block.handle, low * size, tensors, stride, True,
                 replace=replace, split=replace,
-                offset_stride=size * block.pages,  # from one tensor to the next in the handle
+                offset_stride=size * block.pages,  # distance between tensors in the handle
             )  # fmt: skip
             address += (high - low) * size
 
     def begins(self, slot: Slot, span: Span, head: int) -> bool:
-        """Returns whether a kept slot begins with pages of a span, with no batch in flight.
+        """Returns whether a kept slot without a batch in flight begins with pages of a span.
 
         `head`: the page at which the span must begin.
         """
@@ -204,9 +204,10 @@ class Sharing:
         )
 
     def order_after_writers(self, span: Span, reader: Work) -> None:
-        """Makes the work that reads the pages wait for the GPU work that wrote them."""
+        """Makes `reader` wait for the GPU work that wrote the pages."""
         for block, *_ in span.parts:
             if block.events:
-                block.events = prune(block.events)  # valid even if the call fails
+                # not an edit, since it stays valid if the call fails
+                block.events = prune(block.events)
                 for event in block.events:
                     order_after(event, reader, self.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Truncation of requests to fewer tokens, in all groups of layers or in none."""
+"""Truncates requests to fewer tokens, in all groups of layers or none."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = ["copied", "kept_rows", "planned", "truncate"]
 
 
 def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[int, int, int]:
-    """Returns the index of a request's slots, the tokens to keep, and those that it holds.
+    """Returns the index of a request's slots, the number of tokens to keep, and the number held.
 
     Args:
         groups: groups of the cache.
         reqid: the request.
-        length: tokens to keep; None: all.
+        length: number of tokens to keep; None: all.
 
     Raises:
-        InvalidArgument: it is not taken, or holds fewer than `length` tokens.
+        InvalidArgument: the slot is free, or holds fewer than `length` tokens.
     """
     index = groups[0].slot(reqid).index
     held = groups[0].pager.columns.held_rows[index]
@@ -45,7 +45,7 @@ def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[
 
 
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
-    """Implements `KVCache.truncate`, in all groups or in none. Returns 0 or -1."""
+    """Implements `KVCache.truncate`, in all groups or none. Returns 0 or -1."""
     index, rows, held = kept_rows(groups, reqid, operator.index(length))
     slots = []
     for group in groups:
@@ -81,15 +81,16 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
 
 
 def planned(groups: Sequence[Group], reqid: int, length: int) -> list[Truncation]:
-    """Plans a truncation in each group; raises as `kept_rows` does."""
+    """Plans a truncation in each group. Raises the errors of `kept_rows`."""
     index, rows, _ = kept_rows(groups, reqid, length)
     return [Truncation.of(group, group.table.slots[index], rows) for group in groups]
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
-    """Disowns pages past the request's rows that were mapped for a prefill's kernel to read.
+    """Makes pages past the request's rows unowned, if they were mapped for a prefill's kernel to
+    read.
 
-    They were never written, so the request may get them again without a fill.
+    They were never written, so the request can get them again without a fill.
     """
     each = []
     for group, slot in both:
@@ -107,25 +108,25 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
 
 @dataclass
 class Truncation:
-    """Plan for the pages of one slot.
+    """The plan for truncating a slot.
 
         0 ......... length ......... granted ......... mapped
         | rows kept | dropped        |                 |
-        | pages kept   | no owner from here on         |
+        | pages kept   | unowned from here on          |
 
-    The request's own dropped pages stay mapped, like those of a freed slot: the request may get
-    them again, zeroed, and other requests that are short may take them. Pages that are shared or
-    outside the device cannot stay without an owner. They are unmapped at once, and a shared page
-    that is kept in part is replaced by a copy, since the request may write past its last row.
+    The request's unshared dropped pages stay mapped, like those of a freed slot: the request may
+    get them again, zeroed, and other requests that are short may take them. Pages that are shared
+    or off the device cannot stay without an owner. They are unmapped immediately, and a shared page
+    that is kept in part is replaced with a copy, since the request may write past its last row.
 
     Attributes:
-        rows: tokens kept.
-        nbytes: bytes of these rows, per tensor.
-        keep: pages that the request keeps.
+        rows: number of tokens kept.
+        nbytes: size of these rows, per tensor.
+        keep: number of pages that the request keeps.
         shared: pages below this stay shared.
-        copied: pages [shared, copied) are replaced by copies.
+        copied: pages [shared, copied) are replaced with copies.
         stride: bytes of the copies in each tensor.
-        new_pages: physical pages of the copies.
+        new_pages: number of physical pages of the copies.
         end: first page to unmap if `unmaps`.
         unmaps: true if pages must be unmapped at once.
         ownerless: true if pages stay mapped without an owner.
