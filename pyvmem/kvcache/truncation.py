@@ -128,9 +128,10 @@ class Truncation:
         stride: bytes of the copies in each tensor.
         new_pages: number of physical pages of the copies.
         end: first page to unmap if `unmaps`.
-        unmaps: true if pages must be unmapped at once.
-        ownerless: true if pages stay mapped without an owner.
-        addresses: scratch addresses of the copies until they are mapped in the slot; else None.
+        unmaps: True if pages must be unmapped immediately.
+        ownerless: True if pages stay mapped but become unowned.
+        addresses: scratch addresses of the copies; None before they are made and once they are in
+            the slot.
     """
 
     group: Group
@@ -160,7 +161,7 @@ class Truncation:
             if rest:
                 copied = min(keep, last)
             else:
-                keep = shared  # the next step maps rows that a kernel may over-read
+                keep = shared  # the next step maps the rows that a kernel may over-read
         unmaps = shared < last or bool(tier_map.noted and tier_map.off_device_end > keep)
         pages = copied - shared
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
@@ -172,7 +173,8 @@ class Truncation:
     def copy(self, ops: OpBatch) -> Reservation:
         """Adds to `ops` a copy of the kept part of shared pages; returns its scratch addresses.
 
-        The request's own work must be complete; waits for others' that wrote pages it shares.
+        The request's own work must be complete; waits for other requests' work that wrote pages it
+        shares.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         for block, *_ in slot.span.parts:
@@ -192,7 +194,7 @@ class Truncation:
         return addresses
 
     def drop_copy(self) -> None:
-        """Undoes `copy` after the batch has run; may be repeated."""
+        """Undoes `copy` after the batch has run; may be called again."""
         if self.addresses is not None:
             edits = self.group.reclaimer.free_edits(self.copied - self.shared, {})
             nbytes = self.stride * self.group.layout.num_tensors
@@ -201,10 +203,10 @@ class Truncation:
             )
 
     def unmap(self, ops: OpBatch) -> list[list[Any]]:
-        """Adds to `ops`: map the copies over shared pages, and unmap the pages after them.
+        """Adds operations that map the copies over shared pages and unmap the pages after them.
 
         Returns:
-            The edits that belong to it.
+            The edits that belong to these operations.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         tensors, edits = layout.num_tensors, self._unmap_edits()
@@ -214,7 +216,8 @@ class Truncation:
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
-                [copies, "_done", True],  # consumed: without it an interruption warns of a leak
+                # the batch consumes it; without this, an interruption would warn of a leak
+                [copies, "_done", True],
                 *group.scratch.give_edits(self.addresses),
             )
             ops.map(
@@ -240,7 +243,7 @@ class Truncation:
         return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """Returns the edits that `unmap` does not; `work`: the last work on the rows."""
+        """Returns the edits other than those of `unmap`; `work`: the last work on the rows."""
         group, slot = self.group, self.slot
         edits = group.enter_edits(slot, self.rows)
         if slot.pins:
@@ -252,7 +255,7 @@ class Truncation:
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
     def _unmap_edits(self) -> list[list[Any]]:
-        """Returns the edits of the slot and of the counts that belong to `unmap`."""
+        """Returns the edits to the slot and to the counts that belong to `unmap`."""
         group, slot, tier_map = self.group, self.slot, self.slot.tier_map
         own, mapped = max(self.end, slot.head + slot.span.pages), min(slot.mapped, self.end)
         off_device: dict[Tier, int] = {}
@@ -276,13 +279,14 @@ class Truncation:
 
 
 def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
-    """Unmaps what all groups must in one batch, after a first batch that makes the copies.
+    """Runs the unmaps of all groups as one batch, after a first batch that makes the copies.
 
     Returns:
-        False if memory is short; nothing changed.
+        False if memory is short; nothing has changed.
 
     Raises:
-        NotRecoverable: the request has lost rows; the message names it. VMemError: nothing changed.
+        NotRecoverable: the request has lost rows; the message names it. VMemError: nothing has
+            changed.
     """
     begun, copies = [], []
     after: list[Any] = []
@@ -317,7 +321,7 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copies the kept parts of shared pages; False if memory is short: nothing changed."""
+    """Copies the kept parts of shared pages; False if memory is short, with nothing changed."""
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group
@@ -340,7 +344,7 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
 
 
 def _drop_copies(copies: Sequence[Truncation]) -> None:
-    """Undoes `_copy_all`; may be repeated."""
+    """Undoes `_copy_all`; may be called again."""
     for one in copies:
         one.drop_copy()
 
