@@ -71,7 +71,7 @@ def key_of(namespace: Namespace | None) -> Hashable:
     if namespace is None:
         return None
     if not isinstance(namespace, Namespace):
-        raise TypeError(f"namespace: expected one of RequestCache.namespace, not {namespace!r:.80}")
+        raise TypeError(f"expected a Namespace from RequestCache.namespace, not {namespace!r:.80}")
     return namespace.key
 
 

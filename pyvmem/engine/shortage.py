@@ -58,7 +58,7 @@ class Shortage:
         short = {
             "slots": f"slots: {self.slots} missing",
             "memory": f"memory: {self.missing} bytes missing",
-            "mappings": "mappings, or of the device's memory",
+            "mappings": "mappings or device memory",
         }[self.what]
         return (
             f"<Shortage of {short}; needed={self.needed}, available={self.available}, "
@@ -75,4 +75,4 @@ class Shortage:
                 f"short of memory: {self.needed} bytes needed{beyond}, {self.available} available, "
                 f"{self.missing} missing"
             )
-        return f"short of mappings, or of the device's memory, for {self.needed} bytes"
+        return f"short of mappings or device memory for {self.needed} bytes"

@@ -52,9 +52,9 @@ class CommonPages:
             owner.open()
             group.sharing.require(FORK, "map_common_pages")
             if layout.state or group.window is not None:
-                what = "have a state, which requests write all the time"
+                what = "have a state, which every token updates"
                 if group.window is not None:
-                    what = "have a window, which common pages would leave"
+                    what = "have a window, which the common pages would leave"
                 raise NotSupported(
                     f"map_common_pages: the layers {what}", errno=errno.EOPNOTSUPP, op="KVCache"
                 )

@@ -245,14 +245,14 @@ class KVCacheConfig:
             raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
         if self.state and (self.window or self.tensors_per_layer != 1):
             raise invalid(
-                f"state with a window of {self.window} and {self.tensors_per_layer} tensors a "
-                "layer: a state has no window, and each is one tensor"
+                "state requires window=0 and tensors_per_layer=1, not "
+                f"window={self.window} and tensors_per_layer={self.tensors_per_layer}"
             )
         if self.host_prefixes and (self.window or self.state):
             raise invalid(
                 f"host_prefixes {self.host_prefixes} with "
                 + (f"a window of {self.window}" if self.window else "a state")
-                + ": host memory keeps prefixes of layers that keep all rows",
+                + ": only prefixes of layers that keep all rows can be kept in host memory",
                 size=self.host_prefixes,
             )
         if 0 < self.memory_limit < self.memory_floor:

@@ -139,13 +139,14 @@ class Failure:
         """Returns a new exception for this failure."""
         if self.rank < 0:
             return RanksDiffer(
-                "the ranks made different calls or got different answers since the last recovery; "
-                "recover() or close() on every rank",
+                "the ranks made different calls or got different results since the last recovery; "
+                "call recover() or close() on every rank",
                 op="ParallelKVCache",
             )
         name = errno.errorcode.get(self.code, "an error without errno")
         error = RankFailed(
-            f"rank {self.rank} failed with {name}{self.detail}; recover() or close() on every rank",
+            f"rank {self.rank} failed with {name}{self.detail}; "
+            "call recover() or close() on every rank",
             errno=self.code,
             op="ParallelKVCache",
         )
@@ -592,7 +593,7 @@ class ParallelKVCache(KVCache):
                     self._take_back()
                     manager.failure = None
                     raise _too_many(
-                        reason or "another rank has no mapping left for the step, which was undone"
+                        reason or "another rank ran out of mappings in the step, which was undone"
                     )
                 status = 0
             failure = Failure.from_status(status)
@@ -750,8 +751,8 @@ class ParallelKVCache(KVCache):
         try:
             if group.window is not None:
                 raise _not_supported(
-                    "a rank has no mapping left for a step, which cannot be undone: a window has "
-                    "slid"
+                    "a rank ran out of mappings in a step that cannot be undone because a window "
+                    "has moved"
                 )
             event = record(stream, group.device)
             for slot in group.table:
@@ -835,7 +836,7 @@ class ParallelKVCache(KVCache):
         """Raises NotSupported: other memory may be full on only one rank, so results would
         differ."""
         raise _not_supported(
-            "move: the ranks of a group have agreed only on the memory of their devices",
+            "move: the ranks have agreed only on how much device memory to use",
             op="KVCache.move",
         )
 

@@ -161,7 +161,7 @@ class CacheSlots(Facet):
         """Returns whether a request has the slot.
 
         Raises:
-            InvalidArgument: the slot does not exist. """
+            InvalidArgument: the slot does not exist."""
         with self._lock, self._journal:
             return self._open()[0].slot(reqid, taken=False).active
 

@@ -282,8 +282,8 @@ class Group:
         held = self.pager.columns.held_rows[slot.index]
         if self.layout.state and 0 < length < held:
             raise invalid(
-                f"length {length}: reqid {slot.index} has a state of its {held} tokens, which "
-                "cannot be truncated; compute the request again from its first token",
+                f"length {length}: the state of reqid {slot.index}, of {held} tokens, cannot be "
+                "truncated; recompute the request from its first token",
                 limit=held,
             )
 

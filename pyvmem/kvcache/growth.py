@@ -168,7 +168,7 @@ class Pager:
         if 0 <= length <= longest:
             return invalid(
                 f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
-                "alloc_reqid takes one"
+                "call alloc_reqid first"
             )
         bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
         return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
@@ -837,7 +837,7 @@ def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -
                 pager.reclaimer.raise_errors()
             if first.table.lockstep:  # the other ranks did get these pages
                 raise OutOfMemory(
-                    "pages that no request owns were not freed", errno=errno.ENOMEM, op="KVCache"
+                    "unowned pages could not be freed", errno=errno.ENOMEM, op="KVCache"
                 )
             return False
         more = False

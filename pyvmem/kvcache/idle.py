@@ -74,7 +74,7 @@ class IdleThread:
                 self._look()
             except Exception:
                 if not self._failed:
-                    _log.exception("an idle cache could not be trimmed; it will be tried again")
+                    _log.exception("an idle cache could not be trimmed; the next check retries")
                 self._failed = True
         self.running = False
 
@@ -135,7 +135,7 @@ class IdleThread:
             return None
         manager.context.trim(0)
         _log.debug(
-            "idle: trimmed, %d pages stay", sum(one.reclaimer.device_pages for one in groups)
+            "idle: trimmed, %d pages remain", sum(one.reclaimer.device_pages for one in groups)
         )
         return False
 

@@ -315,14 +315,15 @@ def check_places(group: Group, slot: Slot) -> list[str]:
     found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
     for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:
-            found.append(f"{name}: pages {low} to {high} noted in {tier}, mapped {slot.mapped}")
+            found.append(f"{name}: pages {low} to {high} recorded in {tier}, mapped {slot.mapped}")
         elif slot.job is None:
             found += [f"{name}: {text}" for text in _check_memory(group, slot, low, high, tier)]
     if _elsewhere(slot):
-        found.append(f"{name}: its shared pages are in other memory than noted")
+        found.append(f"{name}: its shared pages are not in the recorded tiers")
     if slot.active and tier_map.off_device_end > slot.granted and not slot.stale:
         found.append(
-            f"{name}: pages up to {tier_map.off_device_end} are off_device, {slot.granted} granted"
+            f"{name}: pages up to {tier_map.off_device_end} are off the device, "
+            f"{slot.granted} granted"
         )
     return found
 
@@ -345,7 +346,7 @@ def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> 
         pages.drop()
         peer = tier.location is Location.PEER
         if (info.location, info.device if peer else 0) != tier:
-            found.append(f"tensor {tensor}, pages {low} to {high} lie elsewhere than in {tier}")
+            found.append(f"tensor {tensor}, pages {low} to {high} are not in {tier}")
     return found
 
 
@@ -362,7 +363,7 @@ def check_away(group: Group) -> list[str]:
     found = []
     own = group.own_off_device()
     if group.reclaimer.own_off_device not in (None, own):
-        found.append(f"requests own {own[0]} pages per tensor outside the device")
+        found.append(f"requests own {own[0]} pages per tensor off the device")
     recorded = group.reclaimer.off_device
     for tier in {*counted, *recorded}:
         if (pages := counted[tier] * tensors) != recorded[tier]:

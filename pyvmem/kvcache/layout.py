@@ -108,8 +108,8 @@ class Layout:
         self.block = BLOCK_BYTES // page_size if entries and used >= BLOCK_BYTES else 0
         if self.block and self.slot_bytes % BLOCK_BYTES:
             raise invalid(
-                f"packed_slots: slots of {used} bytes are not whole blocks of {BLOCK_BYTES}, which "
-                "a context with large entries needs",
+                f"packed_slots: slots of {used} bytes are not a multiple of {BLOCK_BYTES} bytes, "
+                "as a context with large entries requires",
                 size=used,
                 limit=BLOCK_BYTES,
             )

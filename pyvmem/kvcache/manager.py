@@ -150,7 +150,7 @@ class Manager:
         if self.closed or self._closing:
             state = "closed"
             if not self.closed:
-                state = "half closed: an exception interrupted close, call it again"
+                state = "half closed: an exception interrupted close; call close again"
             raise BadHandle(f"the {self._name} is {state}", errno=errno.EBADF, op=self._name)
         if not self.context.is_open:
             self.context.stats()  # raises if closed, or in a forked child

@@ -24,7 +24,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
     context, journal = groups[0].context, groups[0].journal
     total, known, texts = context.stats().mappings, 0, []
     if not context.info.max_mappings:
-        return f"{total} are the context's"
+        return f"the context has {total}"
     caches: dict[PrefixCache, list[Group]] = {}  # groups of the same cache share a PrefixCache
     for one in journal.recoverables:
         if isinstance(one, Group) and one.context is context:
@@ -36,7 +36,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
         texts.append(f"{name} has about {taken} for requests and {idle} for unowned pages")
         known += taken + idle
     if total > known:
-        texts.append(f"{total - known} are others' in the context, or of recorded prefixes")
+        texts.append(f"other users of the context and recorded prefixes have {total - known}")
     share = groups[0].reclaimer.share
     engines = [] if share is None else share.engines()
     texts += [f"{name} has {count}" for name, count in sorted(engines, key=lambda one: -one[1])]

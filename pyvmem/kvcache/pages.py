@@ -430,7 +430,7 @@ class SharedPages:
             want: dict[Block, list[int]] = {block: [0] * block.pages for block in self.blocks}
             for block, low, high in (part for span in spans for part in span.parts):
                 if block not in want:
-                    found.append(f"a span names a block of {block.pages} pages that is gone")
+                    found.append(f"a span refers to a freed block of {block.pages} pages")
                     continue
                 for page in range(low, high):
                     want[block][page] += 1
@@ -440,7 +440,7 @@ class SharedPages:
         late = sum(part.high - part.low for part in self.unheld)
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
-            found.append(f"shared pages per tensor: {live} counted, others are live")
+            found.append(f"{live} shared pages per tensor counted, but others are live")
         here = [block for block in self.blocks if not block.off_device]
         if self.pages != sum(block.live for block in here):
             found.append(f"{self.pages} shared pages per tensor, but the blocks differ")

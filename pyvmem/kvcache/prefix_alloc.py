@@ -58,7 +58,7 @@ def alloc_prefix(
         try:
             held = _load(groups, begun, match)
         except FAILURES as error:
-            warn(_log, "prefixes", "a prefix is lost that was in host memory: %s", error)
+            warn(_log, "prefixes", "a prefix in host memory was lost: %s", error)
             release(groups, begun, None)
             prefixes.host.drop(prefixes.in_host(match))
             match.in_host = 0  # do not try again

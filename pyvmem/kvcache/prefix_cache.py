@@ -735,7 +735,7 @@ class PrefixCache:
             wanted[node] = wanted.get(node, 0) + 1
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
-                found.append(f"{node!r} has {node.pins} pins, unlike slots and leases")
+                found.append(f"{node!r} has {node.pins} pins, which differs from slots and leases")
             for place, span in enumerate(node.span.each):
                 missing = node.span.missing(place)
                 if missing < 0 or (missing and place not in self._sliding):

@@ -138,7 +138,7 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
     own = tokens.namespace if isinstance(tokens, TokenIds) else None
     if own is None or namespace is None or namespace == own:
         return own if namespace is None else namespace
-    raise invalid(f"namespace {namespace!r:.40}: the ids are of {own!r:.40}")
+    raise invalid(f"namespace {namespace!r:.40}: the ids belong to {own!r:.40}")
 
 
 def _encode(tokens: Any) -> bytes:
@@ -715,7 +715,7 @@ class PrefixTree(Generic[S]):
     def _own(self, node: Node[S]) -> None:
         """Raises InvalidArgument for a root, an evicted node, or a node of another tree."""
         if node not in self:
-            raise invalid(f"the prefix of {node.end} tokens was evicted, or is of another tree")
+            raise invalid(f"the prefix of {node.end} tokens is not in this tree, or was evicted")
 
 
 def _check(tree: PrefixTree[S]) -> list[str]:
@@ -731,7 +731,7 @@ def _check(tree: PrefixTree[S]) -> list[str]:
         if getattr(tree, name) != value:
             found.append(f"{name} is {getattr(tree, name)}; the nodes have {value}")
     if tree._order.keys() != set(nodes):
-        found.append(f"{len(tree)} nodes are in the order of use, of {len(nodes)}")
+        found.append(f"the order of use has {len(tree)} nodes, the tree {len(nodes)}")
     for (namespace,), root in tree.roots.items():
         of = "" if namespace is None else f" of {namespace!r:.40}"
         if root.namespace != namespace or root.parent is not None:
@@ -748,9 +748,9 @@ def _node(tree: PrefixTree[S], node: Node[S]) -> list[str]:
     if node.units < 1 or len(node._run) != node.units * width:
         found.append(f"{len(node._run)} bytes of tokens are not {node.units} units, or none")
     if parent._children.get(node._run[:width]) is not node:
-        found.append("its parent has it under another unit")
+        found.append("its parent lists it under another unit")
     if node.end != parent.end + node.units * tree.unit:
         found.append(f"its parent ends at token {parent.end}")
     if node.namespace != parent.namespace:
-        found.append(f"its namespace is {node.namespace!r:.40}, its parent's another")
+        found.append(f"its namespace is {node.namespace!r:.40}, its parent's differs")
     return found

@@ -137,9 +137,9 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
         reclaimer = groups[0].reclaimer
         room = held + reclaimer.obtainable({})
         raise OutOfMemory(
-            f"reqid {slots[0].index}: {held} unshared pages, but to be swapped in its "
-            f"{length} tokens need {needed} for a moment, and only {room} are obtainable; free "
-            "it and compute it again",
+            f"reqid {slots[0].index} has {held} unshared pages, but swapping in its {length} "
+            f"tokens temporarily needs {needed}, and only {room} are obtainable; free it and "
+            "recompute it",
             errno=errno.ENOMEM,
             op="KVCache.swap_out",
             limit=room,

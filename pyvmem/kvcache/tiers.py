@@ -43,7 +43,7 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
     if place is None:
         raise invalid(f"location {location!r} is not one of {', '.join(map(repr, names))}")
     if place is not Location.PEER and device is not None:
-        raise invalid(f"device {device!r}: a location of {place.name.lower()!r} takes no device")
+        raise invalid(f"device {device!r}: location {place.name.lower()!r} takes no device")
     info = group.context.info
     if place is not Location.DEVICE:
         (HOST_PAGES if place is Location.HOST else PEER_PAGES).require(info, "move")

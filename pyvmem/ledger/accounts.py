@@ -155,8 +155,8 @@ def private(folder: Path) -> Path:
         raise LedgerError(f"{folder}: {error.strerror}", errno=error.errno or errno.EIO) from error
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise AccessDenied(
-            f"{folder}: of user {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; expected "
-            f"user {os.getuid()}, and nobody else who may write",
+            f"{folder}: owner {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; expected "
+            f"owner {os.getuid()} and no write permission for others",
             errno=errno.EACCES,
         )
     return folder
@@ -171,8 +171,8 @@ def device_of(name: str, uuid: str) -> str:
     """
     if " MIG " in f" {name} ":
         raise NotSupported(
-            f"{name}: a GPU in MIG mode: its instances have one UUID and memory of their own, "
-            "which the ledger cannot tell apart; nvidia-smi -mig 0 ends that mode",
+            f"{name}: the GPU is in MIG mode; its instances share a UUID but not memory, so the "
+            "ledger cannot tell them apart; nvidia-smi -mig 0 disables MIG mode",
             errno=errno.EOPNOTSUPP,
         )
     return uuid or "host"
@@ -293,7 +293,7 @@ class Ledger(Closable):
         self, device: str, capacity: int = 0, folder: Path | None = None, *, create: bool = True
     ) -> None:
         if not re.fullmatch(r"[\w-]{1,64}", device):
-            raise InvalidArgument(f"device {device!r}: not a device's name", errno=errno.EINVAL)
+            raise InvalidArgument(f"device {device!r}: not a valid device name", errno=errno.EINVAL)
         self.path = private(folder or default_folder()) / f"{device}.ledger"
         self._thread_lock = threading.RLock()
         self._stuck = False  # the last attempt to lock timed out
@@ -327,7 +327,7 @@ class Ledger(Closable):
             fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise LedgerError(
-                f"{self.path} cannot be made: {error.strerror}", errno=error.errno or errno.EIO
+                f"{self.path} cannot be created: {error.strerror}", errno=error.errno or errno.EIO
             ) from error
         try:
             # Allocate now: if the file system is full, a store to a hole in the file raises SIGBUS.
@@ -337,7 +337,7 @@ class Ledger(Closable):
                 os.link(part, self.path)
         except OSError as error:
             raise LedgerError(
-                f"{self.path}: {_SIZE} bytes cannot be had: {error.strerror}",
+                f"{self.path}: cannot allocate {_SIZE} bytes: {error.strerror}",
                 errno=error.errno or errno.EIO,
                 bytes=_SIZE,
             ) from error
@@ -349,12 +349,12 @@ class Ledger(Closable):
         state = os.fstat(self._fd)
         if state.st_uid != os.getuid() or state.st_mode & 0o077:
             raise AccessDenied(
-                f"{self.path}: of user {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; "
-                f"expected user {os.getuid()}, mode 600",
+                f"{self.path}: owner {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; "
+                f"expected owner {os.getuid()}, mode 600",
                 errno=errno.EACCES,
             )
         head = os.pread(self._fd, _HEAD.size, 0)
-        advice = "end the engines that use it, then remove the file"
+        advice = "stop the engines that use it, then remove the file"
         if state.st_size != _SIZE or len(head) < _HEAD.size or head[:8] != _MAGIC:
             raise LedgerError(
                 f"{self.path} is not a ledger, or is damaged: {advice}", errno=errno.EIO
@@ -362,7 +362,7 @@ class Ledger(Closable):
         _, version, slots, _ = _HEAD.unpack(head)
         if (version, slots) != (_VERSION, _SLOTS):
             raise LedgerError(
-                f"{self.path} is of version {version}, this pyvmem knows {_VERSION}: {advice}",
+                f"{self.path} has version {version}, but this pyvmem supports {_VERSION}: {advice}",
                 errno=errno.EPROTO,
                 limit=_VERSION,
             )
@@ -376,8 +376,8 @@ class Ledger(Closable):
             running = ", ".join(self._name(slot) for slot in self.live())
             if running:
                 raise InvalidArgument(
-                    f"VMEM_CAPACITY={capacity}: engines run that agreed on "
-                    f"{before or 'as much as the device has'} ({running})",
+                    f"VMEM_CAPACITY={capacity}: running engines use "
+                    f"{before or 'all of the device'} ({running})",
                     errno=errno.EINVAL,
                     bytes=capacity,
                     limit=before,
@@ -465,8 +465,8 @@ class Ledger(Closable):
             if time.monotonic() >= end:
                 self._stuck = True
                 raise LedgerHeld(
-                    f"{self.path}: {self._holder()} has the lock and does not release it: it seems "
-                    "suspended (stopped, frozen, in a debugger); resume it or end it",
+                    f"{self.path}: {self._holder()} holds the lock and does not release it: it "
+                    "seems suspended (stopped, frozen, in a debugger); resume or kill it",
                     errno=errno.ETIMEDOUT,
                 )
             time.sleep(pause)
@@ -503,7 +503,7 @@ class Ledger(Closable):
                         stack.enter_context(other.locked())
                     total += other.total(word)
             except VMemError as error:
-                warn(_log, "ledger", "another device's ledger is left out: %s", error)
+                warn(_log, "ledger", "another device's ledger is ignored: %s", error)
         return total
 
     @property
@@ -607,7 +607,7 @@ class Ledger(Closable):
         """
         if not name.isprintable() or not 0 < len(name.encode()) < _NAME_SIZE:
             raise InvalidArgument(
-                f"name {name!r:.80}: expected 1 to {_NAME_SIZE - 1} bytes that can be shown",
+                f"name {name!r:.80}: expected 1 to {_NAME_SIZE - 1} bytes of printable characters",
                 errno=errno.EINVAL,
             )
         if not 0 <= floor <= limit < 1 << 63 or not max(least, virtual) < 1 << 63:
@@ -618,7 +618,7 @@ class Ledger(Closable):
             )
         with self._joining(host) as beside, self.locked():
             if self._mine >= 0:
-                raise InvalidArgument("this ledger object has an account", errno=errno.EINVAL)
+                raise InvalidArgument("this Ledger has already joined", errno=errno.EINVAL)
             live = self.live()
             taken = [slot for slot in live if self._name(slot) == name]
             if taken:
@@ -631,15 +631,15 @@ class Ledger(Closable):
             if self.capacity and kept + floor > self.capacity:
                 raise InvalidArgument(
                     f"VMEM_FLOOR={floor}: the device has {self.capacity} bytes for all engines, of "
-                    f"which the floors of others keep {kept}",
+                    f"which other engines' floors reserve {kept}",
                     errno=errno.EINVAL,
                     bytes=floor,
                     limit=self.capacity - kept,
                 )
             if self.capacity and kept + least > self.capacity:
                 raise InvalidArgument(
-                    f"{name!r} needs {least} bytes to run: the device has "
-                    f"{self.capacity} for all engines, of which the floors of others keep {kept}",
+                    f"{name!r} needs {least} bytes to run: the device has {self.capacity} for all "
+                    f"engines, of which other engines' floors reserve {kept}",
                     errno=errno.EINVAL,
                     bytes=least,
                     limit=self.capacity - kept,

@@ -38,20 +38,20 @@ REVISION = "v1"
 GAUGES = {
     "used": "Memory behind the KV cache, in bytes of one device.",
     "in_use": "The part that requests hold.",
-    "cached": "The part that holds prefixes of no request.",
+    "cached": "The part that holds prefixes without a request.",
     "host": "Host memory for KV offloading, or for prefixes.",
     "host_cached": "The part that holds prefixes.",
-    "limit": "The most that the engine may have.",
-    "floor": "What other engines leave to it.",
-    "want": "What its requests are short of.",
-    "handles": "Mappings of the driver.",
-    "asleep": "1: it was ordered to sleep.",
+    "limit": "Maximum memory of the engine.",
+    "floor": "Memory that other engines must leave for it.",
+    "want": "Memory that its requests are short of.",
+    "handles": "Driver mappings.",
+    "asleep": "1 if the engine was ordered to sleep.",
 }
 COUNTERS = {
-    "maps": "Calls that mapped.",
-    "waits": "Steps that waited for one.",
-    "hits": "Tokens found among prefixes.",
-    "queries": "Tokens looked for among prefixes.",
+    "maps": "Map calls.",
+    "waits": "Steps that waited for a map call.",
+    "hits": "Tokens found in the prefix cache.",
+    "queries": "Tokens looked up in the prefix cache.",
 }
 _NO_BYTES = ("handles", "asleep")
 
@@ -146,9 +146,9 @@ def _words(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise _Refused(400, f"the body: expected JSON: {error}") from error
+        raise _Refused(400, f"request body: invalid JSON: {error}") from error
     if not isinstance(found, dict) or not found:
-        raise _Refused(400, f"the body: expected an object with some of {', '.join(_FIELDS)}")
+        raise _Refused(400, f"request body: expected an object with some of {', '.join(_FIELDS)}")
     words = {}
     for key, value in found.items():
         if key not in _FIELDS:

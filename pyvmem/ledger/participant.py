@@ -92,6 +92,6 @@ def _run(tend: Callable[[], bool], ended: Flag) -> None:
             warn(
                 _log,
                 "ledger",
-                "a participant of the ledger: %s; it will be tried again",
+                "the ledger thread failed and will retry: %s",
                 repr(error),
             )

@@ -169,12 +169,12 @@ def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None)
     name = name or engine_name(Path(sys.argv[0]).stem or "python", f"-{os.getpid()}")
     if isinstance(what, Budget):
         if what.on_ledger:
-            raise _refused(f"{name!r}: the Budget is in a ledger already")
+            raise _refused(f"{name!r}: the Budget is already in a ledger")
         limit = most = what.total_bytes
         floor, least = 0, what.least_bytes
     else:
         if what.budget is not None:
-            raise _refused(f"{name!r}: the cache shares a Budget; announce that, as one for all")
+            raise _refused(f"{name!r}: the cache shares a Budget; announce the Budget instead")
         layout = what.layout
         limit = what.stats().total_pages * layout.page_size
         most, floor = max(limit, layout.total_bytes), 0
