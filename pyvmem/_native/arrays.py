@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tensors and buffers over addresses (_dlpack.c)."""
+"""Tensors and buffers over raw addresses (_dlpack.c)."""
 
 from __future__ import annotations
 

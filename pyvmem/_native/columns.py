@@ -145,7 +145,7 @@ class Columns:
         needs: rows for which the last `scan` wanted pages, including a prefill's over-read rows.
         capacity: rows for which each slot has pages.
         calls, joined: see `kvcache.runs.Runs`.
-        named: 1 if the last `scan` got a length above 0 for the slot.
+        named: 1 if the last `scan` was passed a length above 0 for the slot.
         place: struct pyvmem_place.
         runs: struct pyvmem_runs, for `plan` and `goals`.
     """
@@ -187,7 +187,7 @@ class Columns:
         setattr(struct, name, at)
 
     def scan(self, lengths: list[int]) -> tuple[array[int], int, list[int]] | int:
-        """Computes the rows of every slot after a step, and the slots that lack pages.
+        """Computes every slot's rows after a step, and finds the slots that need more pages.
 
         A slot keeps its rows if its length is below their number.
 
@@ -318,7 +318,7 @@ def extend(
         waits: the call's time is added to it.
 
     Raises:
-        VMemError: the batch failed; nothing changed.
+        VMemError: the batch failed; nothing has changed.
     """
     groups = ffi.new("struct pyvmem_grown[]", len(columns))
     for group, one in zip(groups, columns, strict=True):

@@ -148,8 +148,7 @@ def warm(vm: int, size: int) -> None:
 
 
 def trim(vm: int, keep: int) -> int:
-    """Gives empty slabs back to the driver while `keep` bytes stay free; returns the bytes given
-    back."""
+    """Gives empty slabs back to the driver while `keep` bytes stay free; returns their size."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_trim, vm, keep, out)
     freed: int = out[0]
@@ -157,8 +156,7 @@ def trim(vm: int, keep: int) -> int:
 
 
 def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
-    """Gives `want` bytes back to the driver, moving pages out of sparsely used slabs; returns the
-    bytes."""
+    """Gives back `want` bytes, moving pages out of sparsely used slabs; returns the bytes freed."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_compact, vm, want, after[0], after[1], 0, out)
     freed: int = out[0]

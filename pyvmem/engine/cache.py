@@ -217,7 +217,7 @@ class RequestCache(Closable):
         want = min(length + room, self.max_seq_len)
         self._clear_prefix(prefix, stream)
         with self._turns, self._journal:
-            key_of(prefix.namespace)  # it is open
+            key_of(prefix.namespace)  # raises if it is closed
             try:
                 fits = cache.can_admit([want], [prefix.match])
             except PrefixEvicted:
@@ -272,7 +272,7 @@ class RequestCache(Closable):
             namespace = prompt.namespace
             self._clear_prefix(prompt, stream)
             with self._turns, self._journal:
-                key_of(namespace)  # it is open
+                key_of(namespace)  # raises if it is closed
                 begun = self._take_slot(prompt, stream)
                 if begun is None:
                     return self._shortage({}, prompt.length, match=prompt.match)
@@ -284,8 +284,8 @@ class RequestCache(Closable):
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """Allocates a slot with a prompt's prefix; returns slot and rows, or None if short (lease
-        kept)."""
+        """Allocates a slot with a prompt's prefix; returns slot and rows. None: short, lease
+        kept."""
         begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:
             prefix.renew()
@@ -488,7 +488,7 @@ class RequestCache(Closable):
         """Restores a swapped request, into any slot.
 
         Args:
-            request: is running again afterwards, with the rows it had.
+            request: the request; afterwards it is running again, with its rows.
             stream: the stream that will use the rows. The call waits for its work and for the copy.
 
         Returns:
@@ -607,7 +607,8 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_lengths(self, lengths: Mapping[Request, int]) -> None:
-        """Raises TypeError for an object that is not a mapping, and Busy as `_refuse_busy`."""
+        """Raises TypeError for an object that is not a mapping, and the errors of
+        `_refuse_busy`."""
         if not hasattr(lengths, "values"):
             raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         self._refuse_busy(*lengths)
@@ -631,7 +632,8 @@ class RequestCache(Closable):
         return request.slot
 
     def _slots(self, requests: Collection[Request]) -> list[int]:
-        """The slots of requests; if all are running, as in every step, one check covers all."""
+        """Returns the slots of requests; if all are running, as in every step, one check covers
+        all."""
         if self._requests.keys() >= set(requests):
             running = State.RUNNING
             slots = [

@@ -21,7 +21,7 @@ class Generation(NamedTuple):
     """The cache's key for a namespace; other processes use only the name.
 
     Attributes:
-        name: the caller's.
+        name: as passed by the caller.
         number: unique among the namespaces of the cache.
     """
 
@@ -38,7 +38,7 @@ class Namespace:
     namespace, so that a reloaded adapter does not get rows computed by its predecessor.
 
     Attributes:
-        name: the caller's.
+        name: as passed by the caller.
         generation: unique among the namespaces of the cache.
         is_open: False once closed.
     """

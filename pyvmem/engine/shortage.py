@@ -10,8 +10,8 @@ __all__ = ["Shortage"]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Says that memory, slots or mappings are short. The call changed nothing, except that it may
-    have reclaimed idle memory.
+    """Reports that memory, slots or mappings are short. The call changed nothing, except that it
+    may have reclaimed idle memory.
 
     Calls of `RequestCache` return a `Shortage` instead of raising, so one test works for all:
     ``isinstance(result, Shortage)``. It is truthy: ``while short := cache.extend(...):`` preempts

@@ -418,7 +418,7 @@ class Share:
 
     @property
     def ceiling(self) -> int:
-        """Most bytes that the cache may use."""
+        """Maximum bytes that the cache may use."""
         return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
@@ -430,7 +430,7 @@ class Share:
         return (budget.total_bytes if budget._ledger is None else budget.granted_bytes) - taken
 
     def total(self) -> int:
-        """Returns the bytes of the whole budget."""
+        """Returns the size of the budget in bytes."""
         return self.budget.total_bytes
 
     def beyond(self) -> int:
@@ -514,8 +514,7 @@ class Share:
         return found
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the other caches start unmapping unowned pages until `nbytes` will be
-        freed.
+        """Makes the other caches start unmapping unowned pages, enough to free `nbytes`.
 
         `keep`: slots, and the pages per tensor that each must keep. `now`: see
         `Reclaimer.unmap`.
@@ -600,8 +599,7 @@ class OnLedger(Participant):
 
     Args:
         ledger: the ledger of the context's device; closed by `close`.
-        context: the budget's.
-        free: returns the device's free memory; None: unknown, and the ledger alone counts.
+        context: the budget's context.
         name, floor, limit: as in `Ledger.join`.
 
     Raises:
@@ -669,7 +667,7 @@ class OnLedger(Participant):
             self.account.give(nbytes)
 
     def balance(self, spare: int) -> None:
-        """Keeps the headroom between half and twice its target; `spare`: the present headroom."""
+        """Keeps the headroom between half and twice its target; `spare`: the current headroom."""
         if spare < self.headroom // 2:
             self.take(self.headroom // 2 - spare)
         elif spare > 2 * self.headroom:

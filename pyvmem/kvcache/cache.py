@@ -164,9 +164,8 @@ class KVCache(MustClose):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
     Every request has a slot (its reqid) in every tensor. `step` is passed the number of tokens that
-    each slot must hold, and maps the missing pages; 0 leaves a request that is not part of this
-    step as it is. A request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An
-    engine's loop:
+    each slot must hold, and maps the missing pages; 0 means that the request is not part of this
+    step. A request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
         if cache.step(seq_lens) == -1: ...     # preempt a request and retry
@@ -193,7 +192,7 @@ class KVCache(MustClose):
 
     Raises:
         InvalidArgument: a value that the context does not support, such as the page size.
-        VMemError: the context could not be opened, or the addresses not be reserved.
+        VMemError: the context could not be opened, or addresses could not be reserved.
     """
 
     config: KVCacheConfig
@@ -300,7 +299,7 @@ class KVCache(MustClose):
         the slot is in flight.
 
         Args:
-            reqid: as `alloc_reqid` returned it.
+            reqid: the request's reqid, from `alloc_reqid`.
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
                 event recorded after it, or an `FdEvent`; None: torch's current stream, ignored on
                 host. For other accepted objects and the rules with CUDA graphs, see
@@ -312,8 +311,8 @@ class KVCache(MustClose):
             namespace: as in `record`.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken; bad tokens or namespace; the stream
-                is being captured into a CUDA graph, or is not a stream (`NotGpuWork`).
+            InvalidArgument: no such reqid, or it is free; bad tokens or namespace; the stream is
+                being captured into a CUDA graph, or is not a stream (`NotGpuWork`).
             VMemError: the rows could not be recorded; the request was not freed.
         """
         with self._lock, self._journal:
@@ -358,7 +357,7 @@ class KVCache(MustClose):
             TooManyMappings: splitting a mapping needs one more, and the context has none left;
                 nothing has changed. `free_reqid` needs none.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
-            VMemError: the driver failed; nothing changed.
+            VMemError: the driver failed; nothing has changed.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
@@ -598,9 +597,9 @@ class KVCache(MustClose):
             stream: as in `free_reqid`.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken.
-            OutOfMemory: rows have left a window, and memory for the pages of all tokens, which
-                `swap_in` needs temporarily, is short; nothing has changed.
+            InvalidArgument: no such reqid, or it is free. OutOfMemory: rows have left a window, and
+                memory for the pages of all tokens, which `swap_in` needs temporarily, is short;
+                nothing has changed.
             MemoryError: host memory is short; nothing has changed. VMemError: as for `step`;
                 nothing has changed.
         """
@@ -865,7 +864,7 @@ class KVCache(MustClose):
         """True if unmapped rows read as zeros, even while memory grows concurrently.
 
         Requires `KVCacheConfig.sparse` and a back end that atomically replaces the zeros with a
-        page (`pyvmem.Caps.SPARSE_ATOMIC`); ``stock`` does not.
+        page (`pyvmem.Caps.SPARSE_ATOMIC`), which excludes ``stock``.
         """
         return all(view.safe_overread for view in self.caches)
 

@@ -150,8 +150,8 @@ class KVCacheConfig:
         keep_mapped: prefixes that `KVCache.free_reqid` records stay mapped in the freed slot,
             read-only, until evicted or slots become scarce: the next turn of a conversation gets
             that slot without a driver call.
-        reclaim_steps: unmap pages of slots that have been free for this many steps; 0: regardless
-            of age, never.
+        reclaim_steps: unmap pages of slots that have been free for this many steps; 0: do not unmap
+            pages because of age.
         eager_pages: keep one free slot with this many pages per tensor mapped, prepared in the
             background while memory is ample and nothing else is being mapped.
         low_watermark: with less than this fraction of the memory free, pages of free slots are

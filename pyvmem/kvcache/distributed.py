@@ -5,11 +5,12 @@ When the caches are created, the ranks agree on the number of pages of each cach
 any rank could allocate on its device. Every rank keeps that memory from then on. After that each
 rank decides by itself, and all decide the same, because results depend only on the calls:
 
-- slots are chosen by the order in which they were freed (`LockstepTable`), not by their pages; -
-memory suffices if and only if the pages that requests own fit the budget. Which unowned pages are
-unmapped to make room, and when, may differ between ranks but never changes a result; - recorded
-prefixes are evicted only when free slots have no pages left, in order of last use, which only calls
-change; - calls that share, swap or admit first wait for growth that a `step_async` started.
+- slots are chosen by the order in which they were freed (`LockstepTable`), not by their pages;
+- memory suffices if and only if the pages that requests own fit the budget. Which unowned pages are
+  unmapped to make room, and when, may differ between ranks but never changes a result;
+- recorded prefixes are evicted only when free slots have no pages left, in order of last use, which
+  only calls change;
+- calls that share, swap or admit first wait for growth that a `step_async` started.
 
 Driver mappings are an exception: how many a request's pages need depends on their physical
 placement. A rank that runs out of them in a `step` raises TooManyMappings, and `check_step` undoes
@@ -180,7 +181,7 @@ class Ranks:
         return f"<Ranks: rank {self.rank} of {self.size}>"
 
     def maxima(self, values: Sequence[int]) -> list[int]:
-        """Returns each number's maximum over the ranks, by one all_reduce."""
+        """Returns each number's maximum over the ranks, with one all_reduce."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return [int(value) for value in tensor.tolist()]
@@ -366,11 +367,10 @@ def _compared(
 
 
 class ParallelKVCache(KVCache):
-    """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
-
+    """A `KVCache` on every rank of a group. Every rank must make the same calls in the same order.
     Construction, `check_step`, `together` and `recover` are collectives; nothing else communicates.
-    This includes calls that share and swap. Their results are per rank: a `SwappedRequest` must be
-    swapped in on every rank, or closed on every rank.
+    The results of calls belong to a rank: a `SwappedRequest`, for example, must be swapped in on
+    every rank, or closed on every rank.
 
     An argument is rejected on every rank, before anything changes; this does not poison the rank,
     and rejections are compared like results. Every other exception *poisons* the rank: from then on
@@ -451,7 +451,8 @@ class ParallelKVCache(KVCache):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Returns memory beyond what all ranks have, and creates the cache with what is left."""
+        """Returns memory that not all ranks have to the device, and creates the cache with the
+        remainder."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -589,7 +590,7 @@ class ParallelKVCache(KVCache):
             if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
                     # until the step is undone
-                    self._poison(_Broken("interrupted"), "taking a step back")
+                    self._poison(_Broken("interrupted"), "undoing a step")
                     self._take_back()
                     manager.failure = None
                     raise _too_many(
@@ -613,7 +614,7 @@ class ParallelKVCache(KVCache):
         reduces `status` itself.
 
         Raises:
-            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
+            TooManyMappings, RankFailed, RanksDiffer: as for `agree`, on every rank.
         """
         with self._learning("check_step"):
             self._agree(*self._ranks.maxima(self.status()))
@@ -631,7 +632,7 @@ class ParallelKVCache(KVCache):
         blocks until the other ranks reach theirs, or exit.
 
         Raises:
-            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
+            TooManyMappings, RankFailed, RanksDiffer: as for `agree`, on every rank.
         """
         try:
             yield
@@ -705,7 +706,7 @@ class ParallelKVCache(KVCache):
         two.
 
         Raises:
-            RankFailed, RanksDiffer: as `agree`, on every rank.
+            RankFailed, RanksDiffer: as for `agree`, on every rank.
         """
         answer = -1
         try:
@@ -766,7 +767,7 @@ class ParallelKVCache(KVCache):
             group.reclaimer.raise_errors()
             group.pager.runs.relieve()
         except Exception as error:
-            self._poison(error, "taking a step back")
+            self._poison(error, "undoing a step")
             raise
         self._ahead, self._before = False, None
 

@@ -84,7 +84,7 @@ class PriorWork:
         over: True if known to be complete; always True on the host, except for an `FdEvent`.
 
     Raises:
-        NotGpuWork: it names no GPU work.
+        NotGpuWork: `stream` does not stand for GPU work.
     """
 
     __slots__ = ("_device", "_event", "_work", "over")
@@ -108,7 +108,7 @@ class PriorWork:
         """Returns the event for the work, the same in every call; None if the work is complete.
 
         Raises:
-            InvalidArgument: the stream is being captured. BadHandle: the descriptor is closed.
+            InvalidArgument: the stream is being captured. BadHandle: the file descriptor is closed.
         """
         if self.over or self._event is not None:
             return None if self.over else self._event
@@ -157,7 +157,7 @@ def is_over(event: Any) -> bool:
 
 
 def prune(events: list[Any]) -> list[Any]:
-    """Returns the events that are not known to be complete."""
+    """Returns the events that may not be complete."""
     return [event for event in events if not is_over(event)] if events else events
 
 

@@ -49,7 +49,7 @@ class CacheMemory(Facet):
         """The number of physical pages that the cache could allocate without reclaiming any.
 
         A request can also get `CacheStats.cached_pages`, which are reclaimed when needed. With a
-        budget, these are the pages that the other caches currently leave free.
+        budget, this is the number of pages that the other caches currently leave free.
         """
         with self._lock, self._journal:
             return admission.free_pages(self._open())
@@ -64,7 +64,7 @@ class CacheMemory(Facet):
                 counted.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or a length out of range.
+            InvalidArgument: no such reqid, it is free, or a length out of range.
         """
         with self._lock, self._journal:
             pages = admission.missing(self._open(), reqid, seq_len, match)
@@ -81,7 +81,7 @@ class CacheMemory(Facet):
     def for_truncate(self, reqid: int, length: int) -> int:
         """Returns the bytes that `truncate` to `length` tokens needs for copies.
 
-        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
+        Raises InvalidArgument for a reqid that does not exist or is free, and for more tokens
         than it holds.
         """
         with self._lock, self._journal:
@@ -90,7 +90,7 @@ class CacheMemory(Facet):
     def for_fork(self, reqid: int, count: int, length: int) -> int:
         """Returns the bytes that `fork_many` needs for pages that cannot be shared.
 
-        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
+        Raises InvalidArgument for a reqid that does not exist or is free, and for more tokens
         than it holds.
         """
         with self._lock, self._journal:
@@ -199,7 +199,7 @@ class CacheSlots(Facet):
         With several groups of layers, the minimum over the groups.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken.
+            InvalidArgument: no such reqid, or it is free.
         """
         with self._lock, self._journal:
             groups = self._open()
@@ -213,11 +213,11 @@ class CacheSlots(Facet):
         pages; also if it failed, which the next `step` reports.
 
         Args:
-            reqid: a taken slot.
+            reqid: a slot in use.
             seq_len: tokens, as in `step`.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or a length out of range.
+            InvalidArgument: no such reqid, it is free, or a length out of range.
         """
         with self._lock, self._journal:
             return admission.is_ready(self._open(), reqid, seq_len)

@@ -83,7 +83,7 @@ class Parts:
 def make_parts(
     config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
 ) -> Parts:
-    """Reserves a group's addresses; the journal releases them if the call fails."""
+    """Reserves a group's addresses; the journal frees them if the call fails."""
     info = context.info
     page_size = config.page_size or info.granule
     require_page_size(info, page_size)
@@ -159,16 +159,16 @@ class Group:
         used_tokens: sum of `rows`.
         token_bytes, page_bytes: bytes of a token's rows, or of a page per tensor, over all tensors.
         clock: number of completed steps.
-        mover: copies pages to other memory at the same addresses.
+        mover: replaces pages with copies, possibly in other memory, at the same addresses.
         prefixes: recorded prefixes, shared by all groups of the cache.
         place: index of the group in the cache.
         promoter: copies pages into 2 MiB blocks; None if the layout has no such blocks, or if the
             layers have a window or a state.
         window: unmaps pages that leave the sliding window; None: no window.
-        reclaim_due: the next step calls `reclaim_idle`.
-        unprepared: the next step calls `prepare`.
-        named: the last step had a length above 0, so GPU work may be using that request; set only
-            in the first group.
+        reclaim_due: True if the next step must call `reclaim_idle`.
+        unprepared: True if the next step must call `prepare`.
+        named: True if the last step had a length above 0, so that GPU work may be using a request;
+            set only in the first group.
         idle_step_work: if not `named`, events of earlier GPU work that may not be complete.
     """
 
@@ -242,7 +242,7 @@ class Group:
         """See `Recoverable.failed`."""
         self.reclaimer.errors.append(error)
 
-    # ---- numbers from outside --------------------------------------------------------------------
+    # ---- callers' arguments ----------------------------------------------------------------------
 
     def slot(self, reqid: int, *, taken: bool = True) -> Slot:
         """Returns a slot; raises InvalidArgument if there is none or, with `taken`, if it is

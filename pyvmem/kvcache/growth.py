@@ -118,7 +118,7 @@ class Pager:
         own = self.granted_pages - reclaimer.slid - shared.uses - shared.off_device_uses
         return own + shared.used
 
-    # ---- numbers from outside --------------------------------------------------------------------
+    # ---- callers' arguments ----------------------------------------------------------------------
 
     def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
         """Validates a step's lengths and finds the slots that need more pages.
@@ -807,7 +807,8 @@ def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
     copies: list[Sequence[Mover | Share]] = [[], [pager.mover for pager, _ in needs]]
     if others is not None:
         copies.append([others])
-    for group in copies:  # cancel promotions in one set after the other, only while memory is short
+    # cancels promotions of one set after another, only while memory is still short
+    for group in copies:
         stopped = [one.stop_promoting() for one in group]
         if stopped and True not in stopped:
             continue
@@ -873,7 +874,7 @@ def reclaim_after(
 
 
 def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
-    """Reclaims what each group is short of, then what all together are. False: nothing was
+    """Reclaims what each group is short of, then what the groups together are. False: nothing
     freed."""
     back, nbytes, first = False, 0, needs[0][0].reclaimer
     for pager, pages in needs:

@@ -92,7 +92,7 @@ class HostPrefixes:
         ]
         self._unit_pages = unit_pages
         self._ends = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
-        self._cell = size = sum(sizes) or 1  # 0 if all layers have a state
+        self._cell = size = sum(sizes) or 1  # the sum is 0 if all layers have a state
         if 0 < limit < size:
             raise invalid(
                 f"host_prefixes {limit} is less than the rows of a sharing unit, {size} bytes",

@@ -84,7 +84,8 @@ class LayeredCache(KVCache):
         return self.caches[place.part].k(place.member)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Returns a layer's values, with heads of `v_head_dim` elements."""
+        """Returns a layer's values, of `v_head_dim` elements; raises InvalidArgument if it has
+        none."""
         place = self._rows_of(layer)[1]
         if place is None:
             raise invalid(f"layer {layer} stores no values")

@@ -13,11 +13,11 @@ memory is short it is unmapped like the pages of a free slot. No call fails beca
 
 The length of a run is a power of two:
 
-- a fraction of the request's pages (`KVCacheConfig.growth_fraction`); - once an eighth of the
-mappings is used, at least so long that the remaining mappings can cover twice the free memory, with
-a quarter of the limit reserved for forks and for a fragmented pool; - at most 2 MiB, and for all
-requests together at most half of the free memory, or all of it once an eighth of the mappings is
-used.
+- a fraction of the request's pages (`KVCacheConfig.growth_fraction`);
+- once an eighth of the mappings is used, at least so long that the remaining mappings can cover
+  twice the free memory, with a quarter of the limit reserved for forks and for a fragmented pool;
+- at most 2 MiB, and for all requests together at most half of the free memory, or all of it once an
+  eighth of the mappings is used.
 
 If that is not enough, a step *joins* requests: pages that were mapped in several pieces but are
 physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are remapped as

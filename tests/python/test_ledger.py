@@ -214,7 +214,7 @@ def test_a_process_that_stands_still_with_the_lock_stops_nobody(
     assert mine.take(4 * GIB)
     with held(folder) as holder:
         assert not mine.take(1)
-        assert f"engine 'holder' (process {holder.pid}) has the lock" in caplog.text
+        assert f"engine 'holder' (process {holder.pid}) holds the lock" in caplog.text
         assert mine.room() == 0
         assert not mine.has_more()
         assert (mine.limit, mine.excess()) == (100 * GIB, 0)
