@@ -522,8 +522,9 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a free reqid.
-            NotSupported: as for `fork`. TooManyMappings: read-only pages need more mappings than
-                the context has left; nothing has changed. `free_reqid` with `tokens` needs none.
+            NotSupported: as for `fork`.
+            TooManyMappings: read-only pages need more mappings than the context has left; nothing
+                has changed. `free_reqid` with `tokens` needs none.
             NotRecoverable, VMemError: as for `fork`.
         """
         work = PriorWork(stream, self._groups[0].device)
@@ -597,11 +598,11 @@ class KVCache(MustClose):
             stream: as in `free_reqid`.
 
         Raises:
-            InvalidArgument: no such reqid, or it is free. OutOfMemory: rows have left a window, and
-                memory for the pages of all tokens, which `swap_in` needs temporarily, is short;
-                nothing has changed.
-            MemoryError: host memory is short; nothing has changed. VMemError: as for `step`;
-                nothing has changed.
+            InvalidArgument: no such reqid, or it is free.
+            OutOfMemory: rows have left a window, and memory for the pages of all tokens, which
+                `swap_in` needs temporarily, is short; nothing has changed.
+            MemoryError: host memory is short; nothing has changed.
+            VMemError: as for `step`; nothing has changed.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(self._manager, waits.before_swap_out, swap.swap_out, reqid, work)
