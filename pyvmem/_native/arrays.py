@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tensors and buffers over addresses (_dlpack.c)."""
+"""Tensors and buffers over raw addresses (_dlpack.c)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pyvmem._vmem import ffi, lib
 
 __all__ = ["buffer_at", "dlpack_capsule"]
 
-# ctypes makes the call with the GIL held, and the reference that it returns is never without an
-# owner: what interrupts the caller drops the capsule, which deletes the tensor.
+# ctypes makes the call with the GIL held, and the returned reference always has an owner: if the
+# caller is interrupted, the capsule is dropped, which deletes the tensor.
 _capsule = ctypes.PYFUNCTYPE(
     ctypes.py_object,
     *(ctypes.py_object, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint8),
@@ -30,7 +30,7 @@ def dlpack_capsule(
     strides: tuple[int, ...],
     versioned: bool,
 ) -> Any:
-    """A capsule with a DLManagedTensor, or DLManagedTensorVersioned, that keeps `owner` alive."""
+    """Returns a capsule with a DLManagedTensor(Versioned) that keeps `owner` alive."""
     dims = (ctypes.c_int64 * (2 * len(shape)))(*shape, *strides)
     first = ctypes.addressof(dims)
     return _capsule(
@@ -41,6 +41,6 @@ def dlpack_capsule(
 
 def buffer_at(addr: int, size: int, owner: object) -> memoryview:
     """Returns a writable memoryview of memory that the CPU can access; keeps `owner` alive."""
-    # The destructor does nothing; it exists to hold a reference to the owner.
+    # The destructor does nothing; it only holds a reference to the owner.
     pointer = ffi.gc(ffi.cast("char *", addr), lambda _, _owner=owner: None)
     return memoryview(ffi.buffer(pointer, size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Calls into C. The only place where an error of libvmem becomes an exception."""
+"""Calls into C; the only place that turns libvmem errors into exceptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 def fail(
     errno: int, text: str, *, op: str = "", addr: int = 0, bytes: int = 0, limit: int = 0
 ) -> NoReturn:
-    """Raises the error class of `errno` for a condition that was found before calling C."""
+    """Raises the error class of `errno` for a condition detected before calling C."""
     raise error_class(errno, op)(text, errno=errno, op=op, addr=addr, bytes=bytes, limit=limit)
 
 
@@ -61,7 +61,7 @@ def call(function: Any, *args: Any) -> None:
 
 
 def sized(declaration: str, op: str = "", **fields: Any) -> Any:
-    """A zeroed structure with its size field set, as vmem.h requires of every structure."""
+    """Returns a zeroed structure with its size field set, as vmem.h requires."""
     struct = ffi.new(declaration)
     struct.size = ffi.sizeof(struct[0])
     for name, value in fields.items():
@@ -73,12 +73,12 @@ def sized(declaration: str, op: str = "", **fields: Any) -> Any:
 
 
 def text_of(chars: Any) -> str:
-    """A C string as a str; names that come from a driver need not be valid UTF-8."""
+    """Converts a C string to a str; a driver's names may be invalid UTF-8."""
     text: str = ffi.string(chars).decode("utf-8", "replace")
     return text
 
 
 def constant(name: str) -> int:
-    """The value of a VMEM_ constant, as the compiler saw it."""
+    """Returns the value of a VMEM_ constant as compiled in."""
     value: int = getattr(lib, name)
     return value

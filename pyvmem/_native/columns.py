@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Looks at every slot, in C (_columns.c).
+"""Scans all slots, in C (_columns.c).
 
-found = columns.scan(lengths)                    # the slots that lack pages for these lengths
-grown = columns.plan(ops)                        # writes their map calls, if that is all to be done
-extend(vm, [columns], ops, n, outcome, waits)    # makes the calls and updates the slots
+found = columns.scan(lengths)                    # slots short of pages for these lengths
+grown = columns.plan(ops)                        # writes their map operations, if those suffice
+extend(vm, [columns], ops, n, outcome, waits)    # runs the batch and updates the slots
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         @property
         def stale(self) -> bool: ...
 
-else:  # called with the GIL, which cffi would release
+else:  # ctypes, since cffi would release the GIL
     _type = ctypes.PYFUNCTYPE(ctypes.py_object)
     Row = _type(int(ffi.cast("uintptr_t", ffi.addressof(lib, "pyvmem_row_type"))))()
 
@@ -77,14 +77,14 @@ class Waits:
         self.struct: Any = ffi.new("struct pyvmem_waits *")
 
     def add(self, ns: int, driver_ns: int) -> None:
-        """Counts a wait of `ns` nanoseconds, of which the driver took `driver_ns`."""
+        """Counts a wait of `ns` nanoseconds, including `driver_ns` in the driver."""
         lib.pyvmem_wait_add(self.struct, ns, driver_ns)
 
 
 class Waiting:
     """Counts a wait, from construction to the end of its ``with`` block.
 
-    A class and not a generator, for speed: every step that maps in more than one call makes one.
+    A class rather than a generator, for speed: every step that needs several map calls creates one.
     """
 
     __slots__ = ("_vm", "_wait", "_waits")
@@ -105,9 +105,9 @@ class Grown(NamedTuple):
     """A planned growth.
 
     Attributes:
-        ops: operations written.
-        added: pages per tensor that it maps, over all slots.
-        reused: pages per tensor that it grants and that were mapped already.
+        ops: number of operations written.
+        added: pages per tensor that it maps, summed over all slots.
+        reused: pages per tensor that it grants and that were already mapped.
         granting: pages per tensor that it grants.
     """
 
@@ -118,7 +118,7 @@ class Grown(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Slots of the last planned growth: each list has an item for each slot that grows.
+    """Slots of the last planned growth; each list has one item per growing slot.
 
     Attributes:
         slots: indices of the slots.
@@ -145,7 +145,7 @@ class Columns:
         needs: rows for which the last `scan` wanted pages, including a prefill's over-read rows.
         capacity: rows for which each slot has pages.
         calls, joined: see `kvcache.runs.Runs`.
-        named: 1 if the last `scan` got a length above 0 for the slot.
+        named: 1 if the last `scan` was passed a length above 0 for the slot.
         place: struct pyvmem_place.
         runs: struct pyvmem_runs, for `plan` and `goals`.
     """
@@ -187,16 +187,16 @@ class Columns:
         setattr(struct, name, at)
 
     def scan(self, lengths: list[int]) -> tuple[array[int], int, list[int]] | int:
-        """Computes the rows of every slot after a step, and the slots that lack pages.
+        """Computes every slot's rows after a step, and finds the slots that need more pages.
 
-        A length below the rows held leaves them.
+        A slot keeps its rows if its length is below their number.
 
         Returns:
             The rows of each slot, in an array that the next `scan` overwrites unless it is assigned
-            to `held_rows`; their sum; and the indices of slots that lack pages, in order. For bad
-            lengths an int instead: the index of an entry that is not an int from 0 to 2**64 - 1;
-            or the number of slots plus the index of an entry that is above a slot's limit, or above
-            0 for a free slot.
+            to `held_rows`; their sum; and the indices of slots short of pages, in ascending order.
+            For bad lengths, an int instead: the index of an entry that is not an int from 0 to
+            2**64 - 1; or the number of slots plus the index of an entry that exceeds the slot's
+            limit or is above 0 for a free slot.
         """
         count = len(self.capacity)
         if len(lengths) != count:
@@ -221,11 +221,11 @@ class Columns:
         return first if swap else second, self._total[0], places
 
     def near(self, ahead: int, room: int) -> list[int]:
-        """Returns slots whose pages end within `ahead` rows after their rows, for the next `plan`.
+        """Returns slots with pages for fewer than `ahead` more rows, for the next `plan`.
 
         Args:
             ahead: rows.
-            room: most pages per tensor that these slots may lack together.
+            room: limit on the pages per tensor that these slots need in total.
         """
         (first, at_first), (_, at_second) = self._rows
         held = at_first if self.held_rows is first else at_second
@@ -240,7 +240,7 @@ class Columns:
             ops: struct vmem_op[], with room for one operation per slot.
 
         Returns:
-            None if a slot needs more than a map call, or more pages are lacking than are free.
+            None if a slot needs more than one map operation, or if too few pages are free.
         """
         growth = self._growth
         if lib.pyvmem_plan(self.runs, self.place, self._at, self._needs, growth, ops):
@@ -250,7 +250,7 @@ class Columns:
 
     @property
     def planned(self) -> Planned:
-        """Slots of the last `plan`."""
+        """Returns the slots of the last `plan`."""
         one, count, unpack = self._growth, self._growth.count, ffi.unpack
         return Planned(
             unpack(one.slot, count),
@@ -267,7 +267,7 @@ class Columns:
         lib.pyvmem_unmaps(self.place, len(slots), at_slots, at_low, new("uint64_t[]", high), ops)
 
     def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
-        """Returns the pages to map for requests that need `pages`; `plan` chooses the same."""
+        """Returns the pages to map for requests that need `pages`, as `plan` would choose them."""
         goals = ffi.new("uint64_t[]", len(pages))
         new = ffi.new
         at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
@@ -297,7 +297,7 @@ class Columns:
 
     @property
     def spare(self) -> int:
-        """Device pages per tensor that slots can lose, including those with an unmap in flight.
+        """Returns the device pages per tensor that slots can give up; counts pages being unmapped.
 
         Excludes slots with a growth in flight.
         """
@@ -311,14 +311,14 @@ def extend(
 
     Args:
         vm: the context.
-        columns: the `Columns` of groups of layers.
+        columns: the `Columns` of each group of layers.
         ops: ``struct vmem_op[]`` with the operations of all groups.
         count: number of operations.
-        outcome: with the edits of the other records.
-        waits: counts the time of the call.
+        outcome: receives the result; holds the edits to all other records.
+        waits: the call's time is added to it.
 
     Raises:
-        VMemError: the batch failed; nothing changed.
+        VMemError: the batch failed; nothing has changed.
     """
     groups = ffi.new("struct pyvmem_grown[]", len(columns))
     for group, one in zip(groups, columns, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Mapping, batches, contents and the pool: one function per function of vmem.h."""
+"""Mapping, batches, memory contents and the pool: one function per function of vmem.h."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def unmap(vm: int, addr: int, size: int) -> None:
 
 
 def new_ops(capacity: int) -> Any:
-    """A zeroed array of struct vmem_op."""
+    """Returns a zeroed array of struct vmem_op."""
     return ffi.new("struct vmem_op[]", capacity)
 
 
 def new_after(items: list[tuple[int, int]]) -> tuple[Any, int]:
-    """An array of struct vmem_after and its length, from (kind, handle) pairs."""
+    """Returns an array of struct vmem_after and its length, from (kind, handle) pairs."""
     array = ffi.new("struct vmem_after[]", len(items))
     for entry, (kind, handle) in zip(array, items, strict=True):
         entry.kind = kind
@@ -72,13 +72,13 @@ def batch(
     outcome: Outcome | None = None,
     waits: Waits | None = None,
 ) -> None:
-    """Runs operations as one batch, in the calling thread; `waits` counts that."""
+    """Runs operations as one batch in the calling thread; its time is added to `waits`."""
     made = outcome or Outcome()
     if waits is not None:
         wait: Any = ffi.new("struct pyvmem_wait *")
         lib.pyvmem_wait_begin(wait, vm)
     code = lib.pyvmem_batch(made.cell, vm, ops, count, after[0], after[1], 0)
-    error = last_error(code, "vmem_batch") if code else None  # before another call
+    error = last_error(code, "vmem_batch") if code else None  # read before the next C call
     if waits is not None:
         lib.pyvmem_wait_end(waits.struct, wait, vm)
     if error is not None:
@@ -113,7 +113,7 @@ def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
 
 
 def ticket_drop(vm: int, ticket: int) -> None:
-    """Forgets a ticket and its batch's result; does nothing if it is gone already."""
+    """Drops a ticket and its batch's result; does nothing if it was already dropped."""
     lib.vmem_ticket_drop(vm, ticket)
 
 
@@ -143,12 +143,12 @@ def fill(vm: int, addr: int, size: int, value: int) -> None:
 
 
 def warm(vm: int, size: int) -> None:
-    """Takes memory from the driver until `size` bytes of the pool are free."""
+    """Allocates memory from the driver until the pool has `size` free bytes."""
     call(lib.vmem_warm, vm, size)
 
 
 def trim(vm: int, keep: int) -> int:
-    """Gives empty slabs back to the driver; returns their bytes."""
+    """Gives empty slabs back to the driver while `keep` bytes stay free; returns their size."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_trim, vm, keep, out)
     freed: int = out[0]
@@ -156,7 +156,7 @@ def trim(vm: int, keep: int) -> int:
 
 
 def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
-    """Compact hardly used slabs; return the bytes returned to the driver."""
+    """Gives back `want` bytes, moving pages out of sparsely used slabs; returns the bytes freed."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_compact, vm, want, after[0], after[1], 0, out)
     freed: int = out[0]
@@ -164,7 +164,7 @@ def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
 
 
 def join(vm: int, addr: int, size: int) -> int:
-    """Maps runs again in one piece each; returns the number of driver calls."""
+    """Remaps each run as one mapping; returns the number of driver calls."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_join, vm, addr, size, out)
     calls: int = out[0]
@@ -172,7 +172,7 @@ def join(vm: int, addr: int, size: int) -> int:
 
 
 def inject(vm: int, kinds: int, skip: int, count: int, error: int) -> None:
-    """Makes driver calls to come fail."""
+    """Makes later driver calls fail, for tests."""
     call(lib.vmem_inject, vm, kinds, skip, count, error)
 
 

@@ -34,12 +34,12 @@ __all__ = [
 
 
 def version() -> str:
-    """libvmem's version."""
+    """Returns libvmem's version."""
     return text_of(lib.vmem_version())
 
 
 def backend_names() -> tuple[str, ...]:
-    """The back ends, in the order in which "auto" tries them."""
+    """Returns the names of the back ends, in the order in which "auto" tries them."""
     names: list[str] = []
     while (name := lib.vmem_backend_name(len(names))) != ffi.NULL:
         names.append(text_of(name))
@@ -47,7 +47,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def _name(backend: str) -> bytes:
-    """A back end's name in C, where nothing may follow a zero byte."""
+    """Encodes a back end's name as a C string, which must not contain a NUL byte."""
     return backend.replace("\0", r"\0").encode(errors="backslashreplace")
 
 
@@ -74,7 +74,7 @@ def open(
             bytes=len(devices),
             limit=limit,
         )
-    name = ffi.new("char[]", _name(backend))  # opts holds a borrowed pointer to it
+    name = ffi.new("char[]", _name(backend))  # must outlive opts, which only points to it
     opts = sized(
         "struct vmem_open_opts *",
         "vmem_open",
@@ -98,44 +98,44 @@ def open(
 
 
 def close(vm: int, *, outcome: Outcome | None = None) -> None:
-    """Ends a context."""
+    """Closes a context."""
     call(lib.pyvmem_close, cell_of(outcome), vm)
 
 
 discard: Callable[[int], int] = lib.vmem_close
-"""Ends a context; C itself, so that no exception from outside comes before."""
+"""Closes a context. The bare C function: no signal's exception can be raised before the call."""
 
 
 def query(vm: int) -> Any:
-    """A struct vmem_info."""
+    """Returns a struct vmem_info."""
     info = sized("struct vmem_info *")
     call(lib.vmem_query, vm, info)
     return info
 
 
 def probe(backend: str, device: int) -> Any:
-    """A struct vmem_probe_info."""
+    """Returns a struct vmem_probe_info."""
     info = sized("struct vmem_probe_info *")
     call(lib.vmem_probe, _name(backend), device, 0, info)
     return info
 
 
 def get_stats(vm: int, into: Any = None) -> Any:
-    """A struct vmem_stats: `into`, from an earlier call, or a new one."""
+    """Returns a struct vmem_stats: `into`, from an earlier call, or a new struct."""
     stats = sized("struct vmem_stats *") if into is None else into
     call(lib.vmem_get_stats, vm, stats)
     return stats
 
 
 def memory_query(vm: int, location: int, device: int) -> Any:
-    """A struct vmem_memory_info."""
+    """Returns a struct vmem_memory_info."""
     info = sized("struct vmem_memory_info *")
     call(lib.vmem_memory_query, vm, location, device, info)
     return info
 
 
 def reserve(vm: int, size: int, flags: int, align: int, *, outcome: Outcome | None = None) -> int:
-    """Makes a reservation; returns its first address."""
+    """Reserves addresses; returns the first."""
     opts = sized("struct vmem_reserve_opts *", "vMemReserve", flags=flags, align=align)
     made = outcome or Outcome()
     call(lib.pyvmem_reserve, made.cell, vm, size, opts)
@@ -143,12 +143,12 @@ def reserve(vm: int, size: int, flags: int, align: int, *, outcome: Outcome | No
 
 
 def free(vm: int, addr: int, flags: int, *, outcome: Outcome | None = None) -> None:
-    """Gives a reservation back."""
+    """Frees a reservation."""
     call(lib.pyvmem_free, cell_of(outcome), vm, addr, flags)
 
 
 def range_query(vm: int, addr: int) -> Any:
-    """A struct vmem_range_info."""
+    """Returns a struct vmem_range_info."""
     info = sized("struct vmem_range_info *")
     call(lib.vmem_range_query, vm, addr, info)
     return info
@@ -179,7 +179,7 @@ def create(
 
 
 def release(vm: int, handle: int) -> None:
-    """Unmaps the handle's one mapping and drops the reference."""
+    """Unmaps the handle's only mapping and drops the reference."""
     call(lib.vMemRelease, vm, handle)
 
 
@@ -189,7 +189,7 @@ def drop(vm: int, handle: int) -> None:
 
 
 def gather(vm: int, addr: int, size: int, count: int, stride: int, *, outcome: Outcome) -> None:
-    """Makes a handle to the pages behind several ranges, in order; it is the outcome's value."""
+    """Makes a handle to the pages that back several ranges, in order; stores it in `outcome`."""
     call(lib.pyvmem_gather, outcome.cell, vm, addr, size, count, stride)
 
 
@@ -203,12 +203,12 @@ def drop_range(
     *,
     outcome: Outcome | None = None,
 ) -> None:
-    """Drops the reference to parts of a handle's pages."""
+    """Drops the reference to a range of a handle's pages."""
     call(lib.pyvmem_drop_range, cell_of(outcome), vm, handle, offset, size, count, stride)
 
 
 def handle_query(vm: int, handle: int) -> Any:
-    """A struct vmem_handle_info."""
+    """Returns a struct vmem_handle_info."""
     info = sized("struct vmem_handle_info *")
     call(lib.vmem_handle_query, vm, handle, info)
     return info

@@ -13,15 +13,15 @@ __all__ = ["Outcome", "cell_of", "change", "change_back"]
 class Outcome:
     """Memory to which a call writes its result before it returns, so the result is never lost.
 
-    Python runs a signal's handler between two bytecode instructions, never inside C. So either the
-    call was not made, or its complete result is here and its edits are applied.
+    Python runs signal handlers between two bytecode instructions, never inside C. So either the
+    call was not made, or its complete result is stored here and its edits are applied.
 
     Args:
         edits: see `of`.
 
     Attributes:
         cell: a ``struct pyvmem_outcome *``.
-        edits: set to None after the call: they then hold the replaced values. C forgets them.
+        edits: set to None by C after the call; the list then holds the replaced values.
     """
 
     __slots__ = ("cell", "edits")
@@ -36,13 +36,14 @@ class Outcome:
             self.cell.edits = id(edits)
 
     def of(self, edits: list[list[Any]]) -> Outcome:
-        """Has a later call apply edits before it returns, if it succeeds. Returns self.
+        """Makes a later call apply edits before it returns, if it succeeds. Returns self.
 
         Args:
             edits: ``[owner, name, value]`` sets an attribute, bypassing the owner's `__setattr__`;
                 ``[owners, name, values]`` sets it for each owner in a list; ``[items, key, value]``
-                sets an item, whose key is not a str; for a set it adds the key. The value `...`
-                removes. C replaces each value by the previous one (`...`: none).
+                sets an item (the key must not be a str); in a set it adds the key. The value `...`
+                removes the attribute, item or key. C replaces each value by the previous one
+                (`...`: there was none).
         """
         self.edits = edits
         self.cell.edits = id(edits)
@@ -55,7 +56,7 @@ class Outcome:
 
     @property
     def value(self) -> int:
-        """Ticket, handle or address that the call made; 0: none, or not called yet."""
+        """The ticket, handle or address that the call created; 0: none, or not called yet."""
         value: int = self.cell.value
         return value
 

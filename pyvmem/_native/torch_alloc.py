@@ -23,7 +23,7 @@ class Primary(Protocol):
         """The CUcontext."""
 
     def address(self, function: str) -> int:
-        """The address of a function of libcuda."""
+        """Returns the address of a function of libcuda."""
 
 
 def open(
@@ -34,9 +34,10 @@ def open(
     primary: Primary | None,
     outcome: Outcome | None = None,
 ) -> None:
-    """Makes `vm` the context of torch's allocations on a device.
+    """Makes `vm` the context for torch's allocations on a device.
 
-    `primary`: a free waits for its work; must live until `close`. None: nothing to wait for.
+    `primary`: the context whose GPU work every free waits for; must live until `close`. None: frees
+    do not wait.
     """
     gpu = ffi.NULL
     if primary is not None:
@@ -49,7 +50,7 @@ def open(
 
 
 def close(device: int, outcome: Outcome | None = None) -> None:
-    """Unregisters a device's context; Busy while torch holds blocks."""
+    """Unregisters a device's context; raises Busy while torch holds blocks."""
     call(lib.pyvmem_torch_close, cell_of(outcome), device)
 
 
@@ -85,7 +86,7 @@ def saved(device: int, addr: int, size: int) -> int:
 
 
 def stats(device: int, tag: int) -> Any:
-    """Counters, as a ``struct pyvmem_torch_stats``."""
+    """Returns counters, as a ``struct pyvmem_torch_stats``."""
     out = ffi.new("struct pyvmem_torch_stats *")
     call(lib.pyvmem_torch_stats, device, tag, out)
     return out

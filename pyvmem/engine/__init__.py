@@ -2,20 +2,20 @@
 """The interface for serving engines: requests as objects, on one `KVCache` or `LayeredCache`.
 
     cache = RequestCache.open(Model.of(model.config), Policy(max_batch=64))
-    request = cache.admit(prompt)                  # its recorded prefix mapped, its pages taken
+    request = cache.admit(prompt)                  # maps its recorded prefix, allocates its pages
     while short := cache.extend({request: len(prompt)}):
-        ...                                        # a Shortage: preempt a request, try again
+        ...                                        # a Shortage: preempt a request, retry
     ...                                            # run the model on slot request.slot
     cache.prepare({request: len(prompt) + 1})      # maps in the background
-    cache.release(request, tokens=prompt)          # and leaves its rows for the next turn
+    cache.release(request, tokens=prompt)          # and records its rows for the next turn
 
-The modules: `request` and `shortage` are what calls take and return, `prefix` has leases and
-namespaces, `config` the model's shape and the policy, `background` the thread for slow calls, and
-`cache` is `RequestCache`.
+The modules: `cache` has `RequestCache`; `request` and `shortage`, what its calls accept and return;
+`prefix`, leases and namespaces; `config`, the model's shape and the policy; `background`, the
+thread for slow calls.
 
 `INTERFACE` is the version of this interface: the major number changes when programs must change,
-the minor one when something is added. `KVCache`'s own calls (``alloc_reqid``, ``step``, ...), which
-vAttention's paper names, are what this interface stands on; they stay.
+the minor number when something is added. The interface is built on `KVCache`'s own calls
+(``alloc_reqid``, ``step``, ...), which are named as in the vAttention paper and remain available.
 """
 
 from pyvmem.engine.cache import RequestCache

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A queue for slow calls (mapping prefixes, forks, swapping), run in a thread.
+"""A queue of slow calls (mapping prefixes, forks, swapping) and the thread that runs them.
 
-Calls run one at a time, in the order in which they were submitted. Each returns a
-`concurrent.futures.Future`, which a thread can wait for (``result()``), and so can an event loop
-(``asyncio.wrap_future``).
+Calls run one at a time, in the order of submission. Queueing a call returns a
+`concurrent.futures.Future`; a thread waits for it with ``result()``, an event loop with
+``asyncio.wrap_future``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _T = TypeVar("_T")
 
 
 class CallFuture(Future[_T]):
-    """A future of a queued call."""
+    """The future of a queued call."""
 
     @property
     def given_up(self) -> bool:
-        """Like `cancelled`, but takes no lock: an exception from a signal handler could leave it
-        held, and the call would never end."""
+        """True if cancelled. Takes no lock, unlike `cancelled`: an exception from a signal handler
+        could leave the lock held, and the call would never finish."""
         return self._state.startswith("CANCELLED")
 
 
@@ -44,7 +44,7 @@ class _Queued:
     call: Callable[[], Any]
     future: CallFuture[Any]
     key: object
-    over: bool = False  # its callbacks may still be running
+    over: bool = False  # the call has run; the future's callbacks may not have
 
     def make(self) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -55,18 +55,18 @@ class _Queued:
         except BaseException as error:
             self.over = True
             self.future.set_exception(error)
-            del self  # break the reference cycle of traceback and future
+            del self  # breaks the reference cycle of traceback and future
         else:
             self.future.set_result(result)
 
 
 class Pending:
-    """The handle that a request keeps of a queued call on it.
+    """A request's handle to a queued call on it.
 
     Holds the future weakly: the queue keeps it alive until the call has run.
 
     Attributes:
-        made: the call has run.
+        made: True once the call has run.
     """
 
     __slots__ = ("_future", "made")
@@ -87,16 +87,16 @@ class Pending:
 class Background:
     """The queue of calls and the thread that runs them.
 
-    Each queued call starts a thread, which runs calls until the queue is empty, so no thread is
-    kept idle. An exception in the caller cannot corrupt the queue: enqueueing and starting the
-    thread are one atomic operation each.
+    Each queued call starts a thread that runs calls until the queue is empty, so no thread is ever
+    idle. An exception in the caller cannot corrupt the queue: enqueueing is one atomic operation,
+    and so is starting the thread.
     """
 
     def __init__(self) -> None:
         self._queue: deque[_Queued] = deque()
         self._now: _Queued | None = None
-        self._turn = threading.Lock()  # its holder makes calls
-        self._maker = 0  # the thread that holds it
+        self._turn = threading.Lock()  # held while running a call
+        self._maker = 0  # the thread holding `_turn`; 0: none
 
     def begin(
         self,
@@ -107,9 +107,9 @@ class Background:
         """Queues `call`; the future gets its result or exception.
 
         Args:
-            call: its result becomes the future's.
+            call: the function to call, without arguments.
             key: the object it works on.
-            future: a fresh future; None: create one.
+            future: a new future to use; None: creates one.
 
         Raises:
             RuntimeError: no thread could be started; the call is dropped.
@@ -120,14 +120,15 @@ class Background:
         try:
             start_new_thread(self._work, ())
         except RuntimeError:
-            if future.cancel():  # else the thread of another call has it
+            if future.cancel():  # otherwise another call's thread is running it
                 raise
         return future
 
     def works_on(self, key: object) -> bool:
         """True if a call on `key` is queued or running."""
-        if self._queue and not self._turn.locked():  # `begin` was interrupted in between
-            with suppress(RuntimeError):  # the next call's does
+        # `begin` was interrupted before it started a thread
+        if self._queue and not self._turn.locked():
+            with suppress(RuntimeError):  # the next call's thread will run them
                 start_new_thread(self._work, ())
         waiting = self._queue.copy()
         if any(one.key is key and not one.future.given_up for one in waiting):
@@ -136,10 +137,10 @@ class Background:
         return now is not None and now.key is key
 
     def close(self) -> None:
-        """Waits for the queued calls; called from a future's callback, runs them itself.
+        """Waits for the queued calls. If called from a future's callback, runs them itself.
 
         Raises:
-            Reentered: by a finalizer in the midst of a call, or by the call itself.
+            Reentered: called by a finalizer during a call, or by the call itself.
         """
         if self._maker == threading.get_ident():
             if self._now is not None and not self._now.over:
@@ -152,7 +153,7 @@ class Background:
             done.acquire()
             try:
                 start_new_thread(self._work, (done,))
-            except RuntimeError:  # the system has none left
+            except RuntimeError:  # no thread could be started
                 self._work()
                 return
             with done:
@@ -161,8 +162,8 @@ class Background:
     def _work(self, done: threading.Lock | None = None) -> None:
         """Runs queued calls, then releases `done`.
 
-        A future's callback may end this thread (`SystemExit`); later calls start threads of their
-        own.
+        A future's callback may end this thread (`SystemExit`); each later call starts a thread
+        anyway.
         """
         try:
             while True:
@@ -179,7 +180,7 @@ class Background:
                 done.release()
 
     def _make_next(self) -> None:
-        self._now = self._queue[0]  # `works_on` sees it always
+        self._now = self._queue[0]  # set before the pop, so that `works_on` always sees the call
         self._queue.popleft()
         try:
             self._now.make()
@@ -190,12 +191,12 @@ class Background:
 def work_until_now(stream: Any, device: int | None) -> Any:
     """Captures a stream's work so that another thread can use it later.
 
-    torch's current stream is per thread, and the caller may close a descriptor when its call
-    returns.
+    torch's current stream is per thread, and the caller may close a file descriptor as soon as its
+    call returns.
 
     Args:
-        stream: as every call takes it; None: the calling thread's current stream.
-        device: CUDA ordinal of the cache; None on host, which has no streams.
+        stream: in any form that `KVCache` accepts; None: the calling thread's current stream.
+        device: the cache's CUDA ordinal; None for a cache on the host, which has no streams.
     """
     if work_of(stream).kind is Kind.FD:
         return record(stream, device)

@@ -33,31 +33,33 @@ __all__ = ["RequestCache"]
 
 _T = TypeVar("_T")
 
-_FEW = 16  # namespaces, before closed ones are removed
+_FEW = 16  # namespaces kept before closed ones are removed
 
 
 class RequestCache(Closable):
     """Admits, grows, shares and preempts the requests of one cache.
 
-    Calls that find memory, slots or mappings short return a `Shortage`; bad input raises an
-    error that names value and limit, and changes nothing. Thread-safe, as the cache is; calls,
-    background ones included, run one at a time. Streams are given as in `KVCache`: None is
-    torch's current one of the calling thread.
+    A call that finds too little memory, too few slots or too few mappings returns a `Shortage`. Bad
+    input raises an error that names the value and the limit, and changes nothing. Thread-safe, like
+    the cache; calls, including background calls, run one at a time. Streams are passed as in
+    `KVCache`: None is the calling thread's current torch stream.
 
-    A call and the calls of the cache that it makes are one section of the cache's journal, which
-    records requests as it does slots. So an exception from outside (Ctrl-C) leaves both as they
-    were, or both as the call makes them; at the latest the next call settles which.
+    A call, together with the cache calls that it makes, is one section of the cache's journal,
+    which records requests as well as slots. So an asynchronous exception (Ctrl-C) either leaves
+    both unchanged or leaves both with the call's changes complete; the next call decides which, if
+    this call could not.
 
     Args:
-        cache: holds the requests, which may be changed only through this object. The caller closes
-            it after this object. (`open` makes a cache that is closed with it.)
+        cache: holds the requests; they may be changed only through this object. The caller closes
+            it after this object. (A cache that `open` made is closed by `close`.)
 
     Attributes:
         cache: the cache, for its tensors, statistics and layout.
     """
 
     def __init__(self, cache: KVCache) -> None:
-        if not hasattr(cache, "layer_views"):  # a ParallelKVCache has them, too
+        # KVCache, LayeredCache and ParallelKVCache all have it
+        if not hasattr(cache, "layer_views"):
             raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")
         self.cache = cache
         self._owns = False
@@ -82,17 +84,17 @@ class RequestCache(Closable):
     def open(
         cls, model: Model, policy: Policy | None = None, backend: str = "auto", device: Any = 0
     ) -> Self:
-        """Makes a cache for a model; `close` closes it too.
+        """Opens a cache for a model and a `RequestCache` on top of it; `close` closes both.
 
         Args:
-            model: its shape: ``Model.of(model.config)``.
-            policy: see `Policy`; None: its defaults.
+            model: the model's shape: ``Model.of(model.config)``.
+            policy: see `Policy`; None: the defaults.
             backend: "auto" or a back end's name.
             device: CUDA ordinal, torch or cuda.core device.
 
         Raises:
-            InvalidArgument: a value that model or back end cannot serve. VMemError: the back end
-                could not be opened, or has no memory or addresses.
+            InvalidArgument: a value that the model or the back end does not support. VMemError: the
+                back end could not be opened, or has too little memory or address space.
         """
         found = cls(make_cache(model, policy or Policy(), backend, device))
         found._owns = True
@@ -113,18 +115,18 @@ class RequestCache(Closable):
         with self._lock:
             found = self._spaces.get(name)
             if found is None or not found.is_open:
-                if len(self._spaces) >= self._most_spaces:  # a closed one is forgotten sometime
+                if len(self._spaces) >= self._most_spaces:  # drop the closed ones
                     self._spaces = {key: one for key, one in self._spaces.items() if one.is_open}
                     self._most_spaces = 2 * len(self._spaces) + _FEW
                 found = self._spaces[name] = Namespace(name, next(self._generations))
             return found
 
     def match(self, prompt: Any, namespace: Namespace | None = None) -> Prefix:
-        """Leases a prompt's recorded prefix, without its last token, which must be computed.
+        """Leases a prompt's recorded prefix. Leaves out the last token, which must be computed.
 
         Args:
-            prompt: token ids, in a form that `pyvmem.kvcache.TokenIds` takes.
-            namespace: the prefix's.
+            prompt: token ids, in any form that `pyvmem.kvcache.TokenIds` allows.
+            namespace: where to look; None: the default namespace.
 
         Raises:
             InvalidArgument: bad tokens. BadHandle: the namespace is closed.
@@ -141,29 +143,31 @@ class RequestCache(Closable):
         *,
         reserve: bool = True,
     ) -> Request | Shortage:
-        """Takes a slot and memory for a prompt and maps its recorded prefix read-only.
+        """Allocates a slot and memory for a prompt and maps its recorded prefix read-only.
 
-        The request holds the prefix's rows, `Request.length`; the engine computes those after it.
-        Pages for the rest and for `room` more tokens are mapped in the background. If the next call
-        is an `extend` up to there, it finds no shortage; calls in between, and other users of the
-        device, may take pages not yet mapped (`KVCache.step_async`). Growth of running requests is
-        not taken into account.
+        The request then holds the prefix's rows (`Request.length`); the engine computes the rows
+        after them. Pages for the remaining prompt and for `room` more tokens are mapped in the
+        background. An `extend` to that length succeeds if it is the next call; calls in between,
+        and other users of the device, may use up pages that are not mapped yet (see
+        `KVCache.step_async`). Growth of running requests is not taken into account.
 
         Args:
-            prompt: token ids, or a `Prefix` of them, whose lease ends when the request is admitted.
-            namespace: as in `match`; not used with a `Prefix`.
-            room: tokens beyond the prompt, up to the end of a slot.
-            stream: the stream that will read the prefix; it waits for the work that wrote it.
-            reserve: False: still check that everything fits now, but take only the slot and the
-                prefix; each `extend` then maps what it needs and may be short. For prompts that are
-                computed in chunks while other requests end.
+            prompt: token ids, or their `Prefix`, whose lease ends when the request is admitted.
+            namespace: as in `match`; ignored for a `Prefix`.
+            room: number of tokens after the prompt to map pages for, up to the end of the slot.
+            stream: the stream that will read the prefix; it is made to wait for the work that wrote
+                it.
+            reserve: if False, still checks that everything fits now, but allocates only the slot
+                and the prefix; each `extend` then maps the pages it needs and may return a
+                `Shortage`. For prompts that are computed in chunks while other requests end.
 
         Returns:
-            The request, or a `Shortage`: then nothing is taken, and a `Prefix` keeps its lease.
+            The request, or a `Shortage`: then nothing is allocated, and a `Prefix` keeps its lease.
 
         Raises:
             InvalidArgument: bad tokens, more than a slot holds, a negative `room`, or an object
-                that is not a stream (`NotGpuWork`). VMemError: the driver failed; nothing is taken.
+                that is not a stream (`NotGpuWork`). VMemError: the driver failed; nothing is
+                allocated.
         """
         check(stream)
         room = operator.index(room)
@@ -183,9 +187,9 @@ class RequestCache(Closable):
         *,
         reserve: bool = True,
     ) -> Future[Request | Shortage]:
-        """`admit` in the background: mapping a long prefix takes the driver milliseconds.
+        """Runs `admit` in the background, since mapping a long prefix takes milliseconds.
 
-        Raises what `admit` raises for a bad prompt, namespace or stream; other errors are set on
+        Raises the errors of `admit` for a bad prompt, namespace or stream; other errors are set on
         the future.
         """
         self._alone("admit_async")
@@ -213,7 +217,7 @@ class RequestCache(Closable):
         want = min(length + room, self.max_seq_len)
         self._clear_prefix(prefix, stream)
         with self._turns, self._journal:
-            key_of(prefix.namespace)  # it is open
+            key_of(prefix.namespace)  # raises if it is closed
             try:
                 fits = cache.can_admit([want], [prefix.match])
             except PrefixEvicted:
@@ -234,7 +238,7 @@ class RequestCache(Closable):
                 cache.free_reqid(slot, stream)
                 cache.internals.withdraw_prompt()
                 raise
-            if short is not None:  # record its tokens, so that the prefix stays mapped in the slot
+            if short is not None:  # with its tokens recorded, the prefix stays mapped in the slot
                 cache.free_reqid(slot, stream, prefix.tokens if held else None)
                 cache.internals.withdraw_prompt()
                 prefix.renew()
@@ -244,14 +248,15 @@ class RequestCache(Closable):
     def begin(
         self, prompt: Prefix | int, namespace: Namespace | None = None, stream: Any = None
     ) -> Request | Shortage:
-        """Takes only a slot: for a scheduler that decides by itself what fits.
+        """Allocates only a slot: for a scheduler that decides by itself what fits.
 
-        Maps only a recorded prefix and reserves no memory: each `extend` may be short.
+        Maps only a recorded prefix and reserves no memory, so each `extend` may return a
+        `Shortage`.
 
         Args:
-            prompt: a `Prefix`, as for `admit`; or a number of tokens, for a prompt that is not
-                looked up: the best-fitting slot is taken.
-            namespace: namespace of a prompt that is not looked up.
+            prompt: a `Prefix`, as for `admit`; or a number of tokens, for a prompt whose prefix is
+                not looked up: it gets the best-fitting slot.
+            namespace: the namespace of such a prompt.
             stream: the stream that will read the prefix, as in `admit`.
 
         Returns:
@@ -260,14 +265,14 @@ class RequestCache(Closable):
         Raises:
             InvalidArgument: fewer than 0 tokens, more than a slot holds, or an object that is not a
                 stream (`NotGpuWork`). BadHandle: the namespace is closed. VMemError: the driver
-                failed; nothing is taken.
+                failed; nothing is allocated.
         """
         check(stream)
         if isinstance(prompt, Prefix):
             namespace = prompt.namespace
             self._clear_prefix(prompt, stream)
             with self._turns, self._journal:
-                key_of(namespace)  # it is open
+                key_of(namespace)  # raises if it is closed
                 begun = self._take_slot(prompt, stream)
                 if begun is None:
                     return self._shortage({}, prompt.length, match=prompt.match)
@@ -279,7 +284,8 @@ class RequestCache(Closable):
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """Takes a slot with a prompt's prefix; returns slot and rows; None: short, lease kept."""
+        """Allocates a slot with a prompt's prefix; returns slot and rows. None: short, lease
+        kept."""
         begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:
             prefix.renew()
@@ -288,21 +294,21 @@ class RequestCache(Closable):
     # ---- rows and pages --------------------------------------------------------------------------
 
     def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
-        """Grows requests to these lengths, for the work that is launched next.
+        """Grows requests to these lengths, for the work that will be launched next.
 
         Requests not in `lengths` are unchanged. Cheap if nothing has to be mapped.
 
         Args:
-            lengths: the total tokens that each request is to hold, at least its present number.
+            lengths: total tokens per request, at least its current length.
             stream: the stream that will use the pages.
 
         Returns:
             None: every row is mapped. A `Shortage`: no request has changed.
 
         Raises:
-            InvalidArgument: another cache's request, one without a slot, fewer tokens than it holds
-                (`truncate` removes rows), or more than a slot holds. BadHandle, Busy: as
-                `Request.slot`. VMemError: as `KVCache.step`; no request has changed.
+            InvalidArgument: a request of another cache or without a slot, fewer tokens than it
+                holds (`truncate` removes rows), or more than a slot holds. BadHandle, Busy: as for
+                `Request.slot`. VMemError: as for `KVCache.step`; no request has changed.
         """
         self._refuse_lengths(lengths)
         with self._turns, self._journal:
@@ -314,11 +320,11 @@ class RequestCache(Closable):
             return None
 
     def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
-        """Begins to map, in the background, pages for a later `extend` to these lengths.
+        """Starts mapping pages in the background, for a later `extend` to these lengths.
 
         Requests get pages, not rows. Call it for the next iteration's tokens while the model
-        computes this iteration's. Arguments, result and errors as `extend`; a failure of the driver
-        in the background is raised by the next `extend`.
+        computes this iteration. Arguments, result and errors are those of `extend`; a driver
+        failure in the background is raised by the next `extend`.
         """
         self._refuse_lengths(lengths)
         with self._turns, self._journal:
@@ -328,9 +334,9 @@ class RequestCache(Closable):
             return None
 
     def capacity(self, request: Request) -> int:
-        """Returns the tokens that fit the request's pages; an `extend` up to there maps nothing.
+        """Returns how many tokens fit the request's pages; an `extend` up to that maps nothing.
 
-        Pages that `prepare` and `admit` asked for count once they are mapped. Raises as
+        Pages that `prepare` and `admit` requested count once they are mapped. Raises the errors of
         `Request.slot`.
         """
         self._refuse_busy(request)
@@ -338,9 +344,9 @@ class RequestCache(Closable):
             return self.cache.slots.capacity(self._slot(request))
 
     def truncate(self, request: Request, length: int, stream: Any = None) -> Shortage | None:
-        """Drops a request's rows from `length` on: draft tokens that were not accepted.
+        """Drops a request's rows from `length` on, such as rejected draft tokens.
 
-        As `KVCache.truncate`, whose errors it raises; short only where a shared page must be
+        Works and raises like `KVCache.truncate`; returns a `Shortage` only if a shared page must be
         copied.
         """
         self._refuse_busy(request)
@@ -362,13 +368,13 @@ class RequestCache(Closable):
     ) -> list[Request] | Shortage:
         """Makes new requests that begin with a request's rows, for sampling or beam search.
 
-        All of them or none, as `KVCache.fork_many`, whose errors it raises. Full pages are shared,
-        read-only. They are of the same namespace.
+        Makes all of them or none, and raises the errors of `KVCache.fork_many`. Full pages are
+        shared, read-only. The new requests have the parent's namespace.
 
         Args:
             request: the parent, which continues unchanged.
             count: number of new requests.
-            length: tokens that the new requests begin with; None: all.
+            length: number of the parent's tokens that the new requests begin with; None: all.
             stream: the stream of the request's last work.
         """
         self._refuse_busy(request)
@@ -381,7 +387,7 @@ class RequestCache(Closable):
     def fork_async(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> Future[list[Request] | Shortage]:
-        """`fork` in the background; until it is done the request is busy."""
+        """Runs `fork` in the background; the request is busy until it is done."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
         work, slot = self._work(stream), request.slot
@@ -404,8 +410,8 @@ class RequestCache(Closable):
     def record(self, request: Request, tokens: Any, stream: Any = None) -> int:
         """Records a running request's rows under their tokens, in its namespace.
 
-        Returns the tokens now recorded and raises as `KVCache.record` does; also BadHandle if the
-        namespace is closed.
+        Returns the number of tokens now recorded. Raises the errors of `KVCache.record`, and
+        BadHandle if the namespace is closed.
         """
         self._refuse_busy(request)
         work = self._work(stream)
@@ -419,21 +425,21 @@ class RequestCache(Closable):
             slot, key = self._slot(request), key_of(request.namespace)
             return self.cache.record(slot, tokens, work, key)
 
-    # ---- the end of a request, and preemption ----------------------------------------------------
+    # ---- release and preemption ------------------------------------------------------------------
 
     def release(self, request: Request, tokens: Any = None, stream: Any = None) -> None:
         """Ends a request without waiting; its memory becomes available once its GPU work is done.
 
         Args:
             request: running or swapped out.
-            tokens: record its rows under these ids, in its namespace, for a request that continues
-                where this one ended; they may be more than its rows. Ignored for a swapped request
-                or a closed namespace. None: record nothing.
+            tokens: records its rows under these ids, in its namespace, for a later request that
+                continues it; may be longer than its rows. Ignored for a swapped request or a closed
+                namespace. None: records nothing.
             stream: the stream of its last work.
 
         Raises:
             InvalidArgument: another cache's request, or bad tokens. BadHandle: it has ended. Busy:
-                a background call works on it. VMemError: recording failed; the request continues.
+                a background call is using it. VMemError: recording failed; the request continues.
         """
         self._refuse_busy(request)
         with self._turns, self._journal:
@@ -450,12 +456,12 @@ class RequestCache(Closable):
     def swap_out(self, request: Request, stream: Any = None) -> None:
         """Moves a request's rows to host memory and frees its slot and pages.
 
-        Waits for the work on `stream`, then for the copy. It keeps its length. (To preempt by
-        computing again, `release` it with its tokens and `admit` them later.)
+        Waits for the work on `stream`, then for the copy. The request keeps its length. (To preempt
+        by recomputation, `release` it with its tokens and `admit` them later.)
 
         Raises:
-            MemoryError: host memory is short. OutOfMemory, VMemError: as `KVCache.swap_out`.
-                Nothing changed.
+            MemoryError: host memory is short. OutOfMemory, VMemError: as for `KVCache.swap_out`.
+                Nothing has changed.
         """
         self._refuse_busy(request)
         work = self._work(stream)
@@ -464,7 +470,7 @@ class RequestCache(Closable):
             self._swap_out(request, self._slot(request), work)
 
     def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
-        """`swap_out` in the background; until it is done the request is busy."""
+        """Runs `swap_out` in the background; the request is busy until it is done."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
         work, slot = self._work(stream), request.slot
@@ -482,15 +488,15 @@ class RequestCache(Closable):
         """Restores a swapped request, into any slot.
 
         Args:
-            request: runs again afterwards, with the rows it had.
-            stream: the stream that will use the rows. Waits for it, and for the copy.
+            request: the request; afterwards it is running again, with its rows.
+            stream: the stream that will use the rows. The call waits for its work and for the copy.
 
         Returns:
             None, or a `Shortage`: the request stays swapped out.
 
         Raises:
-            InvalidArgument: another cache's, or not swapped out. VMemError: the driver failed; it
-                stays swapped out.
+            InvalidArgument: another cache's request, or not swapped out. VMemError: the driver
+                failed; the request stays swapped out.
         """
         self._refuse_busy(request)
         blockers = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
@@ -500,7 +506,7 @@ class RequestCache(Closable):
             return self._swap_in(request, stream)
 
     def swap_in_async(self, request: Request, stream: Any = None) -> Future[Shortage | None]:
-        """`swap_in` in the background; until it is done the request is busy."""
+        """Runs `swap_in` in the background; the request is busy until it is done."""
         self._refuse_busy(request)
         self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)
@@ -517,7 +523,7 @@ class RequestCache(Closable):
         self._change(request, _slot=slot, rows=None, base_state=State.RUNNING, owner=owner)
         return None
 
-    # ---- reports and end -------------------------------------------------------------------------
+    # ---- reports and closing ---------------------------------------------------------------------
 
     @property
     def requests(self) -> list[Request]:
@@ -528,10 +534,10 @@ class RequestCache(Closable):
             return list(self._requests)
 
     def close(self, stream: Any = None) -> None:
-        """Waits for background calls, then releases every request; `stream`: their last work.
+        """Waits for background calls, then releases every request; `stream`: of the last work.
 
-        Also closes the cache if `open` made it: raises Busy while tensors of it live. May be called
-        again after an exception, to release the rest.
+        Also closes the cache if `open` made it; this raises Busy while tensors of it are alive. May
+        be called again after an exception, to release the remaining requests.
         """
         self._background.close()
         failure: VMemError | None = None
@@ -540,7 +546,8 @@ class RequestCache(Closable):
                 if request not in self._requests:
                     continue
                 try:
-                    call_part(partial(self.release, request, stream=stream))  # may be overridden
+                    # a subclass may override `release`
+                    call_part(partial(self.release, request, stream=stream))
                 except VMemError as error:
                     if isinstance(error, BadHandle) or getattr(self.cache, "failed", None):
                         self._end(request)  # the cache's close, or `recover`, frees the slots
@@ -552,7 +559,7 @@ class RequestCache(Closable):
             raise failure
 
     # ---- requests and slots ----------------------------------------------------------------------
-    # All except `_own`, `_require` and `_refuse_busy` are called in a section of the journal.
+    # All except `_own`, `_require` and `_refuse_busy` are called within a journal section.
 
     def _has(self, request: Request) -> bool:
         """True if the request still owns its slot."""
@@ -573,7 +580,7 @@ class RequestCache(Closable):
     def _settle(self, *requests: Request) -> None:
         """Reconciles requests with the cache after a call on them was interrupted.
 
-        Runs before another call can reuse their slots: each is still its request's, or free.
+        Runs before another call can reuse their slots: a slot is still its request's, or free.
         """
         for request in requests:
             rows, slot = request.rows, request._slot
@@ -600,7 +607,8 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_lengths(self, lengths: Mapping[Request, int]) -> None:
-        """Raises TypeError for an object that is not a mapping, and Busy as `_refuse_busy`."""
+        """Raises TypeError for an object that is not a mapping, and the errors of
+        `_refuse_busy`."""
         if not hasattr(lengths, "values"):
             raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         self._refuse_busy(*lengths)
@@ -624,7 +632,8 @@ class RequestCache(Closable):
         return request.slot
 
     def _slots(self, requests: Collection[Request]) -> list[int]:
-        """The slots of requests; if all are running, as in every step, one check covers all."""
+        """Returns the slots of requests; if all are running, as in every step, one check covers
+        all."""
         if self._requests.keys() >= set(requests):
             running = State.RUNNING
             slots = [
@@ -638,7 +647,7 @@ class RequestCache(Closable):
         return list(map(self._slot, requests))
 
     def _change(self, request: Request, **values: Any) -> None:
-        """Changes fields of a request by edits."""
+        """Changes fields of a request through the journal."""
         self._journal.change([[request, name, value] for name, value in values.items()])
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
@@ -673,7 +682,7 @@ class RequestCache(Closable):
         return dict(zip(slots, numbers, strict=True))
 
     def _lengths(self, wanted: Mapping[int, int]) -> list[int]:
-        """A length for every slot, as `KVCache.step` takes them; 0 leaves a slot as it is."""
+        """Returns a length for every slot, as `KVCache.step` expects; 0 leaves a slot unchanged."""
         lengths = [0] * self.max_batch
         for slot, length in wanted.items():
             lengths[slot] = length
@@ -688,10 +697,10 @@ class RequestCache(Closable):
         match: PrefixMatch | None = None,
         needed: int | None = None,
     ) -> Shortage:
-        """Returns the `Shortage` of a call that must hold `wanted` tokens per slot.
+        """Returns the `Shortage` for a call that did not find enough.
 
-        Or that makes `count` new requests of `new` tokens, which begin with `match`. `needed`:
-        bytes; None: computed from the tokens.
+        The call grows slots to the `wanted` tokens, or makes `count` new requests of `new` tokens
+        that begin with `match`. `needed`: bytes; None: computed from the tokens.
         """
         size = self.cache.memory.for_request
         if needed is None:
@@ -705,7 +714,7 @@ class RequestCache(Closable):
     # ---- the background --------------------------------------------------------------------------
 
     def _alone(self, what: str) -> None:
-        """Raises NotSupported for a call whose result depends on timing if ranks must agree."""
+        """Raises NotSupported if ranks must agree, for a call whose result depends on timing."""
         if self.cache.lockstep:
             raise NotSupported(
                 f"{what}: the cache's results must be equal on all ranks",
@@ -748,8 +757,8 @@ class RequestCache(Closable):
             request: the request.
             state: required state of the request when the call runs, as another thread's call may
                 run first.
-            call: gets the slot; -1: it is swapped out.
-            blockers: returns what blocks the call.
+            call: is passed the slot; -1 if the request is swapped out.
+            blockers: returns the blockers to wait for before the call.
         """
         self._alone(what)
         future: CallFuture[_T] = CallFuture()
@@ -769,7 +778,7 @@ class RequestCache(Closable):
 
         request.calls = (*(one for one in request.calls if not one.over), pending)
         self._background.begin(finish, request, future)
-        if pending not in request.calls:  # another thread checked before the call was queued
+        if pending not in request.calls:  # dropped by a `_look` before the call was queued
             request.calls = (*request.calls, pending)
         return future
 

@@ -3,9 +3,9 @@
 
     cache = RequestCache.open(Model.of(model.config), Policy(max_batch=64))
 
-`Model` describes what each layer stores and follows from the model alone. `Policy` sets the number
-of concurrent requests, their length and the memory. The layout (layers that share a tensor, and the
-page size) follows from both and the back end: `pyvmem.layouts.advise` picks the cheapest.
+`Model` describes what each layer stores; it depends on the model alone. `Policy` sets the number of
+concurrent requests, their length and the memory. The layout (which layers share a tensor, and the
+page size) depends on both and on the back end: `pyvmem.layouts.advise` picks the cheapest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pyvmem.plumbing.validation import bounded, expect, invalid, real
 
 __all__ = ["Model", "Policy", "advised", "make_cache"]
 
-_WORKLOAD = 200  # synthetic requests; advising on them takes 15 ms
+_WORKLOAD = 200  # synthetic requests to compare layouts with; takes 15 ms
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Model:
 
     Attributes:
         layers: the shape of each layer, in the model's order; at least one has keys and values.
-        dtype: type of its elements, as in `KVCacheConfig`.
+        dtype: element type, as in `KVCacheConfig`.
         max_seq_len: the longest sequence the model supports.
     """
 
@@ -73,20 +73,21 @@ class Model:
 
     @classmethod
     def of(cls, config: Any, dtype: Any = None) -> Model:
-        """The shape of a transformers model.
+        """Returns the shape of a transformers model.
 
         Args:
-            config: a ``PreTrainedConfig``, as `layer_shapes` takes it.
-            dtype: of keys and values; an 8-bit type is only for these; None: the configuration's.
+            config: a ``PreTrainedConfig``, as for `layer_shapes`.
+            dtype: element type of keys and values; None: the configuration's. An 8-bit type does
+                not apply to recurrent states, which keep the configuration's.
 
         Raises:
-            InvalidArgument: an attribute is missing, or a layer is of an unknown kind.
+            InvalidArgument: an attribute is missing, or the kind of a layer is unknown.
         """
         layers = layer_shapes(config)
         found = cls(tuple(layers), dtype_of(config) if dtype is None else dtype, longest_of(config))
         if DTYPE_BYTES[found.dtype] > 1 or not any(isinstance(one, StateShape) for one in layers):
             return found
-        own = str(dtype_of(config)).removeprefix("torch.")  # 8 bits are for keys and values
+        own = str(dtype_of(config)).removeprefix("torch.")  # states do not use 8 bits
         return replace(
             found,
             layers=tuple(
@@ -102,18 +103,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Policy:
-    """The operator's settings. 0 always means: chosen from the model and the machine.
+    """The operator's settings. 0 always means "choose from the model and the machine".
 
     Attributes:
-        max_batch: concurrent requests; slots cost addresses, not memory.
-        max_seq_len: tokens per request; 0: the model's.
-        memory: bytes of keys and values; 0: `memory_share` of the free memory.
-        memory_share: fraction of the device's free memory to use (on host: of the memory that this
-            process may still allocate: `Context.memory`). Above 0, at most 1. The rest is for
-            activations and other allocations, so the default is below the 0.9 of
+        max_batch: concurrent requests; a slot costs address space, not memory.
+        max_seq_len: tokens per request; 0: the model's limit.
+        memory: bytes for keys and values; 0: `memory_share` of the free memory.
+        memory_share: fraction of the device's free memory to use (on host, of the memory that this
+            process may still allocate, see `Context.memory`). Above 0, at most 1. The remainder is
+            for activations and other allocations, so the default is below the 0.9 of
             `KVCacheConfig.memory_limit`, which leaves no room for activations.
-        page_size: bytes; 0: as advised.
-        layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
+        page_size: bytes; 0: chosen by `advise`.
+        layers_per_tensor: `KVCacheConfig.group_size`; 0: chosen by `advise`.
         ahead_tokens: `KVCacheConfig.ahead_tokens`.
         options: further fields of `KVCacheConfig`, which override all of the above.
     """
@@ -145,19 +146,19 @@ class Policy:
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
-    """Returns the cheapest layout for a model that policy and back end allow.
+    """Returns the cheapest layout for a model that the policy and the back end allow.
 
-    Assumes requests of a usual mix of lengths (`pyvmem.layouts.generate`) that fit a slot.
+    Assumes a typical mix of request lengths (`pyvmem.layouts.generate`) that fit a slot.
 
     Args:
-        model: its windows, latents and kinds of layers count.
-        policy: its `page_size` and `layers_per_tensor`, if given, are kept.
+        model: the sliding windows, latents and kinds of its layers are taken into account.
+        policy: its `page_size` and `layers_per_tensor` are kept unless they are 0.
         info: properties of the back end: its page sizes, and the cost of a map call.
         memory: bytes for keys and values.
 
     Raises:
-        InvalidArgument: no layout is left, such as a `layers_per_tensor` that does not divide
-            the layers of each kind.
+        InvalidArgument: no layout is possible, for example because `layers_per_tensor` does not
+            divide the number of layers of each kind.
     """
     layer, longest = model.first, policy.max_seq_len or model.max_seq_len
     shape = ModelShape(
@@ -195,12 +196,13 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
 def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any = 0) -> KVCache:
     """Makes the cache for a model under a policy; the caller closes it.
 
-    A model whose layers differ gets a `LayeredCache`.
+    It is a `LayeredCache` if the model's layers differ.
 
     Raises:
-        InvalidArgument: a value that model or back end cannot serve. VMemError: as `KVCache`.
+        InvalidArgument: a value that the model or the back end does not support. VMemError: as for
+            `KVCache`.
     """
-    with Context(backend, device=device) as context:  # probe for page sizes and memory
+    with Context(backend, device=device) as context:  # to query page sizes and memory
         info, free = context.info, free_bytes(context)
     memory = policy.memory or int(free * policy.memory_share)
     values: dict[str, Any] = {

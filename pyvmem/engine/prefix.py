@@ -18,10 +18,10 @@ __all__ = ["Generation", "Matcher", "Namespace", "Prefix", "key_of"]
 
 
 class Generation(NamedTuple):
-    """The cache's key for a namespace; other processes know it by the name.
+    """The cache's key for a namespace; other processes use only the name.
 
     Attributes:
-        name: the caller's.
+        name: as passed by the caller.
         number: unique among the namespaces of the cache.
     """
 
@@ -31,16 +31,16 @@ class Generation(NamedTuple):
 
 @dataclass(eq=False)
 class Namespace:
-    """Identifies what rows depend on besides their tokens: an adapter, an image or a tenant.
+    """Identifies what rows depend on in addition to their tokens: an adapter, an image or a tenant.
 
-    Made by `RequestCache.namespace`. Requests of one namespace never begin with rows of another.
-    Once it is closed its rows are not matched again: a later namespace of the same name is a new
-    one, so that a reloaded adapter does not get rows that its predecessor computed.
+    Made by `RequestCache.namespace`. A request in one namespace never begins with rows of another.
+    Once closed, its rows are not matched again: a later namespace with the same name is a different
+    namespace, so that a reloaded adapter does not get rows computed by its predecessor.
 
     Attributes:
-        name: the caller's.
+        name: as passed by the caller.
         generation: unique among the namespaces of the cache.
-        is_open: not closed.
+        is_open: False once closed.
     """
 
     name: Hashable
@@ -58,20 +58,20 @@ class Namespace:
         return Generation(self.name, self.generation)
 
     def close(self) -> None:
-        """Closes the namespace: its prefixes are not found again and are evicted when memory is
+        """Closes the namespace: its prefixes are not matched again and are evicted when memory is
         short.
 
-        Its requests go on, and record nothing more. Idempotent.
+        Its requests continue, but record nothing more. Idempotent.
         """
         self.is_open = False
 
 
 def key_of(namespace: Namespace | None) -> Hashable:
-    """The cache's key for a namespace; None is the default namespace."""
+    """Returns the cache's key for a namespace; None is the default namespace."""
     if namespace is None:
         return None
     if not isinstance(namespace, Namespace):
-        raise TypeError(f"namespace: expected one of RequestCache.namespace, not {namespace!r:.80}")
+        raise TypeError(f"expected a Namespace from RequestCache.namespace, not {namespace!r:.80}")
     return namespace.key
 
 
@@ -84,15 +84,15 @@ class Matcher(Protocol):
 
 @dataclass(eq=False)
 class Prefix(Scoped):
-    """A prompt, and a lease on its recorded prefix, which is not evicted until the lease ends.
+    """A prompt and a lease on its recorded prefix, which protects the prefix from eviction.
 
-    From `RequestCache.match`, for `RequestCache.admit`, which ends the lease when it succeeds and
-    keeps it otherwise. A waiting request's lease holds memory: release it if the request
-    will wait long. A context manager, which releases it.
+    Returned by `RequestCache.match` and passed to `RequestCache.admit`, which ends the lease if it
+    succeeds and keeps it otherwise. The lease of a waiting request holds memory: release it if the
+    request will wait long. Usable as a context manager, which releases it.
 
     Attributes:
         tokens: the whole prompt.
-        namespace: the prefix's.
+        namespace: the namespace of the prefix.
     """
 
     tokens: TokenIds
@@ -102,21 +102,21 @@ class Prefix(Scoped):
 
     @property
     def length(self) -> int:
-        """Tokens that are recorded, a multiple of the cache's sharing unit; 0: none.
+        """Number of recorded tokens, a multiple of the cache's sharing unit; 0: none.
 
-        With those in host memory (`KVCacheConfig.host_prefixes`), which may be lost before they
-        are used.
+        Includes tokens whose rows are in host memory (`KVCacheConfig.host_prefixes`); these may be
+        lost before they are used.
         """
         return self._match.length + self._match.in_host
 
     @property
     def match(self) -> PrefixMatch:
-        """The lease, as `KVCache`'s own calls take it."""
+        """The lease, in the form that `KVCache`'s own calls accept."""
         return self._match
 
     def renew(self) -> None:
-        """Looks the prompt up again: the recorded prefix may be longer by now, or after `release`
-        shorter."""
+        """Looks the prompt up again: the recorded prefix may have grown, or shrunk after
+        `release`."""
         before, self._match = self._match, self._cache.match(self.tokens)
         before.release()
 

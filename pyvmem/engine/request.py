@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Request objects, which engines hold instead of slot numbers: slot numbers are reused."""
+"""Request objects. Engines hold these instead of slot numbers, since slot numbers are reused."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class State(enum.Enum):
 
     RUNNING = "running"  # it has a slot
     SWAPPED = "swapped"  # its rows are in host memory; `RequestCache.swap_in`
-    BUSY = "busy"  # a background call works on it; wait for that first
-    ENDED = "ended"  # released; no call accepts it any more
+    BUSY = "busy"  # a background call is using it; wait for the call first
+    ENDED = "ended"  # released; every call rejects it
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """A request of a `RequestCache`, created and changed only by it.
 
-    Equal only to itself, so it can be a key. It outlives its slot: swapped out and in, it is the
-    same request in another slot; once released, it has ended for good.
+    Compares by identity, so it can be a dictionary key. It outlives its slot: after swapping out
+    and in, it is the same request in another slot. Once released it has ended for good.
 
     Attributes:
-        number: increases with every request of the cache; never reused.
-        namespace: whose prefixes it begins with and records; None: the common one.
-        length: rows that it holds: tokens whose keys and values are in its slot, or will be by the
-            work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.
+        number: increases with every new request of the cache; never reused.
+        namespace: where its prefix is looked up and recorded; None: the default namespace.
+        length: number of its rows: tokens whose keys and values are in its slot, or will be written
+            by the work that the engine launches next. For its pages see `RequestCache.capacity`.
         owner: the slot's owner number (`CacheSlots.owner`) at admission; if it differs now, the
-            slot is another request's.
+            slot belongs to another request.
         rows: its rows in host memory while it is swapped out.
         base_state: `state`, ignoring background calls.
-        calls: its background calls; some may be over.
+        calls: its background calls, some of which may have finished.
     """
 
     number: int
@@ -60,13 +60,14 @@ class Request:
     @property
     def state(self) -> State:
         """See `State`."""
-        busy = self.calls and self.pending  # read first: a finished call has set the state below
+        # read before base_state: a call sets that before it finishes
+        busy = self.calls and self.pending
         base = self.base_state
         return State.BUSY if busy and base is not State.ENDED else base
 
     @property
     def slot(self) -> int:
-        """Its index into the cache's tensors, ``cache.k(layer)[request.slot]``.
+        """Its index into the cache's tensors: ``cache.k(layer)[request.slot]``.
 
         Raises:
             BadHandle: it has ended. Busy: a background call is using it. InvalidArgument: it is
@@ -74,14 +75,14 @@ class Request:
         """
         self.require(State.RUNNING)
         slot = self._slot
-        if slot is None:  # another thread has swapped it out since, or ended it
+        if slot is None:  # another thread has just swapped it out or ended it
             ended = self.base_state is State.ENDED
             raise self.refusal(State.ENDED if ended else State.SWAPPED, State.RUNNING)
         return slot
 
     def require(self, state: State) -> None:
-        """Raises what `slot` raises if the request is in another state."""
-        now = self.state  # read once: a background call may change it meanwhile
+        """Raises the errors of `slot` unless the request is in the given state."""
+        now = self.state  # read once, as a background call may change it
         if now is not state:
             raise self.refusal(now, state)
 
@@ -91,7 +92,7 @@ class Request:
         return not all(one.over for one in self.calls)
 
     def refusal(self, now: State, state: State) -> VMemError:
-        """The exception for a request in state `now` where `state` is required."""
+        """Returns the exception for a request in state `now` when `state` is required."""
         tokens = counted(self.length, "token")
         if now is State.ENDED:
             text = f"request {self.number} of {tokens} has ended"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a call that lacks memory, slots or mappings."""
+"""The result of a call that found too little memory, too few slots or too few mappings."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Shortage"]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory, slots or mappings are short; nothing changed, but idle memory may have been
-    reclaimed.
+    """Reports that memory, slots or mappings are short. The call changed nothing, except that it
+    may have reclaimed idle memory.
 
-    Every call of `RequestCache` that can be short returns a `Shortage` instead of raising:
-    ``isinstance(result, Shortage)`` is the same test for all. It is true, so
-    ``while short := cache.extend(...):`` preempts until there is enough.
+    Calls of `RequestCache` return a `Shortage` instead of raising, so one test works for all:
+    ``isinstance(result, Shortage)``. It is truthy: ``while short := cache.extend(...):`` preempts
+    until there is enough.
 
     Attributes:
-        needed: bytes that the call needs beyond the present pages of its requests.
-        available: bytes that were available to it, reclaimable memory included.
-        limit: most bytes that the cache may use.
+        needed: bytes that the call needs in addition to the pages that its requests already have.
+        available: bytes that were available to it, including reclaimable memory.
+        limit: maximum bytes that the cache may use.
         largest: bytes that the largest request of the call needs in total.
         slots: number of slots missing.
     """
@@ -38,16 +38,17 @@ class Shortage:
 
     @property
     def never(self) -> bool:
-        """True if a request needs more than the whole cache, so preempting others cannot help."""
+        """True if a request needs more than the whole cache, so that preempting others cannot
+        help."""
         return self.largest > self.limit
 
     @property
     def what(self) -> str:
         """The resource that is short: ``"slots"``, ``"memory"`` or ``"mappings"``.
 
-        Mappings: by the cache's count memory is not short. The driver has no more mappings; or
-        others have taken the device's memory; or an earlier `admit` or `prepare` has reserved it;
-        or (rarely) pages were freed during the call, and it may be repeated.
+        ``"mappings"``: by the cache's own accounting there is enough memory, but the driver is out
+        of mappings, another process uses the device's memory, or an earlier `admit` or `prepare`
+        has reserved it. Rarely, pages were freed during the call; then a retry succeeds.
         """
         if self.slots:
             return "slots"
@@ -57,7 +58,7 @@ class Shortage:
         short = {
             "slots": f"slots: {self.slots} missing",
             "memory": f"memory: {self.missing} bytes missing",
-            "mappings": "mappings, or of the device's memory",
+            "mappings": "mappings or device memory",
         }[self.what]
         return (
             f"<Shortage of {short}; needed={self.needed}, available={self.available}, "
@@ -74,4 +75,4 @@ class Shortage:
                 f"short of memory: {self.needed} bytes needed{beyond}, {self.available} available, "
                 f"{self.missing} missing"
             )
-        return f"short of mappings, or of the device's memory, for {self.needed} bytes"
+        return f"short of mappings or device memory for {self.needed} bytes"

@@ -8,24 +8,24 @@ The modules, each of which imports only from those before it:
     journal, mapper         the undo log; every mapping call of the context
     pages, slots, stats     the records: refcounts of pages, slots and batches, counters
     reclaim                 victims, and unmapping in the background
-    migration, window       pages replaced under their addresses; sliding windows
-    runs, growth            lengths of runs; pages for requests
+    migration, window       replacing the pages behind addresses; sliding windows
+    runs, growth            run lengths; mapping pages for requests
     sharing                 pages mapped in several slots
     prefix_tree             a radix tree over token ids
     prefix_cache            recorded prefixes and the leases on them
     budget                  memory shared by several caches, of one process or of several
-    group                   one group of equal layers, made of all the above
+    group                   one group of equal layers, built from all of the above
     integrity               statistics and the check of the records
     manager                 a cache's groups and their lock
-    requests, mappings      allocation and release of slots; a report of holders of driver mappings
+    requests, mappings      allocating and releasing slots; a report of who holds driver mappings
     steps, admission        pages for the next tokens; queries whether requests fit
     truncation, forks       dropping rows; requests that begin with another's rows
-    tiers, swap             pages in other memory; rows in host memory
+    tiers, swap             pages in other memory; swapping rows to host memory
     prefix_alloc            requests that begin with a recorded prefix
-    trim, idle              returning memory, by a call or by a thread
+    trim, idle              returning memory, in a call or in a thread
     common_pages            pages that every slot has
     waits                   blockers that a call waits for before it takes the lock
-    facets                  the attributes memory, slots and internals of KVCache
+    facets                  KVCache's attributes memory, slots and internals
     cache                   KVCache: the lock and the documentation
     layered_cache           LayeredCache: layers of several shapes
     distributed             several ranks with equal results

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Queries whether requests fit and how much memory they lack; changes no pages."""
+"""Queries whether requests fit and how much memory is missing; changes no pages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def can_admit(
 def _matches(
     group: Group, lengths: list[int], matches: Sequence[PrefixMatch | None] | None
 ) -> list[PrefixMatch | None]:
-    """Validates the matches and renews their leases; one per length, or an empty list."""
+    """Validates the matches and renews their leases. Returns one per length, or an empty list."""
     if matches is None:
         return []
     found = list(matches)
@@ -87,8 +87,8 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 def _context_has(group: Group, need: int) -> bool:
     """Returns whether the context's pool and its device can supply `need` bytes.
 
-    `need` excludes the groups' own idle pages; what other caches of the budget can give is
-    subtracted here.
+    `need` excludes the groups' own idle pages; the bytes that other caches of the budget can give
+    are subtracted here.
     """
     share, context = group.reclaimer.share, group.context
     if share is not None:
@@ -98,10 +98,10 @@ def _context_has(group: Group, need: int) -> bool:
 
 
 def _reach(groups: Sequence[Group]) -> int:
-    """Returns the bytes of their budget that requests in several groups could still get."""
+    """Returns the bytes of the groups' budget that requests could still get."""
     share = groups[0].reclaimer.share
     assert share is not None
-    own = groups[0].reclaimer.idle({})  # on their way back, or held without an owner
+    own = groups[0].reclaimer.idle({})  # pages being unmapped, or mapped without an owner
     return share.within_reach() + own * groups[0].layout.page_size
 
 
@@ -162,7 +162,8 @@ def _length(group: Group, seq_len: int) -> int:
 
 
 def free_pages(groups: Sequence[Group]) -> int:
-    """Implements `CacheMemory.num_free_pages`; each group alone reports the whole budget's room."""
+    """Implements `CacheMemory.num_free_pages`; each group by itself would report all of the
+    budget's room."""
     for group in groups:
         group.reclaimer.poll()
     free = [group.reclaimer.free for group in groups]

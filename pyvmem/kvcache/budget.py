@@ -3,25 +3,25 @@
 
 Several engines may share a budget, each in a thread that makes calls back to back. With
 `threading.RLock`, the thread that has just released the lock takes it again before another wakes
-up: measured with two caches, a call that maps nothing waited for a thousand calls of the other
+up. We measured, with two caches, a call that maps nothing wait for a thousand calls of the other
 cache.
 
 Bytes that a cache uses and that are reserved for it:
 
     0 ......... floor ......... used ......... ceiling          0 .... used .... floor .... ceiling
     | reserved    | others may reclaim     |                    | used | reserved    |
-    |             | what no request owns   |
+    |             | unowned pages          |
 
-At all times the sum of ``max(used, floor)`` over the caches is at most the budget's total.
+The sum of ``max(used, floor)`` over the caches never exceeds the budget's total.
 
-One lock serves all caches of a budget. So a cache that is short of memory can inspect the others
-and reclaim from them without deadlock, and whether a call gets its memory depends only on the
-sequence of calls. The lock goes to the first waiter (`FairLock`).
+All caches of a budget use one lock. So a cache that is short of memory can inspect the others and
+reclaim from them without deadlock, and whether a call gets its memory depends only on the order of
+calls. On release the lock passes to the first waiter (`FairLock`).
 
 A call holds the lock while it waits for GPU work, so a cache's calls may take as long as the GPU
-work on the free slots of another cache. That work must therefore end without a further call to any
-cache of the budget, as launched work does. An `FdEvent` that a thread sets after its next call
-would never be set.
+work on the free slots of another cache. That work must therefore finish without another call to any
+cache of the budget; work already launched does. An `FdEvent` that a thread sets only after its next
+call would deadlock.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ __all__ = [
 ]
 
 
-class FairLock(RLock):  # type: ignore[misc]  # final for the checkers alone
-    """Lock for `with` blocks that prevents barging: the first waiter holds a gate, so it is next.
+class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
+    """Lock for `with` blocks that prevents barging: the first waiter holds a gate, so it gets the
+    lock next.
 
     The other waiters queue on the gate, in an order that the OS chooses. Both locks are re-entrant,
     because a finalizer or signal handler can run at any line and may call a cache. Leaving the
-    block runs in C, where no signal can interrupt it.
+    block runs C code only, which no signal can interrupt.
     """
 
     def __init__(self) -> None:
@@ -79,23 +80,24 @@ class FairLock(RLock):  # type: ignore[misc]  # final for the checkers alone
         taken: list[bool] = []
         try:
             if self._is_owned():  # type: ignore[attr-defined]
-                # One C call takes the lock and records that: no exception from outside comes
+                # One C call takes the lock and records it, so no signal's exception can come in
                 # between.
                 taken.extend(map(self.acquire, (True,)))
             else:
                 with self._gate:
                     taken.extend(map(self.acquire, (True,)))
             return True
-        except BaseException:  # from outside: the block is not entered, so the lock is not held
+        # from a signal handler: the block is not entered, so release the lock
+        except BaseException:
             if taken:
                 self.release()
             raise
 
 
-# Of a GPU's free memory: kernels, libraries and graphs need the rest. `Policy.memory_share` is
-# less, since it leaves room for a whole engine's activations, too.
+# Fraction of a GPU's free memory that a cache uses by default; kernels, libraries and graphs need
+# the remainder. `Policy.memory_share` is less, since it also leaves room for activations.
 _PART_OF_CARD = 0.9
-_HEADROOM = 256 << 20  # on a ledger, and at most a sixteenth of the budget
+_HEADROOM = 256 << 20  # bytes granted ahead of need, if on a ledger; at most 1/16 of the budget
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ class ShareInfo:
 
     Attributes:
         floor_bytes: reserved for it (`KVCacheConfig.memory_floor`).
-        ceiling_bytes: the most that it may use (`KVCacheConfig.memory_limit`).
-        used_bytes: physical pages of the cache.
+        ceiling_bytes: maximum that it may use (`KVCacheConfig.memory_limit`).
+        used_bytes: size of the cache's physical pages.
     """
 
     floor_bytes: int
@@ -119,9 +121,9 @@ class BudgetStats:
 
     Attributes:
         total_bytes: size of the budget.
-        used_bytes: physical pages of its caches.
-        free_bytes: neither used by a cache nor reserved by a floor.
-        caches: in the order in which they were made.
+        used_bytes: size of its caches' physical pages.
+        free_bytes: memory neither used by a cache nor reserved by a floor.
+        caches: one entry per cache, in the order of creation.
     """
 
     total_bytes: int
@@ -133,34 +135,35 @@ class BudgetStats:
 class Budget(Closable):
     """Memory of one context for several caches: ``KVCache(config, budget=budget)``.
 
-    A cache takes up to its ceiling, `KVCacheConfig.memory_limit`, as long as the floors of the
-    others, `KVCacheConfig.memory_floor`, stay free for them. If that is not enough, the others
-    return unowned pages (of free slots, then of recorded prefixes), down to their floors. Pages
-    that a request owns are never taken.
+    A cache may use memory up to its ceiling (`KVCacheConfig.memory_limit`) as long as the other
+    caches' floors (`KVCacheConfig.memory_floor`) stay free for them. If that is not enough, unowned
+    pages are reclaimed from the other caches, first from free slots, then from recorded prefixes,
+    down to their floors. Pages that a request owns are never taken.
 
     With a ledger the total is a ceiling: the budget is one engine among those of other processes,
-    such as vLLM's, and may use what the ledger grants it. A cache that is short posts the shortage
-    in the ledger and returns -1 or False as usual: a later call gets the memory that others
-    returned. When another engine is short, the caches return unowned pages, down to their floors; a
-    thread does so, under the lock, while no cache is called. `vmem top` shows the budget, `vmem
-    limit` lowers its ceiling. `pyvmem.announce` registers an engine that allocates on its own.
+    such as vLLM, and may use the memory that the ledger grants it. A call that is short of memory
+    posts the shortage in the ledger and returns -1 or False as usual; a later call gets the memory
+    that other engines returned. When another engine is short, the caches return unowned pages, down
+    to their floors. A thread does this too, under the lock, so that it also happens while no cache
+    is called. `vmem top` shows the budget, `vmem limit` lowers its ceiling. `pyvmem.announce`
+    registers an engine that allocates memory by itself.
 
-    Thread-safe. Calls of its caches take turns, even those that wait for GPU work.
+    Thread-safe. Calls to its caches run one at a time, even if one waits for GPU work.
 
     Args:
-        context: the context that all its caches use; it must outlive them.
-        total_bytes: physical memory for all caches together; 0: 0.9 of the memory that is free on
-            the GPU now; on host, all that is available.
-        ledger: the ledger of the context's device, owned by the budget once it is made; after an
-            exception it may be closed. None: memory is not shared with other processes.
-        name: in the ledger; "": pyvmem and the process id.
-        floor_bytes: memory that the other engines of the ledger must leave to this one.
+        context: the context that all its caches use; must outlive them.
+        total_bytes: physical memory for all caches together; 0: 0.9 of the GPU's currently free
+            memory, or all available memory on the host.
+        ledger: the ledger of the context's device, owned by the budget from now on; it may be
+            closed if this raises. None: memory is not shared with other processes.
+        name: the engine's name in the ledger; "": pyvmem and the process id.
+        floor_bytes: memory that the ledger's other engines must leave for this budget.
 
     Raises:
-        InvalidArgument: a negative total, or less than a page; a floor above the total or without
-            a ledger; a name that another engine of the ledger has.
+        InvalidArgument: a total that is negative or less than a page; a floor above the total or
+            without a ledger; a name already used in the ledger.
         LedgerError: the ledger is full.
-        NotSupported: a ledger for a GPU in MIG mode.
+        NotSupported: a ledger was given for a GPU in MIG mode.
     """
 
     def __init__(
@@ -211,24 +214,24 @@ class Budget(Closable):
 
     @property
     def on_ledger(self) -> bool:
-        """True if it is an engine of a ledger, which grants it memory."""
+        """True if it is an engine in a ledger, which grants it memory."""
         return self._ledger is not None
 
     @property
     def granted_bytes(self) -> int:
-        """Bytes that the caches may use together now: the total, or what the ledger granted."""
+        """Bytes that all caches together may use now: the total, or the ledger's grant."""
         return self.total_bytes if self._ledger is None else self._ledger.granted
 
     @property
     def least_bytes(self) -> int:
-        """A page in every tensor of each cache: with less, a request may never run."""
+        """Bytes of a page in every tensor of each cache; with less, a request may never run."""
         return max(self.context.info.granule, sum(share._column for share in self._shares))
 
     def close(self) -> None:
-        """Leaves the ledger; does nothing without one, or when called again.
+        """Leaves the ledger, if any. Idempotent.
 
         Raises:
-            Busy: a cache of the budget is open; nothing changed.
+            Busy: a cache of the budget is open; nothing has changed.
         """
         with self.lock, self.journal:
             if self._shares and self.context.is_open:
@@ -242,11 +245,11 @@ class Budget(Closable):
                 self._ledger, self.total_bytes, self._left = None, 0, True
 
     def set_limit(self, nbytes: int) -> None:
-        """Changes the total; maps and unmaps nothing.
+        """Changes the total, without mapping or unmapping anything.
 
         Raises:
-            InvalidArgument: less than a page, or than the caches use and floors reserve; more than
-                2**62; or the budget is on a ledger, where `vmem limit` sets the limit.
+            InvalidArgument: less than a page, or less than the caches use and floors reserve; more
+                than 2**62; or the budget is on a ledger, where `vmem limit` sets the limit.
         """
         with self.lock, self.journal:
             if self._ledger is not None:
@@ -263,7 +266,7 @@ class Budget(Closable):
             self.total_bytes = total
 
     def reclaim(self, limit: int) -> None:
-        """Begins to unmap unowned pages until `limit` bytes are left; does not wait.
+        """Starts unmapping unowned pages until `limit` bytes remain; does not wait.
 
         Floors and pages that requests hold are kept.
         """
@@ -272,7 +275,7 @@ class Budget(Closable):
             self._reclaim(self._reserved() - limit)
 
     def stats(self) -> BudgetStats:
-        """Returns the memory of every cache. Polls the batches in flight, does not wait."""
+        """Returns the memory of every cache. Polls batches in flight but does not wait for them."""
         with self.lock, self.journal:
             self._poll()
             return BudgetStats(
@@ -301,7 +304,7 @@ class Budget(Closable):
     # ---- caches ----------------------------------------------------------------------------------
 
     def join(self, pager: Pager, floor: int) -> None:
-        """Adds a new cache; `KVCache` calls it.
+        """Adds a new cache; called by `KVCache`.
 
         Raises:
             BadHandle: the budget is closed.
@@ -347,12 +350,12 @@ class Budget(Closable):
     # ---- the ledger ------------------------------------------------------------------------------
 
     def _tend(self) -> bool:
-        """One tick of the thread: return memory, take it ahead, report. False: stop the thread."""
+        """Runs a tick of the thread: returns or takes memory, reports. False: stop the thread."""
         with self.lock, self.journal:
             ledger = self._ledger
             if ledger is None:
                 return False
-            if not self.context.is_open:  # its pages are gone too
+            if not self.context.is_open:  # its pages were freed with it
                 ledger.close()
                 return False
             self._poll()
@@ -365,14 +368,15 @@ class Budget(Closable):
             return True
 
     def _give_back(self, ledger: OnLedger, nbytes: int) -> None:
-        """Returns to the ledger what is free now, and begins to unmap the rest."""
+        """Returns free memory to the ledger and starts unmapping the remainder of `nbytes`."""
         self._reclaim(nbytes - (ledger.granted - self._reserved()))
         ledger.give(min(nbytes, ledger.granted - self._reserved()))
         self.context.trim(0)
 
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
-            everyone = Share(self, self._shares[0].pager, 0)  # every cache is one of its `others`
+            # makes every cache one of its `others`
+            everyone = Share(self, self._shares[0].pager, 0)
             everyone.begin_unmaps(nbytes, {})
             if (missing := nbytes - everyone.returning()) > 0:
                 everyone.evict(missing)
@@ -396,7 +400,8 @@ class Budget(Closable):
 
 
 class Share:
-    """A cache's part of a budget: what it may take, and from whom. The caller holds the lock."""
+    """A cache's part of a budget: how much it may use and from whom it may reclaim. The caller
+    holds the lock."""
 
     def __init__(self, budget: Budget, pager: Pager, floor: int) -> None:
         self.budget = budget
@@ -413,34 +418,36 @@ class Share:
 
     @property
     def ceiling(self) -> int:
-        """Most bytes that the cache may use."""
+        """Maximum bytes that the cache may use."""
         return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
         """Returns the bytes that the cache could take now without reclaiming from others."""
         budget, taken = self.budget, 0
-        for one in budget._shares:  # a loop, since each step asks
+        for one in budget._shares:  # a loop for speed: every step calls this
             used = one.reclaimer.device_pages * one.layout.page_size
             taken += used if one.pager is self.pager or used > one.floor else one.floor
         return (budget.total_bytes if budget._ledger is None else budget.granted_bytes) - taken
 
     def total(self) -> int:
-        """Returns the bytes of the whole budget."""
+        """Returns the size of the budget in bytes."""
         return self.budget.total_bytes
 
     def beyond(self) -> int:
-        """Returns the bytes that the ledger had left when last read; 0 without a ledger."""
+        """Returns the bytes that the ledger could still grant when last read; 0 without a
+        ledger."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
     def take(self, nbytes: int) -> None:
-        """Asks the ledger to grant `nbytes` more, as far as it can."""
+        """Asks the ledger for up to `nbytes` more."""
         if self.budget._ledger is not None:
             self.budget._ledger.take(nbytes)
 
     def ask(self, nbytes: int) -> None:
         """Posts a shortage in the ledger if the budget cannot free `nbytes`.
 
-        The posted amount includes what the ledger has left: the others subtract that.
+        The posted amount includes the memory that the ledger still has: the other engines subtract
+        it.
         """
         if self.budget._ledger is not None:
             self.budget._ledger.ask(nbytes - self._inside())
@@ -450,12 +457,12 @@ class Share:
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """Returns `room` after the other caches and the ledger have given what they can."""
+        """Returns what `room` would be once the other caches and the ledger gave all they can."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
     def _inside(self) -> int:
-        """Returns the part of `within_reach` that the ledger has granted already."""
+        """Returns the part of `within_reach` that the ledger has already granted."""
         return self.room() + sum(one._givable() for one in self._rest())
 
     def others(self) -> list[Reclaimer]:
@@ -467,7 +474,7 @@ class Share:
         return sum(one._returning() for one in self._rest())
 
     def finish_idle(self) -> None:
-        """Waits for the other caches' growths that no request waits for."""
+        """Waits for in-flight growths of the other caches that no request is waiting for."""
         for one in self._rest():
             one.pager.finish_idle()
 
@@ -507,12 +514,13 @@ class Share:
         return found
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the other caches begin to unmap unowned pages until `nbytes` will be freed.
+        """Makes the other caches start unmapping unowned pages, enough to free `nbytes`.
 
         `keep`: slots, and the pages per tensor that each must keep. `now`: see
         `Reclaimer.unmap`.
         """
-        if now and not self.pager.reclaimer.table.lockstep:  # GPU work may delay unmaps
+        # first slots whose unmap need not wait for GPU work
+        if now and not self.pager.reclaimer.table.lockstep:
             late = sum(one.reclaimer.late * one.layout.page_size for one in self._rest())
             self._begin_unmaps(nbytes + late, keep, idle=True, now=now)
         self._begin_unmaps(nbytes, keep, idle=False, now=now)
@@ -529,7 +537,8 @@ class Share:
                 missing = nbytes - self.returning()
                 spare = slot.spare_beyond(keep[slot]) if slot in keep else slot.spare
                 columns = min(spare, one._excess() // column, -(-missing // column))
-                if not spare:  # its pages are in a 2 MiB entry that its owner partly uses
+                # its spare pages are in a 2 MiB entry that its owner still uses in part
+                if not spare:
                     continue
                 if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
                     break
@@ -561,7 +570,7 @@ class Share:
 
     @property
     def _column(self) -> int:
-        """Bytes of a page in every tensor: the unit in which slots and prefixes free memory."""
+        """Bytes of one page per tensor: the unit in which slots and prefixes free memory."""
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
@@ -578,24 +587,23 @@ class Share:
 
 
 class OnLedger(Participant):
-    """A budget as an engine of a ledger. Sizes in bytes; the caller holds the budget's lock.
+    """A budget's membership in a ledger. Sizes in bytes; the caller holds the budget's lock.
 
-        0 ......... used by caches, or kept by their floors ......... granted .......... limit
+        0 ......... used by caches, or reserved by floors ......... granted ............ limit
         | memory that the budget cannot give back         | headroom | the ledger's room, |
         |                                                 |          | others may take it |
 
-    Memory is taken from the ledger before a cache maps it: when a call is short, and ahead of need
-    by the thread, so that few calls take the file's lock. The thread returns memory that another
-    engine is short of or that a lowered limit forbids, even while no cache is called.
+    Memory is taken from the ledger before a cache maps it: by a call that is short, or ahead of
+    need by the thread, so that few calls take the file's lock. The thread returns memory when
+    another engine is short or the limit was lowered, even while no cache is called.
 
     Args:
-        ledger: ledger of the context's device; closed by `close`.
-        context: the budget's.
-        free: returns the device's free memory; None: unknown, and the ledger alone counts.
+        ledger: the ledger of the context's device; closed by `close`.
+        context: the budget's context.
         name, floor, limit: as in `Ledger.join`.
 
     Raises:
-        VMemError: as `Ledger.join`; the ledger is closed.
+        VMemError: as for `Ledger.join`; the ledger is closed.
     """
 
     def __init__(self, ledger: Ledger, context: Context, name: str, floor: int, limit: int) -> None:
@@ -606,7 +614,7 @@ class OnLedger(Participant):
         self.headroom = max(page, min(_HEADROOM, limit // 16) // page * page)
         self._limit = limit
         self._asked = False
-        self.hint = 0  # what the ledger had left when last read
+        self.hint = 0  # bytes that the ledger could still grant when last read
 
     @property
     def granted(self) -> int:
@@ -619,7 +627,7 @@ class OnLedger(Participant):
         return self.hint
 
     def take(self, nbytes: int) -> None:
-        """Asks for `nbytes` more and some headroom; gets that, or what is left."""
+        """Takes `nbytes` plus the headroom from the ledger, or what is available if less."""
         if nbytes <= 0:
             return
         free = free_bytes(self._context)
@@ -630,7 +638,7 @@ class OnLedger(Participant):
             self.ask(0)
 
     def ask(self, nbytes: int) -> None:
-        """Posts how many bytes a request is short; 0: no longer short."""
+        """Posts the bytes that a request is short of; 0: no longer short."""
         account = self.account
         nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
         if nbytes > 0 or self._asked:
@@ -638,7 +646,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Returns the other engines that have driver mappings, as text, and the number of each."""
+        """Returns name and number of driver mappings of each other engine that has any."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [
@@ -654,12 +662,12 @@ class OnLedger(Participant):
         return self.account.excess(free_bytes(self._context))
 
     def give(self, nbytes: int) -> None:
-        """Returns memory that no cache uses and no floor reserves to the ledger."""
+        """Returns to the ledger memory that no cache uses and no floor reserves."""
         if nbytes > 0:
             self.account.give(nbytes)
 
     def balance(self, spare: int) -> None:
-        """Keeps the headroom between half and twice its target; `spare`: the present headroom."""
+        """Keeps the headroom between half and twice its target; `spare`: the current headroom."""
         if spare < self.headroom // 2:
             self.take(self.headroom // 2 - spare)
         elif spare > 2 * self.headroom:
@@ -667,7 +675,8 @@ class OnLedger(Participant):
 
 
 def available_bytes(context: Context) -> int:
-    """Returns the default bytes of a cache: part of a GPU's free memory; all on host."""
+    """Returns a cache's default size in bytes: part of a GPU's free memory, or all memory on the
+    host."""
     free = context.memory().free_bytes
     if context.cuda_device is not None:
         free = int(free * _PART_OF_CARD)

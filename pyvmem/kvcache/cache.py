@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """`KVCache`: the interface that an engine calls.
 
-It takes the lock, checks that the cache is open, and hands the call to another module of this
-package, which runs it in every group of layers: one here, several in a `LayeredCache`.
+Each call takes the lock, checks that the cache is open, and is passed to another module of this
+package, which runs it in every group of layers: one in a `KVCache`, several in a `LayeredCache`.
 
-`KVCache` chooses slots itself, and its limit is set when it is made. A program written for another
-cache may choose slots itself (`CacheSlots.claim`) or reserve memory after the tensors exist
+`KVCache` chooses slots itself, and its limit is set at creation. A program written for another
+cache may instead choose slots itself (`CacheSlots.claim`) or set the limit after the tensors exist
 (`CacheMemory.set_limit`).
 """
 
@@ -60,13 +60,13 @@ __all__ = ["GroupView", "KVCache"]
 
 
 class GroupView(Facet):
-    """One group of equal layers of a cache: its tensors, its addresses, and reports.
+    """One group of equal layers of a cache: its tensors, addresses and reports.
 
     Requests belong to the cache. Raises BadHandle once the cache is closed.
 
     Attributes:
         config: configuration of these layers.
-        layout: the sizes and offsets, for planning or drawing.
+        layout: sizes and offsets, for planning or drawing.
         context: the context that the pages belong to.
         reservation: the addresses of all tensors; `layout` gives the offsets.
     """
@@ -155,65 +155,67 @@ class GroupView(Facet):
         )
         elements = tuple(stride // item for stride in strides)
         offset = layout.offset(0, 0, index)
-        # In no local variable: `Reservation.tensor` may import torch, which keeps this frame.
+        # Not kept in a local variable: `Reservation.tensor` may import torch, which holds on to
+        # this frame.
         return cast("torch.Tensor", self.reservation.tensor(shape, config.dtype, elements, offset))
 
 
 class KVCache(MustClose):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
-    Every request has a slot (its reqid) in every tensor. `step` takes the number of tokens that
-    each slot must hold and maps the missing pages; a request that is not in this step has 0 there.
-    A request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
+    Every request has a slot (its reqid) in every tensor. `step` is passed the number of tokens that
+    each slot must hold, and maps the missing pages; 0 means that the request is not part of this
+    step. A request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
-        if cache.step(seq_lens) == -1: ...     # preempt a request and try again
+        if cache.step(seq_lens) == -1: ...     # preempt a request and retry
         ...                                    # run the model over cache.k(layer), cache.v(layer)
         cache.step_async(next_seq_lens)        # maps while the model runs
         cache.free_reqid(reqid)
 
     Requests may share pages, read-only: `fork`, `record`, `alloc_prefix`. When memory is short, an
-    engine preempts a request by `free_reqid` or `swap_out`; `can_admit` checks beforehand. The
+    engine preempts a request with `free_reqid` or `swap_out`; `can_admit` checks in advance. The
     pages behind a running request's addresses can be replaced: `promote`, `move`.
 
-    Thread-safe; calls take turns. The cache owns its reservation, and the context unless one was
-    given. A context manager. A cache (or `LayeredCache`) that is collected without `close` warns
-    (ResourceWarning), and keeps its memory and addresses until the process ends or, in a context
-    that was given, until that is closed.
+    Thread-safe; calls run one at a time. The cache owns its reservation, and its context unless
+    `context` or `budget` is given. Usable as a context manager. If a cache (or `LayeredCache`) is
+    garbage-collected without `close`, it warns (ResourceWarning) and its memory and addresses stay
+    allocated until the process exits or, with a context that was passed in, until that is closed.
 
     Args:
         config: shape, limits and policy.
-        context: a context to share; it must outlive the cache. None: one is opened and owned.
+        context: a context to share; must outlive the cache. None: opens a context, which the cache
+            owns.
         backend: back end of the owned context.
         device: device of the owned context: CUDA ordinal, torch or cuda.core device.
         budget: memory to share with other caches; the cache uses the budget's context.
 
     Raises:
-        InvalidArgument: a value that the context cannot serve, such as the page size.
-        VMemError: the context or the reservation could not be made.
+        InvalidArgument: a value that the context does not support, such as the page size.
+        VMemError: the context could not be opened, or addresses could not be reserved.
     """
 
     config: KVCacheConfig
-    """The configuration, of the first layers in a `LayeredCache`."""
+    """The configuration; in a `LayeredCache`, that of the first group of layers."""
 
     caches: tuple[GroupView, ...]
-    """The groups of equal layers: one, or those of a `LayeredCache`, in the order in which its
+    """The groups of equal layers: one, or several in a `LayeredCache`, in the order in which its
     layers first use them. For tensors, layouts and reports."""
 
     memory: CacheMemory
-    """Memory: the need of calls, the amount available, and the limit."""
+    """Memory: how much calls need, how much is available, and the limit."""
 
     slots: CacheSlots
     """For programs that choose slots themselves, or keep records of them."""
 
     internals: Internals
-    """For layers on top of the cache: its lock, its journal, and registration of its users."""
+    """For code built on the cache: its lock, its journal, and registration of users."""
 
     context: Context
     """The context that the pages belong to."""
 
     budget: Budget | None
-    """The budget that it shares with other caches; None: it has its own memory."""
+    """The budget shared with other caches; None: not shared."""
 
     def __init__(
         self,
@@ -223,11 +225,11 @@ class KVCache(MustClose):
         device: Any = 0,
         budget: Budget | None = None,
     ) -> None:
-        self._closed = True  # until the groups are made
+        self._closed = True  # set to False once the groups exist
         self._begin(Manager("KVCache", config, None, context, backend, device, budget))
 
     def _begin(self, manager: Manager) -> None:
-        """Makes the manager's groups and takes over its lock and journal."""
+        """Creates the manager's groups and adopts its lock and journal."""
         self._manager = manager
         try:
             manager.make()
@@ -269,14 +271,14 @@ class KVCache(MustClose):
     # ---- requests ------------------------------------------------------------------------------
 
     def alloc_reqid(self, seq_len: int = 0) -> int | None:
-        """Takes a free slot for a request of `seq_len` tokens (0: not known yet).
+        """Allocates a free slot for a request of `seq_len` tokens (0: not known yet).
 
-        Best fit: the free slot with the fewest mapped pages that suffice, else the slot with the
-        most; on a tie, the slot that has been free longest. This call maps nothing; with
-        `eager_pages`, the next slot is prepared in the background.
+        Best fit: the free slot with the fewest mapped pages that suffice; if none has enough, the
+        slot with the most. Ties go to the slot that has been free longest. Maps nothing itself;
+        with `eager_pages`, the next slot is prepared in the background.
 
         Returns:
-            The reqid, an index into `step`'s list; None if every slot is taken.
+            The reqid, an index into the list passed to `step`; None if no slot is free.
 
         Raises:
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
@@ -289,73 +291,73 @@ class KVCache(MustClose):
     ) -> None:
         """Frees a slot and its rows.
 
-        A reqid is reused: freeing an ended request a second time frees the slot's next request. (A
-        `Request` of `pyvmem.engine` ends only once.)
+        Reqids are reused: freeing a request twice may free the slot's next request. (A `Request` of
+        `pyvmem.engine` is safe to release twice.)
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
-        work on `stream` so far. Blocks only on the copies of a move while another batch of the slot
-        is in flight.
+        work on `stream` so far. Blocks only if copies of a move are running while another batch of
+        the slot is in flight.
 
         Args:
-            reqid: as `alloc_reqid` returned it.
+            reqid: the request's reqid, from `alloc_reqid`.
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
                 event recorded after it, or an `FdEvent`; None: torch's current stream, ignored on
                 host. For other accepted objects and the rules with CUDA graphs, see
                 `pyvmem.memory.streams`.
-            tokens: record the request's rows under these ids, as `record` does, for requests that
-                begin with them; they stay mapped in the slot, where a next turn continues
-                (`KVCacheConfig.keep_mapped`). None: record nothing. There may be more tokens than
-                rows: the last sampled token has no row yet.
+            tokens: records the request's rows under these ids, as `record` does, for later requests
+                that begin with them. The rows stay mapped in the slot, where the next turn
+                continues (`KVCacheConfig.keep_mapped`). None: records nothing. There may be more
+                tokens than rows, since the last sampled token has no row yet.
             namespace: as in `record`.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken; bad tokens or namespace; the stream
-                is being captured into a CUDA graph, or is not a stream (`NotGpuWork`).
+            InvalidArgument: no such reqid, or it is free; bad tokens or namespace; the stream is
+                being captured into a CUDA graph, or is not a stream (`NotGpuWork`).
             VMemError: the rows could not be recorded; the request was not freed.
         """
         with self._lock, self._journal:
             requests.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
-        """Drops a request's rows from `length` on, and the pages that hold no other rows.
+        """Drops a request's rows from `length` on, and the pages that held only these rows.
 
-        With the request's present length, drops pages that a prefill mapped past the rows for its
-        kernel to read (`KVCacheConfig.overread_rows`): once the prompt is computed, other requests
-        can have that memory.
+        With the request's current length, drops only the pages that a prefill mapped past the rows
+        for its kernel to read (`KVCacheConfig.overread_rows`), so that other requests can use that
+        memory once the prompt is computed.
 
-        For rejected tokens (speculative decoding), and for a request that is rolled back. Only this
-        call shortens a running request: a smaller number in `step` removes nothing.
+        Use it for rejected tokens (speculative decoding), or to roll a request back. Only this call
+        shortens a running request: a smaller number in `step` removes nothing.
 
-        The request's own pages stay mapped, unowned: the request gets them back when it grows,
-        others when they need them, after the GPU work on `stream` so far. This does not block.
-        Shared pages lose the request's reference, and pages outside the device are freed; that
-        waits for the work on `stream`. If `length` is within a shared page, the page is copied,
-        since the request may write past its last row.
+        The request's own pages stay mapped but unowned: the request uses them again when it grows,
+        or other requests take them, after the GPU work on `stream` so far. This does not block.
+        References to shared pages are dropped and off-device pages are freed; this waits for the
+        work on `stream`. If `length` is within a shared page, the page is copied, since the request
+        may write past its last row.
 
-        Rows that the request regains by a `step` hold their earlier contents if their page was
-        kept: the page in which row ``length - 1`` ends, pages that decoding reads after it
-        (`KVCacheConfig.overread_decode`), and pages that a `step_async` promised. All other rows
-        are zero, or undefined without `KVCacheConfig.zero_fill`.
+        If a `step` grows the request again, rows hold their earlier contents where the page was
+        kept: the page in which row ``length - 1`` ends, the pages that decoding reads past it
+        (`KVCacheConfig.overread_decode`), and pages promised by a `step_async`. All other rows are
+        zero, or undefined without `KVCacheConfig.zero_fill`.
 
         Args:
             reqid: the request.
-            length: tokens that it keeps, at most as many as it holds.
+            length: number of tokens to keep, at most the current number.
             stream: the stream (or event) of the last work on these rows, as in `free_reqid`.
 
         Returns:
-            0; or -1 if memory is short for the copy of a shared page: nothing changed, except that
-            unowned pages may have been reclaimed.
+            0; or -1 if memory for the copy of a shared page is short: then nothing has changed,
+            except that unowned pages may have been reclaimed.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, a length out of range, or a length, 0
-                included, whose sliding window begins in rows that are unmapped
-                (`KVCacheConfig.window_tile` tokens can be truncated; to start over, free the
-                request); or the request has a state (`KVCacheConfig.state`) and would keep some of
-                its tokens: a state cannot be rolled back.
-            TooManyMappings: a cut inside a mapping needs one more than the context has left;
-                nothing changed. `free_reqid` needs none.
+            InvalidArgument: no such reqid, or it is free; a length out of range; a length,
+                including 0, whose sliding window begins in unmapped rows (up to
+                `KVCacheConfig.window_tile` tokens can be truncated; to start over, free the
+                request); or a length other than 0 for a request with a state
+                (`KVCacheConfig.state`), which cannot be rolled back.
+            TooManyMappings: splitting a mapping needs one more, and the context has none left;
+                nothing has changed. `free_reqid` needs none.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
-            VMemError: the driver failed; nothing changed.
+            VMemError: the driver failed; nothing has changed.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
@@ -368,24 +370,24 @@ class KVCache(MustClose):
         """Maps the pages that every slot needs, for the work that the caller is about to launch.
 
         Args:
-            seq_lens: for every reqid the tokens that the slot must hold, 0 for free slots. A
-                request keeps its rows: 0, or a number below the rows that it holds, neither adds
-                nor removes any (`truncate` removes).
+            seq_lens: for every reqid, the number of tokens that the slot must hold; 0 for free
+                slots. A number below the rows that a request holds, such as 0, changes nothing
+                (`truncate` removes rows).
             stream: the stream that will use the pages (None: torch's current stream). Fills may
-                still run when this returns; the stream waits for them. Given an event, and on host,
-                the CPU waits. When pages copied by `promote` or `move` replace the old ones, the
-                call waits for the work on the stream so far.
+                still be running when this returns; the stream waits for them. If an event is
+                passed, and on the host, the call itself waits. When pages copied by `promote` or
+                `move` replace the old pages, the call waits for the work on the stream so far.
 
         Returns:
-            0, with everything mapped; or -1, with nothing changed, if memory, or the context's
-            number of mappings, is short even after everything unowned was reclaimed. Completes what
-            `step_async` began; `stats` has the time that it waited.
+            0, with everything mapped; or -1, with nothing changed, if memory or mappings are short
+            even after all unowned pages were reclaimed. Completes what `step_async` started;
+            `stats` reports the time spent waiting.
 
         Raises:
             InvalidArgument: wrong length, a negative or too large number, or a number for a free
                 slot.
-            VMemError: the driver failed, now or in a batch that an earlier call began in the
-                background; that was undone, the cache is consistent, and the call may be repeated.
+            VMemError: the driver failed, now or in a background batch of an earlier call. That
+                batch was undone, the cache is consistent, and the call may be repeated.
         """
         if stream is not None:
             check(stream)
@@ -393,21 +395,21 @@ class KVCache(MustClose):
             return steps.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Begins to map, in the background, the pages that `step` needs for the same numbers.
+        """Starts mapping, in the background, the pages that `step` needs for the same numbers.
 
-        Does not wait for GPU work or map calls. Begins to reclaim what the growth needs: unowned
-        pages are unmapped after the GPU work on them, in the other caches of a budget as well;
-        prefixes are evicted; copies for a promotion are cancelled. A later call begins the growth
+        Does not wait for GPU work or map calls. Starts reclaiming the memory that the growth needs:
+        unowned pages are unmapped after the GPU work on them, also in other caches of the budget;
+        prefixes are evicted; copies for a promotion are cancelled. A later call starts the growth
         with these pages, or the `step` waits for them. The same applies if GPU work of an earlier
-        owner delays a slot, or an earlier call is still mapping pages of the request.
+        owner delays a slot, or if an earlier call is still mapping pages of the request.
 
-        A shortage is reported at once, with one exception: memory not yet mapped when this returns
-        may be taken by a call in between, such as a `fork`, or by another user of the context or of
-        the device; the `step` then returns -1.
+        A shortage is reported by this call, with one exception: memory that is not mapped yet when
+        this returns may be taken by a call in between, such as a `fork`, or by another user of the
+        context or the device; then the `step` returns -1.
 
         Args:
-            seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
-                not wait for pages that it does not need: this hides even a slow driver call.
+            seq_lens: as in `step`. They may be some tokens ahead of those of the next `step`, which
+                waits only for the pages that it needs: this hides even a slow driver call.
             stream: unused, accepted for symmetry; the `step` that follows orders its own stream.
 
         Returns:
@@ -432,32 +434,32 @@ class KVCache(MustClose):
     ) -> int | None:
         """Allocates a request that begins with the rows of another, for sampling or beam search.
 
-        Both share the pages that are full below `length`, read-only from then on: a write to one
-        faults. Only the last, partly filled page is copied, in every tensor. So neither may write
-        rows below `length` again, and each may append as if it were alone. (To rewrite rows,
-        `truncate` first.) A state (`KVCacheConfig.state`) is copied. In layers with a window, the
-        pages still in the window are shared; the fork does not have the others.
+        Both share the pages that are full below `length`; these are read-only from now on, and a
+        write to them faults. Only the last, partly filled page is copied, in every tensor. So
+        neither request may write rows below `length` again, but each may append independently. (To
+        rewrite rows, `truncate` first.) A state (`KVCacheConfig.state`) is copied. In layers with a
+        window, only the pages still in the window are shared.
 
         Waits for the GPU work on `stream` if pages were written since the last fork.
 
         Args:
             reqid: the parent, which continues.
-            length: tokens that the new request begins with; None: all that the parent holds.
+            length: number of tokens that the new request begins with; None: all of the parent's.
             stream: the stream (or event) of the parent's last work, as in `free_reqid`.
             into: a free reqid for the new request; None: any.
 
         Returns:
             The new reqid, which holds `length` tokens; None if no slot is free or memory is short.
-            Then nothing changed, except that unowned pages may have been reclaimed and the parent's
-            full pages may already be read-only.
+            Then nothing has changed, except that unowned pages may have been reclaimed and the
+            parent's full pages may already be read-only.
 
         Raises:
-            InvalidArgument: no such reqid, or not taken; it holds fewer tokens than `length`, or
-                more and has a state, which cannot be rolled back; a window at `length`, 0 included,
-                would begin in rows that are unmapped; `into` is not free.
+            InvalidArgument: no such reqid, or it is free; it holds fewer tokens than `length`; it
+                holds more and has a state, which cannot be rolled back; a window at `length`,
+                including 0, would begin in unmapped rows; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
-            VMemError: the driver failed; as for None.
+            VMemError: the driver failed; the same state as after None.
         """
         forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
         return None if forked is None else forked[0]
@@ -470,9 +472,9 @@ class KVCache(MustClose):
         stream: Any = None,
         into: Sequence[int] | None = None,
     ) -> list[int] | None:
-        """`fork` for `count` new requests, in one batch: all of them or none.
+        """Forks `count` new requests in one batch: all of them or none. See `fork`.
 
-        `into` names `count` different free reqids, in the order returned.
+        `into`: `count` different free reqids for them, in the order returned.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
         into, blockers = into if into is None else [*into], waits.before_fork
@@ -484,10 +486,11 @@ class KVCache(MustClose):
 
     @property
     def sharing_unit(self) -> int:
-        """Tokens per unit in which prefixes are recorded and matched: the fewest that fill pages.
+        """Tokens per unit in which prefixes are recorded and matched: the fewest that fill whole
+        pages.
 
-        ``lcm(row_bytes, page_size) / row_bytes``: a row that crosses a page boundary would have to
-        be written into a shared page.
+        ``lcm(row_bytes, page_size) / row_bytes``: with fewer, a row that crosses a page boundary
+        would have to be written into a shared page.
         """
         return self._groups[0].prefixes.unit
 
@@ -496,20 +499,20 @@ class KVCache(MustClose):
     ) -> int:
         """Records the rows of a running request under their tokens, for later requests to reuse.
 
-        Their pages become read-only. For a finished request `free_reqid` with `tokens` does the
-        same without remapping. Recorded prefixes are evicted when memory is short or `trim` asks
-        for it: least recently used first, and only when free slots have no pages left.
+        Their pages become read-only. For a finished request, `free_reqid` with `tokens` does the
+        same without remapping. Recorded prefixes are evicted when memory is short or by `trim`:
+        least recently used first, and only when free slots have no pages left.
 
         Waits for the GPU work on `stream` if something new is recorded.
 
         Args:
             reqid: the request.
-            tokens: the ids whose keys and values its first rows hold (`TokenIds` says in which
-                forms). Tokens past its rows, such as a last token that is not computed yet, and
-                those past the last whole `sharing_unit` are ignored.
+            tokens: the ids whose keys and values its first rows hold (for accepted types see
+                `TokenIds`). Tokens past its rows, such as a last token that is not computed yet,
+                and tokens past the last full `sharing_unit` are ignored.
             stream: as in `free_reqid`.
-            namespace: what the rows depend on besides the ids, such as an adapter, an image or a
-                tenant; only matches with the same namespace find them.
+            namespace: whatever the rows depend on in addition to the ids, such as an adapter, an
+                image or a tenant; only matches with the same namespace find them.
 
         Returns:
             The number of leading tokens that are recorded now; 0 if layers have a state
@@ -518,11 +521,11 @@ class KVCache(MustClose):
             the end have left the window; then nothing new is recorded.
 
         Raises:
-            InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
-            NotSupported: as `fork`.
+            InvalidArgument: bad tokens or namespace, or a free reqid.
+            NotSupported: as for `fork`.
             TooManyMappings: read-only pages need more mappings than the context has left; nothing
-                changed. `free_reqid` with the tokens needs none.
-            NotRecoverable, VMemError: as `fork`.
+                has changed. `free_reqid` with `tokens` needs none.
+            NotRecoverable, VMemError: as for `fork`.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
@@ -530,21 +533,21 @@ class KVCache(MustClose):
         )
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
-        """Looks up how much of a prompt is recorded, and leases it against eviction.
+        """Looks up how much of a prompt is recorded, and leases that prefix against eviction.
 
-        If layers have a window, a match must end where the window before its end is recorded: where
-        a request was recorded, or where prompts diverged and a request recorded later still had the
-        rows before. Otherwise it is shorter, or empty.
+        If layers have a window, a match can end only where the whole window before its end is
+        recorded: where a request was recorded, or where prompts diverged and a request recorded
+        later still had the rows before that point. Otherwise the match is shorter, or empty.
 
-        The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
-        with ``trim(prefixes=True)``; memory that it keeps counts as unowned, but cannot be
-        reclaimed. Counts as a use of the prefix. Rows that continue it in host memory are not
-        leased: `PrefixMatch.in_host`.
+        The lease ends when `alloc_prefix` has used the match, when the match is released or
+        garbage-collected, and with ``trim(prefixes=True)``. Leased memory counts as unowned but
+        cannot be reclaimed. A match counts as a use of the prefix. Rows that continue it in host
+        memory are not leased; see `PrefixMatch.in_host`.
 
         Args:
             tokens: the prompt.
-            leave: tokens at the end of the prompt to leave unmatched: an engine must compute the
-                last one.
+            leave: number of tokens at the end of the prompt to leave unmatched: an engine must
+                compute at least the last token.
             namespace: as in `record`.
 
         Raises:
@@ -556,25 +559,26 @@ class KVCache(MustClose):
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
-        """Takes a slot for a prompt, with the longest recorded prefix mapped in it, read-only.
+        """Allocates a slot for a prompt and maps its longest recorded prefix there, read-only.
 
         Args:
-            tokens: the prompt, or what `match` returned for it.
-            leave: as in `match`; not used with a match.
-            stream: the stream that will read the rows; it waits for the work that wrote them.
-            namespace: as in `record`; not used with a match.
+            tokens: the prompt, or its match from `match`.
+            leave: as in `match`; ignored for a match.
+            stream: the stream that will read the rows; it is made to wait for the work that wrote
+                them.
+            namespace: as in `record`; ignored for a match.
 
         Returns:
-            The reqid and the tokens that it already holds, including those loaded from host memory,
-            for which this waits (0 if nothing is recorded, or if no slot could be emptied without
-            waiting for GPU work of its earlier owner); None, with nothing changed, if every slot is
-            taken or memory is short. With 0 and None a match keeps its lease.
+            The reqid and the number of tokens that it already holds, including those loaded from
+            host memory, for which this waits (0 if nothing is recorded, or if no slot could be
+            emptied without waiting for GPU work of its earlier owner). None, with nothing changed,
+            if no slot is free or memory is short. After 0 or None a match keeps its lease.
 
         Raises:
             InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or a match of
                 another cache.
             PrefixEvicted: the match has lost its lease, and the prefix was evicted.
-            NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
+            NotSupported: as for `fork`. VMemError: the driver failed; nothing has changed.
         """
         reader, blockers = work_of(stream), waits.before_prefix
         return waits.when_clear(
@@ -594,11 +598,11 @@ class KVCache(MustClose):
             stream: as in `free_reqid`.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken.
-            OutOfMemory: rows have left a window, and memory is short for the pages of all tokens,
-                which `swap_in` needs for a moment; nothing changed.
-            MemoryError: host memory is short; nothing changed. VMemError: as `step`; nothing
-                changed.
+            InvalidArgument: no such reqid, or it is free.
+            OutOfMemory: rows have left a window, and memory for the pages of all tokens, which
+                `swap_in` needs temporarily, is short; nothing has changed.
+            MemoryError: host memory is short; nothing has changed.
+            VMemError: as for `step`; nothing has changed.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(self._manager, waits.before_swap_out, swap.swap_out, reqid, work)
@@ -608,14 +612,15 @@ class KVCache(MustClose):
 
         Args:
             swapped: a request that this cache swapped out; closed afterwards.
-            stream: the stream that will use the rows. Waits for it, and for the copy.
+            stream: the stream that will use the rows. The call waits for its work and for the copy.
 
         Returns:
-            The reqid, which holds the request's tokens; None if no slot is free or memory is short
-            even after everything unowned was reclaimed: then `swapped` is unchanged.
+            The reqid, which holds the request's tokens. None if no slot is free, or memory is short
+            even after all unowned pages were reclaimed; then `swapped` is unchanged.
 
         Raises:
-            InvalidArgument: `swapped` is another cache's. BadHandle: closed, or swapped in before.
+            InvalidArgument: `swapped` belongs to another cache. BadHandle: it is closed or was
+                already swapped in.
             VMemError: the driver failed; `swapped` is unchanged.
         """
         work = PriorWork(stream, self._groups[0].device)
@@ -628,24 +633,25 @@ class KVCache(MustClose):
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
     ) -> bool:
-        """Returns whether new requests of these lengths would all fit with the present ones.
+        """Returns whether new requests of these lengths would all fit alongside the current
+        requests.
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
-        reclaimable, including recorded prefixes that no request uses and no match leases, and what
-        batches in flight will free, without waiting for them. Memory that the context would have to
-        allocate from its device counts as far as it is free there now (`Context.memory`); others
-        may take it first.
+        reclaimable. That includes recorded prefixes that no request uses and no match leases, and
+        pages that batches in flight will free, without waiting for them. Memory that the context
+        would have to allocate from its device counts as far as the device has it free now
+        (`Context.memory`); another process may take it first.
 
         Args:
             seq_lens: tokens of each request, including its prefix.
-            matches: for each request, the match that it will begin with, or None: pages of a match
-                are allocated already and not counted again. None: no request has a match. A lost
-                lease is renewed. With the match given, an idle cache that could serve the request
-                never refuses it forever.
+            matches: for each request, the match that it will begin with, or None. Pages of a match
+                are already allocated and not counted again. A lost lease is renewed. None: no
+                request has a match. Pass the match that a request holds: otherwise its leased pages
+                could make an idle cache reject the request forever.
 
         Raises:
-            InvalidArgument: a length that is negative or above `max_seq_len`; not one match or None
-                per request; a match longer than its request, or of another cache.
+            InvalidArgument: a length that is negative or above `max_seq_len`; a wrong number of
+                matches; a match longer than its request, or from another cache.
             PrefixEvicted: as in `alloc_prefix`.
         """
         with self._lock, self._journal:
@@ -663,14 +669,14 @@ class KVCache(MustClose):
         (`KVCacheConfig.idle_seconds`).
 
         Args:
-            prefixes: also evict the recorded prefixes that no request uses, and drop those in host
-                memory: True if the weights change. "host": copy the rows to host memory instead
-                (`KVCacheConfig.host_prefixes`).
-            compact: also move pages of running requests and recorded prefixes together, so that the
-                memory between them is returned (`Context.compact`). None: only if nothing can be
-                using the pages that move, that is, in a context that the cache owns while no
-                request is active or when the last `step` named none. True: always; this waits for
-                all work on the device, and none may be launched on the cache until it returns.
+            prefixes: True also evicts the recorded prefixes that no request uses and drops those in
+                host memory; use it when the weights change. "host": copies their rows to host
+                memory instead (`KVCacheConfig.host_prefixes`).
+            compact: also moves pages of running requests and recorded prefixes together, so that
+                the memory between them is returned (`Context.compact`). None: only if nothing can
+                be using the pages that move, that is, in a context that the cache owns while no
+                request is active or after a `step` of zeros only. True: always; this waits for all
+                work on the device, and no work may be launched on the cache until it returns.
                 False: never.
             stream: with `compact`, the stream of the last work on running requests, as in `step`.
 
@@ -679,7 +685,7 @@ class KVCache(MustClose):
 
         Raises:
             NotSupported: `compact` is True in a context that the cache does not own.
-            VMemError: a batch failed; its pages are still mapped, the cache is consistent.
+            VMemError: a batch failed; its pages are still mapped and the cache is consistent.
         """
         check(stream)
         if isinstance(prefixes, str) and (prefixes != "host" or not self.config.host_prefixes):
@@ -705,31 +711,32 @@ class KVCache(MustClose):
     def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
         """Remaps a request's full 2 MiB blocks with page table entries of that size.
 
-        For requests that grew page by page; a prefill has such entries at once, and in a cache of
-        more than 8 GiB every `step` does this for the requests that it lengthens. Addresses and
-        rows stay the same. The next `step` joins blocks whose pages are physically contiguous.
-        Blocks for which that was not enough are copied in the background by a later call, after the
-        work on `stream` so far, while the GPU keeps reading the old pages, and the `step` after
-        that replaces the old pages. Such a `step` waits for the work on its stream, since no work
-        may touch the pages at that moment. Shared pages, and blocks for which memory is short, are
-        left as they are.
+        For requests that grew page by page. A prefill gets such entries from the start, and in a
+        cache of more than 8 GiB every `step` promotes the requests that it lengthens. Addresses and
+        rows stay the same. The next `step` joins blocks whose pages are physically contiguous. The
+        other blocks are copied in the background by a later call, after the work on `stream` so
+        far, while the GPU keeps reading the old pages; the `step` after that replaces the old
+        pages. Such a `step` waits for the work on its stream, since no work may touch the pages
+        while they are replaced. Shared pages, and blocks for which memory is short, are left
+        unchanged.
 
         Args:
             reqid: the request. The work that writes its rows must have been launched, and no row of
                 a full block may be written again while `SlotInfo.moving_pages` is not 0.
-            wait: wait in this call until all of that is done.
+            wait: wait until all of that is done.
             stream: as in `free_reqid`.
 
         Returns:
-            The number of blocks, of 2 MiB in every tensor, that are in progress or done.
+            The number of blocks (2 MiB in every tensor) that are in progress or done.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or no slot has such a block: it is shorter,
-                the context has no large entries (`Caps.LARGE_ENTRIES`), or all layers have a window
-                or a state.
+            InvalidArgument: no such reqid, or it is free; or no slot can have such a block, because
+                it is shorter, the context has no large entries (`Caps.LARGE_ENTRIES`), or all
+                layers have a window or a state.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
-            VMemError: the driver failed; nothing changed, except that if layers differ, those of
-                some shapes may have large entries now. In the background the next `step` raises it.
+            VMemError: the driver failed; nothing has changed, except that in a `LayeredCache` some
+                groups may have large entries now. A failure in the background is raised by the next
+                `step`.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
@@ -747,35 +754,37 @@ class KVCache(MustClose):
     ) -> Moved:
         """Moves pages of a request to another memory; addresses and rows stay the same.
 
-        All or nothing. New pages of the request are always allocated in device memory, even after a
-        move. Shared pages stay where they are. Moves and promotions of the request in progress are
-        completed first, which waits (`SlotInfo.moving_pages`).
+        Moves all of them or none. New pages of the request are always allocated in device memory,
+        even after a move. Shared pages are not moved. Waits for moves and promotions of the request
+        that are in progress (`SlotInfo.moving_pages`).
 
         Args:
             reqid: the request. The work that writes its rows must have been launched.
             location: "device", "host" or "peer", or a `pyvmem.Location`.
             device: device of a peer: a CUDA ordinal, torch or cuda.core device.
-            tokens: a range, or the first and the last + 1 token; only pages that hold no other rows
-                move. None: all tokens of the request.
+            tokens: a range, or a pair (first, last + 1); only pages without other rows move. None:
+                all tokens of the request.
             stream: the stream (or event) of the last work on the request; waited for.
-            wait: False: full pages are copied in the background, after the work on `stream` so
+            wait: if False, full pages are copied in the background, after the work on `stream` so
                 far, and the first `step` after that replaces them, as in `promote`; their rows must
-                not be written meanwhile.
+                not be written until then.
 
         Returns:
-            The pages that moved or are being moved, and those that stay because they are shared.
+            The number of pages moved or being moved, and of pages not moved because they are
+            shared.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, a token beyond its rows, an unknown location,
-                or a device that is not a peer of the context.
+            InvalidArgument: no such reqid, or it is free; a token beyond its rows; an unknown
+                location; or a device that is not a peer of the context.
             NotSupported: the back end cannot place pages in that memory.
-            OutOfMemory: the tier is full (`host_limit`, `peer_limit`, the cache's own limit, or the
-                machine's); nothing changed, except that unowned pages may have been reclaimed.
+            OutOfMemory: the memory is full (`host_limit`, `peer_limit`, the cache's own limit, or
+                the machine's limit); nothing has changed, except that unowned pages may have been
+                reclaimed.
             TooManyMappings: the move needs more mappings than the context has left; as above.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
-            VMemError: the driver failed; nothing changed, except that if layers differ, those of
-                some shapes may have moved and the others not. In the background: the next `step`
-                raises it.
+            VMemError: the driver failed; nothing has changed, except that in a `LayeredCache` the
+                pages of some groups may have moved. A failure in the background is raised by the
+                next `step`.
         """
         work = PriorWork(stream, self._groups[0].device)
 
@@ -793,7 +802,7 @@ class KVCache(MustClose):
         return self._groups[0].table.lockstep
 
     def seq_len(self, reqid: int) -> int:
-        """Returns the rows that a slot holds, in tokens; 0 for a free slot.
+        """Returns the number of tokens whose rows a slot holds; 0 for a free slot.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -808,26 +817,26 @@ class KVCache(MustClose):
 
         Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
         may be touched. A live tensor keeps the cache from closing. A `LayeredCache` lists them
-        class by class.
+        group by group.
         """
         return [tensor for view in self.caches for tensor in view.tensors]
 
     def k(self, layer: int) -> torch.Tensor:
         """Returns a layer's keys, a view ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
 
-        Rows are ``group_size`` layers apart. Raises InvalidArgument for a layer that does not
-        exist.
+        Consecutive rows are ``group_size`` layers apart in memory. Raises InvalidArgument for a
+        layer that does not exist.
         """
         return self.caches[0].k(layer)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Returns a layer's values; see `k`. InvalidArgument if `tensors_per_layer` is 1."""
+        """Returns a layer's values; see `k`. Raises InvalidArgument if `tensors_per_layer` is 1."""
         return self.caches[0].v(layer)
 
     def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
         """Returns, for each layer, the groups whose tensors hold its keys and values.
 
-        None for a layer with neither; None in place of the values for a layer with an MLA latent.
+        None for a layer without either; a layer with an MLA latent has None in place of the values.
         """
         view = self.caches[0]
         values = view if view.config.tensors_per_layer == 2 else None
@@ -839,7 +848,7 @@ class KVCache(MustClose):
     def layout(self) -> Layout:
         """The sizes and offsets of the cache, for planning or drawing.
 
-        NotSupported if the layers form several groups: `caches` has one layout for each.
+        Raises NotSupported if the layers form several groups; `caches` has a layout for each.
         """
         return self._manager.only("layout").layout
 
@@ -847,7 +856,7 @@ class KVCache(MustClose):
     def reservation(self) -> Reservation:
         """The addresses of all tensors; `layout` gives the offsets. Owned by the cache.
 
-        NotSupported if the layers form several groups: `caches` has one reservation for each.
+        Raises NotSupported if the layers form several groups; `caches` has a reservation for each.
         """
         return self._manager.only("reservation").parts.reservation
 
@@ -855,16 +864,16 @@ class KVCache(MustClose):
     def safe_overread(self) -> bool:
         """True if unmapped rows read as zeros, even while memory grows concurrently.
 
-        With `KVCacheConfig.sparse` and a back end that replaces the zeros by a page atomically
-        (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``.
+        Requires `KVCacheConfig.sparse` and a back end that atomically replaces the zeros with a
+        page (`pyvmem.Caps.SPARSE_ATOMIC`), which excludes ``stock``.
         """
         return all(view.safe_overread for view in self.caches)
 
     def stats(self) -> CacheStats:
-        """Returns the present state and the counters, summed over groups of layers.
+        """Returns the current state and the counters, summed over groups of layers.
 
-        Slots, steps and prefix tokens, which are the same in all groups, are the first group's.
-        Peaks are the sum of the groups' peaks.
+        Slots, steps and prefix tokens are the same in all groups and are not summed. Peaks are the
+        sum of the groups' peaks.
         """
         with self._lock, self._journal:
             groups = self._open()
@@ -872,9 +881,10 @@ class KVCache(MustClose):
             return together([integrity.stats(group) for group in groups], room)
 
     def snapshot(self) -> list[SlotInfo]:
-        """Returns every slot's pages at present, summed over groups of layers."""
+        """Returns the current pages of every slot, summed over groups of layers."""
         with self._lock, self._journal:
-            each = [call_part(view.snapshot) for view in self.caches]  # a subclass may wrap it
+            # a subclass may override `snapshot`
+            each = [call_part(view.snapshot) for view in self.caches]
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 
     def check_integrity(self) -> None:
@@ -894,19 +904,19 @@ class KVCache(MustClose):
     def close(self, stream: Any = None) -> None:
         """Waits for batches in flight and for GPU work on freed slots, then frees everything.
 
-        Pages that the GPU may touch cannot be unmapped, so if the work never ends, this waits until
-        a signal (Ctrl-C) ends the wait; the call may then be repeated.
+        Pages that the GPU may touch cannot be unmapped, so if the work never finishes, this waits
+        until a signal (Ctrl-C) interrupts it; the call may then be repeated.
 
-        A `pyvmem.engine.RequestCache` without requests does not keep the cache open; its next call
+        A `pyvmem.engine.RequestCache` without requests does not prevent closing; its next call
         raises BadHandle.
 
         Args:
-            stream: the last work on slots that are still taken, as in `free_reqid`.
+            stream: the stream of the last work on slots still in use, as in `free_reqid`.
 
         Raises:
-            Busy: tensors of the cache are alive, or requests of a `pyvmem.engine.RequestCache`;
-                nothing changed, and the cache can still be used.
-            BadHandle: the descriptor of an `FdEvent` is closed; nothing changed.
+            Busy: tensors of the cache are alive, or a `pyvmem.engine.RequestCache` has requests;
+                nothing has changed, and the cache can still be used.
+            BadHandle: the file descriptor of an `FdEvent` is closed; nothing has changed.
         """
         check(stream)
         with self._lock, self._journal:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shared first pages of every slot (for vAttention's artifact)."""
+"""First pages that all slots share (for vAttention's artifact)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _WRITER = 0
 
 
 class CommonPages:
-    """The first pages of all slots, shared; the result of `CacheSlots.map_common_pages`.
+    """The shared first pages of all slots; the result of `CacheSlots.map_common_pages`.
 
         reqid 0   | common, writable  | its own ...
         reqid 1   | common, read-only | its own ...
 
     vAttention's artifact maps them writable in every slot, only to show that several requests can
-    have the same page. Here a write through another slot than 0 faults.
+    have the same page. Here a write faults, except through slot 0.
 
     `renew` ends a slot's request; the slot then has the common pages again.
 
@@ -52,9 +52,9 @@ class CommonPages:
             owner.open()
             group.sharing.require(FORK, "map_common_pages")
             if layout.state or group.window is not None:
-                what = "have a state, which requests write all the time"
+                what = "have a state, which every token updates"
                 if group.window is not None:
-                    what = "have a window, which common pages would leave"
+                    what = "have a window, which the common pages would leave"
                 raise NotSupported(
                     f"map_common_pages: the layers {what}", errno=errno.EOPNOTSUPP, op="KVCache"
                 )
@@ -84,7 +84,7 @@ class CommonPages:
                 group.sharing.empty(others)
                 if others:
                     lend([Loan(group, one, self._span, 0) for one in others])
-            except VMemError:  # for other exceptions the journal undoes everything
+            except VMemError:  # after any other exception the journal undoes everything
                 free(groups, _WRITER, None, None, None)
                 raise
             self.idle = set(range(config.max_batch))
@@ -94,18 +94,18 @@ class CommonPages:
         return f"<CommonPages: the first {self.rows} rows of every slot, {idle} idle>"
 
     def renew(self, reqid: int) -> None:
-        """Ends a request; its slot keeps only the common pages. Waits for its GPU work.
+        """Ends a request; its slot keeps only the common pages. Waits for the request's GPU work.
 
         Also restores a slot that is free after a failed call.
 
         Raises:
-            VMemError: the slot could not be emptied or mapped again; it is free, without pages.
+            VMemError: the slot could not be emptied or remapped; it is free and has no pages.
         """
         owner = self._owner
         with owner.lock, owner.journal:
             groups = (group,) = owner.open()
             slot = group.slot(reqid, taken=False)
-            group.reclaimer.lend(self._span)  # the slot may hold the last reference
+            group.reclaimer.lend(self._span)  # keep the pages: the slot may hold the last reference
             if slot.active:
                 free(groups, reqid, None, None, None)
             group.sharing.empty([slot])

@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 AHEAD_TOKENS = 8
-"""The `KVCacheConfig.ahead_tokens` that engines and plugins use: at 20 ms a token, long enough to
-hide a driver call that stalls for 100 ms."""
+"""The `KVCacheConfig.ahead_tokens` that engines and plugins use: at 20 ms per token, enough to hide
+a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
-"""A step that adds more tokens than this to a request is a prefill, or a chunk of one; others are
-decoding (speculative decoding included)."""
+"""A step that adds more tokens than this to a request counts as a prefill or a chunk of a prefill;
+any other counts as decoding, including speculative decoding."""
 
 MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
 """Upper bounds of `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len`."""
@@ -40,7 +40,7 @@ MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
 MOST_BYTES = 1 << 62
 """Upper bound of a memory limit, in bytes."""
 
-# Far above any model: sanity checks before any arithmetic or address reservation.
+# Sanity limits, far above any model, checked before any arithmetic or address reservation.
 _BOUNDS = {
     "num_layers": (1, 1 << 14),
     "num_kv_heads": (1, 1 << 16),
@@ -87,104 +87,106 @@ class KVCacheConfig:
         num_kv_heads: key/value heads of a layer (on this device).
         head_dim: elements of one head.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
-        max_batch: number of slots, the most requests at a time.
-        max_seq_len: most tokens of a slot; addresses for all of them are reserved.
+        max_batch: number of slots, which limits concurrent requests.
+        max_seq_len: maximum tokens of a slot; addresses for all of them are reserved.
         page_size: bytes of a page, a power of two; 0: the context's granule.
-        group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
-            tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
-            ``group_size * num_kv_heads * head_dim`` elements. Where layers share a tensor in a
-            cache of more than 8 GiB, decode attention over entries of 64 KB takes 1.1 to 9.4 times
-            as long (benchmarks/kernels, on a full card): over whole blocks of 2 MiB it does not, if
-            the context has `pyvmem.Caps.LARGE_ENTRIES`. `pyvmem.layouts.advise` weighs it.
-        memory_limit: most physical memory of the cache, in bytes, rounded down to pages. 0: 0.9 of
-            the memory that is free on the GPU when the cache is made (on host, all that is
-            available), but no more than a given context's `mem_limit`.
-        tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
-            latent and the rotary part together), which `KVCache.k` returns.
-        window: tokens that every layer attends to, including the current one; 0: all. Pages of
-            rows before it are unmapped while a request runs, and no kernel may read them. By
-            growing a request, a `step` states that the work on its rows so far was launched on the
-            step's stream. The window before the end of a request's last whole sharing unit
-            (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as a
-            prefix.
-        window_tile: rows before the window that stay mapped: the most that a kernel reads there,
-            since it reads whole tiles, and the most tokens that an engine may truncate. `step` does
-            not join (`KVCache.promote`) pages of this many last rows.
-        state: the layers keep one row per request instead of one per token: the whole row is mapped
-            from the first token on, and every token updates it. For linear attention, state spaces
-            and convolutions. What requests hold is still counted in tokens. Forks copy the state;
-            it cannot be rolled back, and recorded prefixes do not include it (`KVCache.match`).
-        overread_rows: rows to map past a request's length, as a kernel may read them: 191 for
-            FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for all others
-            (`pyvmem.attention.overread_rows`). A step that adds more than `PREFILL_TOKENS` tokens
-            to a request maps them, zeroed or with the request's own contents; the request then
-            grows into them. They count as waste in every report. `KVCache.truncate` to the present
-            length releases them.
-        overread_decode: keep `overread_rows` ahead of the length in every step, for a kernel that
-            reads whole tiles in decoding as well.
+        group_size: number of layers that share one K and one V tensor, a divisor of `num_layers`.
+            1: each layer has its own tensors; `num_layers`: vAttention's megacache. A row of a
+            tensor is ``group_size * num_kv_heads * head_dim`` elements. If layers share a tensor in
+            a cache of more than 8 GiB, decode attention over page table entries of 64 KB takes 1.1
+            to 9.4 times as long (benchmarks/kernels, on a full card); over whole blocks of 2 MiB it
+            does not, if the context has `pyvmem.Caps.LARGE_ENTRIES`. `pyvmem.layouts.advise` takes
+            this into account.
+        memory_limit: maximum physical memory of the cache, in bytes, rounded down to pages. 0: 0.9
+            of the GPU's free memory at creation (on the host, all available memory), but no more
+            than the `mem_limit` of a context passed in.
+        tensors_per_layer: 2: keys and values; 1: a single tensor, such as MLA's latent (one head
+            with the latent and the rotary part), which `KVCache.k` returns.
+        window: number of tokens that every layer attends to, including the current token; 0: all.
+            Pages of rows before the window are unmapped while a request runs, and no kernel may
+            read them. A `step` that grows a request assumes that all earlier work on its rows was
+            launched on the step's stream. The window that ends with a request's last full sharing
+            unit (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as
+            a prefix.
+        window_tile: number of rows before the window that stay mapped. Must cover what a kernel
+            reads there, since it reads whole tiles, and the tokens that an engine may truncate.
+            `step` does not join (`KVCache.promote`) the pages of this many last rows.
+        state: the layers keep one row per request instead of one per token. The row is mapped from
+            the first token on, and every token updates it. For linear attention, state-space models
+            and convolutions. Requests are still measured in tokens. Forks copy the state; it cannot
+            be rolled back, and recorded prefixes do not include it (`KVCache.match`).
+        overread_rows: number of rows to map past a request's length because a kernel may read them:
+            191 for FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for all
+            other kernels (`pyvmem.attention.overread_rows`). A step that adds more than
+            `PREFILL_TOKENS` tokens to a request maps them, zeroed or with the request's own
+            contents; the request then grows into them. They count as waste in every report.
+            `KVCache.truncate` to the current length releases them.
+        overread_decode: map `overread_rows` past the length in every step, for a kernel that also
+            reads whole tiles in decoding.
         sparse: reads of unmapped rows return zeros, if the back end supports that
-            (`pyvmem.Caps.SPARSE`). Writes there fault (host) or are dropped (GPU). A kernel may
-            read past the mapped rows while memory grows only with `pyvmem.Caps.SPARSE_ATOMIC`
-            (`KVCache.safe_overread`); otherwise a page is invalid for a moment while it is being
-            mapped, and a read of it kills the process's context.
-        packed_slots: place slots without gaps, so that every tensor is contiguous
-            (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
-            Otherwise slots are aligned to 2 MiB if that costs few addresses, so that a run of
-            small pages can become one large mapping.
-        memory_floor: bytes that the other caches of its `Budget` must leave to it.
-        host_limit: most host memory that `KVCache.move` uses, in bytes, for all layers together; 0:
-            only the machine's limit.
+            (`pyvmem.Caps.SPARSE`). Writes there fault (host) or are dropped (GPU). Only with
+            `pyvmem.Caps.SPARSE_ATOMIC` may a kernel read past the mapped rows while memory grows
+            (`KVCache.safe_overread`): otherwise a page is briefly invalid while it is being mapped,
+            and a read of it kills the process's CUDA context.
+        packed_slots: place slots without gaps, so that every tensor is contiguous (``stride(0) ==
+            max_seq_len * stride(1)``); a slot's size must then be a multiple of the page size.
+            Otherwise slots are aligned to 2 MiB if that costs little address space, so that a run
+            of small pages can become one large mapping.
+        memory_floor: bytes that the other caches of its `Budget` must leave for it.
+        host_limit: maximum host memory that `KVCache.move` uses, in bytes, for all layers together;
+            0: only the machine's limit.
         peer_limit: the same for all peer devices together.
         host_prefixes: host memory for evicted prefixes, in bytes, for all layers together; 0: their
-            rows are lost. The least recently used make room for others, and `KVCache.alloc_prefix`
-            copies them back. The memory is allocated when needed, page-locked in a cache of a GPU,
-            and kept until the cache is closed. Needs numpy; not with a window or a state, and not
-            on several ranks.
-        max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: its
-            default. For several caches on one machine, whose defaults may add up to more than the
-            driver allows.
-        zero_fill: zero pages before another request gets them.
+            rows are lost. The least recently used make room for new prefixes, and
+            `KVCache.alloc_prefix` copies prefixes back. The memory is allocated when needed,
+            page-locked if the cache is on a GPU, and kept until the cache is closed. Requires
+            numpy; cannot be used with a window, a state or several ranks.
+        max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: the
+            context's default. Needed with several caches on one machine, whose defaults may add up
+            to more than the driver allows.
+        zero_fill: zero a page before another request gets it.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is complete.
         keep_mapped: prefixes that `KVCache.free_reqid` records stay mapped in the freed slot,
-            read-only, while slots are not scarce and until evicted: the next turn of a conversation
-            takes that slot without a driver call.
-        reclaim_steps: unmap pages of slots that have been free for this many steps; 0: never by
-            age.
+            read-only, until evicted or slots become scarce: the next turn of a conversation gets
+            that slot without a driver call.
+        reclaim_steps: unmap pages of slots that have been free for this many steps; 0: do not unmap
+            pages because of age.
         eager_pages: keep one free slot with this many pages per tensor mapped, prepared in the
             background while memory is ample and nothing else is being mapped.
         low_watermark: with less than this fraction of the memory free, pages of free slots are
             unmapped in the background, least recently used first; 0 to 1.
-        growth_fraction: with ample memory, a request that lacks a page gets up to this fraction of
-            its pages, rounded to a power of two of pages and at most 2 MiB per tensor: fewer
-            driver calls and mappings. Pages beyond its need are mapped but unowned (`CacheStats`:
-            cached); the request gets them next, and they are unmapped when memory is short. If
-            mappings run out before memory (`ContextInfo.max_mappings`), runs get longer
-            automatically. 0: page by page, whatever the limit.
+        growth_fraction: while memory is ample, a request that needs a page gets more pages at once,
+            up to this fraction of the pages it has, rounded to a power of two and at most 2 MiB per
+            tensor. This saves driver calls and mappings. Pages beyond its need are mapped but
+            unowned (`CacheStats`: cached); the request gets them next, and they are unmapped when
+            memory is short. If mappings run out before memory (`ContextInfo.max_mappings`), runs
+            get longer automatically. 0: one page at a time, whatever the limit.
         ahead_tokens: `KVCache.step` starts mapping, in the background, the next pages of each
-            request that it names whose pages end within this many tokens (at most a page's worth).
-            No later step then waits for a driver call, stalled or not, that has finished earlier.
-            It uses only free memory above the watermark, reclaims nothing, and does not report its
-            failure. The pages are unowned (`CacheStats.ahead_pages`) until a step
-            needs them. Not on several ranks. 0: a request grows only when `KVCache.step` or
+            request in the step that has pages for fewer than this many more tokens (at most a
+            page's worth). A later step then need not wait for the driver call, even if the driver
+            stalls. This uses only free memory above the watermark, reclaims nothing, and does not
+            report failures. The pages are unowned (`CacheStats.ahead_pages`) until a step needs
+            them. Ignored on several ranks. 0: a request grows only when `KVCache.step` or
             `KVCache.step_async` needs it to.
-        join_at: with more than this fraction of the context's mappings used, a `step` remaps in one
-            piece pages that grew in pieces, if the back end can (`pyvmem.Caps.JOIN`). It waits
-            for all work on the device first, and other threads must not launch work on the cache
-            meanwhile. 1: only a `step` that would otherwise return -1; 0: never.
-        idle_seconds: after this long without a call that allocates, frees or steps a request, unmap
-            unowned pages and return the pool's memory to the device; 0: never. None: 0.5 if the
-            cache owns its context; never in a shared context, whose other users may be about to use
-            its free memory, and never on several ranks, which have no common clock.
-        idle_prefixes: then evict recorded prefixes as well.
-        idle_compact: then compact live pages, so that the memory between them returns to the
-            device, slab by slab: an incoming call waits for one slab at most. None: only while no
-            request is active, or when the last `step` named none (all zeros), so that nothing can
-            be reading the pages that move. A request that was named may have work queued on the
-            GPU, or about to be launched, for as long as its prefill takes. True: whatever the last
-            `step` named; the engine promises to launch no work on the cache from `idle_seconds`
-            after its last call until its next `step`. False: never. Only in a context that the
-            cache owns, where nothing else has reservations.
+        join_at: if more than this fraction of the context's mappings is used, a `step` remaps runs
+            of pages that were mapped separately as one mapping each, if the back end can
+            (`pyvmem.Caps.JOIN`). It waits for all work on the device first, and other threads must
+            not launch work on the cache until it returns. 1: only a `step` that would otherwise
+            return -1; 0: never.
+        idle_seconds: after this many seconds without a call that allocates, frees or steps a
+            request, unmap unowned pages and return the pool's memory to the device; 0: never. None:
+            0.5 if the cache owns its context; never in a shared context, whose other users may be
+            about to use its free memory, and never on several ranks, which have no common clock.
+        idle_prefixes: when idle, also evict recorded prefixes.
+        idle_compact: when idle, also compact live pages, so that the memory between them returns to
+            the device, slab by slab: an incoming call waits for one slab at most. None: only while
+            no request is active, or if all numbers in the last `step` were 0, so that nothing can
+            be reading the pages that move. (A request that was in the last step may have work
+            queued on the GPU, or about to be launched, for as long as its prefill takes.) True:
+            regardless of the last `step`; the engine promises to launch no work on the cache from
+            `idle_seconds` after its last call until its next `step`. False: never. Only in a
+            context that the cache owns and in which nothing else has reservations.
     """
 
     num_layers: int
@@ -243,14 +245,14 @@ class KVCacheConfig:
             raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
         if self.state and (self.window or self.tensors_per_layer != 1):
             raise invalid(
-                f"state with a window of {self.window} and {self.tensors_per_layer} tensors a "
-                "layer: a state has no window, and each is one tensor"
+                "state requires window=0 and tensors_per_layer=1, not "
+                f"window={self.window} and tensors_per_layer={self.tensors_per_layer}"
             )
         if self.host_prefixes and (self.window or self.state):
             raise invalid(
                 f"host_prefixes {self.host_prefixes} with "
                 + (f"a window of {self.window}" if self.window else "a state")
-                + ": host memory keeps prefixes of layers that keep all rows",
+                + ": only prefixes of layers that keep all rows can be kept in host memory",
                 size=self.host_prefixes,
             )
         if 0 < self.memory_limit < self.memory_floor:
@@ -276,17 +278,17 @@ class KVCacheConfig:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's row in one tensor, for all layers that share it."""
+        """Bytes of a token's row in one tensor, summed over the layers that share it."""
         return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod
     def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:
-        """Returns the configuration for a transformers model whose layers are all alike.
+        """Returns the configuration for a transformers model whose layers all have the same shape.
 
-        If every layer has a sliding window, `window` is the model's; for a model with both kinds,
-        all rows are kept (`layer_shapes` distinguishes its layers, for `LayeredCache`). MLA's
-        latent is one tensor per layer; transformers itself stores keys and values: for those, pass
-        the three fields.
+        If every layer has a sliding window, `window` is the model's; if only some have, all rows
+        are kept (`layer_shapes` distinguishes the layers, for `LayeredCache`). An MLA model gets
+        one tensor per layer, for the latent. (transformers' own code stores keys and values
+        instead: for that, pass `num_kv_heads`, `head_dim` and `tensors_per_layer`.)
 
         Args:
             config: a transformers ``PreTrainedConfig`` (or anything with its attributes); for a
@@ -294,7 +296,7 @@ class KVCacheConfig:
             **overrides: fields of this class that replace the model's own values.
 
         Raises:
-            InvalidArgument: an attribute is missing and was not overridden, or a value is refused.
+            InvalidArgument: an attribute is missing and was not overridden, or a value is invalid.
         """
         return cls(**uniform_layers(config, overrides), **overrides)
 
@@ -309,7 +311,7 @@ def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCach
 
     Args:
         options: fields of `KVCacheConfig`.
-        given: fields that the caller sets elsewhere and that `options` may not contain.
+        given: fields that `options` must not contain because the caller sets them elsewhere.
 
     Raises:
         InvalidArgument: an unknown field, a field that the layers or the caller set, or a value out

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: MIT
 """`ParallelKVCache`: one cache per rank, equal results on every rank, no communication per step.
 
-The ranks agree once, when the caches are made, on the number of pages of each: the minimum of what
-they could allocate on their devices; every rank holds that memory from then on. After that each
-rank decides alone, and all decide alike, because results depend only on the calls:
+When the caches are created, the ranks agree on the number of pages of each cache: the minimum that
+any rank could allocate on its device. Every rank keeps that memory from then on. After that each
+rank decides by itself, and all decide the same, because results depend only on the calls:
 
-- a slot is chosen by the order in which slots were freed (`LockstepTable`), not by its pages;
-- memory suffices exactly if the pages that requests own fit into the budget. Which unowned pages
-  are unmapped for that, and when, may differ between ranks and never changes a result;
-- recorded prefixes are evicted only when free slots have no pages left, in the order of their use,
-  which only calls change;
-- calls that share, swap or admit wait for what a `step_async` began.
+- slots are chosen by the order in which they were freed (`LockstepTable`), not by their pages;
+- memory suffices if and only if the pages that requests own fit the budget. Which unowned pages are
+  unmapped to make room, and when, may differ between ranks but never changes a result;
+- recorded prefixes are evicted only when free slots have no pages left, in order of last use, which
+  only calls change;
+- calls that share, swap or admit first wait for growth that a `step_async` started.
 
-The driver's mappings are different: how many a request's pages take depends on where they lie. A
-rank that has none left for a `step` raises TooManyMappings, and `check_step` undoes the step on
-every rank; `agreed_step` does both.
+Driver mappings are an exception: how many a request's pages need depends on their physical
+placement. A rank that runs out of them in a `step` raises TooManyMappings, and `check_step` undoes
+the step on every rank; `agreed_step` does both.
 
-`num_free_pages` and most of `stats` do depend on what the background has finished: an engine that
+`num_free_pages` and most of `stats` do depend on the progress of background batches: an engine that
 admits requests by memory must use `available_pages` or `can_admit`.
 
-A rank that still fails (its driver, or its host memory in `swap_out`) is *poisoned*: the call
-raises there, and the others learn of it in the engine's next collective, through `check_step` or
-`status` and `agree`.
+A rank on which a call fails for another reason (the driver, or host memory in `swap_out`) is
+*poisoned*: the call raises there, and the other ranks learn of it in the engine's next collective,
+through `check_step`, or `status` and `agree`.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ _ERRNOS = 4096  # a status is (rank + 1) * _ERRNOS + errno
 
 
 class RankFailed(VMemError):
-    """A rank failed in a call that others may have completed; no rank's cache may be used.
+    """A rank failed in a call that other ranks may have completed; no rank's cache may be used.
 
-    `VMemError.errno` is the failed rank's, where it had one; on the failed rank the text includes
-    the failure itself.
+    `VMemError.errno` is the errno of the failed rank, if it had one; on the failed rank the text
+    includes the failure itself.
 
     Attributes:
-        rank: the failed rank in the group; the last one if several failed.
+        rank: the failed rank's number in the group; the highest if several failed.
     """
 
     rank: int = -1
@@ -100,7 +100,8 @@ class RankFailed(VMemError):
 class RanksDiffer(VMemError):
     """The ranks made different calls or got different results; no rank's cache may be used.
 
-    Detected from the calls' names and results, the rows that they asked for or left, and token ids.
+    Detected from the calls' names and results, the rows that they requested or left behind, and
+    token ids.
     """
 
 
@@ -110,7 +111,7 @@ class Failure:
 
     Attributes:
         rank: the failed rank; -1: the ranks differ.
-        code: its errno, 0 if it had none.
+        code: its errno; 0: none.
         detail: description of the failure, on the failed rank only.
     """
 
@@ -127,7 +128,7 @@ class Failure:
 
     @property
     def status(self) -> int:
-        """Status number; the maximum over the ranks identifies a failed rank; 0: no failure."""
+        """The failure as a number; the maximum over the ranks identifies a failed rank."""
         return (self.rank + 1) * _ERRNOS + self.code
 
     @classmethod
@@ -139,13 +140,14 @@ class Failure:
         """Returns a new exception for this failure."""
         if self.rank < 0:
             return RanksDiffer(
-                "the ranks made different calls or got different answers since the last recovery; "
-                "recover() or close() on every rank",
+                "the ranks made different calls or got different results since the last recovery; "
+                "call recover() or close() on every rank",
                 op="ParallelKVCache",
             )
         name = errno.errorcode.get(self.code, "an error without errno")
         error = RankFailed(
-            f"rank {self.rank} failed with {name}{self.detail}; recover() or close() on every rank",
+            f"rank {self.rank} failed with {name}{self.detail}; "
+            "call recover() or close() on every rank",
             errno=self.code,
             op="ParallelKVCache",
         )
@@ -154,7 +156,7 @@ class Failure:
 
 
 class Ranks:
-    """A process group; `maxima` is a collective.
+    """A process group, with one collective: `maxima`.
 
     Args:
         group: None: the default group, which must be initialised.
@@ -179,7 +181,7 @@ class Ranks:
         return f"<Ranks: rank {self.rank} of {self.size}>"
 
     def maxima(self, values: Sequence[int]) -> list[int]:
-        """Returns the maximum over the ranks of each number: one all_reduce."""
+        """Returns each number's maximum over the ranks, with one all_reduce."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return [int(value) for value in tensor.tolist()]
@@ -188,9 +190,8 @@ class Ranks:
 class LockstepTable(SlotTable):
     """Chooses slots by the order in which they were freed, which depends only on the calls.
 
-    `SlotTable` considers mapped pages, batches in flight and GPU work, all of which depend on when
-    something ends. The slot freed last is also the slot that loses its pages last, and the slot
-    freed first has most likely lost them.
+    `SlotTable` considers mapped pages, batches in flight and GPU work, which all depend on timing.
+    The slot freed last is likely to still have pages, and the slot freed first to have lost them.
     """
 
     lockstep: ClassVar[bool] = True
@@ -200,27 +201,28 @@ class LockstepTable(SlotTable):
         free = self.free
         if not free:
             return None
-        # Slots that were never taken have 0 and are ordered by number.
+        # Slots that were never allocated have freed_order 0 and are ordered by number.
         return free[-1] if free[-1].freed_order else free[0]
 
     def emptiest(self, count: int) -> list[Slot]:
-        """Returns the free slots that were freed first; taking them waits until they are empty."""
+        """Returns the free slots that were freed first; allocating them waits until they are
+        empty."""
         return self.free[:count]
 
     def reset_order(self) -> None:
-        """Forgets the order in which slots were freed; all usable slots are free."""
+        """Forgets the order in which slots were freed. All usable slots must be free."""
         zeros = [0] * len(self.slots)
         self._journal.change([[self.slots, name, zeros[:]] for name in ("freed_order", "freed_at")])
 
 
-_WARM_STEPS = 16  # memory is allocated in this many parts; those before a refusal are kept
+_WARM_STEPS = 16  # memory is allocated in this many parts; if one fails, the earlier parts are kept
 
 
 def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
     """Returns the number of key/value heads of one rank.
 
-    As in engines: the heads are divided evenly; with more ranks than heads, each rank has one head
-    and every head is on ``world_size / num_kv_heads`` ranks.
+    As in most engines, the heads are divided evenly. With more ranks than heads, each rank has one
+    head, and each head is on ``world_size / num_kv_heads`` ranks.
 
     Raises:
         InvalidArgument: neither number divides the other.
@@ -239,16 +241,16 @@ def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
 
 
 def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
-    """`KVCacheConfig.from_hf` for one of `world_size` tensor-parallel ranks.
+    """Returns `KVCacheConfig.from_hf` for one of `world_size` tensor-parallel ranks.
 
     Args:
         model: a transformers configuration.
-        world_size: ranks that the KV heads are divided among; see `shard_kv_heads`.
-        **overrides: as for `from_hf`; `num_kv_heads` counts those of the whole model,
-            `memory_limit` is per rank.
+        world_size: number of ranks that share the KV heads; see `shard_kv_heads`.
+        **overrides: as for `from_hf`; `num_kv_heads` is that of the whole model, `memory_limit` is
+            per rank.
 
     Raises:
-        InvalidArgument: as `from_hf`; the heads can neither be divided nor replicated.
+        InvalidArgument: as for `from_hf`; or the heads can neither be divided nor replicated.
     """
     whole = KVCacheConfig.from_hf(model, **overrides)
     return replace(whole, num_kv_heads=shard_kv_heads(whole.num_kv_heads, world_size))
@@ -258,7 +260,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     """Allocates the cache's memory from the device; returns the number of pages.
 
     Raises:
-        InvalidArgument, OutOfMemory: less than a page for every tensor.
+        InvalidArgument, OutOfMemory: less than one page per tensor.
     """
     layout = Layout(config, page)
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
@@ -311,7 +313,8 @@ def _not_supported(text: str, op: str = "ParallelKVCache") -> NotSupported:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Returns whether the cache itself rejected an argument; one by libvmem is a failure."""
+    """Returns whether the cache itself rejected an argument; a rejection by libvmem is a
+    failure."""
     if isinstance(error, NotGpuWork):
         return True
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
@@ -320,19 +323,19 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 class RankManager(Manager):
-    """One rank's groups of layers; refuses all calls once the rank has failed.
+    """One rank's groups of layers; rejects all calls once the rank has failed.
 
     Attributes:
-        failure: the reason; None: the rank knows of no failure.
-        out_of_mappings: error of the last `step` that lacked mappings, which `check_step` undoes;
-            "": none.
+        failure: why it rejects calls; None: no known failure.
+        out_of_mappings: text of the error if the last `step` ran out of mappings, for `check_step`
+            to undo it; "": it did not.
     """
 
     failure: Failure | None = None
     out_of_mappings = ""
 
     def open(self) -> tuple[Group, ...]:
-        """See `Manager.open`; raises if this rank may make no calls."""
+        """See `Manager.open`; also raises if this rank must not make calls."""
         groups = super().open()
         if self.failure is not None:
             raise self.failure.error()
@@ -345,7 +348,7 @@ class _Broken(Exception):
     """Placeholder failure while a rank is marked as failed in advance."""
 
 
-_OUT_OF_MAPPINGS = 1  # a status below those of `Failure`
+_OUT_OF_MAPPINGS = 1  # a status, below those of `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -364,32 +367,32 @@ def _compared(
 
 
 class ParallelKVCache(KVCache):
-    """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
-
+    """A `KVCache` on every rank of a group. Every rank must make the same calls in the same order.
     Construction, `check_step`, `together` and `recover` are collectives; nothing else communicates.
-    Every rank also makes the calls that share and swap, and their results belong to the rank: a
-    `SwappedRequest` is swapped in on every rank, or closed on every rank. An `InvalidArgument`
-    changes nothing and poisons nothing: every rank gets it for the same call.
+    The results of calls belong to a rank: a `SwappedRequest`, for example, must be swapped in on
+    every rank, or closed on every rank.
 
-    The cache rejects arguments before anything changes and on every rank alike: rejections are
-    compared like results. Every other exception *poisons* the rank: from then on every call raises
-    it, until `recover`, and the other ranks learn of it in `check_step`.
+    An argument is rejected on every rank, before anything changes; this does not poison the rank,
+    and rejections are compared like results. Every other exception *poisons* the rank: from then on
+    every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
 
-    One kind of shortage depends on the placement of a rank's pages: mappings. A rank whose `step`
-    lacks only mappings raises TooManyMappings, is *out of mappings*, and proceeds to `check_step`,
-    where every rank undoes the step.
+    One shortage depends on the physical placement of a rank's pages: that of mappings. If a `step`
+    runs out of mappings on a rank, it raises TooManyMappings there; the rank must still call
+    `check_step`, where every rank undoes the step.
 
     Args:
         config: the same on every rank, except for `memory_limit`. `num_kv_heads` is per rank
             (`rank_config`). A `memory_limit` of 0 means 0.9 of the device's free memory. The memory
-            is allocated at once and kept until `close`.
+            is allocated on construction and kept until `close`.
         group: the ranks' torch.distributed group; None: the default group.
-        backend: back end of the context that the cache opens for itself.
-        device: device of this rank; None: torch's current CUDA device, 0 on ``host``.
+        backend: back end of the context that the cache opens and owns.
+        device: this rank's device; None: torch's current CUDA device, or 0 with ``host``.
 
     Raises:
-        InvalidArgument: no process group; configurations or page sizes differ; on every rank.
-        RankFailed: a rank could not open its context or take a single page; on every rank.
+        InvalidArgument: there is no process group, or configurations or page sizes differ. Raised
+            on every rank.
+        RankFailed: a rank could not open its context or allocate a single page. Raised on every
+            rank.
     """
 
     _manager: RankManager
@@ -401,10 +404,10 @@ class ParallelKVCache(KVCache):
         backend: str = "auto",
         device: Any = None,
     ) -> None:
-        self._closed = True  # until the groups are made
+        self._closed = True  # set to False once the groups exist
         self._digest = 0
         self._ahead = False  # a `step_async` returned 0, and no `step` has followed
-        # To undo the last step: the rows as they were before it, and its stream.
+        # To undo the last step: the rows before it, and its stream.
         self._before: tuple[Sequence[int], Any] | None = None
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
@@ -428,7 +431,7 @@ class ParallelKVCache(KVCache):
                 pool_high=KEEP_ALL,
                 max_mappings=config.max_mappings,
             )
-            self._own.remains.unclaimed = True  # until the cache's first call
+            self._own.remains.unclaimed = True  # reset by the cache's first call
             page = config.page_size or self._own.info.granule
             pages = take_pages(self._own, config, page)
         except Exception as error:
@@ -448,7 +451,8 @@ class ParallelKVCache(KVCache):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Returns memory that other ranks could not match, and makes the cache with the rest."""
+        """Returns memory that not all ranks have to the device, and creates the cache with the
+        remainder."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -460,7 +464,7 @@ class ParallelKVCache(KVCache):
         text = f"<KVCache {self._about()}>"
         return f"<ParallelKVCache of rank {self._ranks.rank} of {self._ranks.size}: {text}>"
 
-    # ---- results that are compared, failures that all ranks learn of -----------------------------
+    # ---- comparing results, propagating failures -------------------------------------------------
 
     def _compare(
         self,
@@ -470,10 +474,10 @@ class ParallelKVCache(KVCache):
         *,
         settles: bool = True,
     ) -> _T:
-        """Makes a call, and records its result or failure in the digest; `ids`: its tokens.
+        """Makes a call and adds its result or failure to the digest, with its tokens `ids`.
 
-        `settles`: first complete what a `step_async` began. Pages promised by a growth in flight
-        have no owner yet: whether memory is short would depend on the background's progress.
+        `settles`: completes the growth of a `step_async` first. Pages promised by a growth in
+        flight have no owner yet, so whether memory is short would depend on its progress.
         """
 
         def section() -> _T:
@@ -486,9 +490,10 @@ class ParallelKVCache(KVCache):
         return self._section(name, section)
 
     def _section(self, name: str, call: Callable[[], _T]) -> _T:
-        """Runs calls as one section; an exception that ends it fails the rank.
+        """Runs calls as one section; if an exception ends it, the rank is poisoned.
 
-        The journal may undo a call that is in the digest already, or keep one that is not.
+        Necessary because the journal may undo a call that is already in the digest, or keep a call
+        that is not.
         """
         entered = False
         try:
@@ -506,9 +511,9 @@ class ParallelKVCache(KVCache):
             self._digest = zlib.crc32(ids.data, self._digest)
         try:
             reclaimer.drop_mapping_errors()
-            result = call_part(call)  # a subclass may wrap it
+            result = call_part(call)  # a subclass may override the method
             reclaimer.drop_mapping_errors()
-            reclaimer.raise_errors()  # of background batches; they may explain the result
+            reclaimer.raise_errors()  # errors of background batches, which may explain the result
         except BaseException as error:
             if isinstance(error, TooManyMappings) and name == "step":
                 self._manager.out_of_mappings = str(error)
@@ -522,7 +527,7 @@ class ParallelKVCache(KVCache):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        """Adds a call to the digest: its result, and the rows that it asked for or left."""
+        """Adds a call to the digest: its result, and the rows that it requested or left behind."""
         group = self._manager.groups[0]
         rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
@@ -532,19 +537,20 @@ class ParallelKVCache(KVCache):
 
     @property
     def _known(self) -> bool:
-        """True if the other ranks will learn of a failure of this one."""
+        """True if a failure is already recorded, so that the other ranks will learn of it."""
         return self._manager.failure is not None or bool(self._manager.out_of_mappings)
 
     @property
     def failed(self) -> VMemError | None:
-        """Error that every call raises; None: this rank knows of no failure."""
+        """The error that every call raises; None: this rank knows of no failure."""
         failure = self._manager.failure
         return failure.error() if failure else None
 
     def status(self) -> list[int]:
-        """Returns three integers for the engine's own all_reduce (MAX); pass the result to `agree`.
+        """Returns three integers for the engine's own all_reduce (MAX); pass its result to `agree`.
 
-        Below 2**32 in magnitude, or 4096 times the number of ranks, so use int64 or float64.
+        Their magnitude is below 2**32 or about 4096 times the number of ranks, so use int64 or
+        float64.
         """
         with self._lock, self._journal:
             failure = self._manager.failure
@@ -556,8 +562,8 @@ class ParallelKVCache(KVCache):
         """Evaluates the result of the all_reduce over `status`.
 
         Raises:
-            TooManyMappings: a rank was out of mappings in the last `step`, which every rank has
-                undone, as if it had returned -1. Unowned pages were unmapped.
+            TooManyMappings: a rank ran out of mappings in the last `step`; every rank has undone
+                the step, as if it had returned -1, and unmapped unowned pages.
             RankFailed: a rank failed; from now on every call raises this.
             RanksDiffer: the ranks' calls or results differ; from now on every call raises this.
         """
@@ -567,7 +573,7 @@ class ParallelKVCache(KVCache):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """Fails the rank if an exception ends the block, as it does not know what the others do."""
+        """Poisons the rank if an exception ends the block: the other ranks may act differently."""
         try:
             yield
         except (VMemError, Reentered):
@@ -583,11 +589,12 @@ class ParallelKVCache(KVCache):
             reason, manager.out_of_mappings = manager.out_of_mappings, ""
             if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
-                    self._poison(_Broken("interrupted"), "taking a step back")  # until it is done
+                    # until the step is undone
+                    self._poison(_Broken("interrupted"), "undoing a step")
                     self._take_back()
                     manager.failure = None
                     raise _too_many(
-                        reason or "another rank has no mapping left for the step, which was undone"
+                        reason or "another rank ran out of mappings in the step, which was undone"
                     )
                 status = 0
             failure = Failure.from_status(status)
@@ -596,17 +603,18 @@ class ParallelKVCache(KVCache):
             if failure is None:
                 return
             if manager.failure is None or manager.failure.status != failure.status:
-                manager.failure = failure  # else this rank's own failure, which has more detail
+                # otherwise keep this rank's own record, which has more detail
+                manager.failure = failure
             raise manager.failure.error()
 
     def check_step(self) -> None:
-        """Reduces `status` over the ranks and `agree` on the result. A collective.
+        """Reduces `status` over the ranks and passes the result to `agree`. A collective.
 
         Call it between an iteration's cache calls and the launch of the model, unless the engine
         reduces `status` itself.
 
         Raises:
-            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
+            TooManyMappings, RankFailed, RanksDiffer: as for `agree`, on every rank.
         """
         with self._learning("check_step"):
             self._agree(*self._ranks.maxima(self.status()))
@@ -618,13 +626,13 @@ class ParallelKVCache(KVCache):
             with cache.together():
                 answer = cache.step(seq_lens)
 
-        Any exception inside fails the rank, except the cache's own `InvalidArgument` and
-        `PrefixEvicted`: all ranks get these alike, so they propagate unchanged, without
-        `check_step`. Ctrl-C and other non-`Exception`s propagate, too, after `check_step`, which
-        blocks until the other ranks reach theirs, or end.
+        Any exception inside poisons the rank, except the cache's own `InvalidArgument` and
+        `PrefixEvicted`: all ranks get these, so they propagate unchanged, without `check_step`.
+        Ctrl-C and other exceptions that are not an `Exception` propagate after `check_step`, which
+        blocks until the other ranks reach theirs, or exit.
 
         Raises:
-            TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
+            TooManyMappings, RankFailed, RanksDiffer: as for `agree`, on every rank.
         """
         try:
             yield
@@ -646,10 +654,11 @@ class ParallelKVCache(KVCache):
     # ---- calls that every rank makes -----------------------------------------------------------
 
     alloc_reqid = _compared(KVCache.alloc_reqid, settles=False)
-    """Like `KVCache.alloc_reqid`, but takes the slot freed last; the same on every rank."""
+    """Like `KVCache.alloc_reqid`, but allocates the slot freed last; the result is the same on
+    every rank."""
 
     truncate = _compared(KVCache.truncate)
-    """See `KVCache.truncate`; 0 or -1 on every rank alike."""
+    """See `KVCache.truncate`; the result is the same on every rank."""
 
     fork_many = _compared(KVCache.fork_many)
     """See `KVCache.fork_many`; the slots are those freed first."""
@@ -658,7 +667,7 @@ class ParallelKVCache(KVCache):
     """See `KVCache.swap_in`; the slot is the one freed last."""
 
     can_admit = _compared(KVCache.can_admit)
-    """See `KVCache.can_admit`; the same on every rank."""
+    """See `KVCache.can_admit`; the result is the same on every rank."""
 
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
@@ -669,17 +678,17 @@ class ParallelKVCache(KVCache):
         self._compare("free_reqid", call, ids, settles=ids is not None)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Like `KVCache.step`; 0 or -1 on every rank alike.
+        """Like `KVCache.step`; returns the same on every rank.
 
-        It completes all that a `step_async` began, even for requests that it does not need: it
-        waits for the map calls and makes `stream` (or the CPU, without a stream) wait for the
+        It completes all growth that a `step_async` started, even for requests with 0 in this step:
+        it waits for the map calls and makes `stream` (or the CPU, without a stream) wait for the
         zero-fills, which follow the GPU work of the slots' earlier owners.
         `KVCacheConfig.ahead_tokens` has no effect.
 
         Raises:
-            TooManyMappings: this rank is out of mappings: proceed to `check_step`, where the others
+            TooManyMappings: this rank is out of mappings. Call `check_step`, where the other ranks
                 wait and every rank undoes the step. With a sliding window this is a failure.
-            VMemError: only this rank failed: proceed to `check_step`, too.
+            VMemError: this rank failed. Call `check_step` here, too.
         """
 
         def call() -> int:
@@ -691,12 +700,13 @@ class ParallelKVCache(KVCache):
         return self._section("step", call)
 
     def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """Runs `step` and `check_step`: a collective; 0 or -1 on every rank alike.
+        """Runs `step` and `check_step`; returns the same on every rank. A collective.
 
-        Also -1 if only one rank is out of mappings. No call comes between the two.
+        Returns -1 also if only some ranks are out of mappings. No other call can come between the
+        two.
 
         Raises:
-            RankFailed, RanksDiffer: as `agree`, on every rank.
+            RankFailed, RanksDiffer: as for `agree`, on every rank.
         """
         answer = -1
         try:
@@ -709,12 +719,12 @@ class ParallelKVCache(KVCache):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step_async`. A second call before `step` first completes the earlier one.
 
-        Unlike `KVCache.step_async` it waits, since every rank must return the same: for all that an
-        earlier call began; for the GPU work of earlier owners of the slots that grow; and, when
-        memory is short, for the GPU work of freed requests and for copies of promotions until
+        Unlike `KVCache.step_async` it waits, since every rank must return the same: for growth that
+        an earlier call started; for the GPU work of earlier owners of the slots that grow; and,
+        when memory is short, for the GPU work of freed requests and for copies of promotions until
         enough pages are free.
 
-        If this rank is out of mappings, nothing is begun, and the `step` raises.
+        If this rank is out of mappings, nothing is started, and the next `step` raises.
         """
 
         def begin() -> int:
@@ -733,8 +743,8 @@ class ParallelKVCache(KVCache):
     def _take_back(self) -> None:
         """Undoes the last step: requests get back their earlier rows and pages.
 
-        Unmaps everything unowned, including recorded prefixes: a rank that completed the step may
-        have evicted some for it, while the rank that failed has not.
+        Unmaps all unowned pages, including recorded prefixes: a rank that completed the step may
+        have evicted prefixes that the rank that failed still has.
         """
         assert self._before is not None
         rows, stream = self._before
@@ -742,12 +752,12 @@ class ParallelKVCache(KVCache):
         try:
             if group.window is not None:
                 raise _not_supported(
-                    "a rank has no mapping left for a step, which cannot be undone: a window has "
-                    "slid"
+                    "a rank ran out of mappings in a step that cannot be undone because a window "
+                    "has moved"
                 )
             event = record(stream, group.device)
             for slot in group.table:
-                with suppress(TooManyMappings):  # a growth of `step_async`; undone
+                with suppress(TooManyMappings):  # a `step_async` growth that failed and was undone
                     group.pager.release(slot)
             for slot in group.table:
                 if slot.active:
@@ -757,7 +767,7 @@ class ParallelKVCache(KVCache):
             group.reclaimer.raise_errors()
             group.pager.runs.relieve()
         except Exception as error:
-            self._poison(error, "taking a step back")
+            self._poison(error, "undoing a step")
             raise
         self._ahead, self._before = False, None
 
@@ -769,11 +779,11 @@ class ParallelKVCache(KVCache):
         return self._compare("record", partial(super().record, reqid, ids, stream), ids)
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
-        """See `KVCache.match`. It counts as a use of the prefix, so every rank makes this call.
+        """See `KVCache.match`. Counts as a use of the prefix, so every rank must make this call.
 
         The lease ends with `alloc_prefix`, `PrefixMatch.release`, or the next `step` that returns
-        0, whichever is first, and not when the match is garbage-collected, which ranks do at
-        different times. Every rank must release it alike.
+        0, whichever is first. It does not end when the match is garbage-collected, since that
+        happens at different times on different ranks. Every rank must release it at the same point.
         """
         ids = TokenIds.of(tokens, namespace)
         return self._compare("match", partial(super().match, ids, leave), ids, settles=False)
@@ -793,7 +803,8 @@ class ParallelKVCache(KVCache):
         """See `KVCache.swap_out`.
 
         Raises:
-            MemoryError: this rank's host is out of memory; only this rank failed, as in `step`.
+            MemoryError: this rank's host is out of memory; only this rank failed. Call
+                `check_step`.
         """
 
         def call() -> SwappedRequest:
@@ -809,9 +820,10 @@ class ParallelKVCache(KVCache):
         compact: bool | None = None,
         stream: Any = None,
     ) -> int:
-        """Unmaps all unowned pages, as `KVCache.trim`; returns 0.
+        """Unmaps all unowned pages, like `KVCache.trim`; returns 0.
 
-        The context keeps the memory, since the ranks have agreed on it. So `compact` has no effect.
+        The context keeps the memory, since the ranks have agreed on its size; so `compact` has no
+        effect.
         """
         check(stream)
 
@@ -822,15 +834,16 @@ class ParallelKVCache(KVCache):
         return self._compare("trim", call)
 
     def move(self, *args: Any, **kwargs: Any) -> Moved:
-        """Raises NotSupported: a tier may be full on only one rank, so results would differ."""
+        """Raises NotSupported: other memory may be full on only one rank, so results would
+        differ."""
         raise _not_supported(
-            "move: the ranks of a group have agreed only on the memory of their devices",
+            "move: the ranks have agreed only on how much device memory to use",
             op="KVCache.move",
         )
 
     @property
     def available_pages(self) -> int:
-        """Physical pages that requests can still get; the same on every rank."""
+        """The number of physical pages that requests can still get; the same on every rank."""
         now = self.stats()
         return now.total_pages - now.active_pages
 
@@ -839,12 +852,13 @@ class ParallelKVCache(KVCache):
     def recover(self, stream: Any = None) -> None:
         """Frees everything and makes the ranks' caches equal again. A collective.
 
-        Every request is freed and must be recomputed, swapped requests are closed, and no prefix
-        stays recorded: other ranks may have completed the call in which one rank failed. What one
-        rank lost to a failed rollback (an unusable slot, lost pages), every rank stops using.
+        Every request is freed and must be recomputed, swapped requests are closed, and all prefixes
+        are dropped, since other ranks may have completed the call in which one rank failed. If a
+        rank lost slots or pages to a failed rollback, every rank stops using as many pages, and the
+        same slots.
 
         Args:
-            stream: the last work on the slots, as in `free_reqid`.
+            stream: the stream of the last work on the slots, as in `free_reqid`.
 
         Raises:
             RankFailed: a rank could not be reset; every rank stays poisoned.
@@ -871,11 +885,12 @@ class ParallelKVCache(KVCache):
             manager.failure = None
 
     def _reset(self, stream: Any) -> list[int]:
-        """Frees everything; returns the remaining pages, and for each slot whether it is usable."""
+        """Frees everything; returns the number of usable pages, and for each slot whether it is
+        usable."""
         (group,) = groups = Manager.open(self._manager)
         event = record(stream, group.device)
         for slot in group.table:
-            with suppress(VMemError):  # rolled back: its pages are as before
+            with suppress(VMemError):  # a growth that failed was rolled back
                 group.pager.release(slot)
             if slot.active:
                 group.release(slot, event)
@@ -896,7 +911,7 @@ class ParallelKVCache(KVCache):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, stream: Any = None) -> None:
-        """Like `KVCache.close`, on this rank; also closes the context."""
+        """Closes the cache on this rank, as `KVCache.close`, and its context."""
         if not self._closed:
             super().close(stream)
         if self._own is not None:

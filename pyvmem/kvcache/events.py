@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The caller's GPU work as events that do not advance.
+"""Captures the caller's GPU work, as of the time of a call, in events.
 
-A stream continues after `free_reqid`, and reclaiming must not wait for that later work, so an event
-is recorded at once. An event (or an `FdEvent`) that the caller gives is used as it is.
+A stream gets more work after `free_reqid`, and reclaiming must not wait for that, so the call
+records an event. An event (or an `FdEvent`) passed by the caller is used as it is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class _HeldFd(FdEvent):
-    """A duplicate of the caller's descriptor, which the caller may close at once."""
+    """A duplicate of the caller's file descriptor, which the caller may close right away."""
 
     __slots__ = ()
 
@@ -57,31 +57,34 @@ class _HeldFd(FdEvent):
 
 
 def record(stream: Any, device: int | None) -> Any:
-    """Returns an event for all work so far on `stream`; None if there is none to wait for.
+    """Returns an event for all work so far on `stream`; None: there is no work to wait for.
 
     Args:
-        stream: an object that names GPU work (streams.py); None and streams are ignored on host.
+        stream: an object that stands for GPU work (streams.py); on the host, None and streams are
+            ignored.
         device: CUDA ordinal of the cache, None on host.
 
     Raises:
-        NotGpuWork: it names no GPU work. InvalidArgument: the stream is being captured. BadHandle:
-            the descriptor is closed.
+        NotGpuWork: `stream` does not stand for GPU work. InvalidArgument: the stream is being
+            captured. BadHandle: the file descriptor is closed.
     """
     return PriorWork(stream, device).record()
 
 
 class PriorWork:
-    """The caller's GPU work before a call: classified when the call begins, recorded once.
+    """The caller's GPU work before a call. Its kind is determined when the call begins; its event
+    is recorded once.
 
     Args:
-        stream: an object that names GPU work (streams.py); a `PriorWork` is returned unchanged.
+        stream: an object that stands for GPU work (streams.py); a `PriorWork` is returned
+            unchanged.
         device: CUDA ordinal of the cache, None on host.
 
     Attributes:
-        over: known to be complete; on host always, except for an `FdEvent`.
+        over: True if known to be complete; always True on the host, except for an `FdEvent`.
 
     Raises:
-        NotGpuWork: it names no GPU work.
+        NotGpuWork: `stream` does not stand for GPU work.
     """
 
     __slots__ = ("_device", "_event", "_work", "over")
@@ -92,7 +95,8 @@ class PriorWork:
     over: bool
 
     def __new__(cls, stream: Any, device: int | None) -> Self:
-        """Returns `stream` if it is a `PriorWork`, which nested calls share; else makes one."""
+        """Returns `stream` if it is a `PriorWork`, so that nested calls share it; otherwise a new
+        object."""
         if isinstance(stream, cls):
             return stream
         self = super().__new__(cls)
@@ -101,10 +105,10 @@ class PriorWork:
         return self
 
     def record(self) -> Any:
-        """Returns the event for it, always the same; None if the work is complete.
+        """Returns the event for the work, the same in every call; None if the work is complete.
 
         Raises:
-            InvalidArgument: the stream is being captured. BadHandle: the descriptor is closed.
+            InvalidArgument: the stream is being captured. BadHandle: the file descriptor is closed.
         """
         if self.over or self._event is not None:
             return None if self.over else self._event
@@ -122,7 +126,7 @@ class PriorWork:
             import torch
 
             if work.kind is Kind.CURRENT and not has_cuda(torch):
-                self.over = True  # a torch for the CPU has no GPU work
+                self.over = True  # a CPU build of torch has no GPU work
                 return None
             found = torch_stream(work, device)
             refuse_captured_handle(found.cuda_stream)
@@ -130,13 +134,13 @@ class PriorWork:
         return self._event
 
     def pending(self) -> list[Callable[[], None]]:
-        """Returns the calls that wait for it; none if it is complete."""
+        """Returns functions that wait for the work; an empty list if it is complete."""
         event = self.record()
         self.over = event is None or is_over(event)
         return [] if self.over else [self.wait]
 
     def wait(self) -> None:
-        """Waits until it is complete."""
+        """Waits until the work is complete."""
         if not self.over:
             wait_for(self.record() if self._event is None else self._event)
             self.over = True
@@ -148,12 +152,12 @@ def is_over(event: Any) -> bool:
         poll = select.poll()
         poll.register(work_of(event, "event").handle, select.POLLIN)
         return bool(poll.poll(0))
-    query = getattr(event, "query", None)  # torch's; cuda.core's has none
+    query = getattr(event, "query", None)  # only torch's events have it; cuda.core's do not
     return bool(relaxed(lambda: event.is_done) if query is None else relaxed(query))
 
 
 def prune(events: list[Any]) -> list[Any]:
-    """Returns the events that are not known to be complete."""
+    """Returns the events that may not be complete."""
     return [event for event in events if not is_over(event)] if events else events
 
 
@@ -164,18 +168,18 @@ def wait_for(event: Any) -> None:
     if isinstance(event, FdEvent):
         wait_readable(work_of(event, "event").handle)
         return
-    wait = getattr(event, "synchronize", None)  # torch's; cuda.core's is called sync
+    wait = getattr(event, "synchronize", None)  # torch's name for it; cuda.core's is sync
     relaxed(event.sync if wait is None else wait)
 
 
 def order_after(event: Any, stream: Any, device: int | None) -> None:
-    """Makes `stream`, and no other, wait for the event before its next work.
+    """Makes `stream`, but no other stream, wait for the event before its next work.
 
-    Only a stream can be made to wait, and only for CUDA events: given an event as `stream`, for an
-    `FdEvent`, and on host (`device` None), the CPU waits.
+    Only a stream can be made to wait, and only for CUDA events. If `stream` is an event, for an
+    `FdEvent`, and on the host (`device` None), the CPU waits.
 
     Raises:
-        NotGpuWork: `stream` names no GPU work. InvalidArgument: it is being captured.
+        NotGpuWork: `stream` does not stand for GPU work. InvalidArgument: it is being captured.
     """
     work = work_of(stream)
     if device is None or not work.is_stream or isinstance(event, FdEvent):
@@ -185,16 +189,18 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
     if handle is None:
         refuse_captured(stream, device)
         core_stream(work, device).wait(event)
-    elif handle:  # else it was never recorded
+    elif handle:  # 0: it was never recorded
         found = torch_stream(work, device)
         refuse_captured_handle(found.cuda_stream)
         event.wait(found)
 
 
 def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:
-    """Waits until a batch is mapped, and filled or ordered before `stream`; raises its failure.
+    """Waits until a batch has mapped its pages, makes `stream` wait for its fills, and raises its
+    error.
 
-    Only a stream can be made to wait: given an event, and on host (`device` None), the CPU waits.
+    Only a stream can be made to wait: if `stream` is an event, and on the host (`device` None), the
+    CPU waits for the fills.
     """
     if device is None or not work_of(stream).is_stream:
         ticket.wait()

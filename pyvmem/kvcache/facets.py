@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The attributes `memory`, `slots` and `internals` of a `KVCache`.
 
-Most engines need only the cache's own methods; these attributes are for engines that plan memory,
-for programs that choose slots themselves, and for layers on top of the cache.
+Most engines need only the cache's own methods. These attributes are for engines that plan memory,
+for programs that choose slots themselves, and for code built on the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["CacheMemory", "CacheSlots", "Facet", "Internals"]
 
 
 class Facet:
-    """Base of the attributes: a cache's manager, lock and journal."""
+    """Base class of the attributes: holds a cache's manager, lock and journal."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager, self._open, self._groups = manager, manager.open, manager.groups
@@ -38,32 +38,33 @@ class Facet:
 
 
 class CacheMemory(Facet):
-    """`KVCache.memory`: how much memory calls need and how much there is, and the limit.
+    """`KVCache.memory`: how much memory calls need, how much is available, and the limit.
 
     `for_request`, `for_step`, `for_truncate` and `for_fork` return the bytes that the call would
-    have to allocate; `obtainable` the bytes that requests could still get.
+    have to allocate; `obtainable` returns the bytes that requests could still get.
     """
 
     @property
     def num_free_pages(self) -> int:
-        """Physical pages that the cache could allocate without reclaiming any.
+        """The number of physical pages that the cache could allocate without reclaiming any.
 
         A request can also get `CacheStats.cached_pages`, which are reclaimed when needed. With a
-        budget: the pages that the other caches leave now.
+        budget, this is the number of pages that the other caches currently leave free.
         """
         with self._lock, self._journal:
             return admission.free_pages(self._open())
 
     def for_request(self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None) -> int:
-        """Returns the bytes, in all tensors, that a request lacks to hold `seq_len` tokens.
+        """Returns the bytes, over all tensors, that a request still needs to hold `seq_len` tokens.
 
         Args:
-            reqid: a taken slot; None: a request without a slot yet.
+            reqid: a slot in use; None: a request that has no slot yet.
             seq_len: tokens.
-            match: with reqid None, a leased match that it begins with: its pages are not counted.
+            match: with reqid None, a leased match that the request begins with; its pages are not
+                counted.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or a length out of range.
+            InvalidArgument: no such reqid, it is free, or a length out of range.
         """
         with self._lock, self._journal:
             pages = admission.missing(self._open(), reqid, seq_len, match)
@@ -78,25 +79,25 @@ class CacheMemory(Facet):
             return admission.lacking(self._open(), seq_lens)
 
     def for_truncate(self, reqid: int, length: int) -> int:
-        """Returns the bytes that `truncate` to `length` tokens, fewer than held, needs for copies.
+        """Returns the bytes that `truncate` to `length` tokens needs for copies.
 
-        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
+        Raises InvalidArgument for a reqid that does not exist or is free, and for more tokens
         than it holds.
         """
         with self._lock, self._journal:
             return truncation.copied(self._open(), reqid, operator.index(length))
 
     def for_fork(self, reqid: int, count: int, length: int) -> int:
-        """Returns the bytes that `fork_many` needs for the pages that cannot be shared.
+        """Returns the bytes that `fork_many` needs for pages that cannot be shared.
 
-        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
+        Raises InvalidArgument for a reqid that does not exist or is free, and for more tokens
         than it holds.
         """
         with self._lock, self._journal:
             return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
 
     def obtainable(self) -> tuple[int, int]:
-        """Returns the bytes that requests could still get, and the most that the cache may use.
+        """Returns the bytes that requests could still get, and the maximum that the cache may use.
 
         The first number counts free and reclaimable memory, including recorded prefixes that no
         request uses.
@@ -105,13 +106,13 @@ class CacheMemory(Facet):
             return admission.obtainable(self._open())
 
     def set_limit(self, pages: int) -> None:
-        """Changes how many physical pages the cache may use; maps and unmaps nothing.
+        """Changes how many physical pages the cache may use, without mapping or unmapping anything.
 
         Raises:
-            InvalidArgument: negative, less than the cache holds now or than its floor, or more than
-                2**62 bytes.
-            NotSupported: the layers are of several groups, or the ranks of a `ParallelKVCache` have
-                agreed on their limit.
+            InvalidArgument: negative, less than the cache holds now, less than its floor, or more
+                than 2**62 bytes.
+            NotSupported: the layers form several groups, or it is a `ParallelKVCache`, whose ranks
+                have agreed on a limit.
         """
         with self._lock, self._journal:
             group = self._manager.only("set_limit", alone="limit")
@@ -126,11 +127,12 @@ class CacheMemory(Facet):
             self._journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmaps the pages of free slots in the background, each after its owners' last GPU work.
+        """Unmaps the pages of free slots in the background, after the GPU work of each slot's
+        owners.
 
         Args:
             keep: reqids whose pages stay mapped.
-            wait: return when it is done; otherwise slots with a batch in flight are skipped.
+            wait: wait until this is done; otherwise slots with a batch in flight are skipped.
 
         Raises:
             VMemError: a background batch failed (only with `wait`); the cache is consistent.
@@ -146,10 +148,11 @@ class CacheSlots(Facet):
     """`KVCache.slots`: for programs that choose slots themselves, or keep records of them."""
 
     def claim(self, reqid: int) -> None:
-        """Takes a particular free slot, as `KVCache.alloc_reqid` takes the best fit.
+        """Allocates a particular free slot, unlike `KVCache.alloc_reqid`, which chooses the best
+        fit.
 
         Raises:
-            InvalidArgument: no such slot, it is taken, or it is retired.
+            InvalidArgument: the slot does not exist, is in use, or is retired.
         """
         with self._lock, self._journal:
             requests.claim(self._open(), reqid)
@@ -158,24 +161,23 @@ class CacheSlots(Facet):
         """Returns whether a request has the slot.
 
         Raises:
-            InvalidArgument: no such slot.
-        """
+            InvalidArgument: the slot does not exist."""
         with self._lock, self._journal:
             return self._open()[0].slot(reqid, taken=False).active
 
     @property
     def num_free(self) -> int:
-        """Number of slots that a request could get."""
+        """The number of slots that requests could get."""
         with self._lock, self._journal:
             groups = self._open()
             requests.sync_free_slots(groups)
             return groups[0].table.free_count
 
     def owner(self, reqid: int) -> int | None:
-        """Returns the number of a slot's present owner, unique for this slot; None: it is free.
+        """Returns the number of a slot's current owner, unique for this slot; None: it is free.
 
-        `owner`, `owners` and `seq_len` serve callers that keep their own records of requests: they
-        only read numbers, even while the `journal` recovers an interrupted call.
+        `owner`, `owners` and `seq_len` are for callers that keep their own records of requests:
+        they only read numbers, so they work even while the `journal` recovers an interrupted call.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -187,16 +189,17 @@ class CacheSlots(Facet):
         slots, reqids = group.table.slots, list(map(operator.index, reqids))
         if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
             for reqid in reqids:
-                group.slot(reqid, taken=False)  # refuses the wrong one
+                group.slot(reqid, taken=False)  # raises for the bad reqid
         return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def capacity(self, reqid: int) -> int:
-        """Returns the tokens for which a taken slot has pages; a `step` up to there maps nothing.
+        """Returns the number of tokens that a slot in use has pages for; a `step` up to it maps
+        nothing.
 
         With several groups of layers, the minimum over the groups.
 
         Raises:
-            InvalidArgument: no such reqid, or it is not taken.
+            InvalidArgument: no such reqid, or it is free.
         """
         with self._lock, self._journal:
             groups = self._open()
@@ -206,21 +209,22 @@ class CacheSlots(Facet):
     def is_ready(self, reqid: int, seq_len: int) -> bool:
         """Returns whether a `step` of a request to `seq_len` tokens would neither map nor wait.
 
-        True once what `step_async` began has ended, even before a `step` grants it; also if it
-        failed, which the next `step` raises.
+        True once a growth that `step_async` started is complete, even before a `step` grants its
+        pages; also if it failed, which the next `step` reports.
 
         Args:
-            reqid: a taken slot.
+            reqid: a slot in use.
             seq_len: tokens, as in `step`.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or a length out of range.
+            InvalidArgument: no such reqid, it is free, or a length out of range.
         """
         with self._lock, self._journal:
             return admission.is_ready(self._open(), reqid, seq_len)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
-        """Returns, for each reqid, how many rows from the first on are mapped; 0 for free slots.
+        """Returns, for each reqid, how many rows are mapped from the first row on; 0 for free
+        slots.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -229,7 +233,7 @@ class CacheSlots(Facet):
             return each[0] if len(each) == 1 else list(map(min, *each))
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
-        """Returns, for each reqid, the first mapped row; those before it left the window.
+        """Returns, for each reqid, the first mapped row; earlier rows have left the window.
 
         With several groups of layers, the maximum over the groups.
 
@@ -240,32 +244,32 @@ class CacheSlots(Facet):
             return each[0] if len(each) == 1 else list(map(max, *each))
 
     def map_common_pages(self, tokens: int) -> CommonPages:
-        """Maps the same first pages in all slots: reqid 0 may write them, the others read them.
+        """Maps the same first pages in all slots: writable for reqid 0, read-only for the others.
 
-        Takes every slot. `CommonPages.renew` gives a slot to its next request.
+        Allocates every slot. `CommonPages.renew` prepares a slot for its next request.
 
         Args:
             tokens: number of common rows, rounded up to whole pages that end with a row.
 
         Raises:
-            InvalidArgument: `tokens` out of range, or a slot is taken. NotSupported: pages cannot
-                be mapped twice or read-only here, or the layers form several groups. OutOfMemory:
-                too few pages. Nothing changed.
+            InvalidArgument: `tokens` is out of range, or a slot is in use. NotSupported: the back
+                end cannot map pages twice or read-only, or the layers form several groups.
+                OutOfMemory: there are too few pages. Nothing has changed.
         """
         self._manager.only("map_common_pages", alone="slots")
         return CommonPages(self._manager, tokens)
 
 
 class Internals(Facet):
-    """`KVCache.internals`: for layers on top of a cache, such as `pyvmem.engine.RequestCache`.
+    """`KVCache.internals`: for code built on a cache, such as `pyvmem.engine.RequestCache`.
 
     Attributes:
         lock: held by every call. Re-entrant: ``with internals.lock, internals.journal:`` makes
-            several calls atomic: no other thread's call comes in between, and an exception from
-            outside (Ctrl-C) completes or undoes all of them together.
+            several calls atomic: no other thread's call comes in between, and after an asynchronous
+            exception (Ctrl-C) all of them are completed or all are undone.
         journal: undoes a call that did not complete. A caller that makes several calls atomic
-            makes the changes of its own records through it (`Journal.change`), or registers how to
-            undo them (`Journal.on_abort`).
+            changes its own records through it (`Journal.change`), or registers how to undo the
+            changes (`Journal.on_abort`).
         users: objects with `requests` in the cache, such as a `pyvmem.engine.RequestCache`: the
             cache cannot be closed while one of them has requests.
     """
@@ -279,16 +283,18 @@ class Internals(Facet):
     def wait_before(self, find_blockers: waits.FindBlockers) -> None:
         """Waits, without the lock, for the blockers of a call; `find_blockers` lists them.
 
-        A single call does this itself. Inside `lock` it would wait while holding the lock, so a
+        A single call does this itself, but inside `lock` it would hold the lock while waiting. So a
         caller that makes several calls atomic waits first:
-        ``cache.internals.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
+        ``cache.internals.wait_before(partial(waits.before_fork, ...))``; see
+        `pyvmem.kvcache.waits`.
         """
         waits.clear(self._manager, find_blockers)
 
     def withdraw_prompt(self) -> None:
-        """Removes the last `alloc_prefix` from the counters of prompts.
+        """Removes the last `alloc_prefix` from the prompt counters.
 
-        For a request that is freed because it cannot run yet: it will be looked up again.
+        Call it when a request is freed because it cannot run yet: its prompt will be looked up
+        again.
         """
         with self._lock, self._journal:
             prefix_alloc.withdraw(self._open())
@@ -300,13 +306,15 @@ class Internals(Facet):
         they accumulate.
 
         Args:
-            after: `Change.number` of the last change that the caller has processed, -1 for none:
-                returns the later ones, even if an earlier call returned them to a caller that an
-                exception kept from using them. None: the last change that any call returned.
+            after: `Change.number` of the last change that the caller has processed, -1 for none.
+                Later changes are returned, even if an earlier call returned them already but the
+                caller was interrupted by an exception. None: the last change that any call
+                returned.
         """
         with self._lock, self._journal:
             tree = self._open()[0].prefixes.tree
             found = tree.changes_after(tree.told if after is None else operator.index(after))
         if found:
-            tree.told = found[-1].number  # last: until then the next call returns them again
+            # only now: if interrupted before, the next call returns them again
+            tree.told = found[-1].number
         return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Forks: requests that begin with the rows of a running one, in all groups of layers or in none."""
+"""Forks: new requests that begin with a running request's rows, in all groups of layers or none."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _FEW_PARTS = 4
 
 @dataclass(slots=True)
 class _Fork:
-    """One group's part of a fork: free slots that will begin with the rows of a request.
+    """One group's part of a fork: free slots that will begin with the parent's rows.
 
-    Rows that left the parent's window are missing in the new slots, too.
+    Rows that have left the parent's window are missing in the new slots as well.
 
     Attributes:
         group: the group.
         parent: slot of the forked request, without a batch in flight.
-        low: end of the pages that the parent shares already.
+        low: end of the pages that the parent already shares.
         rows: tokens that each new slot begins with.
-        nbytes: bytes of these rows, per tensor.
+        nbytes: size of these rows, per tensor.
         full: the parent's pages below this are shared from now on.
-        pages: end of each new slot's pages.
+        pages: end of each new slot's granted pages.
         slots: the new slots, without pages.
         goals: end of each new slot's mapped pages; see `Runs`.
         job: counts the new pages.
@@ -64,16 +64,16 @@ class _Fork:
     job: Growth | None = None
 
     def add(self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool) -> None:
-        """Adds this group's part to the batch and to the edits; changes nothing itself.
+        """Adds this group's part to the batch and the edits, which make all changes.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
         rows after them to new pages.
 
         Args:
             ops: the batch.
-            edits: gets the edits; see `Outcome`.
+            edits: the list to add edits to; see `Outcome`.
             room: free bytes of the budget, if known.
-            ahead: map more pages than these rows need, as growing requests do (runs.py).
+            ahead: map more pages than these rows need, as for growing requests (runs.py).
         """
         group, parent, slots = self.group, self.parent, self.slots
         full, pages, head, count = self.full, self.pages, parent.head, len(slots)
@@ -81,7 +81,7 @@ class _Fork:
         counters = group.counters
         layout, size = group.layout, group.layout.page_size
         own: list[Held] = sharing.handles(parent, self.low, full) if full > self.low else []
-        # A request that was forked at many lengths has as many parts; one handle covers all.
+        # A request forked at many lengths has many parts; one handle for all saves operations.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
         all_handles = sharing.handles(parent, head, full) if many else []
         goals = [pages] * count
@@ -186,7 +186,7 @@ def fork_all(
 ) -> list[int] | None:
     """Implements `KVCache.fork_many`: one batch for all groups; None if short.
 
-    The first group chooses the slots, unless `into` does.
+    The first group chooses the slots unless `into` names them.
     """
     sync_free_slots(groups)
     groups[0].sharing.require(FORK, "fork")
@@ -209,7 +209,7 @@ def fork_all(
             group.pager.release(parent)
         layout = group.layout
         nbytes, pages = layout.bytes_for(rows), layout.pages_for(rows)
-        # A state is written again with every token, and cannot be shared.
+        # A state is rewritten with every token, so it cannot be shared.
         full = 0 if layout.state else nbytes // layout.page_size
         new_pages = (pages - full) * count * layout.num_tensors
         low = parent.head + parent.span.pages
@@ -246,12 +246,12 @@ def fork_all(
 
 
 def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
-    """Takes the slots and runs the batch; False if memory is short: nothing changed.
+    """Allocates the slots and runs the batch; False if memory is short, with nothing changed.
 
     Tries with surplus pages first, then without.
 
     Raises:
-        NotRecoverable: a rollback failed; the message says if the parent has lost rows.
+        NotRecoverable: a rollback failed; the message says whether the parent lost rows.
     """
     first, share, most = parts[0].group, parts[0].group.reclaimer.share, 0
     taken: list[tuple[Group, Slot, int]] = []
@@ -275,7 +275,7 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
             found = [part.mark_broken(error) for part in parts]
             raise next((one for one in found if one is not error), error) from error
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
-            if not ahead and not reclaim_after(needs, {}, error):  # try again without surplus
+            if not ahead and not reclaim_after(needs, {}, error):  # otherwise retry without surplus
                 return False
     for part in parts:
         if part.job is not None and part.group.pager.runs.limit:
@@ -297,7 +297,7 @@ def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
 
 
 def _chosen(group: Group, count: int, into: Sequence[int]) -> list[Slot]:
-    """The free slots that the caller named."""
+    """Returns the free slots that the caller named."""
     slots = [group.free_slot(index) for index in into]
     if len(slots) != count:
         raise invalid(f"len(into) is {len(slots)}; it must be count, {count}", limit=count)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One group of equal layers: its components, and how its slots are taken, freed and share pages."""
+"""One group of equal layers: its components, and how its slots are allocated, freed and shared."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ __all__ = [
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
-_NEWCOMERS = 8  # 1 / _NEWCOMERS of the slots are kept free of recorded rows
+_NEWCOMERS = 8  # one slot in this many is kept free of recorded rows
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Result of `make_parts`.
+    """The result of `make_parts`.
 
     Attributes:
         context: allocates the pages.
         layout: offsets of slots, tensors and rows.
         reservation: addresses of all tensors.
-        limit_pages: most physical pages that the cache may have.
+        limit_pages: maximum number of physical pages that the cache may have.
         cuda_device: CUDA ordinal; None if the pages are CPU memory.
     """
 
@@ -83,7 +83,7 @@ class Parts:
 def make_parts(
     config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
 ) -> Parts:
-    """Reserves a group's addresses; the journal releases them if the call fails."""
+    """Reserves a group's addresses; the journal frees them if the call fails."""
     info = context.info
     page_size = config.page_size or info.granule
     require_page_size(info, page_size)
@@ -92,7 +92,7 @@ def make_parts(
     limit = _limit_pages(config, layout, context, budget)
     if config.sparse:
         SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
-    # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
+    # Pages larger than 2 MiB, the default alignment, need more alignment.
     reservation = Reservation(context, Outcome())
     journal.unrecorded[reservation] = None
     context.reserve(
@@ -115,17 +115,17 @@ def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any)
     page_size = configs[0].page_size
     packed = [one for one in configs if one.packed_slots and not one.state]
     if not any(one.max_seq_len * one.row_bytes % BLOCK_BYTES for one in packed):
-        with suppress(NotSupported):  # the back end may lack only this feature
+        with suppress(NotSupported):  # the back end may not support large entries
             return Context(backend, granule=page_size, large_entries=True, **options)
     return Context(backend, granule=page_size, **options)
 
 
 def pool_low(config: KVCacheConfig) -> int:
-    """Returns the free bytes that an owned context's worker keeps ready, to save driver calls in
-    steps.
+    """Returns the free bytes that an owned context's worker keeps in the pool, to save driver
+    calls.
 
-    A page in every tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
-    memory limit, as the cache cannot use this memory otherwise.
+    One page per tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
+    memory limit, since the memory is idle until a step needs it.
     """
     page_size = config.page_size or _DEFAULT_GRANULE
     tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
@@ -152,22 +152,24 @@ def _limit_pages(
 
 
 class Group:
-    """A group of equal layers of a cache. Not thread-safe: callers hold the cache's lock.
+    """One group of a cache's layers, all of the same shape. Not thread-safe: the caller holds the
+    cache's lock.
 
     Attributes:
         used_tokens: sum of `rows`.
-        token_bytes, page_bytes: bytes of a token's rows, and of a page, in all tensors.
+        token_bytes, page_bytes: bytes of a token's rows, or of a page per tensor, over all tensors.
         clock: number of completed steps.
-        mover: copies pages to other memory at the same addresses.
-        prefixes: recorded prefixes of this group and the cache's other groups.
+        mover: replaces pages with copies, possibly in other memory, at the same addresses.
+        prefixes: recorded prefixes, shared by all groups of the cache.
         place: index of the group in the cache.
-        promoter: copies pages into 2 MiB blocks; None if the layout has none, or pages change.
-        window: unmaps pages that leave the sliding window; None: every row is kept.
-        reclaim_due: the next step calls `reclaim_idle`.
-        unprepared: the next step calls `prepare`.
-        named: the last step named a request, which GPU work may be using; kept only in the first
-            group.
-        idle_step_work: if not `named`, the earlier GPU work that is not known to be complete.
+        promoter: copies pages into 2 MiB blocks; None if the layout has no such blocks, or if the
+            layers have a window or a state.
+        window: unmaps pages that leave the sliding window; None: no window.
+        reclaim_due: True if the next step must call `reclaim_idle`.
+        unprepared: True if the next step must call `prepare`.
+        named: True if the last step had a length above 0, so that GPU work may be using a request;
+            set only in the first group.
+        idle_step_work: if not `named`, events of earlier GPU work that may not be complete.
     """
 
     def __init__(
@@ -213,7 +215,8 @@ class Group:
             self.window = Window(self.reclaimer, self.mover, config, unit, release, ops)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window, self.scratch)
-        # By slot, its owner and the pages per tensor that `step_async` left to a later call.
+        # Per slot: its owner, and the pages per tensor that `step_async` left for a later call to
+        # map.
         self.left: dict[Slot, tuple[int, int]] = {}
         self.named = False
         self.idle_step_work: list[Any] = []
@@ -229,20 +232,21 @@ class Group:
         made = [journal.unrecorded, parts.reservation, ...]
         journal.change([made, [journal, "recoverables", [*journal.recoverables, self]]])
 
-    # ---- after an exception from outside ---------------------------------------------------------
+    # ---- recovery after an asynchronous exception ------------------------------------------------
 
     def owns(self, made: object) -> bool:
-        """Returns whether a reservation is the group's."""
+        """Returns whether a reservation belongs to the group."""
         return made is self.parts.reservation or self.scratch.owns(made) or self.mover.owns(made)
 
     def failed(self, error: VMemError) -> None:
         """See `Recoverable.failed`."""
         self.reclaimer.errors.append(error)
 
-    # ---- numbers from outside --------------------------------------------------------------------
+    # ---- callers' arguments ----------------------------------------------------------------------
 
     def slot(self, reqid: int, *, taken: bool = True) -> Slot:
-        """Returns a slot; raises InvalidArgument if unknown or, with `taken`, not taken."""
+        """Returns a slot; raises InvalidArgument if there is none or, with `taken`, if it is
+        free."""
         slots, index = self.table.slots, operator.index(reqid)
         if not 0 <= index < len(slots):
             last = len(slots) - 1
@@ -253,7 +257,7 @@ class Group:
         return slot
 
     def free_slot(self, reqid: int) -> Slot:
-        """Returns a slot that is not taken; raises InvalidArgument if it is taken or retired."""
+        """Returns a free slot; raises InvalidArgument if it is in use or retired."""
         slot = self.slot(reqid, taken=False)
         if slot.active:
             raise invalid(f"reqid {slot.index} is taken")
@@ -278,23 +282,24 @@ class Group:
         held = self.pager.columns.held_rows[slot.index]
         if self.layout.state and 0 < length < held:
             raise invalid(
-                f"length {length}: reqid {slot.index} has a state of its {held} tokens, which "
-                "cannot be truncated; compute the request again from its first token",
+                f"length {length}: the state of reqid {slot.index}, of {held} tokens, cannot be "
+                "truncated; recompute the request from its first token",
                 limit=held,
             )
 
     def take(self, slot: Slot) -> None:
-        """Gives a free slot to a new owner; freed again if the current call fails."""
+        """Gives a free slot to a new owner; the slot is freed again if the current call fails."""
         free_on_abort([(self, slot, slot.owner)])
         self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
-        """Returns a value that changes with every call that takes, frees or steps a request."""
+        """Returns a value that changes with every call that allocates, frees or steps a request."""
         counters = self.counters
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def record_idle_step(self, stream: Any) -> None:
-        """Records that the last step named no request; `stream` carries the earlier work."""
+        """Records that the last step had no lengths above 0; `stream`: the stream of the earlier
+        work."""
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.idle_step_work = [] if event is None else [event]
         self.named = False
@@ -302,7 +307,7 @@ class Group:
     def release(self, slot: Slot, event: Any) -> None:
         """Frees a slot; `event`: GPU work that may still touch it, None if complete.
 
-        Unmaps nothing: `reclaim_idle` does.
+        Does not unmap pages; `reclaim_idle` does.
         """
         if self.mover.moves:
             self.mover.abandon(slot)
@@ -323,13 +328,13 @@ class Group:
         self.table.give_back(slot, event, self.clock, edits)
 
     def enter_edits(self, slot: Slot, length: int) -> list[list[Any]]:
-        """Returns the edits that set a slot's rows to `length`, independent of `step`."""
+        """Returns the edits that set a slot's rows to `length`, outside of a `step`."""
         rows, index = self.pager.columns.held_rows, slot.index
         used = self.used_tokens + length - rows[index]
         return [[self, "used_tokens", used], [rows, index, length]]
 
     def enter(self, slot: Slot, length: int) -> None:
-        """Sets a slot's rows to `length`, independent of `step`."""
+        """Sets a slot's rows to `length`, outside of a `step`."""
         self.journal.change(self.enter_edits(slot, length))
 
     def disown_edits(
@@ -353,7 +358,8 @@ class Group:
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
         """Reduces a request to its first `length` rows and their pages.
 
-        `event`: GPU work that may still touch the others. The slot has no batch in flight.
+        `event`: GPU work that may still touch the other pages. The slot must have no batch in
+        flight.
         """
         pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
         keep, edits = max(pages, slot.shared), self.enter_edits(slot, length)
@@ -365,13 +371,13 @@ class Group:
     def rows(self) -> array[int]:
         """Rows that each slot holds, in tokens; 0 for free slots.
 
-        They grow with `step`, and shrink only with `truncate` and at the end of the request.
+        Only `step` increases them; only `truncate` and the end of the request decrease them.
         """
         return self.pager.columns.held_rows
 
     @property
     def has_batches(self) -> bool:
-        """True if a batch over the group's addresses may be in flight."""
+        """True if a batch on the group's addresses may be in flight."""
         return bool(self.pager.growths or self.reclaimer.unmaps or self.mover.moves)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
@@ -384,8 +390,8 @@ class Group:
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `CacheSlots.first_rows`."""
         size, row = self.layout.page_size, self.layout.row_bytes
-        # A head beyond the granted pages belongs to an earlier owner, whose pages are unmapped
-        # before this owner's first row.
+        # A head beyond the granted pages was an earlier owner's; that owner's pages are unmapped
+        # before this owner gets its first row.
         heads = [slot.head if slot.head <= slot.granted else 0 for slot in self._slots(reqids)]
         return [-(-head * size // row) for head in heads]
 
@@ -393,26 +399,26 @@ class Group:
         """Returns slots by index; raises InvalidArgument for a reqid that does not exist."""
         return [self.slot(reqid, taken=False) for reqid in reqids]
 
-    # ---- sums of the records ---------------------------------------------------------------------
+    # ---- totals over the records -----------------------------------------------------------------
 
     def note_use(self) -> tuple[int, int]:
-        """Updates the peaks of use and waste, and returns what requests use now.
+        """Updates the peaks of use and waste, and returns the current use by requests.
 
         Returns:
             Physical device pages that requests own, and the bytes of device rows that hold tokens.
-            Shared rows count once, rows that left a window not at all.
+            Shared rows count once; rows that left a window do not count.
         """
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         off_device, elsewhere = 0, 0
         if any(reclaimer.off_device.values()):
-            if reclaimer.own_off_device is None:  # counted only when it may have changed
+            if reclaimer.own_off_device is None:  # recounted only if it may have changed
                 reclaimer.own_off_device = self.own_off_device()
             off_device, slots = reclaimer.own_off_device
             elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
-        # Shared pages count once, and those outside the device or before a window not at all.
+        # Shared pages count once; pages that are off the device or before a window do not count.
         less = reclaimer.slid + shared.uses + shared.off_device_uses - shared.used
         pages = self.pager.granted_pages - less - off_device
-        # Rows of all requests: one per token, or one state per request.
+        # Rows of all requests: one per token, or with a state one per request.
         rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
         used = max(0, rows * self.token_bytes - elsewhere - less * self.page_bytes)
         if shared.used or shared.off_device_uses:
@@ -425,7 +431,8 @@ class Group:
         return pages * self.layout.num_tensors, used
 
     def own_off_device(self) -> tuple[int, list[Slot]]:
-        """Returns the pages per tensor that a request owns off the device, and their slots."""
+        """Returns the off-device pages per tensor that requests own, and the slots that have
+        any."""
         found = [
             (slot, self._own_away(slot)) for slot in self.table if slot.active and slot.tier_map
         ]
@@ -433,16 +440,17 @@ class Group:
         return sum(high - low for _, ranges in found for low, high in ranges), slots
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
-        """Returns the owner's unshared page ranges [low, high) outside the device."""
+        """Returns the owner's unshared off-device page ranges [low, high)."""
         tier_map = slot.tier_map.within(slot.shared, slot.granted)
         return [(low, high) for low, high, _ in tier_map.noted]
 
     def _bytes_away(self, slot: Slot) -> int:
-        """Returns the bytes per tensor of the slot's rows in them; the last page may be partial."""
+        """Returns the bytes per tensor of the slot's rows in `_own_away`; the last page may be
+        partial."""
         size, end = self.layout.page_size, self.layout.bytes_for(self.rows[slot.index])
         return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
 
-    # ---- shared pages in more slots --------------------------------------------------------------
+    # ---- mapping shared pages in more slots ------------------------------------------------------
 
     def lend_edits(self, loans: Sequence[Loan]) -> list[list[Any]]:
         """Returns the edits that start a request in each loan's slot, with its shared pages."""
@@ -486,15 +494,16 @@ class Group:
         ]
 
     def keep(self, slot: Slot, first: int) -> None:
-        """Keeps a freed slot's shared pages mapped read-only for a request that begins with them.
+        """Keeps a freed slot's shared pages mapped read-only for a later request that begins with
+        them.
 
-        Does nothing with several ranks, which could not agree on the time; with `deferred_reclaim`
-        or `keep_mapped` off; if the slot is stale for another reason; or if half of the mappings
-        are used.
+        Does nothing with several ranks, whose timing differs; with `deferred_reclaim` or
+        `keep_mapped` off; if the slot is stale for another reason; or if more than half of the
+        mappings are used.
 
         Args:
             slot: a slot freed in this call, whose shared pages are recorded.
-            first: shared pages from this one on were the slot's own until now and still writable.
+            first: index of the first page that was unshared until now and is still writable.
         """
         runs, span = self.pager.runs, slot.span
         if (
@@ -516,15 +525,15 @@ class Group:
     # ---- housekeeping ----------------------------------------------------------------------------
 
     def keep_watermark(self) -> None:
-        """Begins to unmap pages of free slots if free memory is below the watermark."""
+        """Starts unmapping pages of free slots if free memory is below the watermark."""
         reclaimer = self.reclaimer
         if reclaimer.projected_free < reclaimer.low_pages:
             reclaimer.release_below(reclaimer.low_pages)
 
     def reclaim_idle(self) -> None:
-        """Begins to unmap free slots' pages that the policy does not keep: see `KVCacheConfig`."""
+        """Starts unmapping pages of free slots that the policy (`KVCacheConfig`) does not keep."""
         reclaimer, config = self.reclaimer, self.config
-        self.reclaim_due = True  # until it is done
+        self.reclaim_due = True  # in case an exception interrupts this
         stale = not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
@@ -541,16 +550,16 @@ class Group:
             self.keep_watermark()
 
     def close(self, stream: Any) -> None:
-        """Waits for all batches, then releases the pages and the reservation; may be repeated."""
+        """Waits for all batches, then frees the pages and the reservation; may be called again."""
         reservation = self.parts.reservation
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
-            with suppress(VMemError):  # rolled back: its pages are as before
+            with suppress(VMemError):  # a growth that failed was rolled back
                 self.pager.release(slot)
             if slot.active:
                 self.release(slot, event)
-        # Slot by slot, each after its own GPU work; the worker waits for it.
+        # One batch per slot: the worker runs each after that slot's GPU work.
         for slot in self.table:
             if slot.rows_lost:
                 continue
@@ -563,23 +572,25 @@ class Group:
         try:
             reservation.abandon()
         except NotRecoverable:
-            # Quarantined pages keep their addresses until the context is closed.
+            # Quarantined pages hold their addresses until the context is closed.
             reservation.leave()
         if self in self.journal.recoverables:
             self.journal.recoverables.remove(self)
 
 
 def prepare(groups: Sequence[Group]) -> None:
-    """Keeps slots ready for new requests and, with ample memory, maps `eager_pages` in one of them.
+    """Keeps slots ready for new requests and, while memory is ample, maps `eager_pages` in one
+    slot.
 
-    Growths that requests wait for go first, except with several ranks, whose results must not
+    Growths that requests wait for have priority, except with several ranks, whose results must not
     depend on the progress of background batches.
     """
     wants, taken = [], 0
     for group in groups:
         table, reclaimer, pages = group.table, group.reclaimer, group._eager_pages
-        group.unprepared = True  # until it is done
-        stale = table.columns.count(Kind.STALE, Kind.ROWS_LOST)  # includes all kept slots
+        group.unprepared = True  # in case an exception interrupts this
+        # all slots with kept prefixes are stale
+        stale = table.columns.count(Kind.STALE, Kind.ROWS_LOST)
         few = stale and table.free_count < group._newcomers + stale
         waits = bool(few) and not reclaimer.spare_slots(group._newcomers)
         if pages:
@@ -596,14 +607,14 @@ def prepare(groups: Sequence[Group]) -> None:
     if wants:
         try:
             grow(wants, background=True, reclaim=False)
-        except (TooManyBatches, OutOfMemory):  # the next call tries again
+        except (TooManyBatches, OutOfMemory):  # the next call retries
             pass
-        except VMemError as error:  # the caller's slots are taken: the next step raises it
+        except VMemError as error:  # the caller already has its slots, so the next step raises this
             groups[0].reclaimer.errors.append(error)
 
 
 class Loan(NamedTuple):
-    """Shared pages that a new request is to begin with.
+    """Shared pages that a new request will begin with.
 
     Attributes:
         group: the slot's group.
@@ -619,9 +630,9 @@ class Loan(NamedTuple):
 
 
 def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
-    """Frees slots that the current call is about to take, if it fails; waits for their batches.
+    """Makes the journal free the slots that this call is about to allocate, if it fails.
 
-    `taken`: the slots, and their owner numbers before the call.
+    Waits for their batches. `taken`: the slots, and their owner numbers before the call.
     """
 
     def free() -> None:
@@ -639,10 +650,10 @@ def free_on_abort(taken: Sequence[tuple[Group, Slot, int]]) -> None:
 
 
 def lend(loans: Sequence[Loan]) -> None:
-    """Takes slots and maps shared pages in them, in one batch for all groups; all or none.
+    """Allocates slots and maps shared pages in them, in one batch for all groups: all or none.
 
     Raises:
-        NotRecoverable: a rollback failed. VMemError: nothing changed.
+        NotRecoverable: a rollback failed. VMemError: nothing has changed.
     """
     first, parts = loans[0].group, 1
     missing = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Growth of requests: what a growth maps and how it completes. runs.py chooses run lengths.
+"""Growth of requests: which pages it maps and how it completes. runs.py chooses run lengths.
 
-The cache's lock is held in every call of this module.
+Every call of this module requires the cache's lock.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ __all__ = [
 ]
 
 OPS = 2
-"""Most operations of a growth for one slot: new pages, and a fill."""
+"""Maximum number of operations in a growth of one slot: one for new pages, one for a fill."""
 
 Want: TypeAlias = Sequence[tuple[Slot, int]]
-"""Slots, and the pages per tensor that each is to have."""
+"""Slots, with the pages per tensor that each should have."""
 
 _SPREAD = _native.constant("VMEM_OP_SPREAD")
 _DIRTY = _native.constant("VMEM_OP_DIRTY")
@@ -65,16 +65,16 @@ _log = logging.getLogger(__name__)
 
 
 class Pager:
-    """Grows slots, in the calling thread or on the worker, and tracks what requests own.
+    """Grows slots, in the calling thread or on the worker, and tracks the pages that requests own.
 
     Attributes:
-        columns: the slot records as C reads them, with the rows that slots hold and may hold.
-        capacity: per slot, the longest sequence that fits the granted pages; 0 for free slots.
+        columns: the slot records for C code, with the rows that slots hold and have pages for.
+        capacity: per slot, the number of rows that fit the granted pages; 0 for free slots.
         growths: batches in flight, or finished but not yet completed by `settle`.
-        granted_pages: pages per tensor granted to requests, summed over slots; counts shared pages
-            once per slot, and pages that left a window.
-        runs: chooses the lengths of runs.
-        ahead: a request within `ahead` rows of the end of its pages gets more pages in the
+        granted_pages: pages per tensor granted to requests, summed over slots. Counts a shared page
+            once per slot, and also pages that left a window.
+        runs: chooses run lengths.
+        ahead: a request with pages for fewer than `ahead` more rows gets more pages in the
             background.
         page_bytes: bytes of one page in all tensors.
         ops: the batch in which growths of all groups are built; `array`: its operations in C.
@@ -107,30 +107,30 @@ class Pager:
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self.ahead = 0
         if not (self.layout.state or reclaimer.table.lockstep):
-            # A request gets pages ahead only if all its mapped pages are granted, so a step that
-            # needs no more than those does not wait for the growth under way.
+            # Requests get pages ahead only once all their mapped pages are granted, so a step that
+            # needs no other pages does not wait for the growth in flight.
             self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
 
     @property
     def used_pages(self) -> int:
-        """Pages per tensor that requests own, in any memory; shared pages count once."""
+        """Pages per tensor that requests own, in any tier; shared pages count once."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         own = self.granted_pages - reclaimer.slid - shared.uses - shared.off_device_uses
         return own + shared.used
 
-    # ---- numbers from outside --------------------------------------------------------------------
+    # ---- callers' arguments ----------------------------------------------------------------------
 
     def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
-        """Validates a step's lengths and finds the slots that lack pages.
+        """Validates a step's lengths and finds the slots that need more pages.
 
-        A length below the rows held, such as 0, requests nothing: the rows stay.
+        A length below the rows held, such as 0, changes nothing.
 
         Returns:
             The rows that each slot holds after the step, their sum, and the indices of slots that
-            lack pages.
+            need more pages.
 
         Raises:
-            InvalidArgument: a length that the slot cannot hold, or for a free slot.
+            InvalidArgument: a length exceeds what a slot can hold, or is above 0 for a free slot.
         """
         table = self.reclaimer.table
         try:
@@ -147,7 +147,7 @@ class Pager:
             )
         found = self.columns.scan(lens)
         if isinstance(found, int):
-            try:  # integers of numpy or torch, or not integers at all
+            try:  # integers of numpy or torch, or not integers
                 lens = [operator.index(value) for value in lens]
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
@@ -157,7 +157,7 @@ class Pager:
         return found
 
     def wants(self, short: list[int]) -> list[tuple[Slot, int]]:
-        """Returns the slots of the last `scan`, and the pages per tensor that each needs."""
+        """Returns slots of the last `scan`, with the pages per tensor that each needs."""
         slots, pages_for = self.reclaimer.table.slots, self.layout.pages_for
         needs = self.columns.needs
         return [(slots[index], pages_for(needs[index])) for index in short]
@@ -168,7 +168,7 @@ class Pager:
         if 0 <= length <= longest:
             return invalid(
                 f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
-                "alloc_reqid takes one"
+                "call alloc_reqid first"
             )
         bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
         return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
@@ -176,10 +176,10 @@ class Pager:
     # ---- requests ------------------------------------------------------------------------------
 
     def grow_ahead(self) -> None:
-        """Begins to map the next pages of requests that are near the end of theirs.
+        """Starts mapping the next pages of requests that are near the end of their pages.
 
         Uses only free memory above the watermark, and only while mappings are not scarce; reclaims
-        nothing. The pages are granted by a later step, or reclaimed when another request is short
+        nothing. A later step grants the pages, or they are reclaimed when another request is short
         of memory.
         """
         reclaimer, layout = self.reclaimer, self.layout
@@ -200,9 +200,9 @@ class Pager:
         """Appends the counter edits that every growth makes.
 
         Args:
-            edits: gets the edits; see `Outcome`.
+            edits: the list to add edits to; see `Outcome`.
             added: physical pages mapped.
-            reused: physical pages granted that were mapped before.
+            reused: physical pages granted that were already mapped.
         """
         reclaimer, counters = self.reclaimer, self.counters
         held = reclaimer.device_pages + added
@@ -214,7 +214,7 @@ class Pager:
         )
 
     def begin(self, edits: list[list[Any]], job: Growth, *, wait: bool = True) -> None:
-        """Appends edits that record `job` as in flight; without `wait`, that grant its pages."""
+        """Appends edits that record `job` as in flight or, without `wait`, grant its pages."""
         if wait:
             growths = [*self.growths, job]
             edits += ([job.slots, "job", [job] * len(job.slots)], [self, "growths", growths])
@@ -226,12 +226,13 @@ class Pager:
     def plan(
         self, want: Want, goals: Sequence[int] | None, after: list[Any]
     ) -> tuple[Growth, list[Piece]]:
-        """Adds to `ops` the new pages, and zero-fills of reused pages that need not wait.
+        """Adds to `ops` map operations for new pages, and those zero-fills of reused pages that
+        need not wait for GPU work.
 
         Args:
             want: slots without a batch in flight, and the pages per tensor that each needs.
             goals: pages per tensor to map for each, at least what it needs; None: exactly that.
-            after: gets the GPU work that the deferred fills must follow.
+            after: list to add the GPU work to that the deferred fills must follow.
 
         Returns:
             The growth, not yet recorded, and the deferred fills.
@@ -279,15 +280,16 @@ class Pager:
     def settle(
         self, stream: Any = None, on_cpu: bool = False, lens: Sequence[int] | None = None
     ) -> None:
-        """Completes the growths begun so far: mapped, and filled or ordered before `stream`.
+        """Completes growths in flight: waits until mapped, and makes `stream` wait for fills.
 
         Args:
-            stream: the work that will use the pages.
+            stream: the stream that will use the pages.
             on_cpu: wait on the CPU for fills and for earlier owners' work, whatever `stream` is.
-            lens: lengths of all slots; growths that no slot needs for these are not waited for.
+            lens: lengths of all slots; growths that no slot needs for these lengths are skipped.
 
         Raises:
-            VMemError: the first failure; the failed growth was undone, the others are granted.
+            VMemError: the first failure; failed growths were undone, the pages of the others are
+                granted.
         """
         first: VMemError | None = None
         for job in list(self.growths):
@@ -304,7 +306,7 @@ class Pager:
             raise first
 
     def _is_needed(self, job: Growth, lens: Sequence[int] | None) -> bool:
-        """Returns whether an owner waits for the growth; False for an eager allocation."""
+        """Returns whether an owner is waiting for the growth; False for eager pages."""
         if lens is None or job.granted:
             return bool(job.grants)
         capacity = self.capacity
@@ -314,7 +316,8 @@ class Pager:
         )
 
     def is_mapped(self, slot: Slot, pages: int) -> bool:
-        """Returns whether a finished growth holds `pages` pages, not yet granted, for the owner."""
+        """Returns whether a finished growth has mapped `pages` pages for the owner, not granted
+        yet."""
         job = slot.job
         return (
             isinstance(job, Growth)
@@ -323,7 +326,8 @@ class Pager:
         )
 
     def release(self, slot: Slot) -> None:
-        """Waits until no batch is in flight over the slot's addresses and the slot is not stale.
+        """Waits until no batch is in flight on the slot's addresses; unmaps its pages if it is
+        stale.
 
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
@@ -352,7 +356,7 @@ class Pager:
         return False
 
     def is_held_up(self, slot: Slot) -> bool:
-        """Returns whether `release` would block; begins to unmap the slot if it is stale.
+        """Returns whether `release` would block; starts unmapping the slot if it is stale.
 
         `release` may block on an earlier owner's GPU work.
         """
@@ -367,7 +371,7 @@ class Pager:
         return isinstance(job, Growth) and not all(map(is_over, job.handover))
 
     def finish_idle(self) -> None:
-        """Waits for growths that no owner waits for, as their pages become spare then."""
+        """Waits for growths that no owner is waiting for, so that their pages can be reclaimed."""
         for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
                 error = self._complete(job, None, on_cpu=True)
@@ -375,11 +379,13 @@ class Pager:
                 self.reclaimer.errors.append(error)
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
-        """Returns the pages that `can_reclaim_for` would wait for: idle growths and copies.
+        """Returns the pages that become available after the waits of `can_reclaim_for`: from
+        growths that no owner is waiting for, and from copies.
 
         Args:
             keep: slots, and the pages per tensor that each must keep.
-            promoting: also count promotions that could be cancelled, not only cancelled ones.
+            promoting: also count promotions that could be cancelled, not only those already
+                cancelled.
         """
         idle = [slot for job in self.growths for slot in job.deserted()]
         pages = sum(slot.spare_beyond(keep.get(slot, 0)) for slot in idle)
@@ -398,27 +404,28 @@ class Pager:
     def fewer_mappings(
         self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
     ) -> bool:
-        """Frees mappings: joins runs if possible, else unmaps unowned pages. Returns whether any.
+        """Frees mappings by joining runs or, failing that, unmapping unowned pages. False: none
+        freed.
 
         `keep`: see `Reclaimer.make_room`; None: unmap nothing.
         """
         reclaimer = self.reclaimer
         if (reclaimer.table.lockstep or not background) and self.runs.relieve():
             return True
-        # The choice of evicted prefixes must not depend on one rank's mappings.
+        # Which prefixes are evicted must not depend on one rank's mappings.
         evict = not reclaimer.table.lockstep
         if keep is None or not reclaimer.make_room(pages, keep, prefixes=evict):
             reclaimer.raise_errors()
             return False
         return True
 
-    # ---- how growths end, and what is granted ----------------------------------------------------
+    # ---- completing growths and granting pages ---------------------------------------------------
 
     def _complete(self, job: Growth, stream: Any, on_cpu: bool = False) -> VMemError | None:
         """Waits for a growth, then grants its pages, or undoes it and returns the error.
 
-        `on_cpu`: also wait on the CPU for its fills and for earlier owners' work, as no stream is
-        known.
+        `on_cpu`: also wait on the CPU for its fills and for earlier owners' work, because the
+        stream that will use the pages is unknown.
         """
         device = None if on_cpu else self.device
         try:
@@ -428,7 +435,8 @@ class Pager:
         except VMemError as error:
             self._undo(job, error)
             return error
-        for event in job.handover if job.awaited else ():  # the slot keeps them for its next owner
+        # if no owner is waiting, the slot keeps the events for its next owner
+        for event in job.handover if job.awaited else ():
             order_after(event, stream, device)
         edits = [] if job.granted else self._grant_edits(job)
         edits += ([job, "handover", []], [job, "granted", True])
@@ -438,25 +446,26 @@ class Pager:
         return None
 
     def poll(self) -> None:
-        """Completes growths that have finished and that no owner waits for."""
+        """Completes finished growths that no owner is waiting for."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
             error = self._failure(job, self._complete(job, None, on_cpu=True))
             if error is not None:
                 self.reclaimer.errors.append(error)
 
     def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
-        """Returns the error to raise for a completed growth, None to ignore it.
+        """Returns the error to raise for a completed growth; None: ignore it.
 
-        A background growth allocates late, so other users of the context may have taken the memory
-        first. It was undone, and a step that needs the pages tries again. With several ranks the
-        error is raised, because the other ranks have their pages.
+        A shortage is ignored: a background growth allocates late, so other users of the context may
+        have taken the memory first. The growth was undone, and a step that needs the pages retries
+        it. With several ranks it is raised, because the other ranks did get their pages.
         """
         short = isinstance(error, (OutOfMemory, TooManyMappings))
         short = short and not self.reclaimer.table.lockstep
         return None if short or job.quiet else error
 
     def _grant_edits(self, job: Growth) -> list[list[Any]]:
-        """Returns the edits that grant a growth's pages to owners that have not been freed."""
+        """Returns the edits that grant a growth's pages to those owners that still have their
+        slots."""
         edits: list[list[Any]] = []
         granted, capacity = self.granted_pages, self.layout.capacity
         for slot, owner, pages in job.grants:
@@ -466,7 +475,7 @@ class Pager:
         return [*edits, [self, "granted_pages", granted]]
 
     def grant_edits(self, slot: Slot, pages: int) -> list[list[Any]]:
-        """Returns the edits that set the owner's pages to `pages`."""
+        """Returns the edits that set the number of pages granted to the slot's owner."""
         granted = self.granted_pages + pages - slot.granted
         return [
             [self, "granted_pages", granted],
@@ -483,7 +492,7 @@ class Pager:
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
         edits = self._retire_edits(job)
         if job.filling is not None and _failed(job.filling):
-            zeroed -= job.filling_pages  # of pages that were mapped before
+            zeroed -= job.filling_pages  # only the fills of pages that were already mapped
         if job.mapping is not None and _failed(job.mapping):
             if isinstance(error, NotRecoverable):
                 reclaimer.mark_broken(job.pieces)
@@ -502,7 +511,8 @@ class Pager:
         self.journal.change([*edits, [counters, "zeroed", zeroed]])
 
     def under_way(self) -> tuple[int, int, int]:
-        """Returns pages grown, reused and zeroed that are counted already but may still fail."""
+        """Returns the numbers of pages grown, reused and zeroed that are already counted but may
+        still fail."""
         jobs = [job for job in self.growths if not job.granted and _may_fail(job, job.mapping)]
         fills = [job for job in self.growths if _may_fail(job, job.filling)]
         return (
@@ -513,14 +523,16 @@ class Pager:
 
 
 Needs: TypeAlias = Sequence[tuple[Pager, int]]
-"""Groups that share a budget, and the physical pages that each is to map."""
+"""Groups that share a budget, with the physical pages that each must map."""
 
 
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
-    """Grows the slots of the last scans by one map call each, in one batch: a step's fast path.
+    """Grows the slots of the last scans by one map operation each, in one batch: a step's fast
+    path.
 
     C plans the growth of each group, then one C call runs or submits the batch and, on success,
-    writes the records. With `background` the batch is only submitted when this returns.
+    writes the records. With `background`, the batch is submitted but may not have finished when
+    this returns.
 
     Args:
         pagers: pagers of groups that have the same requests.
@@ -528,8 +540,8 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         ahead: see `Pager.grow_ahead`.
 
     Returns:
-        False if one map call per slot is not enough, or memory or mappings are short: nothing
-        changed, call `grow`.
+        False if a slot needs more than one map operation, or memory or mappings are short: nothing
+        has changed; call `grow`.
     """
     first = pagers[0]
     ops, array = first.ops, first.array
@@ -556,7 +568,7 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         tensors = pager.layout.num_tensors
         added, reused = grown.added * tensors, 0 if ahead else grown.reused * tensors
         pager.count(edits, added, reused)
-        if ticket is None:  # C writes the slots
+        if ticket is None:  # C updates the slot records
             edits.append([pager, "granted_pages", pager.granted_pages + grown.granting])
             continue
         planned = pager.columns.planned
@@ -599,24 +611,24 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
 
 
 def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool = True) -> bool:
-    """Grows slots to the given pages, in all groups or in none; `settle` completes it.
+    """Grows slots to the given pages, in all groups or none; `settle` completes it.
 
     One batch maps and zeroes for all groups. Pages that an earlier owner's GPU work may still touch
-    are zeroed by a second batch after that work; nothing is granted before the second batch has
-    begun. When this returns, the new pages are mapped or, in the background, reserved. Inactive
-    slots get the pages mapped, not granted.
+    are zeroed by a second batch after that work; no page is granted before the second batch is
+    submitted. When this returns, the new pages are mapped or, in the background, reserved. For free
+    slots the pages are mapped but not granted.
 
     Args:
-        wants: by group of a cache, the slots and the pages per tensor that each is to have.
+        wants: per group of a cache, the slots and the pages per tensor that each should have.
         background: run on the worker thread.
-        reclaim: when memory is short, unmap unowned pages and wait for that. Without it, no batch
-            may be in flight over the slots.
+        reclaim: if memory is short, unmap unowned pages and wait for that. If False, no batch may
+            be in flight on the slots.
 
     Returns:
-        False if memory is short: nothing changed, except that reclaimed pages are free.
+        False if memory is short: nothing has changed, except that reclaimed pages are free.
 
     Raises:
-        VMemError: a batch failed; no request got a page.
+        VMemError: a batch failed; no request got pages.
     """
     first, keep = wants[0][0], dict[Slot, int]()
     for _, want in wants:
@@ -627,7 +639,8 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
     while True:
         for pager, want in wants:
             for slot, _ in want:
-                if slot.job is not None or slot.mapped > slot.granted:  # else there is no wait
+                # otherwise `release` has nothing to wait for
+                if slot.job is not None or slot.mapped > slot.granted:
                     pager.release(slot)
         needs = []
         for pager, want in wants:
@@ -638,7 +651,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
         if not fit(needs):
             if not reclaim or not reclaim_for(needs, keep):
                 return False
-            continue  # reclaiming may also have unmapped surplus pages of these slots
+            continue  # count again: reclaiming may have unmapped surplus pages of these slots
         parts, after = [], list[Any]()
         first.ops.clear()
         room, beyond = None if share is None else share.room(), False
@@ -654,7 +667,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
         error = _begin(parts, after, background=background)
         if error is None:
             return True
-        if beyond:  # nothing is reclaimed for surplus pages
+        if beyond:  # retry without surplus pages before reclaiming
             exact = True
         elif not reclaim_after(needs, keep if reclaim else None, error, background=background):
             if isinstance(error, TooManyMappings):
@@ -663,7 +676,7 @@ def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool
 
 
 class _Part(NamedTuple):
-    """A planned growth of one group, and its fills that must wait for GPU work."""
+    """A planned growth of one group, with the fills that must wait for GPU work."""
 
     pager: Pager
     job: Growth
@@ -674,7 +687,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     """Runs or submits the planned growths of all groups as one batch, and records them.
 
     Returns:
-        The shortage of memory or mappings that prevented it: nothing changed. None: success.
+        The shortage of memory or mappings that prevented it, with nothing changed; None: success.
     """
     first = parts[0].pager
     ops, mapper = first.ops, first.mapper
@@ -710,7 +723,8 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     if len(ops):
         try:
             mapper.commit(edits, ops, ticket=mapping, late=True, waits=first.counters.waits)
-        except (OutOfMemory, TooManyMappings) as error:  # others may use the context, too
+        # another user of the context may have taken them
+        except (OutOfMemory, TooManyMappings) as error:
             return error
         except NotRecoverable:
             for pager, job, _ in parts:
@@ -724,7 +738,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     return None
 
 
-# ---- memory for several groups at once -----------------------------------------------------------
+# ---- memory for several groups together ----------------------------------------------------------
 
 
 def fit(needs: Needs) -> bool:
@@ -742,7 +756,7 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
     """Estimates without blocking whether `reclaim_for` could free the needed physical pages.
 
     Args:
-        needs: physical pages by group.
+        needs: physical pages per group.
         keep: slots, and the pages per tensor that each must keep.
 
     Returns:
@@ -758,9 +772,9 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
 
 
 def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
-    """Returns the bytes needed beyond the groups' own idle pages; None: above a group's limit.
+    """Returns the bytes needed in addition to the groups' idle pages; None: above a group's limit.
 
-    `later`: count pages that `reclaim_for` would wait for as idle.
+    `later`: also count as idle the pages that `reclaim_for` would wait for.
     """
     new = 0
     for pager, pages in needs:
@@ -773,7 +787,8 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 
 
 def _others(needs: Needs) -> Share | None:
-    """Returns the groups' share of their budget, all other caches as givers; or None."""
+    """Returns the share of the budget whose `others` excludes all of these groups; None: no
+    budget."""
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
         return share
@@ -792,7 +807,8 @@ def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
     copies: list[Sequence[Mover | Share]] = [[], [pager.mover for pager, _ in needs]]
     if others is not None:
         copies.append([others])
-    for group in copies:  # promotions are cancelled only if needed
+    # cancels promotions of one set after another, only while memory is still short
+    for group in copies:
         stopped = [one.stop_promoting() for one in group]
         if stopped and True not in stopped:
             continue
@@ -807,7 +823,7 @@ def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
 def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
     """Reclaims unowned pages; returns whether the needed physical pages are free afterwards.
 
-    `more`: reclaim even if the records say that enough is free, as the driver has less.
+    `more`: reclaim even if enough is free according to the records, because the driver has less.
 
     Raises:
         VMemError: unowned pages could not be unmapped.
@@ -820,9 +836,9 @@ def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -
         if first.room <= room and not _reclaim(needs, keep, more=more):
             for pager, _ in needs:
                 pager.reclaimer.raise_errors()
-            if first.table.lockstep:  # the other ranks have got these pages
+            if first.table.lockstep:  # the other ranks did get these pages
                 raise OutOfMemory(
-                    "pages that no request owns were not freed", errno=errno.ENOMEM, op="KVCache"
+                    "unowned pages could not be freed", errno=errno.ENOMEM, op="KVCache"
                 )
             return False
         more = False
@@ -835,7 +851,7 @@ def reclaim_after(
     """Frees memory or mappings after a batch failed for lack of them.
 
     Args:
-        needs: physical pages that are lacking, by group.
+        needs: missing physical pages, per group.
         keep: see `Reclaimer.make_room`; None: unmap nothing.
         error: why the batch failed: `TooManyMappings` or a shortage of memory.
         background: see `Pager.fewer_mappings`.
@@ -844,8 +860,8 @@ def reclaim_after(
         False if nothing was freed.
 
     Raises:
-        VMemError: `error`, if nothing was freed on one of several ranks: the other ranks have
-            theirs.
+        VMemError: `error`, with several ranks and nothing freed: the other ranks did get their
+            pages.
     """
     lockstep = needs[0][0].reclaimer.table.lockstep
     if isinstance(error, TooManyMappings):
@@ -858,7 +874,8 @@ def reclaim_after(
 
 
 def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
-    """Reclaims what each group lacks, then what all lack together; False if nothing was freed."""
+    """Reclaims what each group is short of, then what the groups together are. False: nothing
+    freed."""
     back, nbytes, first = False, 0, needs[0][0].reclaimer
     for pager, pages in needs:
         reclaimer = pager.reclaimer
@@ -872,7 +889,7 @@ def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
 
 
 def _may_fail(job: Growth, ticket: Any) -> bool:
-    """Returns whether a batch of a growth is unfinished, or failed and not undone yet."""
+    """Returns whether a growth's batch is unfinished, or failed and not undone yet."""
     return ticket is not None and (not job.done() or _failed(ticket))
 
 

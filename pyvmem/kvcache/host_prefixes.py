@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rows of evicted prefixes in host memory, by sharing units.
+"""Keeps the rows of evicted prefixes in host memory, by sharing unit.
 
 A *cell* holds the rows of one unit in all tensors of all groups. All cells have the same size, so
 any cell can be reused for any unit. A unit's key is a digest of all tokens up to its end, so a
@@ -9,7 +9,7 @@ prefix is found unit by unit, without a tree:
     device   | recorded   | recorded   |
     host     |            | cell 7     | cell 2     |            |   match: 2 units, in_host: 1
 
-A unit stays in its cell when its rows are loaded: if evicted again, it need not be copied again.
+A unit stays in its cell after its rows are loaded, so another eviction need not copy them again.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = ["FAILURES", "Going", "HostPrefixes", "Key", "unit_keys"]
 
 _log = logging.getLogger(__name__)
 
-_SLAB = 64 << 20  # bytes allocated and page-locked at a time, in some 20 ms
+_SLAB = 64 << 20  # bytes allocated and page-locked at a time, in about 20 ms
 _DIGEST = 16  # bytes
 
 FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
-"""Errors of a copy, or of allocating host memory: the rows are then not kept, or not loaded."""
+"""Errors of a copy or of allocating host memory, after which rows are not kept or not loaded."""
 
 Key: TypeAlias = tuple[Hashable, bytes]
 """A namespace, and the digest of all tokens up to the end of a unit."""
 
 Going: TypeAlias = tuple[Sequence[Span], Sequence[Key]]
-"""The pages of some units in each group, and the units' keys."""
+"""The pages of evicted units, one span per group, and the units' keys."""
 
 
 def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
@@ -71,13 +71,14 @@ class HostPrefixes:
 
     Args:
         layouts: layouts of the groups.
-        unit_pages: pages per tensor of a unit in each of them.
+        unit_pages: pages per tensor of a unit, in each group.
 
     Attributes:
-        limit: bytes of all cells; 0: host memory keeps no prefixes.
-        step: units allocated, or stored by an idle cache, at a time.
+        limit: maximum bytes of all cells; 0: prefixes are not kept in host memory.
+        step: number of units allocated, or stored by an idle cache, at a time.
         stored, loaded: bytes copied so far.
-        dropped: bytes of rows lost: their cell was reused, or they could not be stored.
+        dropped: bytes of rows that were lost because their cell was reused or they could not be
+            stored.
 
     Raises:
         InvalidArgument: the limit is less than the size of a cell, or numpy is missing.
@@ -91,7 +92,7 @@ class HostPrefixes:
         ]
         self._unit_pages = unit_pages
         self._ends = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
-        self._cell = size = sum(sizes) or 1  # no unit: all layers have a state
+        self._cell = size = sum(sizes) or 1  # the sum is 0 if all layers have a state
         if 0 < limit < size:
             raise invalid(
                 f"host_prefixes {limit} is less than the rows of a sharing unit, {size} bytes",
@@ -105,25 +106,25 @@ class HostPrefixes:
         self._slabs: list[HostMemory] = []
         self._cells: list[memoryview] = []
         self._free: list[int] = []
-        self._rows: OrderedDict[Key, int] = OrderedDict()  # cells, least recently used first
+        self._rows: OrderedDict[Key, int] = OrderedDict()  # key -> cell, least recently used first
         self.stored = self.loaded = self.dropped = 0
 
     def join(self, group: Sharing, scratch: Scratch) -> None:
-        """Adds the next group, when it is made."""
+        """Adds the next group, when it is created."""
         self._groups.append((group, scratch))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows kept."""
+        """Bytes of the rows that are kept."""
         return len(self._rows) * self._cell
 
     # ---- storing ---------------------------------------------------------------------------------
 
     def store(self, going: Sequence[Going]) -> None:
-        """Copies the rows of evicted units to cells, as far as there is room.
+        """Copies the rows of evicted units to cells, as many as fit.
 
-        Units that cannot be copied now are lost: this does not wait for GPU work that still writes
-        the pages.
+        Units that cannot be copied now are lost: this does not wait for GPU work that may still
+        write their pages.
 
         Args:
             going: evicted units, least recently used first.
@@ -133,14 +134,15 @@ class HostPrefixes:
             parts = (part for span in each for part in span.parts)
             if new and not any(prune(part.block.events) for part in parts):
                 self._store(each, keys, new)
-            for key in reversed(keys):  # so the last unit is reused first
+            # reversed, so that cells of a prompt's last units are reused first
+            for key in reversed(keys):
                 if key in self._rows:
                     self._rows.move_to_end(key)
                 else:
                     self.dropped += self._cell
 
     def _store(self, each: Sequence[Span], keys: Sequence[Key], units: list[int]) -> None:
-        """Copies units to cells, in order: all, the first ones, or none."""
+        """Copies units to cells, in order, until one cannot be copied."""
         cells = self._take(len(units))
         units = units[: len(cells)]
         try:
@@ -169,7 +171,8 @@ class HostPrefixes:
     # ---- loading ---------------------------------------------------------------------------------
 
     def find(self, ids: TokenIds, unit: int, begin: int, end: int) -> list[Key]:
-        """Returns the keys of the units kept from `begin` on, without a gap, up to token `end`."""
+        """Returns the keys of consecutive units that are kept, from token `begin` up to at most
+        `end`."""
         found: list[Key] = []
         first, last = begin // unit, end // unit
         for key in unit_keys(ids, unit, first, last) if self._rows and first < last else ():
@@ -215,9 +218,9 @@ class HostPrefixes:
             place: index of the group.
             addr: address of unit 0 in the first tensor.
             stride: bytes from one tensor to the next.
-            units: indices of the units; a long prefix has 100,000.
-            cells: cell of each unit; it holds the rows of one tensor after the other.
-            out: copy to the cells.
+            units: indices of the units; a long prefix has 100,000 units.
+            cells: the cell of each unit, which holds the unit's rows tensor by tensor.
+            out: copy to the cells, not from them.
         """
         import numpy as np
 
@@ -230,7 +233,8 @@ class HostPrefixes:
 
     def _take(self, count: int) -> list[int]:
         """Takes up to `count` cells that no key refers to, reusing the least recently used."""
-        if len(self._free) + len(self._rows) < len(self._cells):  # an interruption lost some
+        # an interrupted call lost track of some
+        if len(self._free) + len(self._rows) < len(self._cells):
             self._free = self._unused()
         found: list[int] = []
         while len(found) < count:
@@ -246,7 +250,7 @@ class HostPrefixes:
         return found
 
     def _add_slab(self) -> None:
-        """Allocates memory for more cells; on failure the present cells become the maximum."""
+        """Allocates memory for more cells; if that fails, no more cells are ever added."""
         from pyvmem.memory.host_copies import HostMemory, has_kernel
 
         count = min(self.step, self._most - len(self._cells))

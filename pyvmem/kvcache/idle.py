@@ -19,33 +19,34 @@ __all__ = ["IDLE_SECONDS", "IdleThread"]
 _log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # default of `KVCacheConfig.idle_seconds` if the cache owns its context
-_LOOKS = 4  # checks per idle_seconds, so trimming is at most a quarter late
-_PAUSE_S = 0.001  # between two pieces of work, so that a waiting call gets the lock
+_LOOKS = 4  # checks per idle_seconds, so trimming is late by at most a quarter of that
+_PAUSE_S = 0.001  # pause between two pieces of work, so that a waiting call gets the lock
 
 
 def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
-    """Returns a value that changes with every call that takes, frees or steps a request."""
+    """Returns a value that changes with every call that allocates, frees or steps a request."""
     return [group.activity() for group in manager.groups]
 
 
 class IdleThread:
-    """Trims a cache once in every idle period of `seconds`; ends with the cache.
+    """Trims a cache once per idle period, after `seconds` of idleness; stops when the cache is
+    closed.
 
-    An idle engine makes no calls, so its calls cannot detect that it is idle. The thread checks a
-    few times within `seconds` whether a request was taken, freed or stepped, which costs those
+    An idle engine makes no calls, so calls cannot detect that it is idle. The thread checks a few
+    times within `seconds` whether a request was allocated, freed or stepped, which costs those
     calls nothing. Live pages are compacted slab by slab (`Context.compact`), with the lock released
-    between slabs: an incoming call waits for one slab, at most half of whose pages are copied and
-    remapped, and stops the compaction.
+    between slabs: an incoming call waits for one slab (at most half of its pages are copied and
+    remapped) and stops the compaction.
 
-    Errors outside the cache, such as an error of torch for an event, are logged the first time; the
-    next check tries again.
+    Errors from outside the cache, such as a torch error for an event, are logged the first time;
+    the next check retries.
 
     Args:
         manager: manager of the cache to trim.
         seconds: idle time before trimming.
 
     Attributes:
-        running: started and not ended.
+        running: True while the thread runs.
     """
 
     def __init__(self, manager: Manager, seconds: float) -> None:
@@ -59,12 +60,12 @@ class IdleThread:
         self._failed = False
 
     def start(self) -> None:
-        """Starts the thread; the process does not wait for its end."""
+        """Starts the thread, as a daemon: the process can exit while it runs."""
         self.running = True
         start_new_thread(self._watch, ())
 
     def end(self) -> None:
-        """Tells the thread to end; does not wait for it."""
+        """Tells the thread to stop; does not wait for it."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -73,12 +74,12 @@ class IdleThread:
                 self._look()
             except Exception:
                 if not self._failed:
-                    _log.exception("an idle cache could not be trimmed; it will be tried again")
+                    _log.exception("an idle cache could not be trimmed; the next check retries")
                 self._failed = True
         self.running = False
 
     def _look(self) -> None:
-        """Trims if nothing happened in the last checks. Keeps no reference to the cache."""
+        """Trims if there was no activity in the last checks. Keeps no reference to the cache."""
         manager = self._manager()
         if manager is None:
             self.end()
@@ -93,10 +94,10 @@ class IdleThread:
             self._trimmed = all(self._run(manager, piece) for piece in pieces)
 
     def _run(self, manager: Manager, piece: Callable[[Manager], bool | None]) -> bool:
-        """Repeats a piece of work, each time under the lock, until it has no more to do.
+        """Repeats a piece of work, taking the lock each time, until there is nothing more to do.
 
         Returns:
-            True if it is complete, or never will be; False: the next check continues.
+            True if it is complete or cannot be completed; False: the next check continues it.
         """
         more: bool | None = True
         while more:
@@ -108,14 +109,15 @@ class IdleThread:
                 try:
                     more = piece(manager)
                 except VMemError as error:
-                    manager.groups[0].reclaimer.errors.append(error)  # the next step raises it
+                    manager.groups[0].reclaimer.errors.append(error)  # raised by the next step
                     return True
             self._ended.wait(_PAUSE_S)
         return more is not None
 
     @staticmethod
     def _store(manager: Manager) -> bool | None:
-        """Evicts prefixes to host memory. True: maybe more. False: done. None: GPU work runs."""
+        """Evicts prefixes to host memory. True: maybe more to do. False: done. None: GPU work is
+        running."""
         config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
         if not config.host_prefixes or not config.idle_prefixes:
             return False
@@ -133,13 +135,14 @@ class IdleThread:
             return None
         manager.context.trim(0)
         _log.debug(
-            "idle: trimmed, %d pages stay", sum(one.reclaimer.device_pages for one in groups)
+            "idle: trimmed, %d pages remain", sum(one.reclaimer.device_pages for one in groups)
         )
         return False
 
     @staticmethod
     def _compact(manager: Manager) -> bool | None:
-        """Compact a slab if that is safe. True: maybe more. False: done. None: GPU work runs."""
+        """Compacts a slab if that is safe. True: maybe more to do. False: done. None: GPU work is
+        running."""
         wanted = manager.groups[0].config.idle_compact
         if wanted is False or not manager.owns_context:
             return False

@@ -29,7 +29,7 @@ class IntegrityError(VMemError):
     """The cache's records contradict each other or the context: a bug in this package.
 
     Attributes:
-        found: every contradiction, in words.
+        found: a description of each contradiction.
     """
 
     def __init__(self, found: list[str]) -> None:
@@ -46,7 +46,7 @@ def _state(slot: Slot) -> str:
 
 
 def snapshot(group: Group) -> list[SlotInfo]:
-    """Returns every slot's state; records the batches that have finished first."""
+    """Returns every slot's state, after recording batches that have finished."""
     jobs = [slot.job for slot in group.table]
     in_flight = [job is not None and not job.done() for job in jobs]
     group.reclaimer.poll()
@@ -68,10 +68,10 @@ def snapshot(group: Group) -> list[SlotInfo]:
 
 
 def stats(group: Group) -> CacheStats:
-    """Returns the present state and the counters of a group."""
+    """Returns the current state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
-    active_pages, used = group.note_use()  # an interrupted call may have left that out
+    active_pages, used = group.note_use()  # an interrupted call may have skipped this
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     waits = counters.waits.struct
@@ -136,7 +136,7 @@ def stats(group: Group) -> CacheStats:
 
 
 def _large(group: Group, slot: Slot) -> int:
-    """Returns the pages per tensor of a slot that 2 MiB entries map in every tensor."""
+    """Returns how many of a slot's pages per tensor are mapped by 2 MiB entries in every tensor."""
     layout, block = group.layout, group.layout.block
     return block * sum(
         all(
@@ -165,7 +165,7 @@ def verify(groups: Sequence[Group]) -> None:
 
 
 def check(group: Group) -> list[str]:
-    """Returns contradictions of a group's records with each other and with libvmem, as text."""
+    """Returns contradictions among a group's records and between them and libvmem, as text."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = granted = slid = 0
@@ -258,7 +258,7 @@ def _check_together(groups: Sequence[Group]) -> list[str]:
 def _check_pages(group: Group, slot: Slot) -> list[str]:
     """Compares a slot's pages with the context's own view, in every tensor.
 
-    Skips what a batch in flight is changing: [low, high) of its pieces may be mapped or not.
+    Skips pages that a batch in flight is changing: they may be mapped or not.
     """
     layout = group.layout
     size = layout.page_size
@@ -270,7 +270,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
         end = job.high
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
-    # A stale slot's pages may still have its earlier owner's access.
+    # A stale slot's pages may still have the access rights of its earlier owner.
     shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
     ranges = [
         (0, gone, "not mapped"),
@@ -301,7 +301,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
 
 
 def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
-    """Returns 2 MiB entries past `slot.large_end` in the tensor at `start`, as text."""
+    """Returns, as text, unexpected 2 MiB entries past `slot.large_end` in the tensor at `start`."""
     layout, found = group.layout, []
     quiet = layout.block and slot.job is None
     for page in range(slot.large_end, slot.mapped, layout.block) if quiet else ():
@@ -311,24 +311,25 @@ def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """Returns contradictions between a slot's pages and their recorded locations, as text."""
+    """Returns contradictions between a slot's pages and their recorded tiers, as text."""
     found, tier_map, name = [], slot.tier_map, f"slot {slot.index}"
     for low, high, tier in tier_map.noted:
         if low < slot.head or high > slot.mapped:
-            found.append(f"{name}: pages {low} to {high} noted in {tier}, mapped {slot.mapped}")
+            found.append(f"{name}: pages {low} to {high} recorded in {tier}, mapped {slot.mapped}")
         elif slot.job is None:
             found += [f"{name}: {text}" for text in _check_memory(group, slot, low, high, tier)]
     if _elsewhere(slot):
-        found.append(f"{name}: its shared pages are in other memory than noted")
+        found.append(f"{name}: its shared pages are not in the recorded tiers")
     if slot.active and tier_map.off_device_end > slot.granted and not slot.stale:
         found.append(
-            f"{name}: pages up to {tier_map.off_device_end} are off_device, {slot.granted} granted"
+            f"{name}: pages up to {tier_map.off_device_end} are off the device, "
+            f"{slot.granted} granted"
         )
     return found
 
 
 def _elsewhere(slot: Slot) -> bool:
-    """Returns whether the memory of a slot's shared pages differs from its notes."""
+    """Returns whether the tiers of a slot's shared pages differ from its `tier_map`."""
     head, end = slot.head, slot.shared
     tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
     noted = slot.tier_map.stretches(head, end)
@@ -336,7 +337,7 @@ def _elsewhere(slot: Slot) -> bool:
 
 
 def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
-    """Compares the recorded memory of pages with the context's, in every tensor."""
+    """Compares the recorded tier of pages with the context's, in every tensor."""
     found, layout = [], group.layout
     for tensor in range(layout.num_tensors):
         at = slot.addr + layout.offset(0, low, tensor)
@@ -345,12 +346,12 @@ def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> 
         pages.drop()
         peer = tier.location is Location.PEER
         if (info.location, info.device if peer else 0) != tier:
-            found.append(f"tensor {tensor}, pages {low} to {high} lie elsewhere than in {tier}")
+            found.append(f"tensor {tensor}, pages {low} to {high} are not in {tier}")
     return found
 
 
 def check_away(group: Group) -> list[str]:
-    """Returns contradictions in the counts of pages outside the device, as text."""
+    """Returns contradictions in the counts of off-device pages, as text."""
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:
@@ -362,7 +363,7 @@ def check_away(group: Group) -> list[str]:
     found = []
     own = group.own_off_device()
     if group.reclaimer.own_off_device not in (None, own):
-        found.append(f"requests own {own[0]} pages per tensor outside the device")
+        found.append(f"requests own {own[0]} pages per tensor off the device")
     recorded = group.reclaimer.off_device
     for tier in {*counted, *recorded}:
         if (pages := counted[tier] * tensors) != recorded[tier]:

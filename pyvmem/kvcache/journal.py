@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""An undo log of a cache's records: an exception at any point leaves them consistent.
+"""An undo log that keeps a cache's records consistent if an exception occurs at any point.
 
-An exception may come from outside between any two bytecode instructions: Ctrl-C, another
-signal's handler, a test's timeout, MemoryError. A call of the cache is then half done, in its
-records and in the context. So while a call runs, the journal holds, oldest first:
+Ctrl-C, any other signal handler, a test's timeout or MemoryError can raise an exception between any
+two bytecode instructions. A call to the cache is then half done, in its records and in the context.
+So while a call runs, the journal holds, oldest first:
 
-    undo    how to undo edits of the records; harmless when done twice
+    undo    how to undo edits of the records; may safely be done twice
     act     a call into the context, with its outcome; if it succeeded, C has made the edits that
             belong to it (`Mapper.commit`)
-    abort   how to undo a part of the call that is complete in itself, such as taking a slot
+    abort   how to undo a completed part of the call, such as allocating a slot
 
     | undo undo ACT undo ABORT undo undo ACT undo |
                                          ^ did not happen: all is undone back to the last ACT
@@ -35,7 +35,7 @@ __all__ = ["Journal", "Recoverable"]
 
 
 _MADE = Outcome()
-"""The outcome of a call that counts as successful once it begins: recovery stops there."""
+"""The outcome of a context call that cannot be undone once it has begun: recovery stops there."""
 _MADE.cell.called = 1
 
 
@@ -43,7 +43,7 @@ class Made(Protocol):
     """A handle or a reservation that a call has made in the context."""
 
     def abandon(self) -> None:
-        """Releases it, if it was made and not released before."""
+        """Releases it, if it was made and has not been released."""
 
 
 class Recoverable(Protocol):
@@ -54,15 +54,16 @@ class Recoverable(Protocol):
 
 
 class Journal:
-    """The undo log of all caches behind one lock; only the lock's holder may use it.
+    """The undo log of all caches that use the same lock; only the lock's holder may use it.
 
-    A context manager around a call of a cache. A `VMemError` that leaves the call has been handled
-    where it was raised; after any other exception the records are recovered.
+    A context manager to put around a cache's call. If a `VMemError` leaves the block, its raiser
+    has already restored the records; after any other exception, the journal does.
 
     Attributes:
-        entries: see the module.
-        unrecorded: handles and reservations that the call makes, each added before it is made. The
-            edits that store one in the records remove it; the rest are released when the call ends.
+        entries: the log; see the module's docstring.
+        unrecorded: handles and reservations that the call makes, each added before it is made and
+            removed by the edits that store it in the records. Those still present when the call
+            ends are released.
         recoverables: the groups whose records it recovers.
     """
 
@@ -70,29 +71,30 @@ class Journal:
         self.entries: list[Any] = []
         self.recoverables: list[Recoverable] = []
         self.unrecorded: dict[Made, None] = {}
-        self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
+        self._pending: list[Callable[[], None]] = []  # aborts that `recover` must run
         self._caller: FrameType | None = None  # the frame of the outermost call
 
-    # ---- what a call writes ----------------------------------------------------------------------
+    # ---- log entries of a call -------------------------------------------------------------------
 
     def change(self, edits: list[list[Any]]) -> None:
-        """Applies edits of the records (see `Outcome`); an interruption undoes them."""
+        """Applies edits of the records (see `Outcome`), which are undone if the call is
+        interrupted."""
         made: list[Any] = [False, edits]
         self.entries.append(made)
         _native.change(made)
 
     def made(self) -> None:
-        """Keeps what the call has recorded so far, since what follows cannot be undone."""
+        """Commits the changes so far, because the next operation cannot be undone."""
         self.entries.append(_MADE)
 
     def on_abort(self, run: Callable[[], None]) -> None:
-        """Registers an undo for a part of the call; `run` must be safe to run again."""
+        """Registers a function that undoes a part of the call; it must be safe to run twice."""
         self.entries.append(run)
 
     # ---- around a call ---------------------------------------------------------------------------
 
     def __enter__(self) -> bool:
-        """Begins a section; returns False if nested in another, which it then belongs to.
+        """Begins a section. False: nested in another section, and part of it.
 
         Raises:
             Reentered: called by a finalizer or a signal handler in the middle of a call.
@@ -100,7 +102,7 @@ class Journal:
         if self._caller is not None:
             if within(self._caller):
                 return False
-            # Its `__exit__` was interrupted, perhaps during recovery.
+            # The last section's `__exit__` was interrupted, perhaps during recovery.
             self._caller = sys._getframe(0)
             self.recover()
         self._caller = sys._getframe(1)
@@ -114,7 +116,7 @@ class Journal:
     ) -> None:
         if self._caller is not sys._getframe(1):
             return
-        self._caller = sys._getframe(0)  # so that an interruption of this is seen at the next call
+        self._caller = sys._getframe(0)  # lets the next call detect that this was interrupted
         if kind is None or issubclass(kind, VMemError):
             self.entries.clear()
             if self.unrecorded:
@@ -124,7 +126,7 @@ class Journal:
         self._caller = None
 
     def recover(self) -> None:
-        """Undoes an interrupted call, up to the last context call that succeeded."""
+        """Undoes an interrupted call, back to the last context call that succeeded."""
         entries = self.entries
         while entries:
             entry = entries[-1]
@@ -150,7 +152,7 @@ class Journal:
         entries.clear()
 
     def _give_back(self) -> None:
-        """Releases handles and reservations that the call made and the records do not refer to."""
+        """Releases handles and reservations that the call made but did not record."""
         while self.unrecorded:
             made = next(reversed(self.unrecorded))
             with suppress(VMemError):  # already consumed or dropped

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`LayeredCache`: a `KVCache` of layers that differ in shape, window or state."""
+"""`LayeredCache`: a `KVCache` for layers that differ in shape, window or state."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ __all__ = ["LayeredCache", "cache_of", "check_arguments"]
 
 
 class LayeredCache(KVCache):
-    """A `KVCache` with a group for each class of equal layers, behind one reqid and one `step`.
+    """A `KVCache` with one group per class of equal layers; they share reqids and the `step`.
 
-    The groups share a budget. A call that changes a request takes effect in all of them or in none;
-    slots are chosen by best fit in the group of the first layer. Prefixes are recorded in one tree,
+    The groups share a budget. A call that changes a request takes effect in all groups or none.
+    Slots are chosen by best fit in the group of the first layer. Prefixes are recorded in one tree,
     in units that fill whole pages in every group (prefix_cache.py).
 
     Args:
-        layers: the shape of each layer's data, in the model's order; a `StateShape` for those with
-            a state, an `EmptyShape` for those that store nothing.
+        layers: the shape of each layer's data, in the model's order; a `StateShape` for a layer
+            with a state, an `EmptyShape` for a layer that stores nothing.
         context: as for `KVCache`.
         backend: as for `KVCache`.
         device: as for `KVCache`.
-        budget: memory to share with other caches of its context; None: one of `memory_limit`.
+        budget: memory to share with other caches of its context; None: a new budget of
+            `memory_limit`.
         **policy: fields of `KVCacheConfig` that `LayerShape` does not have, for all groups.
-            `group_size` divides the layers of each class.
+            `group_size` must divide the number of layers of each class.
 
     Attributes:
-        layers: as given.
-        config: the first group's; the policy is the same for all.
+        layers: the argument.
+        config: the first group's configuration; all groups have the same policy.
 
     Raises:
-        InvalidArgument: no layer, an invalid value, a `memory_limit` together with a budget, or one
-            of less than a page in every tensor.
+        InvalidArgument: no layers, an invalid value, both a `memory_limit` and a budget, or a limit
+            of less than one page per tensor.
         VMemError: as for `KVCache`.
     """
 
@@ -60,7 +61,7 @@ class LayeredCache(KVCache):
         budget: Budget | None = None,
         **policy: Any,
     ) -> None:
-        self._closed = True  # until the groups are made
+        self._closed = True  # set to False once the groups exist
         self.layers = tuple(layers)
         counts, self._places = classes_of(self.layers)
         if not counts:
@@ -83,7 +84,8 @@ class LayeredCache(KVCache):
         return self.caches[place.part].k(place.member)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Returns a layer's values, with `v_head_dim` elements; InvalidArgument if it has none."""
+        """Returns a layer's values, of `v_head_dim` elements; raises InvalidArgument if it has
+        none."""
         place = self._rows_of(layer)[1]
         if place is None:
             raise invalid(f"layer {layer} stores no values")
@@ -103,12 +105,12 @@ class LayeredCache(KVCache):
         return found
 
     def states(self, layer: int) -> dict[str, torch.Tensor]:
-        """Returns the state of a layer: "conv" and "recurrent", as in its `StateShape`.
+        """Returns a layer's state by part, "conv" and "recurrent", as in its `StateShape`.
 
-        Each is ``[max_batch, *shape]``; slots without a request have no memory there. A request's
-        state is zero at first, with `KVCacheConfig.zero_fill`.
+        Each has shape ``[max_batch, *shape]``; slots without a request are not mapped. With
+        `KVCacheConfig.zero_fill`, a request's state is initially zero.
 
-        Raises InvalidArgument for a layer that does not exist, or has keys and values.
+        Raises InvalidArgument for a layer that does not exist or stores keys and values.
         """
         places = self._place(layer)
         shape = self.layers[operator.index(layer)]
@@ -144,7 +146,8 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """Makes a `KVCache` if all layers are equal, else a `LayeredCache`, with its arguments."""
+    """Makes a `KVCache` if all layers are equal, otherwise a `LayeredCache`; arguments as for the
+    latter."""
     layers = [*layers]
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))
@@ -163,17 +166,17 @@ def check_arguments(
     backend: str | None = None,
     budget: Budget | None = None,
 ) -> None:
-    """Validates arguments of a later `cache_of`, before there is anything to make a cache for.
+    """Validates arguments for a later `cache_of`.
 
     Args:
         policy, given: as for `policy_of`.
-        layers, context, budget: as for `cache_of`; no layers: they are not known yet.
+        layers, context, budget: as for `cache_of`; empty layers: not known yet.
         backend: None: not chosen yet.
 
     Raises:
-        InvalidArgument: no such option or back end, a value out of range, a `group_size` that does
-            not divide the layers of each class, or memory that is limited twice.
-        TypeError: a context, back end or budget of another type.
+        InvalidArgument: an unknown option or back end, a value out of range, a `group_size` that
+            does not divide the number of layers of each class, or both a budget and a memory limit.
+        TypeError: a context, back end or budget of the wrong type.
     """
     counts = classes_of(layers)[0].values()
     whole = policy_of(policy, given)

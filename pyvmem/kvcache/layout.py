@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Offsets of tensors, slots, pages and rows in the reservation: pure arithmetic.
+"""Address arithmetic: offsets of tensors, slots, pages and rows in the reservation.
 
 One reservation holds all tensors, one after the other; each tensor holds all slots in order:
 
     base                               base + tensor_bytes
-    | K of the first group_size layers | V of these | K of the next ones | ...
+    | K of the first group_size layers | V of them  | K of the next      | ...
     | slot 0 | slot 1 | ...            |              slot_bytes each
     | row 0 | row 1 | ...                             row_bytes each
 
-So the same pages of one slot in every tensor are `num_tensors` pieces, `tensor_bytes` apart: one
-operation of a batch. A row need not divide a page (384 bytes in 64 KiB): rows cross page
-boundaries, and a slot of n pages holds ``n * page_size // row_bytes`` whole rows.
+So the same pages of a slot in all tensors are `num_tensors` pieces, `tensor_bytes` apart, which one
+operation of a batch covers. The page size need not be a multiple of the row size (384 bytes in 64
+KiB): rows may cross page boundaries, and a slot of n pages holds ``n * page_size // row_bytes``
+full rows.
 
-If a request has a state (`KVCacheConfig.state`), a slot is one row, whole from the first token on:
-the request still counts its tokens, but more tokens never need more pages.
+With a state (`KVCacheConfig.state`), a slot is a single row, mapped from the first token on. The
+request's tokens are still counted, but more tokens never need more pages.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from pyvmem.plumbing.units import counted, format_bytes
 __all__ = ["BLOCK_BYTES", "Layout"]
 
 BLOCK_BYTES = 2 << 20
-"""Bytes that a large entry of the GPU's page tables maps."""
+"""Bytes mapped by a large entry of the GPU's page tables."""
 
-_MAX_ADDRESSES = 1 << 47  # user addresses of an x86-64 process
+_MAX_ADDRESSES = 1 << 47  # user address space of an x86-64 process
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -41,8 +42,9 @@ def _round_up(value: int, unit: int) -> int:
 def _spaced(used: int, page_size: int, entries: bool) -> int:
     """Returns the distance between slots of `used` bytes.
 
-    Slots aligned to 2 MiB let a run of small pages become one large mapping. They are aligned if
-    that costs at most an eighth more addresses, or if slots have whole blocks for 2 MiB entries.
+    If slots are aligned to 2 MiB, a run of small pages can become one large mapping. They are
+    aligned if that costs at most an eighth more address space, or if 2 MiB entries are available
+    and slots are large enough for them.
     """
     if entries and used >= BLOCK_BYTES:
         return _round_up(used, BLOCK_BYTES)
@@ -55,18 +57,18 @@ class Layout:
 
     Attributes:
         page_size: bytes of a page.
-        block: pages that a 2 MiB entry maps; 0: no slot has a whole block.
-        num_tensors: two for every `group_size` layers, K, then V; or one (`tensors_per_layer`).
-        row_bytes: bytes of one token, or of the state, in one tensor.
-        state: a slot is one row, however many tokens the request holds.
-        max_rows: most tokens of a slot.
+        block: number of pages that a 2 MiB entry maps; 0: 2 MiB entries cannot be used.
+        num_tensors: two (K, then V) for every `group_size` layers, or one (`tensors_per_layer`).
+        row_bytes: bytes of a token's row, or of the state, in one tensor.
+        state: a slot is a single row, however many tokens the request holds.
+        max_rows: maximum tokens of a slot.
         slot_pages: pages per tensor of a full slot.
-        slot_bytes: distance between slots of one tensor.
+        slot_bytes: distance between slots in a tensor.
         tensor_bytes: distance between tensors.
         total_bytes: bytes of the reservation.
-        overread: rows past every length that are also mapped.
-        guard: further rows mapped past the length after a prefill.
-        capacity: maps a number of pages per tensor to the longest sequence that fits them.
+        overread: number of rows past the length that are always mapped.
+        guard: number of further rows mapped past the length of a prefill.
+        capacity: function from a number of pages per tensor to the longest sequence that fits.
 
     Args:
         config: the shapes.
@@ -74,8 +76,8 @@ class Layout:
         entries: the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
 
     Raises:
-        InvalidArgument: the addresses needed exceed what a process has; packed slots that are not
-            whole pages or, with `entries`, not whole blocks of 2 MiB.
+        InvalidArgument: the cache needs more address space than a process has; or packed slots are
+            not a multiple of the page size or, with `entries`, of 2 MiB.
     """
 
     def __init__(self, config: KVCacheConfig, page_size: int, entries: bool = False) -> None:
@@ -106,8 +108,8 @@ class Layout:
         self.block = BLOCK_BYTES // page_size if entries and used >= BLOCK_BYTES else 0
         if self.block and self.slot_bytes % BLOCK_BYTES:
             raise invalid(
-                f"packed_slots: slots of {used} bytes are not whole blocks of {BLOCK_BYTES}, which "
-                "a context with large entries needs",
+                f"packed_slots: slots of {used} bytes are not a multiple of {BLOCK_BYTES} bytes, "
+                "as a context with large entries requires",
                 size=used,
                 limit=BLOCK_BYTES,
             )
@@ -129,18 +131,19 @@ class Layout:
         )
 
     def bytes_for(self, seq_len: int) -> int:
-        """Returns the bytes per tensor of `seq_len` tokens, from the start of the slot."""
+        """Returns the bytes per tensor of a slot's first `seq_len` tokens."""
         return self.row_bytes * (min(1, seq_len) if self.state else seq_len)
 
     def pages_for(self, seq_len: int) -> int:
-        """Returns pages per tensor for `seq_len` tokens and the rows that decoding over-reads."""
+        """Returns the pages per tensor for `seq_len` tokens and the rows that decoding
+        over-reads."""
         if seq_len <= 0:
             return 0
         rows = 1 if self.state else min(seq_len + self.overread, self.max_rows)
         return -(-rows * self.row_bytes // self.page_size)
 
     def guarded(self, seq_len: int) -> int:
-        """Returns the argument of `pages_for` for a prefill up to `seq_len` tokens."""
+        """Returns the length to pass to `pages_for` for a prefill up to `seq_len` tokens."""
         return max(seq_len, min(seq_len + self.guard, self.max_rows)) if seq_len > 0 else 0
 
     def pages_for_step(self, held: int, seq_len: int) -> int:
@@ -155,7 +158,8 @@ class Layout:
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 
     def window_page(self, seq_len: int) -> int:
-        """Returns the first page that `seq_len` tokens still need; 0 without a window."""
+        """Returns the first page in the window of a sequence of `seq_len` tokens; 0 without a
+        window."""
         config = self.config
         if not config.window:
             return 0
@@ -163,7 +167,7 @@ class Layout:
         return first * self.row_bytes // self.page_size
 
     def offset(self, slot: int, page: int = 0, tensor: int = 0) -> int:
-        """Returns the offset of a slot's page in the reservation."""
+        """Returns the offset of a slot's page from the start of the reservation."""
         return tensor * self.tensor_bytes + slot * self.slot_bytes + page * self.page_size
 
     def describe(self, place: Any, base: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The groups of layers of a cache, and the lock and the journal of its calls.
+"""The groups of layers of a cache, and the lock and the journal that its calls use.
 
-A cache of equal layers has one group. Each call takes the `Manager`'s lock and journal, gets the
-groups from it and passes them to a function that acts on all of them or on none: `requests`,
-`steps`, `admission`, `forks`, `prefix_alloc`, `truncation`, `tiers`, `swap`, `trim`.
+A cache of equal layers has one group. Each call enters the `Manager`'s lock and journal, gets the
+groups from it and passes them to a function that acts on all of them or none: `requests`, `steps`,
+`admission`, `forks`, `prefix_alloc`, `truncation`, `tiers`, `swap`, `trim`.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ __all__ = ["Manager", "check_memory"]
 
 
 class Manager:
-    """The groups of layers of one cache, which have the same requests, and their lock.
+    """The groups of layers of one cache, all with the same requests, and their lock.
 
     Args:
         name: name of the cache's class, for errors.
-        whole: the policy, and the memory of all groups together.
-        configs: one for each group, without memory limits: they share a budget. None: there is one
-            group, with configuration `whole`.
-        context: the context to use; None: the budget's, or a new one, which it owns.
+        whole: the policy, with the memory limits of all groups together.
+        configs: one per group, without memory limits, since the groups share a budget. None: a
+            single group with configuration `whole`.
+        context: the context to use; None: the budget's context or, without a budget, a new context
+            that the manager owns.
         backend: back end of an owned context.
         device: device of an owned context.
         budget: memory to share with other caches; None: several groups share a new budget.
-        table: chooses slots.
+        table: class of the table that chooses slots.
 
     Attributes:
-        context: context of all groups, from `make` on.
-        groups: empty before `make`.
+        context: the context of all groups; set at the latest by `make`.
+        groups: the groups; empty before `make`.
         lock, journal: entered by every call, in this order.
-        owns_context: the context is closed with the cache.
-        closed: the cache is closed.
+        owns_context: True if the context is closed with the cache.
+        closed: True once the cache is closed.
     """
 
     context: Context
@@ -75,7 +76,7 @@ class Manager:
         self._name = name
         self._whole = whole
         self._configs = [whole] if configs is None else list(configs)
-        self._shares = configs is not None  # the groups have one budget
+        self._shares = configs is not None  # several groups share a budget
         self._table = table
         self.owns_context = context is None and budget is None
         if budget is not None:
@@ -87,13 +88,13 @@ class Manager:
         self.groups: tuple[Group, ...] = ()
 
     def _use(self, budget: Budget | None) -> None:
-        """Takes the lock and the journal of a budget, or new ones."""
+        """Adopts a budget's lock and journal, or creates new ones."""
         self.budget = budget
         self.lock = reentrant_lock() if budget is None else budget.lock
         self.journal = Journal() if budget is None else budget.journal
 
     def make(self) -> None:
-        """Opens the context if none was given, and makes the groups.
+        """Opens the context if none was passed in, and creates the groups.
 
         If it raises, call `abandon`.
         """
@@ -102,7 +103,7 @@ class Manager:
                 pool_low=sum(map(pool_low, self._configs)),
                 max_mappings=self._whole.max_mappings,
             )
-            self.context.remains.unclaimed = True  # until the first call
+            self.context.remains.unclaimed = True  # reset by the first call
         if self._shares and self.budget is None:
             self._use(Budget(self.context, self._whole.memory_limit))
         with self.lock, self.journal:
@@ -110,7 +111,7 @@ class Manager:
             self._make(self._configs, self._table)
 
     def abandon(self) -> None:
-        """Releases what `make` has made, after an exception."""
+        """Cleans up after an exception in `make`."""
         if hasattr(self, "context"):
             with self.lock, self.journal:
                 self.journal.on_abort(self._give_back)
@@ -143,15 +144,16 @@ class Manager:
         """Returns the groups, for a call that holds the lock.
 
         Raises:
-            BadHandle: the cache or its context is closed. ForkedProcess: the cache is the parent's.
+            BadHandle: the cache or its context is closed. ForkedProcess: the cache belongs to the
+                parent process.
         """
         if self.closed or self._closing:
             state = "closed"
             if not self.closed:
-                state = "half closed: an exception interrupted close, call it again"
+                state = "half closed: an exception interrupted close; call close again"
             raise BadHandle(f"the {self._name} is {state}", errno=errno.EBADF, op=self._name)
         if not self.context.is_open:
-            self.context.stats()  # raises what is wrong: closed, or of the parent of a fork
+            self.context.stats()  # raises if closed, or in a forked child
         self.context.remains.unclaimed = False
         return self.groups
 
@@ -159,8 +161,8 @@ class Manager:
         """Returns the only group of a cache of equal layers.
 
         Raises:
-            NotSupported: there are several groups; or the cache is one of several ranks and `alone`
-                names what they have agreed on.
+            NotSupported: there are several groups; or `alone` is given and there are several ranks,
+                which have agreed on what `alone` names.
         """
         reason = ""
         if len(self.groups) > 1:
@@ -175,8 +177,8 @@ class Manager:
         """Releases everything, for a call that holds the lock. Idempotent.
 
         Raises:
-            Busy: tensors are alive. BadHandle: the descriptor of `stream` is closed. Nothing
-                changed.
+            Busy: tensors are alive. BadHandle: the file descriptor of `stream` is closed. Nothing
+                has changed.
         """
         if self.closed:
             return
@@ -200,8 +202,9 @@ class Manager:
         self.closed = True
 
     def _give_back(self, work: PriorWork | None = None) -> None:
-        """Closes the groups and the owned context; may be repeated."""
-        if self.context.is_open:  # otherwise it was freed with the context, or is the parent's
+        """Closes the groups and the owned context; may be called again."""
+        # otherwise its memory was freed with it, or belongs to the parent process
+        if self.context.is_open:
             for group in self.groups:
                 group.close(work)
         for group in self.groups[:1]:

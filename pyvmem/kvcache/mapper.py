@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A cache's only access to its context's mapping calls.
+"""The only access of a cache to its context's mapping calls.
 
-    mapper.commit(edits, ops, after)      # runs the batch and, on success, the edits, in one C call
+    mapper.commit(edits, ops, after)    # one C call: runs the batch and, on success, the edits
 
-If the batch fails, or an exception from outside precedes it, the records are unchanged; after it
-they have all edits, whatever happens next (journal.py).
+If the batch fails, or an asynchronous exception prevents it, the records are unchanged; once it has
+succeeded they have all edits, whatever happens next (journal.py).
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Mapper:
         late: bool = False,
         waits: Waits | None = None,
     ) -> None:
-        """Runs a batch, or submits it if a ticket is given; C applies the edits on success.
+        """Runs a batch or, with a ticket, submits it; C applies the edits on success.
 
         Args:
             edits: changes to the records; see `Outcome`.
             ops: the batch.
-            after: GPU work that it waits for.
-            ticket: ticket of the batch; None: run in the calling thread.
+            after: GPU work that the batch waits for.
+            ticket: a new ticket, to submit the batch with; None: run it in the calling thread.
             late: as for `Context.submit`.
             waits: as for `Context.batch`.
 
         Raises:
-            VMemError: nothing changed.
+            VMemError: nothing has changed.
         """
         outcome = Outcome(edits) if ticket is None else ticket.outcome.of(edits)
         self.journal.entries.append(outcome)
@@ -70,7 +70,8 @@ class Mapper:
     # ---- handles and addresses -------------------------------------------------------------------
 
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
-        """Returns a handle to mapped pages; dropped after the call unless the records use it."""
+        """Returns a handle to mapped pages, which is dropped after the call unless it is
+        recorded."""
         pages = Pages(self.context, Outcome(), size * count)
         self.journal.unrecorded[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
@@ -84,13 +85,13 @@ class Mapper:
         count: int,
         stride: int,
     ) -> None:
-        """Drops a part of a handle and applies the edits; on failure nothing changed."""
+        """Drops a part of a handle and applies the edits; on failure nothing has changed."""
         outcome = Outcome(edits)
         self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
-        """Reserves addresses; freed after the call unless the records use them."""
+        """Reserves addresses, which are freed after the call unless they are recorded."""
         found = Reservation(self.context, Outcome())
         self.journal.unrecorded[found] = None
         return self.context.reserve(size, visible=visible, align=align, into=found)
@@ -102,7 +103,7 @@ class Mapper:
         return self.context.query(addr)
 
     def join(self, addr: int, size: int) -> int:
-        """See `Context.join`; an interrupted one may have made some entries."""
+        """See `Context.join`; if interrupted, it may have joined some runs."""
         self.journal.made()
         return self.context.join(addr, size)
 
@@ -114,8 +115,8 @@ class Mapper:
         Args:
             size: bytes of each piece.
             addresses: device addresses of the pieces: a list or a numpy array.
-            host: buffers that hold the same pieces back to back.
-            out: copy to host memory.
+            host: buffers that hold the pieces back to back.
+            out: copy to host memory, not from it.
         """
         if not len(addresses):
             return
@@ -133,7 +134,7 @@ class Mapper:
     def _by_kernel(
         self, size: int, addresses: Sequence[int], host: Sequence[memoryview], out: bool
     ) -> bool:
-        """Copies with the copy kernel, at PCIe rate for scattered pages; False if unavailable."""
+        """Copies with the copy kernel, which is fast for scattered pages; False if unavailable."""
         try:
             import numpy as np
 
@@ -153,13 +154,13 @@ class Mapper:
 
 
 class Scratch:
-    """Temporary reservations; caches the last one, since most moves have the same size.
+    """Provides temporary reservations; reuses the last one, since most moves have the same size.
 
     They are plain if the back end supports that: visible addresses are scarce, and only libvmem
-    accesses these.
+    accesses the temporary ones.
 
     Args:
-        mapper: the group's.
+        mapper: the group's mapper.
         align: page size in bytes.
     """
 
@@ -167,13 +168,13 @@ class Scratch:
         self._mapper = mapper
         self._align = max(align, 2 << 20)
         self._kept: Reservation | None = None
-        self._full: list[Reservation] = []  # their pages could not be unmapped yet
+        self._full: list[Reservation] = []  # reservations whose pages could not be unmapped yet
 
     def take(self, nbytes: int) -> Reservation:
-        """Returns at least `nbytes` of unmapped addresses; freed after the call unless recorded.
+        """Returns at least `nbytes` of unmapped addresses, freed after the call unless recorded.
 
         Raises:
-            VMemError: none are available.
+            VMemError: no addresses are available.
         """
         if self._full:
             self.retry()
@@ -182,24 +183,25 @@ class Scratch:
             journal = self._mapper.journal
             journal.change([[self, "_kept", None], [journal.unrecorded, kept, None]])
             if kept.nbytes >= nbytes:
-                return kept  # else it is freed at the end of the call
+                return kept  # otherwise the end of the call frees it
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
-        """Returns unmapped addresses to the cache of reservations, unless they were left."""
+        """Returns unmapped addresses for reuse, unless they had to be abandoned."""
         self._mapper.journal.change(self.give_edits(addresses))
 
     def give_edits(self, addresses: Reservation) -> list[list[Any]]:
         """Returns the edits of `give`."""
-        if self._kept is None and addresses.is_open:  # others are freed at the end of the call
+        if self._kept is None and addresses.is_open:  # otherwise the end of the call frees them
             return [[self, "_kept", addresses], [self._mapper.journal.unrecorded, addresses, ...]]
         return []
 
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
     ) -> None:
-        """Unmaps the first `nbytes` and returns the addresses; a failed unmap is retried later.
+        """Unmaps the first `nbytes` and returns the addresses for reuse; retries a failed unmap
+        later.
 
         `edits` are applied in either case.
         """
@@ -226,7 +228,7 @@ class Scratch:
             self._full.remove(addresses)
 
     def owns(self, made: object) -> bool:
-        """Returns whether it keeps this reservation."""
+        """Returns whether the reservation is recorded here."""
         return made is self._kept or any(made is one for one in self._full)
 
     def close(self) -> None:

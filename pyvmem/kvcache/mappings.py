@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Report of the holders of driver mappings, for a step that runs out of them."""
+"""Reports who holds driver mappings, for a step that runs out of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 def who_has_mappings(groups: Sequence[Group]) -> str:
     """Describes who holds mappings, as far as context, budget and ledger know.
 
-    A cache's mappings are estimated from its map calls, so the numbers are a little high. If the
-    driver has no limit on them, only the machine, they are not counted.
+    A cache's mappings are estimated from its map calls, so the numbers are slightly high. If the
+    limit is the machine's and not the driver's, only the context's total is reported.
     """
     context, journal = groups[0].context, groups[0].journal
     total, known, texts = context.stats().mappings, 0, []
     if not context.info.max_mappings:
-        return f"{total} are the context's"
-    caches: dict[PrefixCache, list[Group]] = {}  # all groups of a cache share one
+        return f"the context has {total}"
+    caches: dict[PrefixCache, list[Group]] = {}  # groups of the same cache share a PrefixCache
     for one in journal.recoverables:
         if isinstance(one, Group) and one.context is context:
             caches.setdefault(one.prefixes, []).append(one)
@@ -36,7 +36,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
         texts.append(f"{name} has about {taken} for requests and {idle} for unowned pages")
         known += taken + idle
     if total > known:
-        texts.append(f"{total - known} are others' in the context, or of recorded prefixes")
+        texts.append(f"other users of the context and recorded prefixes have {total - known}")
     share = groups[0].reclaimer.share
     engines = [] if share is None else share.engines()
     texts += [f"{name} has {count}" for name, count in sorted(engines, key=lambda one: -one[1])]

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Replacement of a running request's pages under unchanged addresses: moves and promotion.
+"""Moves and promotion: replacing the pages behind a running request's unchanged addresses.
 
-A *move* has two phases. First, new pages are mapped at scratch addresses and the old ones are
-copied to them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then,
-when no work is running, one batch replaces the old pages by the new ones:
+A *move* has two phases. First, new pages are mapped at scratch addresses and the old pages are
+copied to them, after the work that writes the rows; the GPU may still read the old pages. Then,
+when no work is running, one batch replaces the old pages with the new ones:
 
     slot      | old | old | old |          | new | new | new |
                  copy                ->       replaces the old pages, which are freed
     scratch   | new | new | new |          |     |     |     |
 
-In the scratch addresses the tensors follow one another, each with the slot's pages from `first` on.
-Until the second phase is complete, both copies count as memory of the cache.
+The scratch addresses hold the tensors one after another, each with the slot's pages from `first`
+on. Until the second phase is complete, both copies count as memory of the cache.
 
 *Promotion* maps a 2 MiB block of every tensor by one entry of the GPU's page tables. Pages that are
-already physically contiguous (growing slots prefer 2 MiB of their own) are remapped in one piece,
-after the work that reads them; others are moved.
+already physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are
+remapped as one piece, after the work that reads them; all other pages are moved.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from pyvmem.memory.reservation import Reservation
 __all__ = ["Mover", "Promoter"]
 
 REACH = 8 << 30
-"""Bytes that a GPU's TLBs reach through entries of 64 KB (benchmarks/kernels, on a full card). In a
-smaller cache, larger entries save no time, and joining costs some."""
+"""Bytes that a GPU's TLBs cover with entries of 64 KB (benchmarks/kernels, on a full card). In a
+smaller cache, larger entries save no time, while joining costs some."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class Mover:
     """The moves of a group, at most one per slot. The caller holds the cache's lock.
 
     Attributes:
-        moves: by slot, moves that have begun and not yet replaced the pages.
+        moves: by slot, moves that have started but not yet replaced the pages.
         cancelled: cancelled moves whose scratch pages are freed when their copies are complete.
-        joined: by slot index, the first pages of blocks that were joined and not changed since, and
-            the number of blocks that the slot had then.
+        joined: by slot index, the first pages of joined blocks that have not changed since, each
+            with the number of blocks that the slot had at that time.
         copied: the same for blocks that a promotion copied.
         device: CUDA ordinal; None if the pages are CPU memory.
     """
@@ -78,12 +78,13 @@ class Mover:
     # ---- the first phase -------------------------------------------------------------------------
 
     def begin(self, move: Move, after: Sequence[Any], *, background: bool) -> None:
-        """Allocates the new pages and copies to them, or submits that to the worker.
+        """Allocates the new pages and copies to them, or has the worker do so.
 
-        The caller has checked that there is memory; the slot has no other move.
+        The caller must have checked that memory is available and that the slot has no other move.
 
         Raises:
-            OutOfMemory: back end out of memory. VMemError: the driver failed. Nothing changed.
+            OutOfMemory: the back end is out of memory. VMemError: the driver failed. Nothing has
+                changed.
         """
         moves = [[self.moves, move.slot, move]]
         if not move.stretches:
@@ -103,7 +104,7 @@ class Mover:
             raise
 
     def _counts(self, here: int, off_device: Mapping[Tier, int]) -> list[list[Any]]:
-        """Returns the edits where scratch pages per tensor leave the cache; negative: join it."""
+        """Returns the edits that uncount scratch pages per tensor; negative numbers count them."""
         counters, edits = (
             self._counters,
             self._reclaimer.free_edits(here, off_device, reclaimed=False),
@@ -113,10 +114,10 @@ class Mover:
     # ---- the second phase ------------------------------------------------------------------------
 
     def finish(self, slot: Slot, work: PriorWork) -> None:
-        """Completes a slot's move, if it has one: wait for the copies and for the work.
+        """Completes a slot's move, if it has one; waits for the copies and for `work`.
 
         Raises:
-            NotRecoverable: the request has lost its rows. VMemError: the pages are unchanged.
+            NotRecoverable: the request has lost its rows. VMemError: its pages are unchanged.
         """
         move = self.moves.get(slot)
         if move is not None:
@@ -164,7 +165,8 @@ class Mover:
             raise
 
     def _swap(self, move: Move, after: list[Any]) -> None:
-        """Replaces the old pages by the new ones and unmaps the scratch addresses, in one batch."""
+        """Replaces the old pages with the new ones and unmaps the scratch addresses, in one
+        batch."""
         slot, counters, pages, large_end = move.slot, self._counters, 0, move.slot.large_end
         off_device: Counter[Tier] = Counter()
         for low, high, _ in move.stretches:  # count the old pages, which are freed
@@ -200,7 +202,7 @@ class Mover:
         return [[noted, slot.index, noted.get(slot.index, {}) | blocks]]
 
     def blocks(self, slot: Slot) -> int:
-        """Returns the number of whole blocks granted to the slot's request."""
+        """Returns the number of full blocks granted to the slot's request."""
         return slot.granted // self._layout.block
 
     def forget_edits(self, slot: Slot, low: int) -> list[list[Any]]:
@@ -215,10 +217,10 @@ class Mover:
     # ---- cancelling ------------------------------------------------------------------------------
 
     def abandon(self, slot: Slot) -> None:
-        """Cancels a slot's move. Blocks only if another batch is in flight over the slot.
+        """Cancels a slot's move. Blocks only if another batch is in flight on the slot.
 
-        Until the copies are complete no page of the slot may be unmapped: an empty `Unmap` as the
-        slot's job enforces that.
+        No page of the slot may be unmapped until the copies are complete; making an empty `Unmap`
+        the slot's job ensures that.
         """
         move = self.moves.get(slot)
         if move is None:
@@ -235,14 +237,14 @@ class Mover:
         self.sweep()
 
     def _cancel_edits(self, move: Move) -> list[list[Any]]:
-        """Returns the edits that reduce a move to its scratch addresses, if it has any."""
+        """Returns the edits that cancel a move; its scratch addresses, if any, are freed later."""
         edits: list[list[Any]] = [[self.moves, move.slot, ...]]
         if move.addresses is not None:
             edits.append([self, "cancelled", [*self.cancelled, move]])
         return edits
 
     def make_way(self, slot: Slot, page: int) -> bool:
-        """Cancels a move that changes pages below `page`; returns whether none are changing now."""
+        """Cancels a move that changes pages below `page`. False: its copies are still running."""
         move = self.moves.get(slot)
         if move is not None and move.begins_before(page):
             self.abandon(slot)
@@ -250,9 +252,9 @@ class Mover:
         return True
 
     def shorten(self, slot: Slot, page: int, work: PriorWork) -> None:
-        """Ends a move that changes pages from `page` on, as their rows may be written again.
+        """Ends a move that changes pages from `page` on, since their rows may be written again.
 
-        A promotion is cancelled; another move is completed, which waits for its copies.
+        A promotion is cancelled; any other move is completed, which waits for its copies.
         """
         move = self.moves.get(slot)
         if move is None or not move.ends_after(page):
@@ -270,7 +272,7 @@ class Mover:
         """Cancels promotions; returns whether there were any.
 
         `wait`: wait for their copies, so that their memory is free and their slots can grow.
-        Otherwise moves of slots with another batch in flight continue.
+        Otherwise promotions of slots with a batch in flight continue.
         """
         slots = [slot for slot, move in self.moves.items() if move.promotes]
         found = bool(slots or self.cancelled)
@@ -281,7 +283,7 @@ class Mover:
             if move.ticket is not None:
                 QuietTicket(move.ticket).wait()
         self.sweep()
-        self._reclaimer.poll()  # the empty unmaps of `abandon`
+        self._reclaimer.poll()  # completes the empty unmaps of `abandon`
         return found
 
     def sweep(self) -> None:
@@ -298,7 +300,7 @@ class Mover:
                 self._drop(move)
 
     def _drop(self, move: Move) -> None:
-        """Unmaps the scratch pages; on failure the next sweep tries again."""
+        """Unmaps the scratch pages; if that fails, the next sweep retries."""
         if move.addresses is None:
             self._remove(move)
             return
@@ -313,7 +315,7 @@ class Mover:
                 self._journal.change(self._cancel_edits(move))
 
     def _remove(self, move: Move) -> None:
-        """Removes a move whose scratch addresses have nothing mapped from the records."""
+        """Removes from the records a move that has nothing mapped at its scratch addresses."""
         here, off_device = (0, {}) if move.addresses is None else (move.here(), move.off_device())
         self._take_out(move, self._counts(here, off_device))
 
@@ -324,7 +326,7 @@ class Mover:
         ops: OpBatch | None = None,
         after: Sequence[Any] = (),
     ) -> None:
-        """Removes a move from the records, with further edits and the batch `ops` if given."""
+        """Removes a move from the records, together with further edits and, if given, a batch."""
         addresses, slot = move.addresses, move.slot
         edits = [*edits, [move, "addresses", None]]
         if self.moves.get(slot) is move:
@@ -342,7 +344,7 @@ class Mover:
             self._scratch.give(addresses)
 
     def owns(self, made: object) -> bool:
-        """Returns whether a move has this reservation."""
+        """Returns whether the reservation belongs to a move."""
         return any(made is move.addresses for move in (*self.moves.values(), *self.cancelled))
 
     def close(self) -> None:
@@ -367,7 +369,7 @@ class Mover:
         return move.pages
 
     def pages(self) -> tuple[int, dict[Tier, int]]:
-        """Returns the scratch pages per tensor: of the device, and elsewhere by tier."""
+        """Returns the scratch pages per tensor: on the device, and off the device by tier."""
         here = 0
         off_device: dict[Tier, int] = {}
         for move in (*self.moves.values(), *self.cancelled):
@@ -385,7 +387,8 @@ class MovePlanner:
         self._layout = reclaimer.layout
 
     def place(self, move: Move) -> int:
-        """Assigns scratch offsets to the pages; returns the bytes of scratch addresses needed."""
+        """Assigns scratch offsets to the pages; returns the size of the scratch addresses
+        needed."""
         layout = self._layout
         unit = max(1, layout.block)
         move.first = move.stretches[0][0] // unit * unit
@@ -413,7 +416,7 @@ class MovePlanner:
     def swap(self, move: Move) -> OpBatch:
         """Returns the batch that replaces the old pages and unmaps the scratch addresses.
 
-        The copies must be complete. The batch consumes a handle made for each stretch.
+        The copies must be complete. Makes a handle for each stretch, which the batch consumes.
         """
         layout, ops = self._layout, OpBatch(2 * len(move.stretches))
         tensors = layout.num_tensors
@@ -448,19 +451,19 @@ class MovePlanner:
         return move.slot.addr + page * self._layout.page_size
 
     def _scratch(self, move: Move, page: int) -> int:
-        """Returns the scratch address of its new page in tensor 0."""
+        """Returns the scratch address of a page's replacement in tensor 0."""
         assert move.addresses is not None
         return move.addresses.addr + (page - move.first) * self._layout.page_size
 
 
 class Promoter:
-    """Promotes 2 MiB blocks that have grown page by page, to be mapped by one entry.
+    """Promotes 2 MiB blocks that have grown page by page, so that one entry maps each.
 
     Once its last row is written a block is only read, so its entries may be replaced. Physically
     contiguous pages are joined, which suffices if they are aligned to 2 MiB. Other blocks, and
-    those for which joining did not suffice, are copied to new pages if there is memory. In
-    fragmented memory a copy may not get 2 MiB of its own either: the block is copied again once the
-    request has filled another block.
+    those for which joining did not suffice, are copied to new pages if memory allows. If memory is
+    fragmented, even the copy may not get a contiguous 2 MiB; then the block is copied again once
+    the request has filled another block.
     """
 
     def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
@@ -470,16 +473,18 @@ class Promoter:
         self._layout = layout = reclaimer.layout
         self._unit = layout.block
         self._kept = config.window_tile
-        self._copies = not reclaimer.table.lockstep  # ranks free copies at different times
-        # By slot: the length from which to check again. A hint: a later step does what it delays.
+        # no copies if ranks must agree, since they would free them at different times
+        self._copies = not reclaimer.table.lockstep
+        # Per slot, the length at which to check again. Only a hint: it may delay a promotion, not
+        # prevent it.
         self._next = [0] * config.max_batch
 
     def step(self, lens: Sequence[int], stream: Any) -> None:
-        """Begins to promote full blocks of requests that the step to `lens` lengthens.
+        """Starts promoting full blocks of requests that the step to `lens` lengthens.
 
-        Growing a request states that the work for its rows so far was launched. The last
-        `KVCacheConfig.window_tile` rows may be truncated and written again, so they are left alone.
-        Does nothing in a small cache, where the entries' size makes no difference.
+        A caller that grows a request has launched all work on its rows so far. The last
+        `KVCacheConfig.window_tile` rows may be truncated and written again, so they are not
+        promoted. Does nothing in a small cache, where the size of entries makes no difference.
         """
         reclaimer, layout = self._reclaimer, self._layout
         if reclaimer.device_pages * layout.page_size < REACH:
@@ -495,14 +500,15 @@ class Promoter:
                     blocks = self._mover.blocks(slot)
                     copies = [low for low in copies if copied.get(low) != blocks]
                 self._begin(slot, runs, copies, PriorWork(stream, self._mover.device))
-                # A copy may be cancelled, and joined pages may not become one entry: check again
-                # a page later.
+                # The copy may be cancelled, and joining may not yield one entry, so check again a
+                # page later.
                 size = layout.page_size * (1 if runs or copies else self._unit)
                 done = max(0, held) * layout.row_bytes // size + 1
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
     def forget_edits(self, slot: Slot, page: int = 0) -> list[list[Any]]:
-        """Returns the edits for pages of a slot that change owner or are written again."""
+        """Returns the edits to make when a slot's pages from `page` on change owner or may be
+        rewritten."""
         return [*self._mover.forget_edits(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
@@ -521,15 +527,15 @@ class Promoter:
         blocks = self._begin(slot, runs, copies, work)
         if wait:
             self._mover.finish(slot, work)
-        if wait and runs:  # copy blocks for which joining did not suffice
+        if wait and runs:  # copy the blocks for which joining did not suffice
             self._begin(slot, [], [low for low in self._blocks(slot, held)[1] if low in runs], work)
             self._mover.finish(slot, work)
         return blocks
 
     def _begin(self, slot: Slot, runs: list[int], copies: list[int], work: PriorWork) -> int:
-        """Begins to promote blocks, given by their first pages; returns their number.
+        """Starts promoting blocks, given by their first pages; returns their number.
 
-        Copies only as many as fit the free memory above the watermark.
+        Copies only as many blocks as fit the free memory above the watermark.
         """
         unit = self._unit
         new = [(low, low + unit, DEVICE) for low in copies[: self._room()] if self._copies]
@@ -539,7 +545,7 @@ class Promoter:
         event = work.record()
         try:
             self._mover.begin(move, [] if event is None else [event], background=True)
-        except (OutOfMemory, TooManyBatches):  # promote without copies
+        except (OutOfMemory, TooManyBatches):  # promote without copying
             move.stretches = []
             if not move.runs:
                 return 0
@@ -551,7 +557,8 @@ class Promoter:
         return len(runs) + copied
 
     def _blocks(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
-        """Returns the first pages of full blocks: contiguous ones to join, and others to copy."""
+        """Returns the first pages of full blocks: of contiguous blocks to join, and of blocks to
+        copy."""
         layout, unit = self._layout, self._unit
         joined = self._mover.joined.get(slot.index, ())
         runs: list[int] = []

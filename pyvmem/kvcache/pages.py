@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Physical pages: which memory holds them, and the refcounts of shared pages.
+"""Physical pages: their tiers, and the refcounts of shared pages.
 
-Most pages of a slot are in device memory. The others are recorded as intervals [low, high):
+Most pages of a slot are in device memory. Off-device pages are recorded as intervals [low, high):
 
-    0 ........... 32 ............ 96 ........... mapped
-    | in the host | in the device | on a peer
+    0 ........... 32 ............ 96 ........... mapped | on the host | on the device | on a peer
                     (not recorded)
 
 A *block* is the set of pages shared by one call: consecutive pages of a slot, in every tensor,
-behind one handle. The handle holds one tensor after the other:
+behind one handle. The handle contains them tensor by tensor:
 
     | tensor 0: page 0 ... pages - 1 | tensor 1: page 0 ... pages - 1 | ...
 
-A *span* names pages of one or more blocks. It is a value: slicing it changes no refcount. A holder
-of a span has a reference to each of its pages (`SharedPages.hold`): a slot that maps them, a batch
-that unmaps them, a recorded prefix. A page returns to the pool with its last reference, even from
-the middle of a block.
+A *span* refers to pages of one or more blocks. It is a value: slicing it changes no refcount. A
+holder of a span has a reference to each of its pages (`SharedPages.hold`). Holders are slots that
+map the pages, batches that unmap them, and recorded prefixes. A page returns to the pool with its
+last reference, even from the middle of a block.
 
-All pages of a block are in the same memory.
+All pages of a block are in the same tier.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ __all__ = [
 
 
 class Tier(NamedTuple):
-    """Memory that holds pages: a location, and the CUDA ordinal of a peer (0 elsewhere)."""
+    """The memory that pages are in: a location and, for a peer, its CUDA ordinal (otherwise 0)."""
 
     location: Location
     device: int = 0
@@ -66,11 +65,11 @@ DEVICE = Tier(Location.DEVICE)
 
 
 Stretch: TypeAlias = tuple[int, int, Tier]
-"""Pages [low, high), in every tensor, all in one memory."""
+"""Pages [low, high) in every tensor, all in the same tier."""
 
 
 class TierMap:
-    """Intervals of a slot's pages outside the device, in order. Immutable.
+    """The intervals of a slot's off-device pages, in order. Immutable.
 
     Attributes:
         noted: the intervals.
@@ -85,7 +84,7 @@ class TierMap:
         return bool(self.noted)
 
     def put(self, *stretches: Stretch) -> TierMap:
-        """Returns a copy in which pages [low, high) of each stretch are in the stretch's memory."""
+        """Returns a copy in which pages [low, high) of each stretch are in the stretch's tier."""
         noted = self.noted
         for low, high, tier in stretches:
             if noted or tier != DEVICE:
@@ -111,7 +110,7 @@ class TierMap:
         return TierMap([one for one in self.stretches(low, high) if one[2] != DEVICE])
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
-        """Yields [low, high) as stretches of one memory each, device memory included."""
+        """Yields [low, high) as stretches of one tier each, including device memory."""
         for first, last, tier in self.noted:
             if last <= low:
                 continue
@@ -126,7 +125,7 @@ class TierMap:
             yield low, high, DEVICE
 
     def off_device(self, low: int, high: int) -> dict[Tier, int]:
-        """Counts the pages of [low, high) outside the device, by tier."""
+        """Counts the off-device pages in [low, high), by tier."""
         found: dict[Tier, int] = {}
         if self.noted:
             for first, last, tier in self.stretches(low, high):
@@ -136,7 +135,7 @@ class TierMap:
 
     @property
     def off_device_end(self) -> int:
-        """End of the last page outside the device; 0 if there is none."""
+        """The end of the last off-device page; 0: all pages are on the device."""
         return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:
@@ -159,16 +158,16 @@ class Block:
     """Pages shared by one call, with a refcount for each page.
 
     Attributes:
-        handle: all pages, of every tensor.
+        handle: handle to all pages, of every tensor.
         pages: pages per tensor.
         refs: for each page, the number of held spans that include it.
-        users: for each page, the number of requests among these.
-        events: GPU work that wrote the pages and is not known to be complete.
-        tier: the memory that holds the pages.
-        off_device: true if that is not device memory.
+        users: for each page, how many of these holders are requests.
+        events: GPU work that wrote the pages and may not be complete.
+        tier: the tier that the pages are in.
+        off_device: True if that is not device memory.
         gone: for each page, whether it was returned to the pool.
 
-    `holders`: requests that hold and use all pages from the start.
+    `holders`: number of requests that hold and use all pages from the start.
     """
 
     __slots__ = ("events", "gone", "handle", "off_device", "pages", "refs", "tier", "users")
@@ -193,7 +192,7 @@ class Block:
 
     @property
     def live(self) -> int:
-        """Pages per tensor not yet returned to the pool."""
+        """The number of pages per tensor not yet returned to the pool."""
         return self.pages - sum(self.gone)
 
 
@@ -209,9 +208,9 @@ class Span:
     """Pages of one or more blocks, in the order in which a slot maps them. Immutable.
 
     Attributes:
-        parts: consecutive pages of one block each.
+        parts: the parts, each of consecutive pages of one block.
         pages: pages per tensor in all parts.
-        unit_pages: pages per tensor of a sharing unit, the smallest shareable number of tokens.
+        unit_pages: pages per tensor of a sharing unit.
     """
 
     __slots__ = ("pages", "parts", "unit_pages")
@@ -236,13 +235,13 @@ class Span:
         return Span(tuple(parts), self.unit_pages)
 
     def part(self, page: int) -> tuple[Span, Span]:
-        """Splits before `page`."""
+        """Splits the span before `page`."""
         return self.slice(0, page), self.slice(page, self.pages)
 
     def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
-        """Splits after the first `units` sharing units; called by `PrefixTree`.
+        """Splits the span after the first `units` sharing units; called by `PrefixTree`.
 
-        `missing`: pages of the first units that this span lacks, as they left a window.
+        `missing`: number of first pages that are not in this span because they left a window.
         """
         return self.part(max(0, units * self.unit_pages - missing))
 
@@ -255,7 +254,7 @@ class Span:
         return Span(parts + more, other.unit_pages)
 
     def stretches(self, first: int = 0) -> list[Stretch]:
-        """Returns its pages by memory, for a slot that maps the span from page `first` on."""
+        """Returns the tiers of its pages, for a slot that maps the span from page `first` on."""
         found, at = [], first
         for block, low, high in self.parts:
             found.append((at, at + high - low, block.tier))
@@ -275,12 +274,12 @@ class SharedPages:
 
     Attributes:
         pages: shared device pages, each counted once.
-        used: of these, pages used by at least one request.
-        uses: the same, counted once for each request.
-        off_device_uses: uses of pages outside the device.
-        blocks: blocks with at least one page left.
+        used: shared device pages used by at least one request.
+        uses: the same pages, counted once for each request.
+        off_device_uses: off-device pages, counted once for each request.
+        blocks: blocks with at least one page that was not returned to the pool.
         lent: pages kept alive by `Reclaimer.lend`, in addition to slots, unmaps and prefixes.
-        unheld: pages without a reference that are not yet returned to the pool.
+        unheld: pages without a reference, still to be returned to the pool.
     """
 
     def __init__(self, layout: Layout, mapper: Mapper) -> None:
@@ -297,11 +296,13 @@ class SharedPages:
         holds: Mapping[Span, int] = NOTHING,
         new: Sequence[Block] = (),
     ) -> list[list[Any]]:
-        """Returns the edits for requests that begin or end to use shared pages.
+        """Returns the edits for requests that start or stop using shared pages.
 
         Args:
-            uses: by span, change in the number of requests that use its pages; the span is held.
-            holds: by span, change in the number of holders. Pages that drop to 0 become `unheld`.
+            uses: by span, the change in the number of requests that use its pages; spans must be
+                held.
+            holds: by span, the change in the number of holders. Pages that drop to 0 become
+                `unheld`.
             new: new blocks, whose handles this object owns from now on.
         """
         edits: list[list[Any]] = []
@@ -312,7 +313,7 @@ class SharedPages:
                 for block, low, high in span.parts:
                     numbers = getattr(block, name)
                     alone = len(spans) == len(span.parts) == 1
-                    if not alone:  # parts may overlap
+                    if not alone:  # parts may overlap, so count in a copy
                         numbers = copies[block] = copies.get(block) or numbers[:]
                     before = numbers[low:high]
                     after = list(map(add, before, repeat(count)))
@@ -321,7 +322,7 @@ class SharedPages:
                     else:
                         numbers[low:high] = after
                     if name == "refs":
-                        if 0 in after:  # a page drops to 0 only once
+                        if 0 in after:  # a page's count drops to 0 only once
                             for part in _unheld(block, low, after):
                                 edits.append([self.unheld, part, None])
                     elif block.off_device:
@@ -377,7 +378,8 @@ class SharedPages:
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
-        """Counts the device pages that are freed with these holds, as nothing else holds them."""
+        """Counts the device pages that only these spans hold, so that dropping the spans frees
+        them."""
         held: dict[Block, list[int]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.off_device:
@@ -389,10 +391,10 @@ class SharedPages:
         return found
 
     def drop(self, part: Part, edits: list[list[Any]]) -> None:
-        """Returns pages that nobody holds to the pool, together with `edits`.
+        """Returns unheld pages to the pool and applies `edits`.
 
         Raises:
-            OutOfMemory: no heap memory for the handle's bookkeeping; nothing changed.
+            OutOfMemory: no heap memory for the handle's bookkeeping; nothing has changed.
         """
         block, low, high = part
         journal, pages = self._mapper.journal, high - low
@@ -407,7 +409,7 @@ class SharedPages:
         size, stride = self.layout.page_size, block.pages * self.layout.page_size
         where = (low * size, pages * size, self.layout.num_tensors, stride)
         self._mapper.drop_range(edits, block.handle, *where)
-        if last:  # now: what interrupts the end of the call cannot undo the call
+        if last:  # release it now, since an exception at the end of the call cannot undo the drop
             with suppress(VMemError):
                 block.handle.abandon()
             journal.unrecorded.pop(block.handle, None)
@@ -421,13 +423,14 @@ class SharedPages:
         self.pages = self.used = self.uses = self.off_device_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
-        """Compares the counts with the spans held and used; returns contradictions as text."""
+        """Compares the counts with the spans that are held and used; returns contradictions as
+        text."""
         found = []
         for name, spans in (("refs", [*held, self.lent]), ("users", used)):
             want: dict[Block, list[int]] = {block: [0] * block.pages for block in self.blocks}
             for block, low, high in (part for span in spans for part in span.parts):
                 if block not in want:
-                    found.append(f"a span names a block of {block.pages} pages that is gone")
+                    found.append(f"a span refers to a freed block of {block.pages} pages")
                     continue
                 for page in range(low, high):
                     want[block][page] += 1
@@ -437,7 +440,7 @@ class SharedPages:
         late = sum(part.high - part.low for part in self.unheld)
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
-            found.append(f"shared pages per tensor: {live} counted, others are live")
+            found.append(f"{live} shared pages per tensor counted, but others are live")
         here = [block for block in self.blocks if not block.off_device]
         if self.pages != sum(block.live for block in here):
             found.append(f"{self.pages} shared pages per tensor, but the blocks differ")
@@ -452,7 +455,7 @@ class SharedPages:
         return found
 
     def off_device(self) -> dict[Tier, int]:
-        """Returns the shared pages per tensor outside the device, by tier."""
+        """Returns the number of shared off-device pages per tensor, by tier."""
         found: dict[Tier, int] = {}
         for block in self.blocks:
             if block.off_device:

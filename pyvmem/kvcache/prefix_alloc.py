@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Allocation of requests that begin with a recorded prefix, in all groups of layers or in none."""
+"""Allocates requests that begin with a recorded prefix, in all groups of layers or none."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def alloc_prefix(
         try:
             held = _load(groups, begun, match)
         except FAILURES as error:
-            warn(_log, "prefixes", "a prefix is lost that was in host memory: %s", error)
+            warn(_log, "prefixes", "a prefix in host memory was lost: %s", error)
             release(groups, begun, None)
             prefixes.host.drop(prefixes.in_host(match))
-            match.in_host = 0  # it is not tried again
+            match.in_host = 0  # do not try again
             return alloc_prefix(groups, tokens, leave, reader, namespace)
     _count_prompt(groups[0], (length, held, bool(resumed)), 1)
     return reqid, held
@@ -71,7 +71,8 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     """Loads the units that follow a match from host memory, and records them for other requests.
 
     Returns:
-        The tokens that the request holds: only those of the match if memory is short.
+        The number of tokens that the request then holds; if memory is short, only those of the
+        match.
     """
     prefixes, held, length = groups[0].prefixes, match.length, match.length + match.in_host
     both = list(zip(groups, slots, strict=True))
@@ -81,7 +82,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     if grow(want, background=False):
         for group in groups:
             group.pager.settle(on_cpu=True)  # a growth that ran out of memory was rolled back
-    keys = prefixes.in_host(match)  # prefixes evicted by `grow` may have replaced some
+    keys = prefixes.in_host(match)  # `grow` may have evicted prefixes that replaced some
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
         return held
@@ -89,15 +90,16 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     for group, slot in both:
         group.enter(slot, length)
         group.note_use()
-    with suppress(TooManyMappings, OutOfMemory, NotSupported):  # the request keeps its own pages
+    # if not recorded, the request just keeps the pages for itself
+    with suppress(TooManyMappings, OutOfMemory, NotSupported):
         prefixes.record(slots[0], match.ids, PriorWork(None, None))
     return length
 
 
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
-    """Counts a prompt: its tokens, those recorded, and whether they were still mapped.
+    """Counts a prompt: its tokens, the recorded tokens, and whether these were still mapped.
 
-    Done last and through the journal, so that an interrupted call counts nothing.
+    Done last and through the journal, so that an interrupted call is not counted.
     """
     counters, (asked, held, resumed) = group.counters, prompt
     counters.last_prompt = prompt
@@ -129,18 +131,18 @@ def _begin_with(
     *,
     kept: bool,
 ) -> bool | None:
-    """Lets a request begin with a leased match, in every group or in none.
+    """Starts a request with a leased match, in all groups or none.
 
     Args:
         groups: groups of the cache.
         match: the match.
-        spans: its pages in each group.
+        spans: the match's pages in each group.
         slots: the slots that the request gets in each group.
         reader: the work that will read the pages.
-        kept: the slots have some or all of these pages mapped.
+        kept: some or all of these pages are mapped in the slots.
 
     Returns:
-        Whether all of the pages were still mapped; None if memory is short: nothing changed.
+        True if all of the pages were still mapped; None if memory is short, with nothing changed.
     """
     prefixes, resumed = groups[0].prefixes, kept
     loans: list[Loan] = []
@@ -166,7 +168,8 @@ def _begin_with(
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
-    """Returns, by group, the free kept slot with the most of a prefix mapped; None if none has."""
+    """Returns, per group, the free kept slot with most of a prefix mapped; None: no slot has
+    any."""
     stale = groups[0].table.stale
     if not stale:
         return None
@@ -187,10 +190,10 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
 
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
-    """Returns, by group, the free slot that is soonest without a page; None: no slot is free.
+    """Returns, per group, the free slot that will be empty soonest; None: no slot is free.
 
-    None also if it would have to wait for an earlier owner's GPU work. Several ranks do wait, since
-    the progress of that work may differ between them.
+    Also None if emptying it would wait for an earlier owner's GPU work. Several ranks do wait,
+    since the progress of that work may differ between them.
     """
     found = groups[0].table.emptiest(1)
     if not found:

@@ -1,47 +1,48 @@
 # SPDX-License-Identifier: MIT
-"""Recorded prefixes: which tokens' rows are kept in every group of layers, and the leases on them.
+"""Recorded prefixes: the tokens whose rows are kept in every group of layers, and leases on them.
 
 A match may be dropped in any thread, and by Python's garbage collector at any line, even in the
-middle of a call of the cache. So dropping a match only queues its lease; the cache's next call that
+middle of a call to the cache. So dropping a match only queues its lease; the cache's next call that
 uses prefixes ends it.
 
-On several ranks (distributed.py) the result of a call must not depend on when a collector runs:
-there a lease ends when the match is used or released, and at the latest with the next `step`.
+On several ranks (distributed.py) the result of a call must not depend on when the garbage collector
+runs: there a lease ends when the match is used or released, and at the latest with the next `step`.
 
 The sharing unit is the fewest tokens that fill whole pages of a tensor, ``lcm(row_bytes, page_size)
-/ row_bytes``: 32 tokens if rows are 2 KiB and pages 64 KiB. A row of 384 bytes does not divide
-64 KiB: the row that crosses a page boundary ends in the next page, so a request that continues
-after it would write into a shared page. Only every 512 tokens do page and row end together.
+/ row_bytes``: 32 tokens if rows are 2 KiB and pages 64 KiB. But 64 KiB is not a multiple of a row
+of 384 bytes: the row that crosses a page boundary ends in the next page, so a request that
+continues after it would write into a shared page. A page and a row end together only every 512
+tokens.
 
-The groups have rows of different sizes, so the same tokens fill a different number of pages in
-each:
+Row sizes differ between groups, so the same tokens fill a different number of pages in each:
 
     tokens   | unit 0                   | unit 1                   |
     group 0  | page 0      | page 1     | page 2      | page 3     |   rows of 2 KiB
     group 1  | page 0                   | page 1                   |   rows of 1 KiB
 
-The cache's unit is the least common multiple of the groups' units. A node of the tree has a span in
-every group, so splitting, matching and evicting apply to all groups.
+The cache's unit is the least common multiple of the groups' units. A tree node has a span in every
+group, so splitting, matching and evicting apply to all groups.
 
 A group with a *window* has only the last pages of a node's run: those that the recording request
-still held. So a match can end only where every such group has its last window,
+still held. So a match can end only where every such group has the last window, that is, the last
 ``window + window_tile`` tokens, possibly from several consecutive nodes:
 
     tokens   | system prompt | question A                | ends: a request of A was recorded
     full     | page 0        | page 1   page 2   page 3  |
     sliding  | -             | -        page 2   page 3  | a prompt with question B matches nothing
 
-    sliding  | page 0        | -        page 2   page 3  | after B was recorded with all its rows
-                                                           there: its match is the system prompt
+    sliding  | page 0        | -        page 2   page 3  | once B was recorded with all its rows:
+                                                           B then matches the system prompt
 
-Nodes end where a request was recorded and where prompts diverge, so matches end there. A request
-that records also fills in missing windows of nodes on its path, as far as it holds the rows: all
-rows computed in the last step, otherwise its own last window. Rows that it does not hold stay
-missing, which makes matches shorter. Leaves are evicted whole: without its end a run has no window.
+Nodes end where a request was recorded and where prompts diverge, so matches end there. Recording a
+request also fills in missing windows of nodes on its path, if it still holds the rows: those
+computed in its last step and those of its last window. Rows that it does not hold stay missing,
+which makes matches shorter. A leaf is evicted as a whole, since a run without its end has no
+window.
 
-A group with a state (linear attention, state spaces) has only the state after a request's last
-token, not those after earlier tokens, from which another prompt could continue. A cache with such a
-group records nothing and matches nothing: its requests share memory only by forks.
+A group with a state (linear attention, state-space models) has only the state after a request's
+last token, not the states after earlier tokens, from which another prompt could continue. A cache
+with such a group records nothing and matches nothing: its requests share memory only through forks.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class _Spans:
     """Pages of consecutive units in every group of layers: the payload of a tree node.
 
     Attributes:
-        each: a span for each group; with a window possibly only the last pages.
-        pages: number of units; the tree counts these.
-        keys: keys of the units in host memory; empty if host memory keeps no prefixes.
+        each: a span for each group; with a window, it may have only the last pages.
+        pages: number of units, which is what the tree counts.
+        keys: the units' keys for host memory; empty if prefixes are not kept there.
     """
 
     __slots__ = ("each", "keys", "pages")
@@ -99,12 +100,12 @@ class _Spans:
         self.keys = keys
 
     def missing(self, place: int) -> int:
-        """Returns how many of a group's first pages are missing, as they left the window."""
+        """Returns how many of a group's first pages are missing because they left the window."""
         span = self.each[place]
         return self.pages * span.unit_pages - span.pages
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
-        """Splits the span of every group: see `Span.split`."""
+        """Splits every group's span; see `Span.split`."""
         places = range(len(self.each))
         both = [self.each[place].split(units, self.missing(place)) for place in places]
         upper, lower = zip(*both, strict=True)
@@ -113,19 +114,19 @@ class _Spans:
 
 
 class PrefixEvicted(BadHandle):
-    """The match's lease was taken and its prefix was evicted: match again.
+    """The match has lost its lease and the prefix was evicted: match again.
 
-    `KVCache.trim` with ``prefixes=True`` takes leases; `PrefixMatch.release` ends one; those of a
-    `ParallelKVCache` end with the next `step`.
+    `KVCache.trim` with ``prefixes=True`` ends all leases, `PrefixMatch.release` ends one; leases of
+    a `ParallelKVCache` end with the next `step`.
     """
 
 
 @dataclass(eq=False, frozen=True)
 class Lease:
-    """A pin of a prefix on behalf of a match.
+    """A match's pin on a prefix.
 
     Attributes:
-        node: last node of the prefix.
+        node: the last node of the prefix.
     """
 
     node: Node[_Spans]
@@ -135,15 +136,16 @@ class Lease:
 class PrefixMatch(Scoped):
     """A lease on the part of a prompt that was recorded when `KVCache.match` was called.
 
-    Its pages are not evicted until the match is used by `alloc_prefix`, released or collected. As a
-    context manager it releases itself.
+    Its pages are not evicted until the match is used by `alloc_prefix`, released or
+    garbage-collected. As a context manager it releases itself.
 
     Attributes:
-        length: tokens matched, a multiple of the sharing unit; 0: none.
-        asked: tokens of the prompt.
-        in_host: tokens after these whose rows are in host memory (`KVCacheConfig.host_prefixes`).
-            `alloc_prefix` loads them if memory is not short. They are not leased.
-        ids: the prompt, if host memory keeps prefixes.
+        length: number of tokens matched, a multiple of the sharing unit; 0: none.
+        asked: number of tokens of the prompt.
+        in_host: number of following tokens whose rows are in host memory
+            (`KVCacheConfig.host_prefixes`). `alloc_prefix` loads them if memory is not short. They
+            are not leased.
+        ids: the prompt; set only if prefixes are kept in host memory.
     """
 
     length: int
@@ -154,7 +156,8 @@ class PrefixMatch(Scoped):
     ids: TokenIds = field(default=_NO_IDS, repr=False)
 
     def release(self) -> None:
-        """Ends the lease: the prefix may be evicted. No effect after its use. Idempotent."""
+        """Ends the lease, so the prefix may be evicted. No effect if the match was used.
+        Idempotent."""
         self._owner.drop(self._lease)
 
     _leave = release
@@ -166,12 +169,12 @@ class PrefixMatch(Scoped):
 
 
 class Leases:
-    """The leases on a cache's prefixes. The caller holds the cache's lock, except for `drop`.
+    """The leases on a cache's prefixes. All calls except `drop` require the cache's lock.
 
     Args:
-        tree: the prefixes.
+        tree: the recorded prefixes.
         journal: the cache's journal.
-        lockstep: several ranks must return the same results.
+        lockstep: True if several ranks must return the same results.
     """
 
     def __init__(self, tree: PrefixTree[_Spans], journal: Journal, *, lockstep: bool) -> None:
@@ -179,25 +182,26 @@ class Leases:
         self._journal = journal
         self._tree = tree
         self._open: dict[Lease, None] = {}
-        self._dropped: dict[Lease, None] = {}  # to be ended by the next `collect`
+        self._dropped: dict[Lease, None] = {}  # the next `collect` ends these
 
     def __bool__(self) -> bool:
         self.collect()
         return bool(self._open)
 
     def has(self, lease: Lease) -> bool:
-        """True if a lease still pins its node, and was not undone after an exception."""
+        """True if a lease still pins its node: it was neither ended nor undone after an
+        exception."""
         return lease in self._open
 
     def add(self, node: Node[_Spans]) -> Lease:
-        """Lease a node and pin it; a root needs no pin."""
+        """Leases a node and pins it; a root needs no pin."""
         lease = Lease(node)
         if node.parent is not None:
             self._journal.change([*self._tree.pin_edits([node], ()), [self._open, lease, None]])
         return lease
 
     def drop(self, lease: Lease) -> None:
-        """Queues a lease to be ended; from any thread, at any time. Idempotent."""
+        """Queues a lease to be ended. May be called from any thread, at any time. Idempotent."""
         if lease in self._open:
             self._dropped[lease] = None
 
@@ -215,7 +219,7 @@ class Leases:
         self._journal.change(edits)
 
     def end_lease_edits(self, lease: Lease) -> list[list[Any]]:
-        """Returns the edits that end a lease; the caller takes over its pin."""
+        """Returns the edits that end a lease but leave its pin to the caller."""
         return [[self._open, lease, ...], [self._dropped, lease, ...]]
 
     def end_all(self) -> None:
@@ -224,7 +228,7 @@ class Leases:
             self.end(lease)
 
     def nodes(self) -> list[Node[_Spans]]:
-        """Returns the leased nodes, once for each lease."""
+        """Returns the leased nodes, each once per lease."""
         self.collect()
         return [lease.node for lease in self._open]
 
@@ -243,13 +247,13 @@ def evicted(length: int) -> PrefixEvicted:
 
 
 class PrefixCache:
-    """The recorded prefixes of one or more groups of layers with the same requests.
+    """The recorded prefixes of a cache's groups of layers.
 
-    A `slot` argument is the first group's; a request has the same index in all groups. `place` is
-    the index of a group. The caller holds the cache's lock.
+    A `slot` argument is a slot of the first group; a request has the same index in all groups.
+    `place` is the index of a group. The caller holds the cache's lock.
 
     Args:
-        layouts: layouts of the groups, which `join` in this order and share a budget.
+        layouts: the layouts of the groups, in the order in which the groups `join`.
         journal: the cache's journal.
         lockstep: see `SlotTable`.
 
@@ -257,8 +261,8 @@ class PrefixCache:
         tree: prefixes by token ids; each group's spans are held in its `Reclaimer.shared`.
         unit: tokens per sharing unit.
         unit_pages: for each group, pages per tensor of a sharing unit.
-        leases: prefixes that matches keep from eviction.
-        host: rows of evicted prefixes in host memory.
+        leases: the leases, which protect matched prefixes from eviction.
+        host: the rows of evicted prefixes in host memory.
     """
 
     _table: SlotTable
@@ -284,11 +288,11 @@ class PrefixCache:
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.change)
         self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
-        self._supported: ContextInfo | None = None  # the context for which `require` succeeded
+        self._supported: ContextInfo | None = None  # set once `require` has succeeded
         self.host = HostPrefixes(layouts, self.unit_pages)
 
     def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
-        """Adds the next group, when it is made."""
+        """Adds the next group, when it is created."""
         if not self._groups:
             self._table, self._rows = group.table, group.pager.columns
         self._groups.append(group)
@@ -314,14 +318,15 @@ class PrefixCache:
             for group, one, unit in each:
                 group.share(one, units * unit, unit)
         node, length = self._insert(each, ids, found)
-        # A slot whose tokens another request has recorded shares no pages and pins nothing.
+        # If another request recorded these tokens, the slot shares no pages with it and needs no
+        # pin.
         if length and slot.span.pages and node not in slot.pins:
             self._journal.change(self.slot_pin_edits(slot, [*slot.pins, node]))
         return self._ends(self.tree.match(ids)) if self._sliding else length
 
     @property
     def records(self) -> bool:
-        """True if rows can be recorded at all: no group has a state."""
+        """True if rows can be recorded at all, that is, if no group has a state."""
         return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
@@ -330,7 +335,8 @@ class PrefixCache:
         return any(units * unit > one.shared for _, one, unit in each)
 
     def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
-        """Returns, by group with a window, the first page whose rows the request holds."""
+        """Returns, for each group with a window, its index and the first page whose rows the
+        request holds."""
         found = []
         for place in self._sliding:
             group, window = self._groups[place], self._windows[place]
@@ -342,8 +348,8 @@ class PrefixCache:
         """Records the rows of a slot that is about to be freed; `event`: its last GPU work.
 
         Returns:
-            Whether the slot's shared pages equal the recorded ones: a request that begins with them
-            can continue in this slot.
+            True if the slot's shared pages are the recorded pages, so that a request that begins
+            with them can continue in this slot.
         """
         ids, each, found, units = self._look(slot, tokens, namespace)
         if units:
@@ -373,12 +379,12 @@ class PrefixCache:
     def _look(
         self, slot: Slot, tokens: Any, namespace: Hashable
     ) -> tuple[TokenIds, list[tuple[Sharing, Slot, int]], Match[_Spans], int]:
-        """Matches the rows that a request holds with the recorded prefixes.
+        """Looks up the rows that a request holds in the recorded prefixes.
 
         Returns:
             The ids of the rows; for each group, the request's slot and the pages per tensor of a
-            unit; the match; and the whole units that the request holds, or 0 if they are recorded
-            already or the slot lacks some of the missing rows.
+            unit; the match; and the number of full units that the request holds, or 0 if they are
+            already recorded or the slot does not have all of the rows to record.
         """
         if self._groups[0].mapper.context.info is not self._supported:
             self.require("record")
@@ -406,10 +412,10 @@ class PrefixCache:
     def _insert(
         self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
     ) -> tuple[Node[_Spans], int]:
-        """Records the rows that a request shares, of which the tree already has `found`.
+        """Records the rows that a request shares; `found`: the part that the tree already has.
 
         Returns:
-            The node of the last recorded unit, and the tokens up to there.
+            The node of the last recorded unit, and the number of tokens up to its end.
         """
         count = units = len(ids.data) // ID_BYTES // self.unit if self._restores else 0
         for _, one, unit in each if units else ():
@@ -435,9 +441,9 @@ class PrefixCache:
         return node, length
 
     def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
-        """Fills in windows at the ends of a path's nodes, from pages that a request shares.
+        """Fills in missing windows at the ends of a path's nodes, from pages that a request shares.
 
-        Keeps a node's pages that reach further back than the request's.
+        Keeps a node's pages if they reach at least as far back as the request's.
         """
         for place, first in self._firsts(slots[0]):
             slot, unit, layout = slots[place], self.unit_pages[place], self._layouts[place]
@@ -451,7 +457,7 @@ class PrefixCache:
                 each = list(one.span.each)
                 before, each[place] = each[place], Span(span.parts, unit)
                 shared.hold(span)
-                self.tree.replace(one, _Spans(each, one.units))  # no window has keys
+                self.tree.replace(one, _Spans(each, one.units))  # keys are not used with windows
                 self._groups[place].reclaimer.unref(before)
                 self._groups[place].reclaimer.release_kept(before)
 
@@ -465,23 +471,23 @@ class PrefixCache:
         return span
 
     def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
-        """Returns a group's first `pages` pages on the path to a node, as one span."""
+        """Returns a group's first `pages` pages on the path to a node, as a single span."""
         first, *others = node.path()
         span = first.span.each[place]
         for one in others:
             span = span + one.span.each[place]
         return span if span.pages == pages else span.slice(0, pages)
 
-    # ---- what requests keep ----------------------------------------------------------------------
+    # ---- pins of requests ------------------------------------------------------------------------
 
     def slot_pin_edits(self, slot: Slot, pins: list[Node[_Spans]]) -> list[list[Any]]:
-        """Returns the edits that make a slot pin these nodes instead of its present ones."""
+        """Returns the edits that replace a slot's pins with pins on these nodes."""
         for node in slot.pins:
             self.tree.touch(node)
         return [*self.tree.pin_edits(pins, slot.pins), [slot, "pins", pins]]
 
     def shorten_edits(self, slot: Slot, rows: int) -> list[list[Any]]:
-        """Returns the edits that make a slot pin only the prefixes of its first `rows` rows."""
+        """Returns the edits that reduce a slot's pins to the prefixes of its first `rows` rows."""
         parts = [self.tree.cut_at(node, rows) for node in slot.pins]
         return self.slot_pin_edits(slot, [node for node in parts if node.parent is not None])
 
@@ -499,7 +505,7 @@ class PrefixCache:
         if left < 0:
             raise invalid(f"leave is {left}; it must not be negative")
         limit = max(0, min(count - left, self._groups[0].config.max_seq_len))
-        found = self.tree.match(ids, limit)  # counts as a use of the whole run
+        found = self.tree.match(ids, limit)  # marks even the part that is not matched as used
         length, node = found.length, found.node
         if self._sliding:
             length = self._ends(found)
@@ -511,12 +517,14 @@ class PrefixCache:
         return match
 
     def in_host(self, match: PrefixMatch) -> list[Key]:
-        """Returns the keys after a match that host memory still keeps; counts as a use."""
+        """Returns the keys of the units after a match that are still in host memory; marks them as
+        used."""
         end = match.length + match.in_host
         return self.host.find(match.ids, self.unit, match.length, end)
 
     def _ends(self, found: Match[_Spans]) -> int:
-        """Returns the length of a match's longest part at whose end every group has its window."""
+        """Returns the length of the longest part of a match that ends where every group has its
+        window."""
         units, before = found.length // self.unit, -1
         while units != before:
             before = units
@@ -525,7 +533,8 @@ class PrefixCache:
         return units * self.unit
 
     def _end(self, place: int, parts: Sequence[tuple[_Spans, int]], units: int) -> int:
-        """Returns the last of `units` units after which a group has its window; 0: none."""
+        """Returns the largest number of units, up to `units`, after which a group has its window;
+        0: none."""
         unit, layout = self.unit_pages[place], self._layouts[place]
         runs: list[tuple[int, int]] = []  # maximal ranges of present pages
         end = 0
@@ -544,10 +553,11 @@ class PrefixCache:
     def wanted(
         self, tokens: Any, leave: int, namespace: Hashable = None
     ) -> tuple[PrefixMatch, int]:
-        """Matches and leases the recorded part of a prompt; returns it and the prompt's length.
+        """Matches and leases the recorded part of a prompt; returns the match and the prompt's
+        length.
 
-        Raises InvalidArgument for bad tokens or more than `max_seq_len`, and PrefixEvicted for a
-        given match whose prefix was evicted.
+        Raises InvalidArgument for bad tokens or more than `max_seq_len`, and PrefixEvicted if
+        `tokens` is a match whose prefix was evicted.
         """
         if isinstance(tokens, PrefixMatch):
             self.renew(self.own(tokens))
@@ -559,16 +569,16 @@ class PrefixCache:
         return self._match(ids, length, leave), length
 
     def own(self, match: PrefixMatch) -> PrefixMatch:
-        """Returns the match; raises InvalidArgument if it is another cache's."""
+        """Returns the match; raises InvalidArgument if it belongs to another cache."""
         if match._owner is not self.leases:
             raise invalid(f"{match!r} belongs to another cache")
         return match
 
     def renew(self, match: PrefixMatch) -> None:
-        """Lease the prefix again if the lease was lost and the prefix is still recorded.
+        """Leases the prefix again if the lease was lost and the prefix is still recorded.
 
         Raises:
-            PrefixEvicted: it is not.
+            PrefixEvicted: the prefix is no longer recorded.
         """
         self.leases.collect()
         if match.length and not self.leases.has(match._lease):
@@ -589,7 +599,7 @@ class PrefixCache:
     def _span(self, place: int, node: Node[_Spans], length: int) -> Span:
         """Returns a group's pages of the first `length` tokens on the path to a node.
 
-        With a window only the window's pages, as far as they are recorded.
+        With a window, only the pages of the window that are recorded.
         """
         unit = self.unit_pages[place]
         pages = length // self.unit * unit
@@ -605,7 +615,7 @@ class PrefixCache:
         return found.slice(first - low, pages - low)
 
     def kept_pages(self, place: int, match: PrefixMatch) -> int:
-        """Returns the pages per tensor that a request that begins with the match saves."""
+        """Returns the pages per tensor that a request saves by beginning with the match."""
         if not match.length:
             return 0
         if place in self._sliding:  # pages before the window stay unmapped
@@ -617,12 +627,13 @@ class PrefixCache:
     def evict(self, place: int, pages: int) -> int:
         """Evicts least recently used prefixes until `pages` pages per tensor are freed.
 
-        Prefixes that a running request began with or recorded go last, and only if some of their
-        pages are unused; the request keeps its own pages. Leased ones stay. Bytes freed in other
-        groups count too, since the groups share a budget.
+        Prefixes that a running request began with or recorded are evicted last, and only if some of
+        their pages are unused; the request keeps its own pages. Leased prefixes are not evicted.
+        Bytes freed in other groups also count, since the groups share a budget.
 
         Returns:
-            Pages per tensor freed, now or when the batches that unmap them are complete.
+            The pages per tensor that are freed, now or when the batches that unmap them are
+            complete.
         """
         self.leases.collect()
         if not self._restores:
@@ -642,7 +653,7 @@ class PrefixCache:
     def evict_all(self, leased: bool = False, forget: bool = False) -> None:
         """Evicts every prefix that no request pins.
 
-        `leased`: end leases first; `forget`: drop the prefixes in host memory, too.
+        `leased`: end leases first; `forget`: also drop the prefixes in host memory.
         """
         self.leases.collect()
         if leased:
@@ -654,13 +665,14 @@ class PrefixCache:
     def evict_units(self, units: int, *, whole: bool = False, store: bool = True) -> int | None:
         """Evicts up to `units` unpinned units.
 
-        The tree drops its references to all their pages before the first call into the context, so
-        an interruption leaves either all or none of them held.
+        The tree drops its references to all of their pages before the first call into the context,
+        so an interruption leaves either all or none of the pages held.
 
-        `store`: copy their rows to host memory, if it keeps prefixes.
+        `store`: copy their rows to host memory, if prefixes are kept there.
 
         Returns:
-            The bytes freed, now or when batches in flight are complete; None: no unit is left.
+            The bytes freed, now or when batches in flight are complete; None: nothing could be
+            evicted.
         """
         back, found = 0, self.tree.evict(units, whole=whole)
         reclaimers = [group.reclaimer for group in self._groups]
@@ -676,11 +688,11 @@ class PrefixCache:
         return back if found else None
 
     def _unpin_all(self) -> bool:
-        """Removes all slots' pins; False, and nothing changed, if that would free no page."""
+        """Removes all slots' pins; False, with nothing changed, if that would not free any page."""
         kept = self.leases.kept()
         for place in range(len(self._groups)):
             if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):
-                break  # recorded, not used by a request, not leased
+                break  # some pages are recorded but neither used nor leased
         else:
             return False
         holders = [slot for slot in self._table if slot.pins]
@@ -689,13 +701,14 @@ class PrefixCache:
         return bool(holders)
 
     def leased(self, place: int) -> int:
-        """Returns the pages per tensor that no request uses but leases keep from eviction."""
+        """Returns the pages per tensor that no request uses but that leases protect from
+        eviction."""
         if not self.leases:
             return 0
         return self._kept_pages(place, self.leases.kept())
 
     def _kept_pages(self, place: int, nodes: Iterable[Node[_Spans]]) -> int:
-        """Returns a group's pages per tensor that no request uses and that these nodes hold."""
+        """Returns a group's pages per tensor that these nodes hold and no request uses."""
         shared = self._groups[place].reclaimer.shared
         return shared.kept(node.span.each[place] for node in nodes)
 
@@ -706,7 +719,7 @@ class PrefixCache:
         return [node.span.each[place] for node in self.tree]
 
     def pages(self, place: int) -> int:
-        """Returns a group's recorded pages per tensor."""
+        """Returns the number of a group's recorded pages per tensor."""
         if place in self._sliding:
             return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]
@@ -722,7 +735,7 @@ class PrefixCache:
             wanted[node] = wanted.get(node, 0) + 1
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
-                found.append(f"{node!r} has {node.pins} pins, unlike slots and leases")
+                found.append(f"{node!r} has {node.pins} pins, which differs from slots and leases")
             for place, span in enumerate(node.span.each):
                 missing = node.span.missing(place)
                 if missing < 0 or (missing and place not in self._sliding):

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: MIT
 """A radix tree over token ids: recorded prefixes, and the longest match of a prompt.
 
-The order of use holds every node except the roots. A use moves the whole path to the end, the
+All nodes except roots are in a list ordered by last use. A use moves the whole path to the end,
 deepest node first, so a node follows its children, and eviction normally finds a leaf at the front.
-A node at the front that cannot be evicted (pinned, above a pinned node, or left by an interrupted
-use) is moved to the end: so nothing has to be recorded about the ancestors of a pinned node.
+A node at the front that cannot be evicted (pinned, an ancestor of a pinned node, or out of order
+after an interrupted use) is moved to the end. So the ancestors of a pinned node need no mark.
 
-Ids are compared in whole *units*, the smallest number of tokens that requests can share: fewer
-would end in the middle of a page. A node holds a run of units, and the caller's *span* for them
-(the pages that hold their keys and values). Children are keyed by the first unit of their runs:
+Ids are compared in *units*, the smallest number of tokens that requests can share: fewer would end
+in the middle of a page. A node holds a run of units, and the caller's *span* for them (the pages
+with their keys and values). Children are keyed by the first unit of their runs:
 
     root --[system prompt: 6 units]--+--[question A: 2 units]
                                      +--[question B: 3 units]--[next turn: 4 units]
 
-Every namespace (`TokenIds.namespace`) has its own root; order, counts and eviction cover all of
-them. A run is split where a new prefix diverges in its middle; each half gets its part of the span.
-The old node becomes the lower half, so that its end and its pins stay valid.
+Every namespace (`TokenIds.namespace`) has its own root; the order, the counts and eviction cover
+all namespaces. If a new prefix diverges in the middle of a run, the run is split, and each half
+gets its part of the span. The old node becomes the lower half, so that its end and its pins stay
+valid.
 
-All changes except those of the order are edits (see `Outcome`), one C call for each change. The
-tree knows nothing about memory and calls no driver. Not thread-safe: the caller holds a lock.
+All changes except those to the order are edits (see `Outcome`), one C call per change. The tree
+does not manage memory and makes no driver calls. Not thread-safe: the caller must hold a lock.
 """
 
 from __future__ import annotations
@@ -54,20 +55,21 @@ MAX_ID = (1 << 32) - 1
 class TokenIds:
     """A sequence of token ids in the form that `PrefixTree` compares. Immutable.
 
-    Made once per prompt and used in several calls, it saves converting the ids again, which takes
-    longer than comparing them: `vmem bench prefixes` measures both.
+    Make it once per prompt to use it in several calls: converting the ids takes longer than
+    comparing them (`vmem bench prefixes` measures both).
 
     Args:
         tokens: ids from 0 to 2**32 - 1: a list or another sequence of whole numbers, an
-            ``array.array``, a one-dimensional numpy array or torch tensor of integers (one on a GPU
+            ``array.array``, a one-dimensional numpy array or torch tensor of integers (a GPU tensor
             is copied, which waits for its stream), or a `TokenIds`.
-        namespace: what the keys and values depend on besides the ids: an adapter, an image, a
-            tenant. Equal ids of different namespaces are different prefixes. None, the default, is
-            a namespace too; a `TokenIds` passed without one keeps its own.
+        namespace: whatever the keys and values depend on in addition to the ids, such as an
+            adapter, an image or a tenant. Equal ids in different namespaces are different prefixes.
+            None, the default, is also a namespace; but for a `TokenIds`, None keeps its own
+            namespace.
 
     Raises:
-        InvalidArgument: an id out of range, no whole number, more than one dimension, or text; a
-            namespace that cannot be hashed, or that differs from that of the given `TokenIds`.
+        InvalidArgument: an id out of range or not a whole number, more than one dimension, or text;
+            a namespace that cannot be hashed, or that differs from the namespace of the `TokenIds`.
     """
 
     __slots__ = ("data", "namespace")
@@ -81,14 +83,16 @@ class TokenIds:
 
     @classmethod
     def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
-        """Returns `tokens` itself if it is a `TokenIds` of that namespace, else converts it."""
+        """Returns `tokens` itself if it is a `TokenIds` in that namespace, otherwise converts
+        it."""
         if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
             return tokens
         return cls(tokens, namespace)
 
     @classmethod
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
-        """Makes ids from native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
+        """Makes ids from native 32-bit words. Raises InvalidArgument if not a multiple of 4
+        bytes."""
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
@@ -120,7 +124,7 @@ class TokenIds:
 
 
 def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
-    """The namespace passed with the ids, or their own."""
+    """Returns the namespace passed with the ids or, if None, their own."""
     try:
         hash(namespace)
     except TypeError:
@@ -129,24 +133,24 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
         same = bool(namespace == namespace)
     except (TypeError, ValueError, RuntimeError):
         same = False
-    if not same:  # NaN, an array: it cannot be told from others
+    if not same:  # such as NaN or an array, which are useless as keys
         raise invalid(f"namespace {_brief(namespace)} does not equal itself")
     own = tokens.namespace if isinstance(tokens, TokenIds) else None
     if own is None or namespace is None or namespace == own:
         return own if namespace is None else namespace
-    raise invalid(f"namespace {namespace!r:.40}: the ids are of {own!r:.40}")
+    raise invalid(f"namespace {namespace!r:.40}: the ids belong to {own!r:.40}")
 
 
 def _encode(tokens: Any) -> bytes:
     if isinstance(tokens, TokenIds):
         return tokens.data
-    if hasattr(tokens, "is_floating_point"):  # torch's; numpy does not know bfloat16
+    if hasattr(tokens, "is_floating_point"):  # a torch tensor; numpy has no bfloat16
         if tokens.is_floating_point():
             raise invalid(f"token ids must be whole numbers, not a tensor of {tokens.dtype}")
         tokens = tokens.detach().cpu().numpy()
     if hasattr(tokens, "__array_interface__"):
         return _encode_numpy(tokens)
-    # Bytes could be ids or text: the caller says which, by an array.
+    # Bytes could be ids or text; for ids, the caller must pass an array.
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, (Sequence, array)):
         raise invalid(f"token ids must be a sequence of whole numbers, not {_brief(tokens)}")
     try:
@@ -169,7 +173,7 @@ def _encode_numpy(tokens: Any) -> bytes:
 
 
 def _wrong(tokens: Sequence[Any]) -> Exception:
-    """The error for an invalid sequence; names the first bad element."""
+    """Returns the error for an invalid sequence; names the first bad element."""
     for place, value in enumerate(tokens):
         try:
             array("I", [value])
@@ -192,9 +196,9 @@ class Change(NamedTuple):
     """Units that were recorded or evicted.
 
     Attributes:
-        stored: recorded; else evicted.
+        stored: True if recorded, False if evicted.
         ids: the prefix that ends with the units.
-        first: index of the first changed unit; the earlier ones are unchanged.
+        first: index of the first changed unit; earlier units are unchanged.
         number: sequence number of the change, from 0.
     """
 
@@ -205,17 +209,17 @@ class Change(NamedTuple):
 
 
 class Span(Protocol):
-    """The caller's payload for a run of units, opaque except for this."""
+    """The caller's payload for a run of units; the tree uses only these members."""
 
     @property
     def pages(self) -> int:
-        """Pages of the span, as the tree counts them; constant while it is in the tree."""
+        """The number of pages of the span; must not change while it is in the tree."""
         ...
 
     def split(self: S, units: int) -> tuple[S, S]:
-        """Splits into the span of the first `units` units and the rest, each at least one unit.
+        """Splits into spans of the first `units` units and of the remaining units, both not empty.
 
-        Together they have the same pages; the original is not used again. Must not fail, or
+        The two have the same pages as the original, which is not used again. Must not fail, or
         `PrefixTree.evict` would lose spans already evicted.
         """
         ...
@@ -225,15 +229,15 @@ S = TypeVar("S", bound=Span)
 
 
 class Node(Generic[S]):
-    """A run of units that continues its parent's. Changed only by the tree.
+    """A run of units that continues its parent's run. Changed only by the tree.
 
     Attributes:
         namespace: namespace of the prefix; the root's key.
-        parent: None for a root, and for an evicted node.
-        units: length of the run.
-        end: tokens from the start of the prefix to the end of this run.
+        parent: the parent node; None for a root, and for an evicted node.
+        units: length of the run, in units.
+        end: number of tokens from the start of the prefix to the end of this run.
         pins: number of pins; a pinned node is not evicted.
-        span: the caller's payload. A root has none: InvalidArgument.
+        span: the caller's payload. Raises InvalidArgument for a root, which has none.
     """
 
     __slots__ = (
@@ -257,7 +261,7 @@ class Node(Generic[S]):
         self.end = end
         self.pins = 0
         self._run = run
-        self._children: dict[bytes, Node[S]] = {}  # by the first unit of their runs
+        self._children: dict[bytes, Node[S]] = {}  # keyed by the first unit of their runs
 
     def __getattr__(self, name: str) -> Any:
         if name == "span":
@@ -266,16 +270,16 @@ class Node(Generic[S]):
 
     @property
     def is_leaf(self) -> bool:
-        """True if no recorded prefix continues from it."""
+        """True if no recorded prefix continues from this node."""
         return not self._children
 
     @property
     def children(self) -> list[Node[S]]:
-        """The continuing runs, in the order they were recorded."""
+        """The runs that continue this one, in the order in which they were recorded."""
         return list(self._children.values())
 
     def path(self) -> list[Node[S]]:
-        """Returns the nodes from below the root to this one."""
+        """Returns the nodes on the path to this node, without the root."""
         nodes = []
         node: Node[S] = self
         while node.parent is not None:
@@ -284,11 +288,11 @@ class Node(Generic[S]):
         return nodes[::-1]
 
     def tokens(self) -> TokenIds:
-        """Returns the whole prefix, up to `end`."""
+        """Returns the prefix from its start to `end`."""
         return TokenIds.from_bytes(b"".join(node._run for node in self.path()), self.namespace)
 
     def below(self) -> Iterator[Node[S]]:
-        """Yields this node and all below it, parents before children."""
+        """Yields this node and all nodes below it, parents before children."""
         waiting: list[Node[S]] = [self]
         while waiting:
             node = waiting.pop()
@@ -304,10 +308,10 @@ class Match(Generic[S]):
     """The recorded part of a prompt.
 
     Attributes:
-        length: tokens, a multiple of the unit.
-        parts: the spans in order, each with the number of its units that match: all, except perhaps
-            in the last.
-        node: the last span's node; the root for no match.
+        length: number of tokens, a multiple of the unit.
+        parts: the spans in order, each with the number of its units that match: all of them, except
+            perhaps in the last span.
+        node: the last span's node; the root if nothing matches.
     """
 
     length: int
@@ -317,12 +321,12 @@ class Match(Generic[S]):
 
 @dataclass(frozen=True)
 class Inserted(Generic[S]):
-    """Result of `PrefixTree.insert`.
+    """The result of `PrefixTree.insert`.
 
     Attributes:
-        node: the node that holds the last whole unit; the root if there is no whole unit.
-        length: tokens of the prefix that the tree now holds, a multiple of the unit.
-        start: of these, the tokens that it held before; `length` if nothing is new.
+        node: the node that holds the last full unit; the root if there is none.
+        length: number of the prefix's tokens that the tree now holds, a multiple of the unit.
+        start: number of its tokens that the tree held before; `length` if nothing is new.
     """
 
     node: Node[S]
@@ -336,14 +340,14 @@ def walk(
     """Walks down the tree as far as it matches `data`.
 
     Args:
-        root: where to begin.
+        root: the node to begin at.
         data: ids as bytes.
-        end: bytes of `data` to compare, whole units.
-        width: bytes of a unit.
+        end: number of bytes of `data` to compare, a multiple of `width`.
+        width: bytes per unit.
 
     Returns:
-        The last node; the spans on the path, each with its number of matching units; the number of
-        matching bytes.
+        The last node; the spans on the path, each with the number of its units that match; the
+        number of matching bytes.
     """
     node, at = root, 0
     parts: list[tuple[S, int]] = []
@@ -364,9 +368,9 @@ def walk(
 
 
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
-    """Counts the units that a run and the ids have in common; the first is known to match.
+    """Counts the units that a run and the ids have in common; the first unit must match.
 
-    Bisection: compares half of the range at once, then continues in one half.
+    Bisects: compares half of the range in one comparison, then continues in one of the halves.
     """
     low, high = 1, min(len(run), end - at) // width
     while low < high:
@@ -379,32 +383,31 @@ def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
 
 
 def _change(edits: list[list[Any]]) -> None:
-    """Makes edits that are never undone."""
+    """Applies edits without recording how to undo them."""
     _native.change([False, edits])
 
 
-_MAX_UNIT = 1 << 30  # tokens; a sanity bound
+_MAX_UNIT = 1 << 30  # tokens; a sanity limit
 
 
 class PrefixTree(Generic[S]):
-    """Prefixes and the spans that hold them. Not thread-safe.
+    """Recorded prefixes and the spans that hold their rows. Not thread-safe.
 
-    Every method with a `tokens` argument takes what `TokenIds` takes. Tokens past the last whole
-    unit are ignored.
+    An argument `tokens` may be anything that `TokenIds` accepts. Tokens past the last full unit are
+    ignored.
 
     Args:
-        unit: tokens in a unit, at least 1.
-        change: applies edits of the tree, such as `Journal.change`; default: edits are never
-            undone.
+        unit: tokens per unit, at least 1.
+        change: applies edits of the tree, such as `Journal.change`; None: edits cannot be undone.
 
     Attributes:
-        root: the empty prefix without a namespace.
-        roots: by a 1-tuple of the namespace (an edit cannot have a str key). Roots other than
-            `root` exist only while they have a prefix.
-        tokens, pages: totals in the tree.
-        changes: units recorded and evicted since the last `changes_after`; None: not collected.
-        dropped: number of changes before these.
-        told: number of the last change that the caller has passed on; maintained by the caller.
+        root: the root of prefixes without a namespace.
+        roots: roots, keyed by a 1-tuple of the namespace, since an edit's key must not be a str. A
+            root other than `root` exists only while it has a prefix.
+        tokens, pages: total numbers in the tree.
+        changes: changes not yet dropped by `changes_after`; None: not collected.
+        dropped: number of earlier changes, which were dropped.
+        told: number of the last change that the caller has passed on; set by the caller.
 
     Raises:
         InvalidArgument: `unit` is not a whole number or not positive.
@@ -431,16 +434,16 @@ class PrefixTree(Generic[S]):
     # ---- looking up and recording ----------------------------------------------------------------
 
     def match(self, tokens: Any, limit: int | None = None) -> Match[S]:
-        """Finds the longest recorded prefix of `tokens`. Counts as a use of it.
+        """Finds the longest recorded prefix of `tokens` and marks it as used.
 
         Args:
             tokens: the prompt.
-            limit: most tokens to compare. An engine that must compute the last token passes the
-                prompt's length less one.
+            limit: maximum number of tokens to compare. An engine that must compute the last token
+                passes the prompt's length minus 1.
 
-        Cost: a dictionary lookup for each node on the path, and a comparison and at most one copy
-            of
-        the bytes matched. Changes only the order of use.
+        Costs a dictionary lookup per node on the path, and a comparison and at most one copy of the
+        bytes matched. Changes only the order of last use.
+
         Raises:
             InvalidArgument: bad tokens, or a negative `limit`.
         """
@@ -455,17 +458,18 @@ class PrefixTree(Generic[S]):
     def insert(
         self, tokens: Any, make: Callable[[int, int], S], found: Match[S] | None = None
     ) -> Inserted[S]:
-        """Records a prefix. Counts as a use of it.
+        """Records a prefix and marks it as used.
 
         Args:
-            tokens: the whole prefix, from its first token.
-            make: called once with the first new unit and the last + 1, if any is new; returns their
-                span, which the tree owns from then on.
-            found: result of `match` for the same tokens, if nothing was recorded or evicted since.
+            tokens: the prefix, from its first token.
+            make: if any units are new, called once with the first of them and the last + 1; returns
+                their span, which the tree then owns.
+            found: the result of `match` for the same tokens, if nothing was recorded or evicted
+                since.
 
         Raises:
             InvalidArgument: bad tokens.
-            Any exception of `make`; the tree is then unchanged.
+            Any exception raised by `make`; the tree is then unchanged.
         """
         ids, end = self._whole(tokens, None)
         root = self.roots.get((ids.namespace,))
@@ -492,10 +496,11 @@ class PrefixTree(Generic[S]):
     # ---- pins ------------------------------------------------------------------------------------
 
     def cut_at(self, node: Node[S], length: int) -> Node[S]:
-        """Returns the node of a path that ends with the last whole unit within `length`, or the
+        """Returns the node of a path that ends with the last full unit within `length`, or the
         root.
 
-        Splits a run that continues past it, so that a pin of the node keeps no more than that.
+        Splits a run that continues past that unit, so that a pin on the node keeps no more than
+        needed.
         """
         end = length // self.unit * self.unit
         while node.parent is not None and node.parent.end >= end:
@@ -508,7 +513,7 @@ class PrefixTree(Generic[S]):
         return node
 
     def pin(self, node: Node[S]) -> None:
-        """Keeps a node and its ancestors from eviction until `unpin`. Pins add up.
+        """Protects a node and its ancestors from eviction until `unpin`. Pins are counted.
 
         Raises:
             InvalidArgument: the node was evicted, or is a root.
@@ -517,7 +522,7 @@ class PrefixTree(Generic[S]):
         self._change(self.pin_edits([node], ()))
 
     def unpin(self, node: Node[S]) -> None:
-        """Undoes one `pin`. Counts as a use.
+        """Undoes one `pin` and marks the prefix as used.
 
         Raises:
             InvalidArgument: the node is not pinned.
@@ -529,7 +534,7 @@ class PrefixTree(Generic[S]):
         self.touch(node)
 
     def pin_edits(self, new: Iterable[Node[S]], gone: Iterable[Node[S]]) -> list[list[Any]]:
-        """Returns the edits that pin and unpin nodes of this tree, once for each occurrence."""
+        """Returns the edits that pin and unpin nodes of this tree, once per occurrence."""
         pins: dict[Node[S], int] = {}
         for nodes, by in ((new, 1), (gone, -1)):
             for node in nodes:
@@ -537,7 +542,7 @@ class PrefixTree(Generic[S]):
         return [[node, "pins", count] for node, count in pins.items()]
 
     def touch(self, node: Node[S]) -> None:
-        """Records a use of a path: move it to the end of the order, children before parents."""
+        """Marks a path as used: moves it to the end of the order, children before parents."""
         while node.parent is not None:
             self._order.move_to_end(node)
             node = node.parent
@@ -545,16 +550,16 @@ class PrefixTree(Generic[S]):
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
-        """Gives a node another span with as many pages; the caller then owns the old span."""
+        """Replaces a node's span with one of as many pages; the caller then owns the old span."""
         self._change([[node, "span", span]])
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
-        """Evicts leaves, least recently used first, until `pages` pages are out of the tree.
+        """Evicts leaves, least recently used first, until `pages` pages have left the tree.
 
-        The last leaf loses only as many units at its end as needed, unless `whole`.
+        The last leaf loses only as many units at its end as necessary, unless `whole` is set.
 
         Returns the evicted spans, in order, which the caller then owns; fewer pages than requested
-        if the rest is pinned. InvalidArgument: `pages` is negative.
+        if all others are pinned. Raises InvalidArgument if `pages` is negative.
         """
         if pages < 0:
             raise invalid(f"pages is {pages}; it must not be negative")
@@ -578,7 +583,7 @@ class PrefixTree(Generic[S]):
         return len(self._order)
 
     def __contains__(self, node: Node[S]) -> bool:
-        """True for a node of this tree, other than a root."""
+        """True if the node is in this tree and is not a root."""
         return node in self._order
 
     def __iter__(self) -> Iterator[Node[S]]:
@@ -589,13 +594,13 @@ class PrefixTree(Generic[S]):
             yield from nodes
 
     def check(self) -> list[str]:
-        """Checks the tree's invariants; returns every contradiction, as text. Visits all nodes."""
+        """Checks the tree's invariants; returns contradictions as text. Visits all nodes."""
         return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
-        """Appends the edit that reports a leaf as cut to its first `stay` units."""
+        """Appends the edit that adds a change: the leaf has lost all but its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             edits.append(self._note(False, node.tokens(), first))
@@ -624,7 +629,7 @@ class PrefixTree(Generic[S]):
         return after[:]
 
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
-        """Returns the ids, and the end of their last whole unit, in bytes."""
+        """Returns the ids, and the end of their last full unit, in bytes."""
         ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
         data = ids.data
         if limit is not None and limit < 0:
@@ -633,9 +638,9 @@ class PrefixTree(Generic[S]):
         return ids, end // self._width * self._width
 
     def _split(self, node: Node[S], units: int, edits: list[list[Any]]) -> Node[S]:
-        """Appends edits that move a run's first units into a new node above; returns that node.
+        """Appends edits that move a run's first units into a new parent node; returns that node.
 
-        The caller must `touch` the result, so that its ancestors follow it in the order.
+        The caller must `touch` the result, so that it precedes its ancestors in the order.
         """
         parent = node.parent
         assert parent is not None
@@ -687,7 +692,8 @@ class PrefixTree(Generic[S]):
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
-        """Removes a leaf, or only the last units, which hold `pages` pages; returns the span."""
+        """Removes a leaf, or only its last units if these hold `pages` pages; returns their
+        span."""
         held = leaf.span.pages
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:
@@ -709,7 +715,7 @@ class PrefixTree(Generic[S]):
     def _own(self, node: Node[S]) -> None:
         """Raises InvalidArgument for a root, an evicted node, or a node of another tree."""
         if node not in self:
-            raise invalid(f"the prefix of {node.end} tokens was evicted, or is of another tree")
+            raise invalid(f"the prefix of {node.end} tokens is not in this tree, or was evicted")
 
 
 def _check(tree: PrefixTree[S]) -> list[str]:
@@ -725,7 +731,7 @@ def _check(tree: PrefixTree[S]) -> list[str]:
         if getattr(tree, name) != value:
             found.append(f"{name} is {getattr(tree, name)}; the nodes have {value}")
     if tree._order.keys() != set(nodes):
-        found.append(f"{len(tree)} nodes are in the order of use, of {len(nodes)}")
+        found.append(f"the order of use has {len(tree)} nodes, the tree {len(nodes)}")
     for (namespace,), root in tree.roots.items():
         of = "" if namespace is None else f" of {namespace!r:.40}"
         if root.namespace != namespace or root.parent is not None:
@@ -742,9 +748,9 @@ def _node(tree: PrefixTree[S], node: Node[S]) -> list[str]:
     if node.units < 1 or len(node._run) != node.units * width:
         found.append(f"{len(node._run)} bytes of tokens are not {node.units} units, or none")
     if parent._children.get(node._run[:width]) is not node:
-        found.append("its parent has it under another unit")
+        found.append("its parent lists it under another unit")
     if node.end != parent.end + node.units * tree.unit:
         found.append(f"its parent ends at token {parent.end}")
     if node.namespace != parent.namespace:
-        found.append(f"its namespace is {node.namespace!r:.40}, its parent's another")
+        found.append(f"its namespace is {node.namespace!r:.40}, its parent's differs")
     return found

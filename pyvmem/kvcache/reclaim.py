@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Reclaiming pages: chooses victims, unmaps them in the background, and records the results.
+"""Reclaims pages: chooses victims, unmaps them in the background, and records the results.
 
-The caller of every function here holds the cache's lock.
+Every function here requires the cache's lock.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ __all__ = ["Reclaimer", "wait_for_unmaps"]
 
 _log = logging.getLogger(__name__)
 
-_SLICE_S = 0.0005  # how long to wait for one of several unfinished unmaps before trying the next
+_SLICE_S = 0.0005  # how long to wait for one of several unmaps before checking the next
 
 
 class Evictable(Protocol):
-    """Pages that no request uses, evicted when memory is short: recorded prefixes."""
+    """Recorded prefixes: their pages can be evicted while no request uses them."""
 
     def evict(self, place: int, pages: int) -> int:
-        """Evicts until `pages` pages per tensor are freed, or all; returns how many are freed."""
+        """Evicts until `pages` pages per tensor are freed, or as many as possible; returns the
+        number."""
 
     def leased(self, place: int) -> int:
         """Returns the pages per tensor that no request uses but that cannot be evicted."""
@@ -55,22 +56,22 @@ class Share(Protocol):
     """A cache's part of a budget shared by several caches. Sizes are bytes."""
 
     def room(self) -> int:
-        """Returns what the cache could take now as far as the other caches are concerned."""
+        """Returns the bytes that the other caches currently leave for this cache."""
 
     def total(self) -> int:
         """Returns the size of the budget."""
 
     def within_reach(self) -> int:
-        """Returns `room` after the other caches have returned all pages that no request owns."""
+        """Returns what `room` would be if the other caches returned all unowned pages."""
 
     def others(self) -> list[Reclaimer]:
         """Returns the reclaimers of the other caches."""
 
     def returning(self) -> int:
-        """Returns what the other caches are unmapping now, above their floors."""
+        """Returns the bytes above their floors that the other caches are unmapping."""
 
     def finish_idle(self) -> None:
-        """Waits for the other caches' growths that no request waits for."""
+        """Waits for in-flight growths of the other caches that no request is waiting for."""
 
     def poll(self) -> None:
         """Completes finished batches of the other caches."""
@@ -79,16 +80,17 @@ class Share(Protocol):
         """Cancels promotions in the other caches; returns whether there were any."""
 
     def unsettled(self, *, promoting: bool = True) -> int:
-        """Returns what the other caches would return after a wait, above their floors."""
+        """Returns the bytes above their floors that the other caches would free after a wait."""
 
     def leaving(self) -> int:
-        """Returns what the other caches free as slots that map evicted prefixes are unmapped."""
+        """Returns the bytes that the other caches will free by unmapping evicted prefixes."""
 
     def excluding(self, own: Collection[Reclaimer]) -> Share:
         """Returns the same share, with `own` not counted among the other caches."""
 
     def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Makes the other caches begin to unmap unowned pages until `nbytes` are in flight."""
+        """Makes the other caches start unmapping unowned pages until `nbytes` are being
+        unmapped."""
 
     def evict(self, nbytes: int) -> int:
         """Makes the other caches evict `nbytes` of recorded prefixes that no request uses.
@@ -97,38 +99,39 @@ class Share(Protocol):
         """
 
     def beyond(self) -> int:
-        """Returns an estimate of how much the budget could still grow; may be out of date."""
+        """Returns how much the budget could still grow; may be out of date."""
 
     def take(self, nbytes: int) -> None:
-        """Grows the budget by up to `nbytes`, as far as possible without waiting."""
+        """Grows the budget by up to `nbytes`, as much as possible without waiting."""
 
     def ask(self, nbytes: int) -> None:
         """Posts a shortage of `nbytes` to other processes, if the budget cannot cover it."""
 
     def engines(self) -> list[tuple[str, int]]:
-        """Returns the other engines of the ledger, as text, and the mappings of each."""
+        """Returns name and number of driver mappings of each other engine in the ledger."""
 
     def check(self) -> list[str]:
         """Returns contradictions in the budget's records, as text."""
 
 
 class Reclaimer:
-    """Unmaps pages without an owner in the background, after their last owners' GPU work.
+    """Unmaps unowned pages in the background, after their last owners' GPU work.
 
     Attributes:
-        limit: most physical pages that the cache may have.
-        watermark: fraction of `limit` below which free memory is scarce.
-        device_pages: physical device pages of the cache, shared ones once, including pages being
-            unmapped.
-        off_device: physical pages outside the device, by tier; not in `device_pages`.
+        limit: maximum number of physical pages that the cache may have.
+        watermark: free memory below this fraction of `limit` is scarce.
+        device_pages: number of physical device pages of the cache; counts shared pages once, and
+            includes pages being unmapped.
+        off_device: number of physical off-device pages, by tier; not in `device_pages`.
         own_off_device: cached result of `Group.own_off_device`; None: out of date.
         shared: refcounts of shared pages.
         unmaps: unmaps in flight, or finished but not yet recorded.
-        errors: failures of background batches that no call has raised yet.
-        slid: pages per tensor that left the windows of running requests.
+        errors: failures of background batches, still to be raised by a call.
+        slid: pages per tensor that have left the windows of running requests.
         coming: pages per tensor in `unmaps`.
-        share: the cache's part of a budget; None: the cache has a limit of its own.
-        block: pages per 2 MiB block if memory is placed by blocks (`Runs.provide`); else 0.
+        share: the cache's part of a budget; None: the cache has no budget.
+        block: pages per 2 MiB block if memory is allocated in such blocks (`Runs.provide`);
+            otherwise 0.
     """
 
     def __init__(
@@ -162,11 +165,12 @@ class Reclaimer:
 
     @property
     def low_pages(self) -> int:
-        """Physical pages below which memory is scarce: see `KVCacheConfig.low_watermark`."""
+        """Number of free physical pages below which memory is scarce: see
+        `KVCacheConfig.low_watermark`."""
         return int(self.watermark * self.limit)
 
     def evict(self, pages: int) -> int:
-        """Evicts prefixes until `pages` pages per tensor are freed; returns how many are."""
+        """Evicts prefixes until `pages` pages per tensor are freed; returns the number freed."""
         return self._prefixes.evict(self._place, pages)
 
     def leased(self) -> int:
@@ -174,18 +178,18 @@ class Reclaimer:
         return self._prefixes.leased(self._place)
 
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
-        """Begins to unmap a slot's pages from `keep` on, after its earlier owners' GPU work.
+        """Starts unmapping a slot's pages from `keep` on, after its earlier owners' GPU work.
 
-        Unmaps all pages of a stale slot, as its shared pages are of no use to a next owner. Keeps
-        2 MiB entries that an owner uses in part, since GPU work may be reading them.
+        Unmaps all pages of a stale slot, since the next owner cannot use its shared pages. Keeps 2
+        MiB entries that the owner uses in part, since GPU work may be reading them.
 
         Args:
             slot: without a batch in flight.
             keep: pages per tensor to keep.
-            now: the caller will wait for it: if the queue is full, unmap in this thread.
+            now: the caller will wait for the unmap, so if the queue is full, run it in this thread.
 
         Raises:
-            TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
+            TooManyBatches, OutOfMemory: the batch could not be queued; nothing has changed.
         """
         if slot.stale:
             keep = 0
@@ -213,9 +217,9 @@ class Reclaimer:
         Args:
             slot: without a batch in flight.
             low: first page to unmap.
-            keep: the slot's new `mapped`.
-            ticket: ticket of the batch.
-            kept: keep the slot's shared pages for a request that begins with them.
+            keep: the new value of the slot's `mapped`.
+            ticket: the batch's ticket.
+            kept: keep the slot's shared pages for a later request that begins with them.
         """
         tier_map, mapped = slot.tier_map, slot.mapped
         job = Unmap(slot, low, mapped, slot.dirty, ticket, slot.head)
@@ -241,10 +245,9 @@ class Reclaimer:
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a running request's pages from `keep` on, in this thread.
 
-        No GPU work may be running in the slot: a 2 MiB entry that is split is unmapped for a
-        moment.
+        No GPU work may be running in the slot: splitting a 2 MiB entry unmaps it briefly.
         """
-        if slot.job is not None:  # an unmap of pages after the 2 MiB entry
+        if slot.job is not None:  # can only be an unmap of pages past the 2 MiB entry
             self.finish(slot.job)
         self._ops.clear()
         self._add_unmap(self._ops, slot, keep, slot.mapped)
@@ -253,7 +256,7 @@ class Reclaimer:
             self.finish(slot.job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
-        """Unmaps in this thread; a failure is recorded like that of a background batch."""
+        """Unmaps in this thread; a failure is recorded, as for a background batch."""
         try:
             edits = self._unmap_edits(slot, low, keep, DoneTicket())
             self.mapper.commit(edits, self._ops, slot.events)
@@ -263,7 +266,7 @@ class Reclaimer:
             self.failed(slot, error)
 
     def try_unmap(self, slot: Slot, keep: int, now: bool = False) -> bool:
-        """Calls `unmap`; returns False if the batch could not be queued. The pages stay mapped."""
+        """Calls `unmap`. False: the batch could not be queued, and the pages stay mapped."""
         try:
             self.unmap(slot, keep, now)
         except (TooManyBatches, OutOfMemory):
@@ -271,15 +274,16 @@ class Reclaimer:
         return True
 
     def try_keep(self, slot: Slot, ops: OpBatch) -> bool:
-        """Keeps a stale slot's shared pages mapped, and begins to unmap those after them.
+        """Keeps a stale slot's shared pages mapped, and starts unmapping the pages after them.
 
         Args:
-            slot: free, without a batch in flight, stale only because of its shared pages.
-            ops: makes the shared pages read-only after the slot's GPU work; has room for one more
-                operation.
+            slot: a free slot without a batch in flight that is stale only because of its shared
+                pages.
+            ops: a batch that makes the shared pages read-only after the slot's GPU work, with room
+                for one more operation.
 
         Returns:
-            False if the batch could not be queued; nothing changed.
+            False if the batch could not be queued; nothing has changed.
         """
         low = slot.shared
         if low < slot.mapped:
@@ -298,7 +302,8 @@ class Reclaimer:
     def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
         """Adds to `ops` the unmap of pages [low, high) of a slot.
 
-        2 MiB entries that are only partly in the range are split: no work may be reading the rest.
+        A 2 MiB entry that is only partly in the range is split, so no work may be reading any of
+        it.
         """
         layout = self.layout
         size, stride = layout.page_size, layout.tensor_bytes
@@ -306,15 +311,15 @@ class Reclaimer:
         ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
-        """Records that pages of a slot could not be unmapped; None: windows of several slots."""
+        """Records that pages of a slot could not be unmapped; None: pages that left windows."""
         self.errors.append(error)
         whose = "windows" if slot is None else f"reqid {slot.index}"
         warn(_log, "unmap", "pages of %s could not be unmapped: %s", whose, error)
         if slot is not None and isinstance(error, NotRecoverable):
-            self.table.mark_broken(slot)  # and its pages are no longer counted
+            self.table.mark_broken(slot)  # excludes its pages from the counts
 
     def poll(self) -> None:
-        """Completes unmaps that have finished."""
+        """Records the results of finished unmaps."""
         for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
             self._finish(unmap)
 
@@ -345,16 +350,18 @@ class Reclaimer:
             return
         except VMemError as error:
             self.failed(slot, error)
-            if not isinstance(error, NotRecoverable):  # rolled back: the pages are still mapped
+            # it was rolled back: the pages are still mapped
+            if not isinstance(error, NotRecoverable):
                 edits += (
                     [slot, "head", unmap.head],
                     [slot, "kept", False],
                     [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
                     [slot, "mapped", unmap.high],
-                    [slot, "dirty", max(slot.dirty, unmap.dirty)],  # `dirty` may have risen since
+                    # `dirty` may have increased since
+                    [slot, "dirty", max(slot.dirty, unmap.dirty)],
                     [slot, "span", span + slot.span],
                 )
-                if slot.block:  # as far as is known
+                if slot.block:  # upper bound: the entries' sizes are not known
                     edits.append([slot, "large_end", unmap.high - unmap.high % slot.block])
                 pages, span, off_device = 0, EMPTY, {}
         if span.pages:
@@ -363,7 +370,7 @@ class Reclaimer:
         self.drop_unheld()
 
     def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
-        """`_finish` for pages that left the windows of slots."""
+        """Implements `_finish` for pages that left the windows of slots."""
         freed, slid, span, off_device = (
             slide.pages,
             self.slid,
@@ -393,7 +400,7 @@ class Reclaimer:
                 if slot.broken:
                     span = span + share
                     continue
-                # Rolled back: the pages are still mapped.
+                # It was rolled back: the pages are still mapped.
                 tier_map = slot.tier_map.put(*slide.tier_map.get(slot, ALL_ON_DEVICE).noted)
                 outside = tier_map.off_device(low + share.pages, head)
                 off_device.subtract(outside)
@@ -409,19 +416,20 @@ class Reclaimer:
         self.drop_unheld()
 
     def lend(self, span: Span) -> None:
-        """Keeps these pages alive until the next call of `lend`, whoever else releases them."""
+        """Holds a reference to these pages until the next call of `lend`."""
         before = self.shared.lent
         self.journal.change([[self.shared, "lent", span]])
         self.shared.hold(span)
         self.unref(before)
 
     def unref(self, span: Span) -> None:
-        """Drops a reference to each shared page; pages without another return to the pool."""
+        """Drops a reference to each page of the span; pages without further references return to
+        the pool."""
         self.journal.change(self.shared.use_edits({}, {span: -1}))
         self.drop_unheld()
 
     def drop_unheld(self) -> None:
-        """Returns to the pool shared pages that nobody holds; the next call retries failures."""
+        """Returns unheld shared pages to the pool; the next call retries failures."""
         for part in list(self.shared.unheld):
             pages, off_device = part.high - part.low, dict[Tier, int]()
             if part.block.off_device:
@@ -432,7 +440,8 @@ class Reclaimer:
     def free_edits(
         self, pages: int, off_device: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
-        """Returns the edits for pages that leave the cache: device pages, and others by tier."""
+        """Returns the edits for pages that leave the cache: on the device, and off the device by
+        tier."""
         tensors, counters = self.layout.num_tensors, self.counters
         edits = [
             [self, "device_pages", self.device_pages - pages * tensors],
@@ -449,7 +458,7 @@ class Reclaimer:
         return edits
 
     def mark_broken(self, pieces: list[Piece]) -> None:
-        """Retires each slot that has a quarantined page, where a rollback failed."""
+        """Retires each slot that has a quarantined page, after a failed rollback."""
         layout = self.layout
         for slot, low, high in pieces:
             for tensor in range(layout.num_tensors):
@@ -465,7 +474,7 @@ class Reclaimer:
         """Unmaps the remaining pages of a freed request that lost its rows, after its GPU work.
 
         Raises:
-            VMemError: it could not be unmapped; nothing changed.
+            VMemError: they could not be unmapped; nothing has changed.
         """
         layout = self.layout
         runs: list[tuple[int, int]] = []
@@ -501,7 +510,8 @@ class Reclaimer:
         self.drop_unheld()
 
     def raise_errors(self) -> None:
-        """Raises the oldest failure of a background batch, and mentions the number of others."""
+        """Raises the oldest failure of a background batch, if any; its text gives the number of
+        others."""
         if not self.errors:
             return
         first, *others = self.errors
@@ -513,11 +523,11 @@ class Reclaimer:
             )
         raise first
 
-    # ---- choosing what goes ----------------------------------------------------------------------
+    # ---- choosing victims ------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        """Physical pages that the cache could take now."""
+        """Number of physical pages that the cache could allocate now."""
         own = self.limit - self.device_pages
         if self.share is None:
             return own
@@ -525,7 +535,7 @@ class Reclaimer:
 
     @property
     def projected_free(self) -> int:
-        """`free`, plus what the budget could gain from outside; compared with the watermark."""
+        """`free`, plus the pages that the budget could still get; compared with the watermark."""
         if self.share is None:
             return self.free
         room = self.share.room() + self.share.beyond()
@@ -533,12 +543,12 @@ class Reclaimer:
 
     @property
     def returning(self) -> int:
-        """Physical pages in unmaps in flight."""
+        """Number of physical pages in in-flight unmaps."""
         return self.coming * self.layout.num_tensors
 
     @property
     def late(self) -> int:
-        """Physical pages in unmaps in flight that wait for GPU work."""
+        """Number of physical pages in in-flight unmaps that wait for GPU work."""
         waiting = (
             one.pages
             for one in self.unmaps
@@ -547,25 +557,25 @@ class Reclaimer:
         return sum(waiting) * self.layout.num_tensors
 
     def drop_mapping_errors(self) -> None:
-        """Discards failures of background growths for lack of mappings: they were rolled back."""
+        """Discards errors of background growths that ran out of mappings: they were rolled back."""
         if self.errors:
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
     def make_room(
         self, pages: int, keep: Mapping[Slot, int], own: int = 0, prefixes: bool = True
     ) -> bool:
-        """Reclaims up to `pages` physical pages and waits for them; False if none were freed.
+        """Reclaims up to `pages` physical pages and waits for them. False: none were freed.
 
-        Pages of slots go before recorded prefixes: losing those costs a driver call, losing a
-        prefix costs computing it again. In both, the cache's own go before those of other caches of
-        its budget. A prefix is evicted only after the slots' spare pages are exhausted and
-        returned, so the choice of prefixes does not depend on the progress of background batches.
+        Slots' pages are reclaimed before prefixes are evicted: regaining a page costs a driver
+        call, regaining a prefix means computing it again. In both steps, this cache comes before
+        the other caches of its budget. Prefixes are evicted only once all spare pages of slots are
+        back, so the choice of prefixes does not depend on the progress of background batches.
 
         Args:
             pages: physical pages.
             keep: slots, and the pages per tensor that each must keep.
-            own: of `pages`, those that must be the cache's own, since it is at its limit.
-            prefixes: evict prefixes if the slots do not have enough.
+            own: how many of `pages` must come from this cache, because it is at its limit.
+            prefixes: also evict prefixes if the slots do not have enough.
         """
         size, share = self.layout.page_size, self.share
         before = self.room
@@ -580,13 +590,13 @@ class Reclaimer:
             missing -= self.returning * size
             if share is not None and missing > 0 and lent > 0:
                 share.begin_unmaps(min(missing, lent), keep)
-                lent -= share.returning()  # all of it is back before the next turn
+                lent -= share.returning()  # by the next iteration, all of this is back
             if not any(one.unmaps for one in reclaimers):
                 break
             with self.counters.waiting():
                 wait_for_unmaps(reclaimers, lambda: self.room >= goal)
             if sum(len(one.errors) for one in reclaimers) > failed:
-                break  # would retry a failing unmap for ever
+                break  # otherwise a failing unmap would be retried forever
         if prefixes and (missing := goal - self.room) > 0:
             back = self.evict(-(-missing // (self.layout.num_tensors * size)))
             missing = min(missing - back * self.layout.num_tensors * size, lent)
@@ -600,23 +610,23 @@ class Reclaimer:
 
     @property
     def leaving(self) -> int:
-        """Physical pages of evicted prefixes that are freed as slots that map them are unmapped."""
+        """Number of physical pages of evicted prefixes that unmapping slots will free."""
         return self.shared.leaving(self._going()) * self.layout.num_tensors
 
     def _going(self) -> list[Span]:
-        """Returns the shared pages that are being unmapped, or are due to be."""
+        """Returns the shared pages that are being or will be unmapped."""
         stale = [slot.span for slot in self.table.stale if not slot.kept]
         return [unmap.span for unmap in self.unmaps] + stale
 
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
-        """Begins to unmap until `pages` physical pages are in unmaps in flight.
+        """Starts unmapping until `pages` physical pages are being unmapped.
 
-        `now`: see `unmap`. May begin less than enough: a slot with an unmap in flight cannot lose
-        more pages before that is complete.
+        `now`: see `unmap`. May start too little, since a slot with an unmap in flight cannot lose
+        more pages until that is complete.
         """
         self.release_stale(now=now)
         pending = self.returning
-        if now and not self.table.lockstep:  # unmaps that wait for GPU work may be slow
+        if now and not self.table.lockstep:  # first slots whose unmap need not wait for GPU work
             late = self.late
             idle = (slot for slot in self.table.victims() if not slot.events)
             pending = late + self._begin_unmaps(idle, pages, pending - late, keep, now=now)
@@ -631,10 +641,11 @@ class Reclaimer:
         *,
         now: bool,
     ) -> int:
-        """Begins to unmap pages of `slots` until `pages` are in flight, of which `pending` are.
+        """Starts unmapping pages of `slots` until `pages` are being unmapped; `pending` already
+        are.
 
         Returns:
-            The pages in flight afterwards.
+            The number of pages being unmapped afterwards.
         """
         tensors = self.layout.num_tensors
         for slot in slots:
@@ -650,9 +661,10 @@ class Reclaimer:
         return pending
 
     def _share_of(self, slot: Slot, spare: int, missing: int) -> int:
-        """Returns the pages per tensor that a slot loses of `spare`, at least `missing` if it can.
+        """Returns how many of a slot's `spare` pages per tensor to unmap: at least `missing` if
+        possible.
 
-        A free slot loses whole blocks, so that another request can map them with 2 MiB entries.
+        A free slot loses full blocks, so that another request can map them with 2 MiB entries.
         """
         take = min(spare, missing)
         if self.block and not slot.active:
@@ -661,41 +673,44 @@ class Reclaimer:
 
     @property
     def room(self) -> int:
-        """Free bytes of the budget or limit; ignores the cache's own limit within a budget."""
+        """Free bytes of the budget, ignoring the cache's own limit; without a budget, of the
+        limit."""
         if self.share is None:
             return (self.limit - self.device_pages) * self.layout.page_size
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
-        """Returns the unowned device pages per tensor, without those being unmapped."""
-        # Surplus of a slot with an unmap in flight counts: it can be unmapped after that.
+        """Returns the unowned device pages per tensor, excluding pages being unmapped."""
+        # Includes the surplus of slots with an unmap in flight, which can be unmapped after that.
         spare = self.table.columns.spare
         for slot in keep:
             job = slot.job
             if self.table.slots[slot.index] is not slot:
-                continue  # another group's
+                continue  # a slot of another group
             if (
                 slot.mapped == slot.granted
                 or slot.rows_lost
                 or not (job is None or job.takes_pages)
             ):
-                continue  # not counted
+                continue  # not included in `columns.spare`
             spare += slot.spare_beyond(keep[slot]) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
-        """Returns the physical pages that are free, being unmapped, or reclaimable."""
+        """Returns the number of physical pages that are free, being unmapped, or reclaimable."""
         own = self.limit - self.device_pages
         if self.share is not None:
             own = min(own, self.share.within_reach() // self.layout.page_size)
         return own + self.idle(keep)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
-        """Returns the physical pages that no request owns, including those in flight."""
+        """Returns the number of physical pages that no request owns, including pages being
+        unmapped."""
         return self.returning + self.spare(keep) * self.layout.num_tensors
 
     def release_below(self, free_pages: int) -> None:
-        """Begins to unmap free slots until `free_pages` physical pages are free or in flight."""
+        """Starts unmapping free slots until `free_pages` physical pages are free or being
+        unmapped."""
         missing = free_pages - self.projected_free - self.returning
         tensors = self.layout.num_tensors
         if missing <= 0:
@@ -711,13 +726,14 @@ class Reclaimer:
                 return
 
     def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
-        """Begins to unmap slots freed at `step` or earlier; False if some could not be begun.
+        """Starts unmapping slots freed at `step` or earlier. False: some unmaps could not be
+        started.
 
         Unmaps all their pages, except `keep` per tensor of the slot prepared for the next request.
         """
         complete = True
         for slot in self.table.pick(Kind.CACHED):
-            if slot.freed_at > step:  # so are all that follow
+            if slot.freed_at > step:  # all further slots were freed later
                 break
             rest = keep if slot is prepared and not slot.stale else 0
             if slot.mapped > rest and not slot.broken:
@@ -725,7 +741,7 @@ class Reclaimer:
         return complete
 
     def release_stale(self, now: bool = False, kept: bool = False) -> bool:
-        """Begins to unmap stale slots that are not kept; False if some could not be begun.
+        """Starts unmapping stale slots that are not kept. False: some unmaps could not be started.
 
         `kept`: also unmap kept slots.
         """
@@ -742,7 +758,8 @@ class Reclaimer:
         self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
 
     def release_kept(self, *spans: Span) -> None:
-        """Begins to unmap kept slots that map pages of `spans`; failures go to `release_stale`."""
+        """Starts unmapping kept slots that map pages of `spans`; `release_stale` retries
+        failures."""
         gone: dict[Any, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             gone.setdefault(block, []).append((low, high))
@@ -757,10 +774,10 @@ class Reclaimer:
                     self.try_unmap(slot, 0)
 
     def spare_slots(self, count: int) -> bool:
-        """Begins to unmap kept slots, longest free first, until `count` free slots are not kept.
+        """Starts unmapping kept slots, longest free first, until `count` free slots are not kept.
 
-        So a request of another conversation gets a slot that need not be emptied first. False if
-        some could not be begun.
+        So a request of another conversation gets a slot that need not be emptied first. False: some
+        unmaps could not be started.
         """
         self.poll()
         table = self.table
@@ -775,12 +792,12 @@ class Reclaimer:
 
 
 def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -> None:
-    """Waits until `enough` returns true, or no unmap is in flight."""
+    """Waits until `enough` returns True or no unmap is in flight."""
     while not enough():
         pending = [(one, unmap) for one in reclaimers for unmap in one.unmaps]
         if not pending:
             return
-        # Their GPU work may end in any order, so each gets a short slice.
+        # Their GPU work may finish in any order, so wait for each only briefly.
         for one, unmap in pending:
             one._finish(unmap, None if len(pending) == 1 else _SLICE_S)
             if enough():

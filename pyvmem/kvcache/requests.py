@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Allocation and release of requests' slots, in all groups of layers or in none."""
+"""Allocates and releases requests' slots, in all groups of layers or none."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def sync_free_slots(groups: Sequence[Group]) -> None:
         for group in groups:
             for index in broken:
                 slot = group.table[index]
-                if not slot.broken and not slot.active:  # one that runs gives its pages back first
+                # a running request must free its pages first
+                if not slot.broken and not slot.active:
                     group.table.mark_broken(slot)
 
 
 def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
-    """Implements `KVCache.alloc_reqid`: takes the best fit of the first group, in all groups."""
+    """Implements `KVCache.alloc_reqid`: the best fit of the first group is used in all groups."""
     sync_free_slots(groups)
     found = groups[0].fit(seq_len)
     if found is None:
@@ -67,7 +68,8 @@ def free(
     if tokens is not None:
         owner = slots[0].owner
 
-        def finish() -> None:  # recorded rows may not be written again
+        # on abort, free the request: its rows may already be recorded, so it must not write them
+        def finish() -> None:
             if slots[0].active and slots[0].owner == owner:
                 release(groups, slots, event)
 
@@ -90,7 +92,7 @@ def record(
 
 
 def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
-    """Calls `Group.release` in all groups, after all calls into the context."""
+    """Calls `Group.release` in all groups, after everything that calls into the context."""
     for group, slot in zip(groups, slots, strict=True):
         if group.mover.moves:
             group.mover.abandon(slot)

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: MIT
-"""Lengths of the runs that requests grow by.
+"""Chooses the length of the runs by which requests grow.
 
 A driver call makes one mapping of a physical run, and a context's mappings are limited
-(`ContextInfo.max_mappings`): on ``stock`` to 237,568, which is 15 GB in single pages of 64 KB. So a
-request that lacks a page gets more than it needs:
+(`ContextInfo.max_mappings`): on ``stock`` to 237,568, which is 15 GB if each maps a page of 64 KB.
+So a request that needs a page gets more than it needs:
 
     0 ................. granted ...... mapped
     | granted           | surplus      |            mapped ends at a multiple of the run's length
 
-The surplus is mapped and has no owner (slots.py): a later step grants it without a driver call, and
-when memory is short it is unmapped like the pages of a free slot. No call fails because of it.
+The surplus is mapped but unowned (slots.py): a later step grants it without a driver call, and when
+memory is short it is unmapped like the pages of a free slot. No call fails because of it.
 
-The length of a run, a power of two:
+The length of a run is a power of two:
 
 - a fraction of the request's pages (`KVCacheConfig.growth_fraction`);
-- once an eighth of the mappings is used, at least long enough that the remaining mappings can cover
-  twice the free memory, with a quarter of the limit kept for forks and for a fragmented pool;
-- at most 2 MiB, and for all requests together at most half of the free memory, or all of it in the
-  second case.
+- once an eighth of the mappings is used, at least so long that the remaining mappings can cover
+  twice the free memory, with a quarter of the limit reserved for forks and for a fragmented pool;
+- at most 2 MiB, and for all requests together at most half of the free memory, or all of it once an
+  eighth of the mappings is used.
 
-If that is not enough, a step *joins* requests: pages mapped in pieces that are one physical run
-(growing slots prefer 2 MiB of their own) are remapped in one piece. On ``stock`` the addresses are
-unmapped for a moment, so the step first waits for the whole device.
+If that is not enough, a step *joins* requests: pages that were mapped in several pieces but are
+physically contiguous (a growing slot prefers 2 MiB chunks that it does not share) are remapped as
+one piece. On ``stock`` this unmaps the addresses briefly, so the step first waits for all work on
+the device.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ __all__ = ["SCARCE_AT", "Runs"]
 
 _log = logging.getLogger(__name__)
 
-_RUN_BYTES = 2 << 20  # what one entry of the GPU's page tables covers: longer runs save little
-SCARCE_AT = 8  # with 1 / SCARCE_AT of the mappings used, runs get longer
+_RUN_BYTES = 2 << 20  # covered by one GPU page table entry; longer runs save little
+SCARCE_AT = 8  # once 1 / SCARCE_AT of the mappings is used, runs get longer
 _LOOKS = 64  # mappings are counted again after growth by 1 / _LOOKS of the limit
-_JOINS = 512  # most driver calls of a step that joins, unless it would otherwise return -1
-_LEAST = 4  # fewest map calls of a tensor for which joining is worthwhile
+_JOINS = 512  # maximum driver calls for joining in a step, unless it would otherwise return -1
+_LEAST = 4  # minimum map calls per tensor for which joining pays off
 
 
 class Runs:
     """Chooses run lengths and joins runs; one per group. The caller holds the cache's lock.
 
     Attributes:
-        limit: most mappings that the context may have; 0: no limit.
-        joins: call `join` when more than `join_at` mappings are used.
-        spreads: call `provide` before a growth.
-        refused: why the driver refused the last growth a mapping; "": it did not.
+        limit: maximum number of mappings of the context; 0: no limit.
+        joins: True if steps must call `join` when more than `join_at` mappings are used.
+        spreads: True if growths must call `provide` first.
+        refused: text of the error if the last growth ran out of mappings; "": it did not.
     """
 
     def __init__(
@@ -77,27 +78,27 @@ class Runs:
         self._joins = Caps.JOIN in self._context.info.caps
         self.joins = self._joins and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
-        self._used = self._seen = 0  # mappings, and pages grown when they were counted
+        self._used = self._seen = 0  # number of mappings, and of pages grown, at the last count
         self._count()
-        # Hints: an exception from outside may leave them wrong, which affects only choices. By
-        # slot: map calls per tensor since its pages were last joined, and the end of the joined
-        # pages.
+        # Per slot: map calls per tensor since its pages were last joined, and the end of the joined
+        # pages. An asynchronous exception may leave these wrong; they are only hints.
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
         columns.runs.longest = self._chunk if self._fraction else 1
         columns.runs.fraction = self._fraction
-        # A cache that stays small gains nothing from entries of 2 MiB.
+        # A small cache gains nothing from entries of 2 MiB.
         large = reclaimer.limit * layout.page_size >= migration.REACH
         reclaimer.block = layout.block if large else 0
         self.spreads = reclaimer.block > 0
-        self._spare = 0  # free pages of the pool when last read, minus those grown since
+        self._spare = 0  # free pages of the pool when last read, minus pages mapped since
         self._stream: Any = None
         self.refused = ""
 
     @property
     def used(self) -> int:
-        """Upper bound of the context's mappings: counts each page mapped since the last count."""
+        """Upper bound of the context's mappings: every page mapped since the last count is counted
+        as one."""
         grown = self._counters.grown - self._seen
         return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
 
@@ -110,7 +111,8 @@ class Runs:
     # ---- growth ----------------------------------------------------------------------------------
 
     def read_free(self, kept: int = 0, room: int | None = None) -> None:
-        """Writes the free memory and mappings to `Columns.runs`, for `plan` and `goals` there.
+        """Writes the free memory and mappings to `Columns.runs`, for `Columns.plan` and
+        `Columns.goals`.
 
         Args:
             kept: physical pages that the growth must leave free.
@@ -131,11 +133,12 @@ class Runs:
         runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
 
     def provide(self, pages: int) -> None:
-        """Lets the pool allocate memory before a growth of `pages` physical pages.
+        """Makes the pool allocate memory before a growth of `pages` physical pages.
 
-        A pool allocates when it lacks pages. If it has pages but no empty 2 MiB chunk, it would
-        place the growth in chunks that other requests grow into. So, within the cache's limit, the
-        pool gets one chunk per tensor of each request in addition to the growth.
+        By itself, a pool allocates only when it is out of pages. If it has pages but no empty 2 MiB
+        chunk, it would place the growth in chunks that other requests grow into. So, within the
+        cache's limit, the pool gets memory for the growth and, in addition, for a chunk per request
+        and tensor.
         """
         table, layout, reclaimer = self._table, self._layout, self._reclaimer
         open_pages = (len(table) - table.free_count) * layout.num_tensors * layout.block
@@ -143,7 +146,8 @@ class Runs:
         if self._spare >= open_pages:
             return
         limit = min(reclaimer.limit - reclaimer.device_pages, reclaimer.room // layout.page_size)
-        want = min(pages + open_pages * 5 // 4, limit)  # a quarter more, to read stats seldom
+        # a quarter more, so that stats are rarely read
+        want = min(pages + open_pages * 5 // 4, limit)
         free = self._context.stats().free_bytes // layout.page_size
         if free < min(pages + open_pages, limit):
             try:
@@ -154,7 +158,8 @@ class Runs:
         self._spare = free - pages
 
     def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
-        """Returns the pages per tensor to map for each slot, at least its need; None: its need.
+        """Returns the pages per tensor to map for each slot, at least its need; None: exactly its
+        need.
 
         `room`: see `read_free`.
         """
@@ -162,7 +167,7 @@ class Runs:
         if runs.longest == 1:
             return None
         self.read_free(room=room)
-        # Slots without an owner get no surplus.
+        # Free slots get no surplus.
         idle, places = 0, []
         needs, mapped, heads, goals = [], [], [], []
         for place, (slot, pages) in enumerate(want):
@@ -183,15 +188,15 @@ class Runs:
         return goals
 
     def grown(self, pieces: Sequence[Piece]) -> None:
-        """Records new pages; called if the number of mappings is limited."""
+        """Records newly mapped pages; called only if mappings are limited."""
         for slot, low, _ in pieces:
             self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
             self._joined[slot.index] = min(self._joined[slot.index], low)
 
     def needed(self, lengths: Sequence[int]) -> int:
-        """Returns an estimate of the mappings for new requests of `lengths` pages per tensor.
+        """Estimates the number of mappings for new requests of `lengths` pages per tensor.
 
-        Runs of 2 MiB, plus one per request; 0 if mappings are not limited.
+        Assumes runs of 2 MiB, plus one run per request; 0 if mappings are not limited.
         """
         table = self._table
         if not self.limit or table.lockstep or table.free_count == len(table):
@@ -200,7 +205,7 @@ class Runs:
         return runs * self._layout.num_tensors
 
     def obtainable(self) -> int:
-        """Returns the mappings that unmapping free slots and joining runs would free."""
+        """Returns the number of mappings that unmapping free slots and joining runs would free."""
         found = 0
         for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
@@ -210,7 +215,8 @@ class Runs:
         return found * self._layout.num_tensors
 
     def holders(self) -> tuple[int, int]:
-        """Returns the approximate mappings of pages that requests own, and of unowned pages."""
+        """Returns the approximate numbers of mappings of pages that requests own, and of unowned
+        pages."""
         found = [0, 0]
         for slot in self._table:
             found[not slot.active] += min(self._calls[slot.index], slot.mapped)
@@ -218,19 +224,19 @@ class Runs:
 
     @property
     def left(self) -> int:
-        """Mappings that the context may still make, counted now."""
+        """The number of mappings that the context may still make, counted now."""
         return self.limit - self._count()
 
     # ---- joining ---------------------------------------------------------------------------------
 
     def join(self, stream: Any) -> None:
-        """Joins the slots that free the most mappings; limited work per step."""
+        """Joins the slots that free the most mappings, with a limit on driver calls per step."""
         self._stream = stream
         if self._count() > self.join_at:
             self._join(self._used - self.join_at + self.limit // 16, _JOINS)
 
     def relieve(self) -> bool:
-        """Joins all that can be joined, now; returns whether that freed mappings."""
+        """Joins all slots that can be joined; returns whether that freed mappings."""
         if not self.joins:
             return False
         before = self._count()
@@ -238,7 +244,8 @@ class Runs:
         return self._used < before
 
     def _join(self, spare: int, most: int) -> None:
-        """Joins slots, most pieces first, to free `spare` mappings in about `most` calls."""
+        """Joins slots, those with most pieces first, to free `spare` mappings in about `most`
+        calls."""
         tensors = self._layout.num_tensors
         slots = [slot for slot in self._table if self._can_join(slot)]
         if not slots:
@@ -252,7 +259,7 @@ class Runs:
                 spare -= (self._calls[slot.index] - 1) * tensors
                 try:
                     most -= self._join_slot(slot)
-                except Busy:  # the range is being read
+                except Busy:  # another call is reading the range
                     continue
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
@@ -273,11 +280,13 @@ class Runs:
         )
 
     def _pieces(self, slot: Slot) -> int:
-        """Returns the runs per tensor that joining a slot would leave, without joined runs."""
+        """Returns the number of runs per tensor that joining a slot would leave, except earlier
+        joined runs."""
         return -(-(slot.mapped - self._first(slot)) // self._chunk)
 
     def _first(self, slot: Slot) -> int:
-        """Returns the first page to join: the last joined run of 2 MiB may have grown."""
+        """Returns the first page to join. It includes the last joined 2 MiB run, which may have
+        grown."""
         joined = min(self._joined[slot.index], slot.mapped)
         return max(joined // self._chunk * self._chunk, slot.shared)
 

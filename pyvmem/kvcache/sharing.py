@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shared pages: makes a slot's pages shared, and maps them in other slots."""
+"""Shares pages: makes a slot's pages shared, and maps them in other slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Held", "Sharing"]
 
 Held: TypeAlias = "tuple[Pages, int, int, Tier]"
-"""A handle to pages [low, high) of a slot, all in one memory."""
+"""A handle to pages [low, high) of a slot, all in the same tier."""
 
 
 class Sharing:
@@ -45,7 +45,7 @@ class Sharing:
         self.layout = pager.layout
         self.device = pager.device
         self.config = config
-        self._allowed: dict[Feature, ContextInfo] = {}  # context info when it was checked
+        self._allowed: dict[Feature, ContextInfo] = {}  # context info at the time of the check
 
     def require(self, feature: Feature, what: str) -> None:
         """Raises NotSupported if the context lacks a feature; `what`: the call, for the error."""
@@ -54,13 +54,14 @@ class Sharing:
             feature.require(info, what)
             self._allowed[feature] = info
 
-    # ---- a slot's own pages become shared --------------------------------------------------------
+    # ---- making a slot's pages shared ------------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Makes a taken slot's pages up to `pages` shared: remap them read-only in place.
+        """Makes a running request's pages up to `pages` shared, by remapping them read-only in
+        place.
 
-        No GPU work may touch the slot, and no batch may be in flight over it. `unit_pages`: see
-        `Span.split`.
+        No GPU work may touch the slot, and no batch may be in flight on it. `unit_pages`: see
+        `Span`.
 
         Raises:
             NotRecoverable: the pages could be mapped neither read-only nor as before; the request
@@ -80,8 +81,9 @@ class Sharing:
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
         """Records that a request's pages, past those it already shares, are now shared.
 
-        Used when the request is about to be freed, so its own mapping need not become read-only;
-        other requests that map the pages wait for `events`, the GPU work that writes them.
+        Used when the request is about to be freed, so that its own mapping need not become
+        read-only. Other requests that map the pages wait for `events`, the GPU work that writes
+        them.
         """
         self.mapper.journal.change(self._adopt_edits(slot, pieces, events, unit_pages))
 
@@ -93,7 +95,8 @@ class Sharing:
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))
             parts.append(Part(new[-1], 0, high - low))
-            large_end = slot.large_end_with(low, high, large_end)  # remapped with few calls
+            # remapping in few calls may have made large entries
+            large_end = slot.large_end_with(low, high, large_end)
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],
             [slot, "large_end", large_end],
@@ -102,7 +105,7 @@ class Sharing:
         ]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
-        """Returns handles to pages [low, high) of a slot, one for each stretch of one memory."""
+        """Returns handles to pages [low, high) of a slot, one per stretch of the same tier."""
         layout, tier_map, found = self.layout, slot.tier_map, []
         stretches = tier_map.stretches(low, high) if tier_map.noted else ((low, high, DEVICE),)
         for first, last, tier in stretches if low < high else ():
@@ -118,7 +121,7 @@ class Sharing:
     def map_pieces(
         self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
     ) -> None:
-        """Adds to `ops` the read-only mapping of `handles`' pages at the same pages of a slot."""
+        """Adds to `ops` the read-only mapping of `pieces`, at the same page numbers of a slot."""
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(
@@ -133,13 +136,14 @@ class Sharing:
                 split=replace,
             )
 
-    # ---- shared pages in more slots --------------------------------------------------------------
+    # ---- mapping shared pages in more slots ------------------------------------------------------
 
     def empty(self, slots: Sequence[Slot]) -> None:
         """Unmaps all pages of free slots; waits for that and for the GPU work on them.
 
         Raises:
-            OutOfMemory: an unmap could not begin. VMemError: it failed; see `is_shortage`.
+            OutOfMemory: an unmap could not be started. VMemError: an unmap failed; see
+                `is_shortage`.
         """
         for slot in slots:
             if slot.job is not None or slot.mapped:
@@ -154,8 +158,8 @@ class Sharing:
     def is_shortage(self, error: BaseException) -> bool:
         """Returns whether a failure of `empty` or of `lend` counts as a shortage of memory.
 
-        They need none of the cache's memory, only some for records and page tables. With several
-        ranks, only one rank may lack that, so there it is an error.
+        They do not need memory of the cache, only memory for records and page tables. With several
+        ranks, only one of them may be short of that, so there it is an error.
         """
         short = isinstance(error, (OutOfMemory, TooManyBatches, TooManyMappings))
         return short and not self.table.lockstep
@@ -165,7 +169,7 @@ class Sharing:
     ) -> None:
         """Adds to `ops` the read-only mapping of a span in a slot, from `page` on.
 
-        `replace`: the same pages are mapped there already.
+        `replace`: the same pages are already mapped there.
         """
         size = self.layout.page_size
         self.map_at(ops, slot.addr + page * size, self.layout.tensor_bytes, span, replace=replace)
@@ -179,12 +183,12 @@ class Sharing:
             ops.map(
                 address, (high - low) * size, block.handle, low * size, tensors, stride, True,
                 replace=replace, split=replace,
-                offset_stride=size * block.pages,  # from one tensor to the next in the handle
+                offset_stride=size * block.pages,  # distance between tensors in the handle
             )  # fmt: skip
             address += (high - low) * size
 
     def begins(self, slot: Slot, span: Span, head: int) -> bool:
-        """Returns whether a kept slot begins with pages of a span, with no batch in flight.
+        """Returns whether a kept slot without a batch in flight begins with pages of a span.
 
         `head`: the page at which the span must begin.
         """
@@ -200,9 +204,10 @@ class Sharing:
         )
 
     def order_after_writers(self, span: Span, reader: Work) -> None:
-        """Makes the work that reads the pages wait for the GPU work that wrote them."""
+        """Makes `reader` wait for the GPU work that wrote the pages."""
         for block, *_ in span.parts:
             if block.events:
-                block.events = prune(block.events)  # valid even if the call fails
+                # not an edit, since it stays valid if the call fails
+                block.events = prune(block.events)
                 for event in block.events:
                     order_after(event, reader, self.device)

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: MIT
-"""Slot records of a cache, and the choice of slots to take, grow or unmap. Touches no memory.
+"""Slot records of a cache, and the choice of slots to allocate, grow or unmap. Maps nothing.
 
-Pages of one slot, counted per tensor (every tensor of a slot has the same):
+The pages of a slot, counted per tensor (they are the same in every tensor):
 
-    0 ... head ..... shared ..... granted ..... mapped ..... slot_pages
-    | gone | owner's,  | owner's  | mapped,      | addresses |
-    |      | read-only | alone    | no owner     | only      |
+    0 ...... head ...... shared ..... granted ...... mapped ... slot_pages
+    | not    | owner's,  | owner's,   | mapped,      | addresses |
+    | mapped | read-only | unshared   | unowned      | only      |
 
-`dirty` marks how far earlier owners may have written: before pages below it are granted they are
-filled with zeros. A free slot has granted == 0; the pages that it has mapped are cached for its
-next owner. Pages between granted and mapped have no owner, so they may be unmapped at any time once
-the earlier owners' GPU work is complete.
+`dirty` marks how far earlier owners may have written: pages below it are filled with zeros before
+they are granted. A free slot has granted == 0; its mapped pages are cached for its next owner.
+Pages between granted and mapped are unowned: they may be unmapped at any time once the earlier
+owners' GPU work is complete.
 
-With a sliding window (window.py) the pages below `head` have been unmapped again, or were never
-mapped because the request began with a recorded prefix whose own window starts there.
+With a sliding window (window.py) the pages below `head` have been unmapped, or were never mapped
+because the request began with a recorded prefix whose window starts there.
 
-Shared pages (pages.py) are mapped read-only, except in a `writer`; other slots may map them too. A
-free slot that maps shared pages is *stale*: all its pages are unmapped before another request uses
-it. A slot whose window slid, or with pages outside the device, is stale too. Unmapping usually
-begins at once. A *kept* slot is the exception: everything that it maps is a recorded prefix, so the
-next turn of the conversation can continue in it without a driver call.
+Shared pages (pages.py) are mapped read-only, except in a `writer`; other slots may map them as
+well. A free slot that maps shared pages is *stale*: all its pages must be unmapped before another
+request uses it. A free slot whose window has slid, or that has off-device pages, is also stale.
+Unmapping usually starts right away, except for a *kept* slot: all pages that it maps belong to a
+recorded prefix, so the next turn of the conversation can continue in it without a driver call.
 
 Pages below `large_end` may be mapped by 2 MiB entries, in blocks of `block` pages. No part of such
-a block can be unmapped while GPU work may read any of it. So the pages of a running request between
+a block can be unmapped while GPU work may read any of it. So a running request's pages between
 `granted` and the end of that block are not spare; `KVCache.step` unmaps them only when memory is
-short, after all work on the device.
+short, after waiting for all work on the device.
 
 `SlotTable` finds slots by a linear scan in C over the slot records: there is no index to keep
 consistent and no second copy of a slot's state.
@@ -68,34 +68,36 @@ _log = logging.getLogger(__name__)
 
 
 class Slot(Row):
-    """State of one request slot, the same in every tensor. Written by journal edits, and by C.
+    """The state of a request slot, which is the same in every tensor. Written by journal edits and
+    by C.
 
     Attributes:
         index: the reqid.
-        addr: address of page 0 in the first tensor.
-        active: owned by a request.
-        broken: retired after a failed rollback in its addresses; never allocated again.
-        writer: its owner may write the shared pages, which are read-only in other slots.
-        rows_lost: pages in its middle could not be mapped again; the others stay mapped until the
-            cache is closed (or `ParallelKVCache.recover`).
-        kept: free, with a recorded prefix mapped read-only for a request that begins with it.
-        mapped: end of the pages that are mapped, or will be by a growth in flight.
+        addr: address of the slot's page 0 in the first tensor.
+        active: True while a request owns the slot.
+        broken: retired after a failed rollback on its addresses; never allocated again.
+        writer: the owner may write the shared pages, which are read-only in other slots.
+        rows_lost: some of its pages could not be mapped again; the other pages stay mapped until
+            the cache is closed (or `ParallelKVCache.recover`).
+        kept: free, with a recorded prefix mapped read-only for a later request that begins with it.
+        mapped: end of the pages that are mapped or that a growth in flight will map.
         granted: end of the pages that the owner may use.
         large_end: pages below this may be mapped by 2 MiB entries; a multiple of `block`.
         block: pages per 2 MiB entry; 0: the cache has no such entries.
-        head: pages below this are not mapped, as they left the window; 0 without a window.
+        head: pages below this are not mapped because they left the window; 0 without a window.
         dirty: pages below this may hold an earlier owner's data.
-        owner: incremented with every change of owner, so that work begun for one owner is not
-            credited to the next.
-        events: earlier owners' last GPU work that is not known to be complete.
-        job: the one batch in flight over this slot's addresses: `Growth`, `Unmap`, `Slide` or None.
+        owner: incremented with every change of owner, so that growth started for one owner is not
+            granted to the next.
+        events: the last GPU work of earlier owners that may not be complete.
+        job: the batch in flight on this slot's addresses (at most one): `Growth`, `Unmap`, `Slide`
+            or None.
         span: the shared pages, from `head` on.
         pins: nodes of the prefix tree that cannot be evicted while the request runs.
-        tier_map: pages outside the device.
+        tier_map: the off-device pages.
         freed_at: step count at which the slot became free.
-        freed_order: sequence number of that; larger is more recent.
-        stale: must be unmapped before reuse: an earlier owner's shared or moved pages are mapped,
-            or its first pages are missing. Computed in C from the other fields.
+        freed_order: sequence number of the freeing; larger is more recent.
+        stale: must be unmapped before reuse, because an earlier owner's shared or off-device pages
+            are mapped or its first pages are missing. Computed in C from the other fields.
     """
 
     __slots__ = ("events", "pins")
@@ -121,7 +123,7 @@ class Slot(Row):
     def spare_beyond(self, keep: int) -> int:
         """Returns the unshared device pages per tensor that can be unmapped now, keeping `keep`.
 
-        A running owner keeps its granted pages and the rest of their last 2 MiB block. A stale slot
+        A running owner keeps its granted pages and all of their last 2 MiB block. A stale slot
         ignores `keep`.
         """
         granted = self.granted
@@ -130,7 +132,7 @@ class Slot(Row):
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
     def splittable_beyond(self, keep: int) -> int:
-        """Returns the further pages that could be unmapped without GPU work in the slot."""
+        """Returns the further pages that could be unmapped if no GPU work used the slot."""
         if not self.active or self.granted >= self.large_end or self.rows_lost:
             return 0
         if isinstance(self.job, Growth):
@@ -139,7 +141,7 @@ class Slot(Row):
 
     @property
     def busy_end(self) -> int:
-        """End of the pages that stay mapped while the owner's work may run."""
+        """The end of the pages that must stay mapped while the owner's GPU work may run."""
         granted = self.granted
         return granted + -granted % self.block if granted < self.large_end else granted
 
@@ -156,11 +158,11 @@ class Slot(Row):
 
     @property
     def grows_from(self) -> int:
-        """First page that a growth maps; 0 if stale, as its pages are unmapped first."""
+        """The first page that a growth maps; 0 if stale, since all pages are unmapped first."""
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
-        """Returns the device pages from `page` to `mapped`."""
+        """Returns the number of device pages from `page` to `mapped`."""
         if not self.tier_map.noted:
             return max(0, self.mapped - page)
         return max(
@@ -169,14 +171,14 @@ class Slot(Row):
 
     @property
     def spare(self) -> int:
-        """Mapped pages without an owner that can be unmapped; 0 if kept, as prefixes own them."""
+        """Number of unowned pages that can be unmapped; 0 if kept, since a prefix owns them."""
         if self.kept:
             return 0
         return self.mapped - max(self.busy_end, self.head)
 
 
 class SlotTable:
-    """All slots of a cache, and queries over them. The caller holds the cache's lock.
+    """All slots of a group, and queries over them. The caller holds the cache's lock.
 
     Args:
         count: number of slots.
@@ -189,9 +191,9 @@ class SlotTable:
         lockstep: return values depend only on the sequence of calls (`ParallelKVCache`), never on
             the progress of background batches. Conditions that would otherwise change a return
             value, such as a driver out of memory, raise instead.
-        changes: incremented with every slot taken or given back.
-        retired: a slot has been retired at some time.
-        columns: the slot records as C reads them.
+        changes: incremented whenever a slot is allocated or freed.
+        retired: True once any slot has been retired.
+        columns: the slot records for C code.
     """
 
     lockstep: ClassVar[bool] = False
@@ -217,12 +219,12 @@ class SlotTable:
         return iter(self.slots)
 
     def pick(self, every: int, none: int = 0) -> list[Slot]:
-        """Returns slots with all `Kind` flags of `every` and none of `none`, oldest free first."""
+        """Returns slots with all `Kind` flags of `every` and none of `none`, longest free first."""
         return list(map(self.slots.__getitem__, self.columns.pick(every, none)))
 
     @property
     def free(self) -> list[Slot]:
-        """Slots that a request may take, least recently used first."""
+        """Slots that a request may get, least recently used first."""
         return self.pick(Kind.FREE)
 
     @property
@@ -232,7 +234,7 @@ class SlotTable:
 
     @property
     def stale(self) -> list[Slot]:
-        """Stale slots, taken or not, except those that lost rows."""
+        """Stale slots, free or in use, except those that lost rows."""
         return self.pick(Kind.STALE, Kind.ROWS_LOST)
 
     def change(self, slot: Slot, **values: Any) -> None:
@@ -247,9 +249,9 @@ class SlotTable:
         self.change(slot, active=True, kept=False, owner=slot.owner + 1)
 
     def give_back(self, slot: Slot, event: Any, now: int, edits: Sequence[list[Any]] = ()) -> None:
-        """Ends an ownership, with further edits in the same change; granted pages become dirty.
+        """Frees a slot, with further edits in the same change; granted pages become dirty.
 
-        `event`: the owner's last GPU work, None if complete; `now`: the cache's step count.
+        `event`: the owner's last GPU work; None if complete. `now`: the cache's step count.
         """
         self.changes += 1
         events = prune(slot.events) if slot.events else []
@@ -274,7 +276,7 @@ class SlotTable:
         self.change(slot, broken=True)
 
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
-        """Retires the slot of a request whose rows are gone, and returns the error to raise."""
+        """Retires the slot of a request that has lost rows, and returns the error to raise."""
         self.mark_broken(slot)
         self.change(slot, rows_lost=True)
         return NotRecoverable(
@@ -289,8 +291,8 @@ class SlotTable:
         """Returns the free slot with the fewest mapped pages, but at least `pages`; failing
         that, the one with the most.
 
-        Ties go to the slot that has been free longest. Slots with an unmap in flight come last, as
-        growing them means waiting for it. None if no slot is free.
+        Ties go to the slot that has been free longest. Slots with an unmap in flight are the last
+        choice, since growing them means waiting for the unmap. None if no slot is free.
         """
         for losing in (Kind.LOSING, 0):
             found = self.columns.fit(pages, Kind.FREE, losing)
@@ -299,10 +301,12 @@ class SlotTable:
         return None
 
     def to_prepare(self, pages: int) -> Slot | None:
-        """Returns a free slot in which to map `pages` pages per tensor ahead; None if none suits.
+        """Returns a free slot in which to map `pages` pages per tensor ahead; None: no slot is
+        suitable.
 
-        Chooses the slot with the fewest mapped pages of at least `pages`, else the one with the
-        most among those without a batch in flight. Ties as in `best_fit`; never a stale slot.
+        Chooses the slot with the fewest mapped pages, but at least `pages`; failing that, the slot
+        with the most among those without a batch in flight. Ties as in `best_fit`; never a stale
+        slot.
         """
         for busy in (0, Kind.BUSY):
             found = self.columns.fit(pages, Kind.FREE, Kind.STALE | busy)
@@ -311,7 +315,8 @@ class SlotTable:
         return None
 
     def emptiest(self, count: int) -> list[Slot]:
-        """Returns up to `count` free slots: first those without a page, or soonest without one."""
+        """Returns up to `count` free slots: those without pages, then those that will be empty
+        soonest."""
         found: list[Slot] = []
         slots = empty = self.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)
         while len(found) < count:
@@ -332,8 +337,8 @@ class SlotTable:
     def victims(self, active: bool = True) -> Iterator[Slot]:
         """Yields slots with spare pages, in the order in which they should lose them.
 
-        Free slots before running ones; completed GPU work before pending; least recently used
-        first. Skips slots with a batch in flight.
+        Free slots come before those of running requests, and slots without pending GPU work before
+        others; among equals, least recently used first. Skips slots with a batch in flight.
 
         Args:
             active: include the surplus pages of running requests.
@@ -352,23 +357,23 @@ class SlotTable:
             yield from (slot for slot in later if slot.job is None)
 
 
-# Plain tuples: `step_async`, which must take microseconds, makes dozens.
+# Plain tuples, since `step_async`, which must take microseconds, makes dozens of them.
 Piece: TypeAlias = tuple[Slot, int, int]
 """Pages [low, high) of a slot, in every tensor."""
 Grant: TypeAlias = tuple[Slot, int, int]
-"""Slot, its owner number, and the pages per tensor that this owner has once the growth is done."""
+"""A slot, its owner number, and the pages per tensor that this owner will have."""
 
 
 @dataclass(slots=True, eq=False)
 class Growth:
-    """New pages and zero-fills of one `step`, or of an eager allocation.
+    """New pages and zero-fills for a `step`, or for eager pages.
 
-    At most two batches: `mapping` (new pages, and fills that need not wait), all or nothing, and
-    `filling` (fills ordered after earlier owners' GPU work). None: nothing to do, or done.
-    `handover` holds earlier owners' GPU work that the new owner's stream must wait for where pages
-    are not zero-filled. An `ahead` growth grants nothing, as no caller asked for it. The failure of
-    a `quiet` growth is not raised: no caller asked for it, or another group's growth in the same
-    batch raises it. The counts are physical pages.
+    It has at most two batches: `mapping` maps new pages and makes the fills that need not wait, all
+    or nothing; `filling` makes the fills that must follow earlier owners' GPU work. None: not
+    needed, or done. `handover` holds earlier owners' GPU work that the new owner's stream must wait
+    for, for pages that are not zero-filled. An `ahead` growth grants nothing, since no caller
+    requested it. The failure of a `quiet` growth is not raised, since no caller requested it or
+    another group's growth in the same batch raises it. The counts are physical pages.
     """
 
     takes_pages: ClassVar[bool] = False
@@ -389,11 +394,11 @@ class Growth:
 
     @property
     def awaited(self) -> bool:
-        """True until granted, while an owner that has not been freed since still waits for it."""
+        """True while its pages are not granted and an owner is still waiting for them."""
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
 
     def deserted(self) -> list[Slot]:
-        """Returns the slots whose owner has been freed or never existed: their pages are spare."""
+        """Returns the slots in which no owner is waiting for it, so that its pages are spare."""
         if not self.awaited:
             return self.slots
         waiting = {slot for slot, owner, _ in self.grants if slot.owner == owner}
@@ -408,11 +413,11 @@ class Growth:
 
 @dataclass(slots=True, eq=False)
 class Unmap:
-    """Unmap in flight of pages [low, high) of one slot, ordered after the slot's last GPU work.
+    """An in-flight unmap of pages [low, high) of a slot, ordered after the slot's last GPU work.
 
     `dirty`, `head` and `tier_map` restore the slot if the batch fails. `span`: the shared pages in
-    the range, which are released once nothing else references them. `off_device`: unshared pages
-    outside the device, by tier.
+    the range, whose references are dropped on completion. `off_device`: unshared off-device pages,
+    by tier.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -429,7 +434,7 @@ class Unmap:
 
     @property
     def pages(self) -> int:
-        """Unshared device pages per tensor in the range."""
+        """The number of unshared device pages per tensor in the range."""
         return self.high - self.low - self.span.pages - sum(self.off_device.values())
 
     def done(self) -> bool:
@@ -439,12 +444,12 @@ class Unmap:
 
 @dataclass(slots=True, eq=False)
 class Slide:
-    """Unmap in flight of pages that left the windows of several slots: one batch.
+    """An in-flight unmap, in one batch, of pages that left the windows of several slots.
 
-    Slot ``slots[i]``, whose owner number was `owners[i]`, loses pages [`lows[i]`, `heads[i]`); the
-    first of these were shared, `shares[i]`, and `span` is the sum of all shares. `tier_map`
-    restores the slots if the batch fails; `off_device` counts unshared pages outside the device, by
-    tier. The failure of a `quiet` slide is reported by another group's.
+    Slot ``slots[i]``, whose owner number was `owners[i]`, loses pages [`lows[i]`, `heads[i]`). The
+    first of these were shared: `shares[i]`; `span` is the sum of all shares. `tier_map` restores
+    the slots if the batch fails; `off_device` counts unshared off-device pages, by tier. The
+    failure of a `quiet` slide is reported by another group's slide.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -462,7 +467,7 @@ class Slide:
 
     @property
     def pages(self) -> int:
-        """Unshared device pages per tensor in all ranges."""
+        """The number of unshared device pages per tensor in all ranges."""
         return sum(self.heads) - sum(self.lows) - self.span.pages - sum(self.off_device.values())
 
     def done(self) -> bool:
@@ -471,7 +476,7 @@ class Slide:
 
 
 class DoneTicket:
-    """Ticket of a batch that ran in the calling thread and succeeded."""
+    """The ticket of a batch that ran in the calling thread and succeeded."""
 
     __slots__ = ()
 
@@ -480,22 +485,22 @@ class DoneTicket:
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns at once."""
+        """Returns immediately."""
 
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """Pages of one slot that are being replaced by copies, or remapped in larger runs.
+    """Pages of a slot that are being replaced with copies, or remapped in larger runs.
 
     Attributes:
         slot: the slot.
-        stretches: page ranges to copy, each with its destination memory.
-        runs: page ranges that may be one physical run already, to be remapped without a copy.
+        stretches: page ranges to copy, each with its destination tier.
+        runs: page ranges that may already be physically contiguous, to be remapped without a copy.
         first: first page that the scratch addresses cover.
         stride: bytes between tensors in the scratch addresses.
-        addresses: scratch reservation; None if nothing is copied.
-        ticket: ticket of the copies; None: they are complete.
-        promotes: made for 2 MiB entries; may be cancelled when memory is short.
+        addresses: the scratch reservation; None if nothing is copied.
+        ticket: the copies' ticket; None: they are complete.
+        promotes: True for a promotion, which may be cancelled when memory is short.
     """
 
     slot: Slot
@@ -509,16 +514,16 @@ class Move:
 
     @property
     def pages(self) -> int:
-        """Pages per tensor that it copies or remaps."""
+        """The number of pages per tensor that it copies or remaps."""
         runs = sum(high - low for low, high in self.runs)
         return runs + sum(high - low for low, high, _ in self.stretches)
 
     def here(self) -> int:
-        """Returns the new device pages per tensor."""
+        """Returns the number of new device pages per tensor."""
         return sum(high - low for low, high, tier in self.stretches if tier == DEVICE)
 
     def off_device(self) -> dict[Tier, int]:
-        """Returns the new pages per tensor outside the device, by tier."""
+        """Returns the number of new off-device pages per tensor, by tier."""
         found: dict[Tier, int] = {}
         for low, high, tier in self.stretches:
             if tier != DEVICE:

@@ -20,63 +20,64 @@ __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 class CacheStats:
     """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
 
-    Calls and background batches are counted when complete: a call that is rejected, fails or is
-    interrupted counts only what it did.
+    Calls and background batches are counted when complete: of a call that is rejected, fails or is
+    interrupted, only the work that it did is counted.
 
     Attributes:
         total_pages: pages that the cache may use; always free + cached + active. With a `Budget`,
-            the present number: lower while other caches hold more than their floors.
+            this is the current number, which is lower while other caches hold more than their
+            floors.
         free_pages: pages that it could allocate without reclaiming any.
-        cached_pages: unowned pages that are mapped: pages of free slots, surplus pages of running
-            requests, pages promised by a growth in flight or being unmapped, and recorded prefixes
+        cached_pages: unowned mapped pages: pages of free slots, surplus pages of running requests,
+            pages that a growth in flight is mapping, pages being unmapped, and recorded prefixes
             that no request uses.
-        ahead_pages: of the cached ones, those mapped for running requests beyond what they need
+        ahead_pages: cached pages that are mapped for running requests in excess of their need
             (`KVCacheConfig.growth_fraction`).
         active_pages: pages that requests own; a shared page is counted once.
-        shared_pages: pages, active or cached, that are mapped read-only or recorded.
+        shared_pages: active or cached pages that are mapped read-only or recorded.
         moving_pages: cached pages that are the targets of copies in progress.
         host_pages, peer_pages: pages in host memory and on peer devices; no other number here
             counts them.
-        prefix_pages, prefix_tokens: of the shared pages, the recorded ones, and their tokens.
-        prefix_host_bytes: rows of evicted prefixes in host memory.
-        mapped_bytes: cached and active pages.
-        used_bytes: bytes of rows that requests hold; shared ones once.
-        wasted_bytes: bytes of active pages that hold no token (internal fragmentation).
+        prefix_pages, prefix_tokens: recorded shared pages, and their tokens.
+        prefix_host_bytes: bytes of evicted prefixes' rows in host memory.
+        mapped_bytes: bytes of cached and active pages.
+        used_bytes: bytes of rows that requests hold; shared rows count once.
+        wasted_bytes: bytes of active pages that do not hold tokens (internal fragmentation).
         peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: maxima so far.
-        active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached ones are free
+        active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached slots are free
             and have pages.
-        segments: separate mappings in the cache's addresses as the back end sees them; fewer means
-            longer runs.
-        mappings: driver mappings of the whole context, which may have `ContextInfo.max_mappings`.
-        large_entries: entries of 2 MiB in the whole context; other mapped memory has entries of a
-            page.
-        steps, steps_async: calls that returned 0.
+        segments: number of separate mappings in the cache's addresses according to the back end;
+            fewer means longer runs.
+        mappings: driver mappings of the whole context, limited to `ContextInfo.max_mappings`.
+        large_entries: 2 MiB entries in the whole context; all other entries map a single page.
+        steps, steps_async: `step` and `step_async` calls that returned 0.
         short: `step` and `step_async` calls that returned -1.
-        grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
-            Pages grown and not reclaimed are those mapped now, in all tiers.
+        grown_pages, zeroed_pages, reclaimed_pages: pages mapped, zero-filled for a new owner, and
+            unmapped. Pages grown minus pages reclaimed are the pages mapped now, in all tiers.
         reused_pages: pages granted to a request that were already mapped.
-        moved_pages: pages that replaced others at the same addresses.
-        promoted_pages: pages that `KVCache.promote` or a `step` joined or replaced, to be mapped
-            by entries of 2 MiB.
+        moved_pages: pages that replaced other pages at the same addresses.
+        promoted_pages: pages that `KVCache.promote` or a `step` joined or replaced so that 2 MiB
+            entries can map them.
         evicted_pages: pages of evicted prefixes.
-        prefix_queries, prefix_query_tokens: prompts that were looked up for requests which then got
-            a slot, and their tokens. A refused request counts when it is admitted.
-        prefix_hits, prefix_hit_tokens: of these, prompts that began with a recorded prefix, and the
-            number of these tokens.
-        prefix_resumed: hits whose whole prefix was still mapped in the slot.
-        prefix_stored_bytes, prefix_loaded_bytes: rows of prefixes copied to host memory and back.
-        prefix_dropped_bytes: rows of evicted prefixes that were replaced in host memory by others,
-            or that could not be stored there.
-        waits: times that a call waited for mapping, filling or reclaiming.
-        wait_ns: time spent in them.
-        wait_counts: the waits by length: item k counts those of more than ``2**(k-1)`` and at most
-            ``2**k`` nanoseconds; the last item also counts all longer ones.
+        prefix_queries, prefix_query_tokens: prompts that were looked up for requests that then got
+            a slot, and their tokens. A rejected request counts only when it is admitted later.
+        prefix_hits, prefix_hit_tokens: how many of these prompts began with a recorded prefix, and
+            the tokens of those prefixes.
+        prefix_resumed: hits whose prefix was still completely mapped in the slot.
+        prefix_stored_bytes, prefix_loaded_bytes: bytes of prefixes' rows copied to host memory and
+            back.
+        prefix_dropped_bytes: bytes of evicted prefixes' rows that other rows replaced in host
+            memory, or that could not be stored there.
+        waits: how often a call waited for mapping, filling or reclaiming.
+        wait_ns: total time of these waits.
+        wait_counts: histogram of the waits: item k counts waits of more than ``2**(k-1)`` and at
+            most ``2**k`` nanoseconds; the last item also counts all longer waits.
         last_wait_ns: the last `step`'s part of `wait_ns`.
-        driver_calls: map, unmap, fill and slab calls since the cache was made (of its whole
-            context).
+        driver_calls: map, unmap, fill and slab calls of the whole context since the cache was
+            created.
         driver_ns: time in these calls.
-        critical_driver_ns: the part of it for which a call of the cache had to wait.
-        background_driver_ns: the rest.
+        critical_driver_ns: the part of `driver_ns` for which a call to the cache had to wait.
+        background_driver_ns: the remainder of `driver_ns`.
     """
 
     total_pages: int
@@ -138,15 +139,15 @@ class SlotInfo:
 
     Attributes:
         reqid: the slot.
-        state: "active", "cached" (free, with pages), "empty" (free, without) or "broken".
-        seq_len: rows that it holds, in tokens.
-        granted_pages: pages that the owner may use, without those that left its window.
-        mapped_pages: pages mapped, or promised by a growth in flight.
-        shared_pages: of these, pages that are mapped read-only.
-        large_pages: of the mapped pages, those that 2 MiB entries map in every tensor.
-        away_pages: of the mapped pages, those outside the device.
-        moving_pages: of the mapped pages, those that a later `step` replaces.
-        in_flight: a batch over the slot's addresses is in flight.
+        state: "active", "cached" (free, with pages), "empty" (free, without pages) or "broken".
+        seq_len: number of tokens whose rows it holds.
+        granted_pages: pages that the owner may use, excluding pages that left its window.
+        mapped_pages: pages that are mapped or that a growth in flight is mapping.
+        shared_pages: mapped pages that are shared.
+        large_pages: mapped pages that 2 MiB entries map in every tensor.
+        away_pages: mapped pages that are off the device.
+        moving_pages: mapped pages that a later `step` will replace.
+        in_flight: True if a batch on the slot's addresses is in flight.
     """
 
     reqid: int
@@ -185,9 +186,10 @@ _SAME = (
 
 
 def together(each: Sequence[CacheStats], room: int) -> CacheStats:
-    """Sum statistics over groups of one budget; `_SAME` fields are the first group's.
+    """Sums statistics over groups that share a budget, except the `_SAME` fields, which are the
+    first group's.
 
-    `room`: pages that the budget has free for them.
+    `room`: number of pages that the budget has free for the groups.
     """
     first = each[0]
     if len(each) == 1:
@@ -195,9 +197,8 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
     names = [one.name for one in fields(CacheStats) if one.name != "wait_counts"]
     sums = {name: sum(getattr(one, name) for one in each) for name in names}
     sums |= {name: getattr(first, name) for name in _SAME}
-    free = min(
-        room, sums["free_pages"]
-    )  # each group reports all the room, or what its own limit leaves
+    # each group by itself reports all of the room, or what its own limit leaves
+    free = min(room, sums["free_pages"])
     critical = min(first.driver_ns, sums["critical_driver_ns"])
     return CacheStats(
         **{
@@ -221,9 +222,9 @@ class Counters:
     """Running counts behind `CacheStats`.
 
     Attributes:
-        last_prompt: prompt tokens and recorded tokens of the last request, and whether it resumed.
-        waiting: makes a context manager that counts the time inside as waited, and the driver's
-            time meanwhile as critical.
+        last_prompt: tokens, recorded tokens and whether it resumed, of the last request's prompt.
+        waiting: creates a context manager that counts the time inside it as waiting, and driver
+            time during it as critical.
     """
 
     def __init__(self, context: Context) -> None:
@@ -239,6 +240,7 @@ class Counters:
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
 
     def driver(self) -> tuple[int, int]:
-        """Returns the driver calls, and nanoseconds in them, since the cache was made."""
+        """Returns the number of driver calls since the cache was created, and the nanoseconds spent
+        in them."""
         calls, ns = _driver_calls(self.context)
         return calls - self.base_calls, ns - self.base_ns

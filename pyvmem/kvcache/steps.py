@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Steps: map the pages that requests lack, in all groups of layers or in none.
+"""Steps: map the pages that requests need, in all groups of layers or none.
 
-One batch maps the pages of all groups: `extend` (growth.py) in most steps, `grow` if one map call
-per slot is not enough or memory is short. The caller holds the cache's lock.
+One batch maps the pages of all groups: that of `extend` (growth.py) in most steps, or of `grow` if
+a slot needs more than one map operation or memory is short. The caller holds the cache's lock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["step", "step_async"]
 _log = logging.getLogger(__name__)
 
 _Want: TypeAlias = tuple[Group, Slot, int]
-"""A slot, and the pages per tensor that it is to have."""
+"""A group, a slot, and the pages per tensor that it should have."""
 _Begun: TypeAlias = tuple[Group, "array[int]", int, list[int]]
-"""A group, the rows held after the step, their sum, and the slots that lack pages."""
+"""A group, the rows held after the step, their sum, and the slots that need more pages."""
 
 
 def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
-    """`KVCache.step` for groups with the same requests: all or none grow. Returns 0 or -1."""
+    """Implements `KVCache.step`, in all groups or none. Returns 0 or -1."""
     begun, growing, cuts = [], [], 0
     try:
         for group in groups:
@@ -66,13 +66,14 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             if own.share is not None or own.limit - own.device_pages < own.watermark * own.limit:
                 _keep_watermarks(groups)
     except TooManyMappings as error:
-        if groups[0].table.lockstep:  # the other ranks did not fail
+        if groups[0].table.lockstep:  # raise, since the other ranks did not fail
             error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
             raise
         _note_out_of_mappings(groups, error)
         return -1
-    # Calls into the context go before or after the row updates of all groups: an interruption
-    # between two updates would leave some groups with the new rows and others with the old.
+    # Calls into the context come before or after the row updates of all groups, since recovery
+    # stops at such a call: with one between two updates, an interruption would leave some groups
+    # with new rows and others with old.
     windows = []
     for group, rows, *_ in begun:
         if group.window is not None:
@@ -89,7 +90,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     entries = groups[0].journal.entries
     for group, rows, total, _ in begun:
         columns, counters, reclaimer = group.pager.columns, group.counters, group.reclaimer
-        entries += (  # every step runs this: an edit costs three times as much
+        entries += (  # not edits, which cost three times as much: every step runs this
             (setattr, group, "used_tokens", group.used_tokens),
             (setattr, group, "clock", group.clock),
             (setattr, columns, "held_rows", columns.held_rows),
@@ -112,7 +113,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         if names and group.pager.ahead:
             group.pager.grow_ahead()
         if group.table.lockstep:
-            group.prefixes.leases.end_all()  # garbage collection differs between ranks
+            # not left to garbage collection, whose timing differs between ranks
+            group.prefixes.leases.end_all()
         if group.reclaim_due:
             group.reclaim_idle()
         if group.unprepared:
@@ -123,7 +125,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
 
 
 def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
-    """`KVCache.step_async` for groups with the same requests: all or none. Returns 0 or -1."""
+    """Implements `KVCache.step_async`, in all groups or none. Returns 0 or -1."""
     begun = []
     lacking = False
     for group in groups:
@@ -145,7 +147,8 @@ def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
 
 
 def _keep_watermarks(groups: Sequence[Group]) -> None:
-    """Calls `Group.keep_watermark` for groups below their watermark; they share one budget."""
+    """Calls `Group.keep_watermark` for groups below their watermark; the groups share a budget, if
+    any."""
     share = groups[0].reclaimer.share
     room = 0 if share is None else share.room() + share.beyond()
     for group in groups:
@@ -158,7 +161,7 @@ def _keep_watermarks(groups: Sequence[Group]) -> None:
 
 
 def _grow_for(begun: Sequence[_Begun], stream: Any) -> bool:
-    """Maps the pages that slots lack, in all groups or in none; returns whether that succeeded."""
+    """Maps the pages that slots need, in all groups or none; returns whether that succeeded."""
     wants = [(group.pager, group.pager.wants(short)) for group, *_, short in begun]
     if not grow(wants, background=False):
         return False
@@ -168,7 +171,7 @@ def _grow_for(begun: Sequence[_Begun], stream: Any) -> bool:
 
 
 def _grow_by_cutting(begun: Sequence[_Begun], stream: Any) -> bool:
-    """Like `_grow_for`, but splits 2 MiB entries of requests to unmap their surplus pages.
+    """Like `_grow_for`, but also splits requests' 2 MiB entries to unmap their surplus pages.
 
     No GPU work may read such an entry while it is split, so this waits for all work on the device.
     Splits the largest surplus first, and stops when there is enough.
@@ -196,7 +199,7 @@ def _settle(group: Group, stream: Any) -> None:
 
 
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
-    """Begins to map the pages that slots lack, in all groups or in none; False if short."""
+    """Starts mapping the pages that slots need, in all groups or none. False: short."""
     for group, _ in begun:
         if group.pager.growths or group.left:
             break
@@ -211,7 +214,7 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
 
 
 def _not_promised(group: Group, short: list[int]) -> list[_Want]:
-    """Returns the slots that lack pages which no growth in flight will grant."""
+    """Returns the slots that need pages beyond those that growths in flight will grant."""
     promised = {
         (slot, owner): pages for job in group.pager.growths for slot, owner, pages in job.grants
     }
@@ -223,11 +226,11 @@ def _not_promised(group: Group, short: list[int]) -> list[_Want]:
 
 
 def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
-    """Maps what fits now and starts to reclaim memory for the rest. Never blocks.
+    """Maps what fits now and starts reclaiming memory for the remaining pages. Never blocks.
 
-    A later call maps the rest, or the `step` waits for it. False if even reclaiming would not free
-    enough, as far as the records tell. A growth completes as a whole, so slots that must wait for
-    an earlier owner's GPU work get a separate growth.
+    A later call maps the remaining pages, or the `step` waits for them. False if, according to the
+    records, even reclaiming would not free enough. A growth completes as a whole, so slots that
+    must wait for an earlier owner's GPU work get a separate growth.
     """
     before = _left_to_a_step(groups, wants)
     now = [one for one in wants if not one[0].pager.is_held_up(one[1])]
@@ -239,7 +242,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
         return False
     ready = now + before
     fits = fit(_needs(groups, ready))
-    if not fits:  # the other slots get the reclaimed pages later
+    if not fits:  # only some slots grow now; the others get reclaimed pages later
         now = _select_fitting(groups, now)
     slow = {slot for group, slot, _ in now if group.pager.is_slow(slot)}
     if _grow(groups, [one for one in now if one[1] not in slow]):
@@ -247,7 +250,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
     elif (
         fits
         and fit(_needs(groups, ready))
-        # The driver has less than the records say; perhaps enough comes back.
+        # The driver has less memory than the records say; reclaiming may still free enough.
         and not _begin_to_reclaim(groups, everything, more=groups[0].reclaimer.room)
     ):
         return False
@@ -260,7 +263,8 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
 
 
 def _left_to_a_step(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
-    """Returns growth that earlier calls promised to other slots and that is not mapped yet."""
+    """Returns pages that earlier calls promised to other slots and that are not being mapped
+    yet."""
     named = {slot for _, slot, _ in wants}
     found = []
     for group in groups:
@@ -282,7 +286,7 @@ def _grow(groups: Sequence[Group], wants: Sequence[_Want], *, reclaim: bool = Fa
 
 
 def _needs(groups: Sequence[Group], wants: Sequence[_Want]) -> list[tuple[Pager, int]]:
-    """Returns the physical pages to map, by group."""
+    """Returns the number of physical pages to map, per group."""
     pages = dict.fromkeys(groups, 0)
     for group, slot, count in wants:
         pages[group] += max(0, count - slot.grows_from) * group.layout.num_tensors
@@ -294,9 +298,9 @@ def _keep(wants: Sequence[_Want]) -> dict[Slot, int]:
 
 
 def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Want]:
-    """Returns the slots whose pages fit the free memory in all groups, smallest need first.
+    """Returns the slots with the smallest needs that together fit the free memory, in all groups.
 
-    So a decoding request does not wait for the memory of another's prompt.
+    So a decoding request does not wait for the memory of another request's prompt.
     """
     lacking: dict[int, int] = {}
     for group, slot, pages in wants:
@@ -314,14 +318,14 @@ def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Wa
 
 
 def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int = 0) -> bool:
-    """Begins to reclaim the pages that slots lack. Never blocks.
+    """Starts reclaiming the pages that slots need. Never blocks.
 
-    In the order of `Reclaimer.make_room`: pages of slots, then recorded prefixes, each the cache's
-    own before those of other caches of its budget; then cancels promotions.
+    Uses the order of `Reclaimer.make_room`: pages of slots, then recorded prefixes, in both cases
+    from this cache before the other caches of its budget. Then cancels promotions.
 
     Args:
         groups: groups of the cache.
-        wants: the slots, and the pages per tensor that each is to have.
+        wants: the slots, with the pages per tensor that each should have.
         more: bytes to reclaim in addition.
 
     Returns:
@@ -352,7 +356,7 @@ def _begin_what_comes_back(
     need = more + sum(pages * pager.layout.page_size for pager, pages in needs)
 
     def lacking() -> int:
-        """Returns the bytes needed beyond those free or being unmapped by the cache."""
+        """Returns the bytes needed in addition to those free or being unmapped by this cache."""
         back = sum(group.reclaimer.returning * group.layout.page_size for group in groups)
         return need - first.room - back
 
@@ -372,7 +376,7 @@ def _begin_what_comes_back(
         own, size, tensors = pager.reclaimer, pager.layout.page_size, pager.layout.num_tensors
         coming = own.leaving + pager.unsettled(keep, promoting=False)
         above = count - (own.limit - own.device_pages) - own.returning - coming
-        coming += pager.splittable(keep)  # a step can split these entries
+        coming += pager.splittable(keep)  # a step can split entries to free these
         missing -= coming * size
         if above > 0:
             missing -= own.evict(-(-above // tensors)) * tensors * size
@@ -415,7 +419,7 @@ def _note_short(groups: Sequence[Group]) -> None:
 
 
 def _note_out_of_mappings(groups: Sequence[Group], error: TooManyMappings) -> None:
-    """Records that the driver refused a mapping, and joins runs; growths were rolled back."""
+    """Records that mappings ran out, and joins runs; growths were already rolled back."""
     groups[0].pager.runs.refused = str(error)
     _note_short(groups)
     for group in groups:

@@ -24,14 +24,14 @@ __all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
 
 
 class SwappedRequest(Closable):
-    """A swapped-out request; the cache's `swap_in` restores it, once.
+    """A swapped-out request; the cache's `swap_in` restores it, at most once.
 
-    Owns no device pages: all mapped rows were copied, those in shared pages too, and after
-    `swap_in` all its pages are unshared. Rows that had left a window are zero then, and are
+    Owns no device pages: all mapped rows were copied, including those in shared pages, and after
+    `swap_in` all its pages are unshared. Rows that had left a window are then zero, and are
     unmapped again.
 
-    Holds host memory (pinned if torch has CUDA) until it is swapped in or closed, whether its cache
-    is open or not. A context manager.
+    Holds host memory (pinned if torch has CUDA) until it is swapped in or closed, even after its
+    cache is closed. Usable as a context manager.
 
     Attributes:
         seq_len: tokens of the request.
@@ -48,7 +48,7 @@ class SwappedRequest(Closable):
         self.seq_len = seq_len
         self.nbytes = sum(one.nbytes for one in rows)
         self._groups = tuple(groups)
-        self._heads = tuple(heads)  # pages that had left the window, by group
+        self._heads = tuple(heads)  # per group, number of pages that had left the window
         self._rows: Sequence[memoryview] | None = rows
 
     @property
@@ -59,7 +59,7 @@ class SwappedRequest(Closable):
     def close(self, journal: Journal | None = None) -> None:
         """Drops the request and its host memory. Idempotent.
 
-        `journal`: if given, the close is undone with the call in progress (`Internals.journal`).
+        `journal`: if given, the close is undone if the call in progress is (`Internals.journal`).
         """
         if journal is not None:
             journal.change([[self, "_rows", None]])
@@ -82,7 +82,8 @@ def _host_memory(size: int, device: int | None) -> memoryview:
 
 
 def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
-    """Returns the bytes per tensor of the first rows from page `head` on, and their addresses."""
+    """Returns the bytes per tensor of the first `length` rows from page `head` on, and their
+    address in each tensor."""
     layout = group.layout
     size = max(0, layout.bytes_for(length) - head * layout.page_size)
     tensors = range(layout.num_tensors if size else 0)
@@ -90,7 +91,7 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
 
 
 def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedRequest:
-    """Implements `KVCache.swap_out`, in all groups or in none."""
+    """Implements `KVCache.swap_out`, in all groups or none."""
     for group in groups:
         group.sharing.require(SWAP, "swap_out")
     slots = [group.slot(reqid) for group in groups]
@@ -112,7 +113,7 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
     for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
         group.mapper.copy(size, addresses, [held], out=True)
     swapped = SwappedRequest(groups, length, rows, heads)
-    release(groups, slots, None)  # the work is complete
+    release(groups, slots, None)  # None: the GPU work is complete
     groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
     for group in groups:
         group.reclaim_idle()
@@ -120,8 +121,9 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
 
 
 def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
-    """Raises OutOfMemory if the request, whose pages are needed all at once, could never return."""
-    needed = held = 0  # pages that no other request uses are freed
+    """Raises OutOfMemory if the request could never be swapped in, which needs all pages at the
+    same time."""
+    needed = held = 0  # held: pages that swapping out frees, since no other request uses them
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
         own = (
@@ -135,9 +137,9 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
         reclaimer = groups[0].reclaimer
         room = held + reclaimer.obtainable({})
         raise OutOfMemory(
-            f"reqid {slots[0].index}: {held} unshared pages, but to be swapped in its "
-            f"{length} tokens need {needed} for a moment, and only {room} are obtainable; free "
-            "it and compute it again",
+            f"reqid {slots[0].index} has {held} unshared pages, but swapping in its {length} "
+            f"tokens temporarily needs {needed}, and only {room} are obtainable; free it and "
+            "recompute it",
             errno=errno.ENOMEM,
             op="KVCache.swap_out",
             limit=room,
@@ -154,7 +156,7 @@ def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> 
 def swap_in(
     groups: Sequence[Group], swapped: SwappedRequest, stream: Any, into: int | None = None
 ) -> int | None:
-    """Implements `KVCache.swap_in`, in all groups or in none.
+    """Implements `KVCache.swap_in`, in all groups or none.
 
     `into`: the free reqid to use; None: any.
     """
@@ -194,7 +196,7 @@ def swap_in(
             return None
         for group in groups:
             group.pager.settle(stream)
-        # Wait for zero-fills, or for earlier owners' work, which were ordered before `stream`.
+        # Wait for zero-fills and earlier owners' work, which `stream` was made to wait for.
         wait_for(record(stream, groups[0].device))
         both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
         for group, slot, head, rows in both:

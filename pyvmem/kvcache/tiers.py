@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""On-demand moves of requests' pages to another memory, and promotion to 2 MiB entries."""
+"""Moves of requests' pages to another tier on demand, and promotion to 2 MiB entries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Moved", "move", "promote", "tier_of"]
 
 
 class Moved(NamedTuple):
-    """Result of `KVCache.move`: physical pages of `Layout.page_size`, of all tensors together.
+    """The result of `KVCache.move`: physical pages of `Layout.page_size`, over all tensors.
 
     Attributes:
-        pages: pages that moved, or are being moved.
-        shared: pages that stay where they are, since they are shared.
+        pages: number of pages that moved or are being moved.
+        shared: number of pages that are not moved because they are shared.
     """
 
     pages: int
@@ -35,7 +35,7 @@ class Moved(NamedTuple):
 
 
 def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
-    """Returns the tier that a caller names."""
+    """Returns the tier for a caller's arguments."""
     names = {one.name.lower(): one for one in Location}
     place = names.get(location) if isinstance(location, str) else None
     if isinstance(location, int) and location in names.values():
@@ -43,7 +43,7 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
     if place is None:
         raise invalid(f"location {location!r} is not one of {', '.join(map(repr, names))}")
     if place is not Location.PEER and device is not None:
-        raise invalid(f"device {device!r}: a location of {place.name.lower()!r} takes no device")
+        raise invalid(f"device {device!r}: location {place.name.lower()!r} takes no device")
     info = group.context.info
     if place is not Location.DEVICE:
         (HOST_PAGES if place is Location.HOST else PEER_PAGES).require(info, "move")
@@ -81,7 +81,7 @@ def move(
     *,
     wait: bool,
 ) -> Moved:
-    """Implements `KVCache.move`: copies in all groups or in none, before any page is replaced."""
+    """Implements `KVCache.move`: copies in all groups or none, before any page is replaced."""
     both = [(group, group.slot(reqid)) for group in groups]
     for group, slot in both:
         group.mover.sweep()
@@ -102,7 +102,7 @@ def move(
     except VMemError:
         cancel()
         raise
-    begun.clear()  # after this, the next step completes an interrupted move
+    begun.clear()  # from here on, the next step completes the move if this call is interrupted
     if wait:
         try:
             for group, slot in both:
@@ -124,7 +124,7 @@ def _begin_move(
     *,
     wait: bool,
 ) -> Moved:
-    """Runs the first phase of `move` in one group; nothing may be in flight over the slot."""
+    """Runs the first phase of `move` in one group; the slot must have no batch in flight."""
     low, high = _pages_of(group, slot, tokens, wait)
     tensors = group.layout.num_tensors
     shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
@@ -162,12 +162,13 @@ def _pages_of(
             raise invalid(
                 f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held
             )
-    if layout.state:  # moved as a whole, and not while it is written
+    if layout.state:  # a state moves only as a whole, and only while nothing writes it
         whole = wait and (first, last) == (0, held)
         return 0, slot.granted if whole else 0
     low = -(-first * layout.row_bytes // layout.page_size)
     high = last * layout.row_bytes // layout.page_size
-    if wait and last == held:  # nothing is written meanwhile, so the last page can go, too
+    # nothing is written during the move, so the last page can move as well
+    if wait and last == held:
         high = -(-last * layout.row_bytes // layout.page_size)
     high = min(high, slot.granted)
     return min(low, high), high
@@ -181,7 +182,8 @@ def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: in
             raise _tier_full(group, tier, pages, group.reclaimer.free * size)
         return
     host = tier.location is Location.HOST
-    limit = group.config.host_limit if host else group.config.peer_limit  # for all groups together
+    # limits all groups together
+    limit = group.config.host_limit if host else group.config.peer_limit
     if not limit:
         return
     taken = sum(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Returning memory: unmaps pages that no request owns, and compacts partly used slabs."""
+"""Returns memory: unmaps pages that no request owns, and compacts partly used slabs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: bool = True) -> bool:
-    """Begins to unmap all pages that no request owns; returns True if no unmap is in flight.
+    """Starts unmapping all pages that no request owns; returns True if no unmap is in flight.
 
-    `prefixes`: first evict prefixes; "host": copy their rows to host memory, if enabled.
-    `kept`: also unmap kept slots. That frees no memory, since their pages are recorded.
+    `prefixes`: evict prefixes first; "host": copy their rows to host memory, if enabled. `kept`:
+    also unmap kept slots, which by itself frees no memory, since their pages are recorded.
     """
     group.pager.poll()
     group.reclaimer.poll()
@@ -39,7 +39,7 @@ def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: b
 def trim(
     manager: Manager, prefixes: bool | str, compact: bool | None, stream: Any, before: int
 ) -> int:
-    """Implements `KVCache.trim`; `before`: slab bytes of the context when the call began."""
+    """Implements `KVCache.trim`; `before`: the context's slab bytes when the call began."""
     groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
     context.trim(0)
@@ -58,7 +58,7 @@ def trim(
 
 
 def _compact(manager: Manager, stream: Any) -> None:
-    """Compact partly used slabs, after all work on the device.
+    """Compacts partly used slabs, after waiting for all work on the device.
 
     Raises:
         NotSupported: the cache does not own the context.
@@ -77,11 +77,11 @@ def _compact(manager: Manager, stream: Any) -> None:
 
 
 def can_compact(manager: Manager) -> bool:
-    """Returns whether no GPU work can be using live pages once that in `last_work` is complete.
+    """Returns whether no GPU work can be using live pages once the work in `last_work` is complete.
 
-    Compaction replaces pages under their addresses, so no GPU work may touch them, and a cache does
-    not see what an engine launches. It only knows which requests that work may use: those that the
-    last `step` named, and, in a context that it does not own, any.
+    Compaction replaces the pages behind addresses, so no GPU work may touch them, and a cache does
+    not see what an engine launches. It only knows which requests that work may use: those with a
+    length above 0 in the last `step` or, in a context that it does not own, any request.
     """
     groups = manager.groups
     if not manager.owns_context:
@@ -94,7 +94,8 @@ def can_compact(manager: Manager) -> bool:
 
 
 def last_work(groups: Sequence[Group]) -> list[Any]:
-    """Returns GPU work not known to be complete; for use when the last `step` named no request."""
+    """Returns GPU work that may not be complete; valid only if all lengths of the last `step` were
+    0."""
     events: list[Any] = []
     for group in groups:
         group.idle_step_work = prune(group.idle_step_work)
@@ -109,7 +110,8 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
 
 
 def unmap_idle(groups: Sequence[Group], prefixes: bool | str) -> None:
-    """Unmaps all pages that no request owns, and waits; failures go to `Reclaimer.errors`."""
+    """Unmaps all pages that no request owns, and waits; failures are appended to
+    `Reclaimer.errors`."""
     for group in groups:
         group.pager.finish_idle()
         with group.counters.waiting():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Truncation of requests to fewer tokens, in all groups of layers or in none."""
+"""Truncates requests to fewer tokens, in all groups of layers or none."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = ["copied", "kept_rows", "planned", "truncate"]
 
 
 def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[int, int, int]:
-    """Returns the index of a request's slots, the tokens to keep, and those that it holds.
+    """Returns the index of a request's slots, the number of tokens to keep, and the number held.
 
     Args:
         groups: groups of the cache.
         reqid: the request.
-        length: tokens to keep; None: all.
+        length: number of tokens to keep; None: all.
 
     Raises:
-        InvalidArgument: it is not taken, or holds fewer than `length` tokens.
+        InvalidArgument: the slot is free, or holds fewer than `length` tokens.
     """
     index = groups[0].slot(reqid).index
     held = groups[0].pager.columns.held_rows[index]
@@ -45,7 +45,7 @@ def kept_rows(groups: Sequence[Group], reqid: int, length: int | None) -> tuple[
 
 
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
-    """Implements `KVCache.truncate`, in all groups or in none. Returns 0 or -1."""
+    """Implements `KVCache.truncate`, in all groups or none. Returns 0 or -1."""
     index, rows, held = kept_rows(groups, reqid, operator.index(length))
     slots = []
     for group in groups:
@@ -81,15 +81,16 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
 
 
 def planned(groups: Sequence[Group], reqid: int, length: int) -> list[Truncation]:
-    """Plans a truncation in each group; raises as `kept_rows` does."""
+    """Plans a truncation in each group. Raises the errors of `kept_rows`."""
     index, rows, _ = kept_rows(groups, reqid, length)
     return [Truncation.of(group, group.table.slots[index], rows) for group in groups]
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
-    """Disowns pages past the request's rows that were mapped for a prefill's kernel to read.
+    """Makes pages past the request's rows unowned, if they were mapped for a prefill's kernel to
+    read.
 
-    They were never written, so the request may get them again without a fill.
+    They were never written, so the request can get them again without a fill.
     """
     each = []
     for group, slot in both:
@@ -107,29 +108,30 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
 
 @dataclass
 class Truncation:
-    """Plan for the pages of one slot.
+    """The plan for truncating a slot.
 
         0 ......... length ......... granted ......... mapped
         | rows kept | dropped        |                 |
-        | pages kept   | no owner from here on         |
+        | pages kept   | unowned from here on          |
 
-    The request's own dropped pages stay mapped, like those of a freed slot: the request may get
-    them again, zeroed, and other requests that are short may take them. Pages that are shared or
-    outside the device cannot stay without an owner. They are unmapped at once, and a shared page
-    that is kept in part is replaced by a copy, since the request may write past its last row.
+    The request's unshared dropped pages stay mapped, like those of a freed slot: the request may
+    get them again, zeroed, and other requests that are short may take them. Pages that are shared
+    or off the device cannot stay without an owner. They are unmapped immediately, and a shared page
+    that is kept in part is replaced with a copy, since the request may write past its last row.
 
     Attributes:
-        rows: tokens kept.
-        nbytes: bytes of these rows, per tensor.
-        keep: pages that the request keeps.
+        rows: number of tokens kept.
+        nbytes: size of these rows, per tensor.
+        keep: number of pages that the request keeps.
         shared: pages below this stay shared.
-        copied: pages [shared, copied) are replaced by copies.
+        copied: pages [shared, copied) are replaced with copies.
         stride: bytes of the copies in each tensor.
-        new_pages: physical pages of the copies.
+        new_pages: number of physical pages of the copies.
         end: first page to unmap if `unmaps`.
-        unmaps: true if pages must be unmapped at once.
-        ownerless: true if pages stay mapped without an owner.
-        addresses: scratch addresses of the copies until they are mapped in the slot; else None.
+        unmaps: True if pages must be unmapped immediately.
+        ownerless: True if pages stay mapped but become unowned.
+        addresses: scratch addresses of the copies; None before they are made and once they are in
+            the slot.
     """
 
     group: Group
@@ -159,7 +161,7 @@ class Truncation:
             if rest:
                 copied = min(keep, last)
             else:
-                keep = shared  # the next step maps rows that a kernel may over-read
+                keep = shared  # the next step maps the rows that a kernel may over-read
         unmaps = shared < last or bool(tier_map.noted and tier_map.off_device_end > keep)
         pages = copied - shared
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
@@ -171,7 +173,8 @@ class Truncation:
     def copy(self, ops: OpBatch) -> Reservation:
         """Adds to `ops` a copy of the kept part of shared pages; returns its scratch addresses.
 
-        The request's own work must be complete; waits for others' that wrote pages it shares.
+        The request's own work must be complete; waits for other requests' work that wrote pages it
+        shares.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         for block, *_ in slot.span.parts:
@@ -191,7 +194,7 @@ class Truncation:
         return addresses
 
     def drop_copy(self) -> None:
-        """Undoes `copy` after the batch has run; may be repeated."""
+        """Undoes `copy` after the batch has run; may be called again."""
         if self.addresses is not None:
             edits = self.group.reclaimer.free_edits(self.copied - self.shared, {})
             nbytes = self.stride * self.group.layout.num_tensors
@@ -200,10 +203,10 @@ class Truncation:
             )
 
     def unmap(self, ops: OpBatch) -> list[list[Any]]:
-        """Adds to `ops`: map the copies over shared pages, and unmap the pages after them.
+        """Adds operations that map the copies over shared pages and unmap the pages after them.
 
         Returns:
-            The edits that belong to it.
+            The edits that belong to these operations.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         tensors, edits = layout.num_tensors, self._unmap_edits()
@@ -213,7 +216,8 @@ class Truncation:
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
-                [copies, "_done", True],  # consumed: without it an interruption warns of a leak
+                # the batch consumes it; without this, an interruption would warn of a leak
+                [copies, "_done", True],
                 *group.scratch.give_edits(self.addresses),
             )
             ops.map(
@@ -239,7 +243,7 @@ class Truncation:
         return edits
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """Returns the edits that `unmap` does not; `work`: the last work on the rows."""
+        """Returns the edits other than those of `unmap`; `work`: the last work on the rows."""
         group, slot = self.group, self.slot
         edits = group.enter_edits(slot, self.rows)
         if slot.pins:
@@ -251,7 +255,7 @@ class Truncation:
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
     def _unmap_edits(self) -> list[list[Any]]:
-        """Returns the edits of the slot and of the counts that belong to `unmap`."""
+        """Returns the edits to the slot and to the counts that belong to `unmap`."""
         group, slot, tier_map = self.group, self.slot, self.slot.tier_map
         own, mapped = max(self.end, slot.head + slot.span.pages), min(slot.mapped, self.end)
         off_device: dict[Tier, int] = {}
@@ -275,13 +279,14 @@ class Truncation:
 
 
 def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
-    """Unmaps what all groups must in one batch, after a first batch that makes the copies.
+    """Runs the unmaps of all groups as one batch, after a first batch that makes the copies.
 
     Returns:
-        False if memory is short; nothing changed.
+        False if memory is short; nothing has changed.
 
     Raises:
-        NotRecoverable: the request has lost rows; the message names it. VMemError: nothing changed.
+        NotRecoverable: the request has lost rows; the message names it. VMemError: nothing has
+            changed.
     """
     begun, copies = [], []
     after: list[Any] = []
@@ -316,7 +321,7 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copies the kept parts of shared pages; False if memory is short: nothing changed."""
+    """Copies the kept parts of shared pages; False if memory is short, with nothing changed."""
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group
@@ -339,7 +344,7 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
 
 
 def _drop_copies(copies: Sequence[Truncation]) -> None:
-    """Undoes `_copy_all`; may be repeated."""
+    """Undoes `_copy_all`; may be called again."""
     for one in copies:
         one.drop_copy()
 

@@ -3,18 +3,18 @@
 
 A call that waits for GPU work must not block other requests' calls. So each such call first lists
 its blockers under the lock and starts what it can (such as unmapping unowned pages), then waits for
-them without the lock, and lists again. With no blocker left, the call itself runs in the same
+them without the lock, and lists them again. Once there are none, the call itself runs in the same
 critical section and does not block:
 
     list -> wait -> list -> wait -> ... -> list, call
     lock            lock                   lock
 
-No request has changed before the call, so an exception that ends a wait leaves nothing to undo. Two
-waits stay in the call: for copies of a request's own rows, and for reclaimed pages when memory is
-short.
+Requests do not change before the call runs, so an exception that ends a wait leaves nothing to
+undo. Two kinds of wait remain inside the call: for copies of a request's own rows, and for
+reclaimed pages when memory is short.
 
-A `before_...` function lists the blockers of one call. It does not report bad arguments: it returns
-no blockers, and the call raises.
+Each `before_...` function lists the blockers of one call. It does not report bad arguments: it
+returns no blockers, and the call raises.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def when_clear(
 ) -> _T:
     """Runs `call` once `find_blockers` reports no blockers; waits for blockers without the lock.
 
-    Both get the same arguments, after the groups.
+    Both are called with the groups and then the same arguments.
 
     Inside another call, which holds the lock (`RequestCache`, `ParallelKVCache`), `find_blockers`
-    is skipped and the call itself waits. It is skipped with several ranks, too, as their results
+    is skipped and `call` itself waits. It is also skipped with several ranks, since their results
     must not depend on it.
     """
     while True:
@@ -90,7 +90,7 @@ def when_clear(
                 try:
                     waits = find_blockers(groups, *args, **kwargs)
                 except (VMemError, TypeError, IndexError):
-                    waits = []  # the call meets the same error and raises it
+                    waits = []  # `call` will fail in the same way and raise
             if not waits:
                 return call(groups, *args, **kwargs)
         for wait in waits:
@@ -102,11 +102,11 @@ def clear(manager: Manager, find_blockers: FindBlockers) -> None:
     when_clear(manager, find_blockers, lambda groups: None)
 
 
-# ---- what is in flight ---------------------------------------------------------------------------
+# ---- work in flight ------------------------------------------------------------------------------
 
 
 def _job(slot: Slot) -> Blockers:
-    """List the slot's batch in flight, and the earlier owners' work that its growth hands over."""
+    """Lists the slot's batch in flight, and earlier owners' work that a growth must wait for."""
     job = slot.job
     if job is None:
         return []
@@ -120,7 +120,7 @@ def _job(slot: Slot) -> Blockers:
 
 
 def _own(group: Group, slot: Slot) -> Blockers:
-    """List the slot's batch in flight and the copies of its move."""
+    """Lists the slot's batch in flight and the copies of its move."""
     move = group.mover.moves.get(slot)
     if move is not None and move.ticket is not None and not move.done():
         return [*_job(slot), QuietTicket(move.ticket).wait]
@@ -128,7 +128,7 @@ def _own(group: Group, slot: Slot) -> Blockers:
 
 
 def _emptied(group: Group, slot: Slot) -> Blockers:
-    """Begins to unmap a free slot; lists its batch in flight."""
+    """Starts unmapping a free slot; lists its batch in flight."""
     if not slot.active and slot.job is None and slot.mapped and not slot.broken:
         group.reclaimer.try_unmap(slot, 0)
     return _job(slot)
@@ -149,7 +149,7 @@ def before_fork(
     work: PriorWork,
     into: Sequence[int] | None,
 ) -> Blockers:
-    """List the blockers of `KVCache.fork_many`; `work`: the parent's last GPU work."""
+    """Lists the blockers of `KVCache.fork_many`; `work`: the parent's last GPU work."""
     waits: Blockers = []
     for group in groups:
         slot = group.table.slots[reqid]
@@ -162,7 +162,7 @@ def before_fork(
                 waits += work.pending()
     table = groups[0].table
     chosen = into
-    if chosen is None:  # the call will choose slots that have no pages in the first group
+    if chosen is None:  # the call will prefer slots without pages in the first group
         chosen = table.columns.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)[:count]
         if len(chosen) < count:
             chosen = list(map(attrgetter("index"), table.emptiest(count)))
@@ -178,16 +178,17 @@ def before_fork(
 def before_record(
     groups: Groups, reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
 ) -> Blockers:
-    """List the blockers of `KVCache.record`; `work`: the request's last GPU work."""
+    """Lists the blockers of `KVCache.record`; `work`: the request's last GPU work."""
     waits, slot = before_swap_out(groups, reqid, work), groups[0].slot(reqid)
-    # The tokens are compared only if there is something to wait for.
+    # Compare the tokens only if there is something to wait for.
     return waits if waits and groups[0].prefixes.shares(slot, tokens, namespace) else []
 
 
 def before_prefix(
     groups: Groups, tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> Blockers:
-    """List the blockers of `KVCache.alloc_prefix`: writers that the CPU must wait for."""
+    """Lists the blockers of `KVCache.alloc_prefix`: GPU work that wrote the pages, if the CPU must
+    wait for it, and the blockers of loading from host memory."""
     prefixes, ordered = groups[0].prefixes, groups[0].device is not None and reader.is_stream
     if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
         ordered = True
@@ -201,7 +202,7 @@ def before_prefix(
         if match.length and not ordered:
             spans = [prefixes.span(group.place, match) for group in groups]
         if not spans or not (kept_slots(groups, spans, match.length) or empty_slots(groups)):
-            return []  # the request will not share any of it
+            return []  # the request will not share any pages
     finally:
         if match is not tokens:
             match.release()
@@ -214,13 +215,14 @@ def before_prefix(
 
 
 def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Blockers:
-    """List the blockers of `KVCache.swap_out`; `work`: the request's last GPU work."""
+    """Lists the blockers of `KVCache.swap_out`; `work`: the request's last GPU work."""
     waits = [wait for group, slot in _both(groups, reqid) for wait in _own(group, slot)]
     return waits + work.pending()
 
 
 def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Blockers:
-    """List the blockers of `KVCache.swap_in`; `work`: GPU work so far of the rows' users."""
+    """Lists the blockers of `KVCache.swap_in`; `work`: the GPU work so far on the stream that will
+    use the rows."""
     sync_free_slots(groups)
     found = groups[0].fit(length)
     if found is None:
@@ -235,7 +237,7 @@ def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Blockers:
 
 
 def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) -> Blockers:
-    """List the blockers of `KVCache.truncate`; `work`: the last GPU work on the rows."""
+    """Lists the blockers of `KVCache.truncate`; `work`: the last GPU work on the rows."""
     waits: Blockers = []
     blockers = [] if work.over else work.pending()
     for group in groups:
@@ -255,23 +257,23 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
 
 
 def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Blockers:
-    """List the blockers of `KVCache.promote`; `work`: the request's last GPU work."""
+    """Lists the blockers of `KVCache.promote`; `work`: the request's last GPU work."""
     if wait:
         return before_swap_out(groups, reqid, work)
-    # A promotion in flight is only counted.
+    # For a slot whose promotion is in flight the call only returns its size.
     both = _both(groups, reqid)
     return [wait for group, slot in both if slot not in group.mover.moves for wait in _job(slot)]
 
 
 def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Blockers:
-    """List the blockers of `KVCache.move`; `work`: the request's last GPU work."""
+    """Lists the blockers of `KVCache.move`; `work`: the request's last GPU work."""
     if wait or any(slot in group.mover.moves for group, slot in _both(groups, reqid)):
         return before_swap_out(groups, reqid, work)
     return [wait for group, slot in _both(groups, reqid) for wait in _job(slot)]
 
 
 def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Blockers:
-    """List the blockers of `CacheMemory.reclaim_free`."""
+    """Lists the blockers of `CacheMemory.reclaim_free`."""
     if not wait:
         return []
     return [
@@ -286,7 +288,7 @@ def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Bloc
 def before_trim(
     groups: Groups, manager: Manager, prefixes: bool | str, compact: bool | None
 ) -> Blockers:
-    """List the blockers of `KVCache.trim`."""
+    """Lists the blockers of `KVCache.trim`."""
     waits: Blockers = []
     if any(group.reclaimer.errors for group in groups):
         return []

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: MIT
 """Sliding windows: unmaps pages of a running request that no later token attends to.
 
-A step from `old` to `new` tokens computes the tokens from `old` on. The first of them attends to
-rows from ``old - window + 1`` on, and its kernel reads the whole tile that contains this row:
+A step from `old` to `new` tokens computes the tokens from `old` on. The first of these attends to
+rows from ``old - window + 1`` on, and its kernel reads the whole tile that contains that row:
 
     0 ............... head ..... old - window - window_tile ..... old - window ..... old .... new
     | unmapped, pages | slack    | kernel's tile                 | attended to      | computed |
 
 So when a step grows a request to `new`, pages entirely below ``old - window - window_tile`` are
-unmapped after the work launched before: that step's work is the last that reads them. A prefill
-longer than the window keeps all of its tokens mapped until the next step.
+unmapped after the work launched so far, which is the last that reads them. A prefill longer than
+the window keeps all of its tokens mapped until the next step.
 
-`old` is first rounded down to whole sharing units (prefix_cache.py): the rows so far can be
-recorded there, and a request that begins with them needs their window there.
+`old` is first rounded down to a multiple of the sharing unit (prefix_cache.py): the rows up to
+there can be recorded, and a request that begins with them needs the window before that point.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pyvmem.memory.pages import Ticket
 __all__ = ["Window", "slide"]
 
 _Due: TypeAlias = tuple[Slot, int, int, int]
-"""A slot, its first page that stays mapped, and `_next` and `_least` after the unmap."""
+"""A slot, the first page to keep, and the values of `_next` and `_least` after the unmap."""
 
 
 class Window:
@@ -47,11 +47,11 @@ class Window:
 
     Args:
         reclaimer: tracks the unmaps.
-        mover: has the moves in flight.
-        config: the window.
-        unit: tokens of a sharing unit; 1 if nothing can be recorded.
-        release: waits until no batch is in flight over a slot's addresses.
-        ops: the batch of steps, of all groups of the cache.
+        mover: tracks the moves in flight.
+        config: configuration with the window.
+        unit: tokens per sharing unit; 1 if rows cannot be recorded.
+        release: waits until no batch is in flight on a slot's addresses.
+        ops: the batch that all groups of the cache build in a step.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class Window:
         self._window = config.window
         self._kept = config.window + config.window_tile
         self._first = self._goes_at(1)
-        # By slot: the length at which the next page leaves, and the least length to truncate to.
+        # Per slot: the length at which the next page leaves, and the smallest length to truncate
+        # to.
         self._next = [self._first] * config.max_batch
         self._least = [0] * config.max_batch
 
     def _rows(self, pages: int) -> int:
-        """Returns the rows that have at least a byte in the first `pages` pages."""
+        """Returns the number of rows that are at least partly in the first `pages` pages."""
         return -(-pages * self._size // self._row)
 
     def _goes_at(self, pages: int) -> int:
@@ -93,9 +94,10 @@ class Window:
         return max(slot.head, gone)
 
     def check(self, slot: Slot, length: int) -> None:
-        """Raises InvalidArgument for a length whose window has been unmapped."""
+        """Raises InvalidArgument if rows in the window before `length` have been unmapped."""
         least = self._least[slot.index]
-        if slot.head and not slot.stale:  # unmapped by a step that an exception ended
+        # an interrupted step may have unmapped pages without updating `_least`
+        if slot.head and not slot.stale:
             least = max(least, self._window + self._rows(slot.head))
         if length < least:
             raise invalid(
@@ -105,10 +107,11 @@ class Window:
             )
 
     def due(self, lens: Sequence[int]) -> list[_Due]:
-        """Returns the pages that the step to `lens` no longer needs.
+        """Returns the unmaps of pages that the step to `lens` no longer needs.
 
         Returns:
-            Slots, their first pages that stay mapped, and `_next` and `_least` after the unmap.
+            Slots, their first pages to keep, and the values of `_next` and `_least` after the
+            unmap.
         """
         table, mover, size, row = self.reclaimer.table, self._mover, self._size, self._row
         old = table.columns.held_rows
@@ -117,7 +120,7 @@ class Window:
             slot = table.slots[index]
             held = old[index]
             if lens[index] <= held:
-                continue  # same length as before: its work may not be launched yet
+                continue  # not grown: the work on its rows may not be launched yet
             if slot.job is not None:
                 if not table.lockstep:
                     continue  # left to the next step
@@ -126,7 +129,7 @@ class Window:
             if mover.moves and not mover.make_way(slot, head):
                 continue
             head, end = self._parted(slot, head) if head < slot.large_end else (head, head + 1)
-            later = self._kept - end * -size // row  # as `_goes_at`
+            later = self._kept - end * -size // row  # inlined `_goes_at`
             later += -later % self._unit
             least = self._window - head * -size // row
             if head > slot.head:
@@ -136,7 +139,8 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Returns the last page up to `head` that splits no 2 MiB entry, and the next such page."""
+        """Returns the last page up to `head` at which no 2 MiB entry is split, and the next such
+        page."""
         if head < slot.large_end and head % slot.block:  # inside a 2 MiB entry
             head -= head % slot.block
             return head, head + slot.block
@@ -151,13 +155,13 @@ class Window:
         *,
         quiet: bool,
     ) -> None:
-        """Writes the unmaps of `due` into a batch, and appends the edits of the records.
+        """Writes the unmaps of `due` into a batch, and appends the edits to the records.
 
         Args:
-            edits: gets the edits; see `Outcome`.
-            due: of this window.
+            edits: the list to add edits to; see `Outcome`.
+            due: the result of `due` for this window.
             ops: where the unmap operations are written.
-            ticket: ticket of the batch.
+            ticket: the batch's ticket.
             quiet: another group reports its failure.
         """
         reclaimer, owners = self.reclaimer, []
@@ -209,7 +213,8 @@ class Window:
         )
 
     def begin_edits(self, slot: Slot, head: int) -> list[list[Any]]:
-        """Returns the edits for a request that begins with a prefix's window at page `head`."""
+        """Returns the edits for a request that begins with a prefix whose window starts at page
+        `head`."""
         return self._set_edits(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def follow_edits(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
@@ -218,9 +223,9 @@ class Window:
         return [[values, slot.index, values[index]] for slot in slots for values in columns]
 
     def resume(self, slot: Slot, head: int) -> None:
-        """Begins to unmap the pages below `head` of a request that was swapped back in.
+        """Starts unmapping the pages below `head` of a request that was swapped back in.
 
-        Its rows there had left the window. If that cannot begin now, the next step does it.
+        Its rows there had left the window. If the unmap cannot start now, the next step does it.
         """
         least = self._window + self._rows(head)
         self._set(slot.index, self._first, least)
@@ -241,11 +246,11 @@ class Window:
 
 
 def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
-    """Begins to unmap pages that a step no longer needs, in one batch for all slots; never blocks.
+    """Starts unmapping pages that a step no longer needs, in one batch for all slots.
 
     Args:
-        windows: windows of groups that have the same requests, each with the lengths of the step.
-        stream: stream with the work so far, which may read the pages.
+        windows: the groups' windows, each with the lengths of the step.
+        stream: the stream of the work so far, which may read the pages.
     """
     found = []
     for window, lens in windows:
@@ -260,7 +265,7 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
         for slot, *_ in due:
             if slot.events:
                 after += prune(slot.events)
-    # On failure the next step tries again, except with several ranks, which must agree.
+    # On failure the next step retries, except with several ranks, which must agree.
     if not _begin(found, after) and first.reclaimer.table.lockstep:
         for window, _ in found:
             window.reclaimer.finish_all()
@@ -271,7 +276,7 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
 
 
 def _begin(found: Sequence[tuple[Window, list[_Due]]], after: Sequence[Any]) -> bool:
-    """Submits one batch that unmaps what is due; False: the queue is full, nothing changed."""
+    """Submits one batch with all due unmaps. False: the queue is full, nothing has changed."""
     first = found[0][0]
     ops, mapper = first.ops, first.reclaimer.mapper
     ticket, count = Ticket(mapper.context), 0

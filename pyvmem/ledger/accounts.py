@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: MIT
 """The ledger: each engine's share of a device, across one user's processes and containers.
 
-A file of fixed size in a private directory of the user, mapped by every engine; no daemon. An
-engine has a slot and a lock on the slot's byte, which the kernel drops when the process ends for
-any reason: a process that can take that lock knows that the owner is dead and clears the slot.
-Process ids are not comparable across containers, so they are not used for that.
+The ledger is a file of fixed size in a private directory of the user, mapped by every engine; there
+is no daemon. An engine has a slot and a lock on the slot's byte, which the kernel drops when the
+process exits for any reason: a process that can take that lock knows that the owner is dead and
+clears the slot. Process ids cannot be compared across containers, so they are not used for this.
 
     header   magic, version, capacity, number of asks and gives
     slot     an engine: limit, floor, used, pending, ...; 8-byte words written by the engine itself,
              except for orders to it: `order`, the limit, `floor` and `asleep`
 
-All bytes are of one device. An engine may take, under the lock of the file's first byte:
+All sizes are bytes of one device. Under the lock on the file's first byte, an engine may take:
 
     room = min(limit - used,
                capacity - the sum over others of max(used, floor) - used,
                free memory of the device - the sum over others of max(pending, floor - used))
 
-`pending` is memory granted but not mapped yet, so it still shows as free. A process killed between
-two words leaves an unowned slot; no other state needs repair.
+`pending` is memory granted but not mapped yet, which the device therefore still reports as free. A
+process killed between two writes leaves an unowned slot; no other state needs repair.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 MAX_HANDLES = 475_136
-"""Mappings that all engines of all GPUs together may have on ``stock``: the driver has 524,288 for
-the machine, and other programs need some."""
+"""Maximum mappings of all engines of all GPUs together on ``stock``: the driver allows 524,288 per
+machine, and other programs need some."""
 
 _FOLDER = "/dev/shm/vmem-{}"
 _MAGIC = b"VMEMLDG\0"
@@ -72,15 +72,15 @@ _HEADER = 4096
 _SLOT = 512
 _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
-_LOCKS = 1 << 40  # lock bytes are far past the contents
-_STALE_NS = 2_000_000_000  # ns after which a shortage that was not posted again expires
-_PATIENCE_S = 2.0  # for a lock that is held for microseconds
+_LOCKS = 1 << 40  # offset of the lock bytes, far past the contents
+_STALE_NS = 2_000_000_000  # ns after which a shortage expires unless it is posted again
+_PATIENCE_S = 2.0  # wait for the lock, which is normally held for microseconds
 
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
 _CAPACITY_AT = 16
-_HOLDER_AT = 24  # the last holder of the lock: process, and slot from 1
+_HOLDER_AT = 24  # last holder of the lock: process id, and slot counted from 1
 _HOLDER = struct.Struct("<QQ")
-_ASKS_AT, _GIVES_AT = 40, 48  # both count, for `Account.signals`
+_ASKS_AT, _GIVES_AT = 40, 48  # counters for `Account.signals`
 _WORD = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
 
@@ -118,11 +118,11 @@ _FREE, _TAKEN = 0, 1
 
 
 class LedgerError(VMemError):
-    """A ledger that cannot be used: damaged, of another version, or full."""
+    """The ledger cannot be used: it is damaged, has another version, or is full."""
 
 
 class LedgerHeld(LedgerError):
-    """A process holds the ledger's lock and does not run: stopped, or in a debugger."""
+    """A process that is suspended (stopped, or in a debugger) holds the ledger's lock."""
 
 
 def is_off(environment: Mapping[str, str] = os.environ) -> bool:
@@ -131,12 +131,13 @@ def is_off(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def named_folder() -> Path | None:
-    """Returns the directory in ``VMEM_LEDGER``; InvalidArgument: an unknown user's home."""
+    """Returns the directory in ``VMEM_LEDGER``, if any. Raises InvalidArgument for an unknown
+    ``~user``."""
     return None if is_off() else folder_in("VMEM_LEDGER")
 
 
 def default_folder() -> Path:
-    """Returns `named_folder`, else a directory of this user in shared memory."""
+    """Returns `named_folder` or, failing that, this user's directory in shared memory."""
     return named_folder() or Path(_FOLDER.format(os.getuid()))
 
 
@@ -145,7 +146,7 @@ def private(folder: Path) -> Path:
 
     Raises:
         AccessDenied: another user owns it or may write to it.
-        LedgerError: it cannot be made.
+        LedgerError: it cannot be created.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,34 +155,34 @@ def private(folder: Path) -> Path:
         raise LedgerError(f"{folder}: {error.strerror}", errno=error.errno or errno.EIO) from error
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise AccessDenied(
-            f"{folder}: of user {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; expected "
-            f"user {os.getuid()}, and nobody else who may write",
+            f"{folder}: owner {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; expected "
+            f"owner {os.getuid()} and no write permission for others",
             errno=errno.EACCES,
         )
     return folder
 
 
 def device_of(name: str, uuid: str) -> str:
-    """Returns the name of the ledger for a device with this name and UUID; ``"host"`` without UUID.
+    """Returns the ledger's name for a device with this name and UUID; ``"host"`` without a UUID.
 
     Raises:
-        NotSupported: an instance of a GPU in MIG mode. Instances have the UUID of their GPU but
-            separate memory: a ledger would take them for one device.
+        NotSupported: the device is an instance of a GPU in MIG mode. Instances have the GPU's UUID
+            but separate memory, so a ledger would treat them as one device.
     """
     if " MIG " in f" {name} ":
         raise NotSupported(
-            f"{name}: a GPU in MIG mode: its instances have one UUID and memory of their own, "
-            "which the ledger cannot tell apart; nvidia-smi -mig 0 ends that mode",
+            f"{name}: the GPU is in MIG mode; its instances share a UUID but not memory, so the "
+            "ledger cannot tell them apart; nvidia-smi -mig 0 disables MIG mode",
             errno=errno.EOPNOTSUPP,
         )
     return uuid or "host"
 
 
 def devices(folder: Path) -> list[str]:
-    """Returns the devices that have a ledger in a directory; none if it does not exist.
+    """Returns the devices that have a ledger in a directory, which need not exist.
 
     Raises:
-        VMemError: as `private`.
+        VMemError: as for `private`.
     """
     try:
         folder.stat()
@@ -197,7 +198,7 @@ def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
     """Returns the engines of every device that has a ledger in a directory.
 
     Raises:
-        VMemError: as `Ledger`.
+        VMemError: as for `Ledger`.
     """
     found: dict[str, list[EngineInfo]] = {}
     for device in devices(folder):
@@ -207,34 +208,34 @@ def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
 
 
 def engine_name(text: str, end: str = "") -> str:
-    """Makes a valid ledger name from any text: its printable characters, as many as fit."""
+    """Makes a valid engine name from any text: its printable characters, as many as fit."""
     shown = "".join(char for char in text if char.isprintable()).encode()
     return shown[: _NAME_SIZE - 1 - len(end)].decode(errors="ignore") + end
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """A snapshot of an engine in the ledger. Bytes are of one device.
+    """A snapshot of an engine in the ledger. All sizes are bytes of one device.
 
     Attributes:
-        name: chosen by its user; unique.
+        name: chosen by the user; unique among living engines.
         identity: a number below 2**63, unique among engines.
-        pid: in the engine's own namespace.
-        here: true if that is this process's namespace.
-        limit, floor: the most it may use, and the amount that others must leave to it.
-        least: the memory it needs to run: for vLLM, one request of the greatest length; for a cache
-            of pyvmem, a page in every tensor. A lower limit is refused.
-        used: bytes mapped, or granted.
+        pid: process id in the engine's own PID namespace.
+        here: True if that is this process's namespace.
+        limit, floor: the maximum that it may use, and the amount that others must leave for it.
+        least: the memory that it needs to run: for vLLM, one request of maximum length; for a
+            pyvmem cache, one page per tensor. A lower limit is rejected.
+        used: bytes granted; for an announced cache, bytes mapped.
         pending: the part of `used` not mapped yet.
         in_use: the part of `used` held by requests.
         cached: the part of `used` in prefixes that no request holds.
-        virtual: the most bytes it could map.
+        virtual: maximum bytes that it could ever map.
         handles: driver mappings.
-        want: bytes that a request lacks.
-        maps: map calls since the start; `waits`: steps that waited for one.
+        want: bytes that its requests are short of.
+        maps: map calls since the start; `waits`: steps that waited for a map call.
         hits, queries: tokens found in the prefix cache, and looked up.
-        sleeps: 1: it accepts an order to sleep; `asleep`: 1: it was ordered to.
-        host: its host memory for KV offloading, or for prefixes; `host_cached`: the part in use.
+        sleeps: 1 if it accepts an order to sleep; `asleep`: 1 if it was ordered to sleep.
+        host: its host memory for KV offloading or for prefixes; `host_cached`: the part in use.
         age: seconds since its last report.
     """
 
@@ -273,26 +274,26 @@ class EngineInfo:
 
 
 class Ledger(Closable):
-    """The ledger of one device. Thread-safe. In a forked child it is closed, without an account.
+    """The ledger of one device. Thread-safe. In a forked child it is closed and has no account.
 
     Args:
-        device: its name, as in `ContextInfo.uuid`, or ``"host"``.
+        device: the device's name, as in `ContextInfo.uuid`, or ``"host"``.
         capacity: bytes for all engines together; 0: the ledger's value, or, if this call creates
             the ledger, all of the device's memory. Fixed while engines run.
         folder: directory of the ledgers; None: `default_folder`.
-        create: if false, a missing ledger is an error.
+        create: if False, a missing ledger is an error.
 
     Raises:
-        AccessDenied: the directory or the file is another user's.
-        InvalidArgument: a capacity other than that of the running engines.
-        LedgerError: damaged, of another version, or the file system is full.
+        AccessDenied: the directory or the file belongs to another user.
+        InvalidArgument: a capacity that differs from that of the running engines.
+        LedgerError: the ledger is damaged or has another version, or the file system is full.
     """
 
     def __init__(
         self, device: str, capacity: int = 0, folder: Path | None = None, *, create: bool = True
     ) -> None:
         if not re.fullmatch(r"[\w-]{1,64}", device):
-            raise InvalidArgument(f"device {device!r}: not a device's name", errno=errno.EINVAL)
+            raise InvalidArgument(f"device {device!r}: not a valid device name", errno=errno.EINVAL)
         self.path = private(folder or default_folder()) / f"{device}.ledger"
         self._thread_lock = threading.RLock()
         self._stuck = False  # the last attempt to lock timed out
@@ -319,23 +320,24 @@ class Ledger(Closable):
             raise
 
     def _make(self, capacity: int) -> None:
-        """Writes the whole file, then links it to its name: no reader sees half of it."""
+        """Writes a temporary file, then links it to the ledger's name: no reader sees a partial
+        file."""
         part = self.path.with_suffix(f".{secrets.token_hex(6)}")
         try:
             fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise LedgerError(
-                f"{self.path} cannot be made: {error.strerror}", errno=error.errno or errno.EIO
+                f"{self.path} cannot be created: {error.strerror}", errno=error.errno or errno.EIO
             ) from error
         try:
-            # Allocate now: a store into a hole of the mapping on a full file system is SIGBUS.
+            # Allocate now: if the file system is full, a store to a hole in the file raises SIGBUS.
             os.posix_fallocate(fd, 0, _SIZE)
             os.pwrite(fd, _HEAD.pack(_MAGIC, _VERSION, _SLOTS, capacity), 0)
             with contextlib.suppress(FileExistsError):
                 os.link(part, self.path)
         except OSError as error:
             raise LedgerError(
-                f"{self.path}: {_SIZE} bytes cannot be had: {error.strerror}",
+                f"{self.path}: cannot allocate {_SIZE} bytes: {error.strerror}",
                 errno=error.errno or errno.EIO,
                 bytes=_SIZE,
             ) from error
@@ -347,12 +349,12 @@ class Ledger(Closable):
         state = os.fstat(self._fd)
         if state.st_uid != os.getuid() or state.st_mode & 0o077:
             raise AccessDenied(
-                f"{self.path}: of user {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; "
-                f"expected user {os.getuid()}, mode 600",
+                f"{self.path}: owner {state.st_uid}, mode {stat.S_IMODE(state.st_mode):o}; "
+                f"expected owner {os.getuid()}, mode 600",
                 errno=errno.EACCES,
             )
         head = os.pread(self._fd, _HEAD.size, 0)
-        advice = "end the engines that use it, then remove the file"
+        advice = "stop the engines that use it, then remove the file"
         if state.st_size != _SIZE or len(head) < _HEAD.size or head[:8] != _MAGIC:
             raise LedgerError(
                 f"{self.path} is not a ledger, or is damaged: {advice}", errno=errno.EIO
@@ -360,7 +362,7 @@ class Ledger(Closable):
         _, version, slots, _ = _HEAD.unpack(head)
         if (version, slots) != (_VERSION, _SLOTS):
             raise LedgerError(
-                f"{self.path} is of version {version}, this pyvmem knows {_VERSION}: {advice}",
+                f"{self.path} has version {version}, but this pyvmem supports {_VERSION}: {advice}",
                 errno=errno.EPROTO,
                 limit=_VERSION,
             )
@@ -374,8 +376,8 @@ class Ledger(Closable):
             running = ", ".join(self._name(slot) for slot in self.live())
             if running:
                 raise InvalidArgument(
-                    f"VMEM_CAPACITY={capacity}: engines run that agreed on "
-                    f"{before or 'as much as the device has'} ({running})",
+                    f"VMEM_CAPACITY={capacity}: running engines use "
+                    f"{before or 'all of the device'} ({running})",
                     errno=errno.EINVAL,
                     bytes=capacity,
                     limit=before,
@@ -383,12 +385,12 @@ class Ledger(Closable):
             _WORD.pack_into(self._map, _CAPACITY_AT, capacity)
 
     def close(self) -> None:
-        """Unmaps the file. Idempotent. Its account must be closed first."""
+        """Unmaps the file; the account must be closed first. Idempotent."""
         with self._thread_lock:
             self._let_go()
 
     def __del__(self) -> None:
-        """Closes a ledger whose owner was never built, for example a refused budget."""
+        """Closes a ledger without an owner, for example after its budget's constructor raised."""
         if hasattr(self, "_map"):
             self._let_go()
 
@@ -405,9 +407,10 @@ class Ledger(Closable):
         return self._map.closed
 
     def _forked(self) -> None:
-        """In a forked child: closes the file, so that the parent's locks do not outlive it.
+        """Closes the file in a forked child, so that the parent's locks do not outlive the parent.
 
-        A mapping also holds the file. Another thread may have held the lock at the fork.
+        The mapping also keeps the file open. Another thread may have held the thread lock at the
+        fork.
         """
         self._thread_lock = threading.RLock()
         if not self._map.closed:
@@ -417,17 +420,18 @@ class Ledger(Closable):
     # ---- the file --------------------------------------------------------------------------------
 
     def _lock_byte(self, byte: int, kind: int, command: int) -> int:
-        """F_OFD_GETLK: the type of the conflicting lock; other calls: the type passed in."""
+        """Locks, unlocks or queries a byte. Returns, for F_OFD_GETLK, the type of the conflicting
+        lock."""
         request = _FLOCK.pack(kind, os.SEEK_SET, _LOCKS + byte, 1, 0)
         return int(_FLOCK.unpack(fcntl.fcntl(self._fd, command, request))[0])
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the file's lock, among threads and processes.
+        """Holds the file's lock, which excludes other threads and processes.
 
         Raises:
             ForkedProcess: the ledger belongs to the parent process. BadHandle: it is closed.
-            LedgerHeld: another process, named in the message, does not release it.
+            LedgerHeld: another process, named in the message, does not release the lock.
         """
         with self._thread_lock:
             if self._map.closed:
@@ -445,7 +449,7 @@ class Ledger(Closable):
     def _wait_for_lock(self) -> None:
         """Takes the file's lock.
 
-        After one timeout, later calls do not wait until it is free again.
+        After a timeout, later calls fail without waiting, until one finds the lock free.
         """
         end = time.monotonic() + (0 if self._stuck else _PATIENCE_S)
         pause = 20e-6
@@ -461,8 +465,8 @@ class Ledger(Closable):
             if time.monotonic() >= end:
                 self._stuck = True
                 raise LedgerHeld(
-                    f"{self.path}: {self._holder()} has the lock and does not release it: it seems "
-                    "suspended (stopped, frozen, in a debugger); resume it or end it",
+                    f"{self.path}: {self._holder()} holds the lock and does not release it: it "
+                    "seems suspended (stopped, frozen, in a debugger); resume or kill it",
                     errno=errno.ETIMEDOUT,
                 )
             time.sleep(pause)
@@ -481,10 +485,10 @@ class Ledger(Closable):
         )
 
     def total_beside(self, word: str, but: str = "") -> int:
-        """Sum a word over the engines of other devices with ledgers in the same directory.
+        """Sums a word over the engines of other devices with ledgers in the same directory.
 
-        Engines of two devices may both read the sum before either adds to it. `but`: a device to
-        leave out.
+        Not atomic: engines of two devices may both read the sum before either adds to it. `but`: a
+        device to leave out.
         """
         total = 0
         for path in self.path.parent.glob("*.ledger"):
@@ -499,7 +503,7 @@ class Ledger(Closable):
                         stack.enter_context(other.locked())
                     total += other.total(word)
             except VMemError as error:
-                warn(_log, "ledger", "another device's ledger is left out: %s", error)
+                warn(_log, "ledger", "another device's ledger is ignored: %s", error)
         return total
 
     @property
@@ -508,7 +512,7 @@ class Ledger(Closable):
         return self.counted(_CAPACITY_AT)
 
     def counted(self, at: int) -> int:
-        """A word of the header."""
+        """Returns a word of the header."""
         return int(_WORD.unpack_from(self._map, at)[0])
 
     def count(self, at: int) -> None:
@@ -516,7 +520,7 @@ class Ledger(Closable):
         _WORD.pack_into(self._map, at, self.counted(at) + 1)
 
     def word(self, slot: int, name: str) -> int:
-        """A word of a slot."""
+        """Returns a word of a slot."""
         return int(_WORD.unpack_from(self._map, _HEADER + slot * _SLOT + _AT[name])[0])
 
     def put(self, slot: int, name: str, value: int) -> None:
@@ -530,12 +534,13 @@ class Ledger(Closable):
     def _owned(self, slot: int) -> bool:
         """True if another living process holds the slot.
 
-        This process's lock does not show: see `mine`.
+        Locks held by this process do not show, so callers check `_mine`.
         """
         return self._lock_byte(1 + slot, fcntl.F_WRLCK, fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
 
     def live(self, mine: int = -1) -> list[int]:
-        """Slots of living engines; clears those of dead engines. The caller holds the lock."""
+        """Returns the slots of living engines; clears those of dead engines. The caller holds the
+        lock."""
         found = []
         for slot in range(_SLOTS):
             if self.word(slot, "state") == _FREE:
@@ -547,7 +552,7 @@ class Ledger(Closable):
         return found
 
     def engines(self) -> list[EngineInfo]:
-        """All living engines."""
+        """Returns all living engines."""
         namespace = _pid_namespace()
         now = time.monotonic_ns()
         found = []
@@ -587,22 +592,22 @@ class Ledger(Closable):
         host: int = 0,
         host_limit: int = 0,
     ) -> Account:
-        """Takes a slot for an engine of this process; one for each `Ledger` object.
+        """Allocates a slot for an engine of this process; at most one per `Ledger` object.
 
         Args:
-            name: shown to users; unique among living engines. Up to 63 bytes, printable.
+            name: shown to users; unique among living engines. Printable, up to 63 bytes.
             floor, limit, least, virtual, host, identity: as in `EngineInfo`; identity 0: random.
-            host_limit: most `host` bytes for the engines of all devices together; 0: unlimited.
+            host_limit: maximum `host` bytes of the engines of all devices together; 0: unlimited.
 
         Raises:
             InvalidArgument: the name is in use or not printable; the limit is below the floor; the
                 floors, or `least` plus the others' floors, exceed the capacity; the engines' host
                 memory exceeds its limit.
-            LedgerError: all slots are taken.
+            LedgerError: all slots are in use.
         """
         if not name.isprintable() or not 0 < len(name.encode()) < _NAME_SIZE:
             raise InvalidArgument(
-                f"name {name!r:.80}: expected 1 to {_NAME_SIZE - 1} bytes that can be shown",
+                f"name {name!r:.80}: expected 1 to {_NAME_SIZE - 1} bytes of printable characters",
                 errno=errno.EINVAL,
             )
         if not 0 <= floor <= limit < 1 << 63 or not max(least, virtual) < 1 << 63:
@@ -613,7 +618,7 @@ class Ledger(Closable):
             )
         with self._joining(host) as beside, self.locked():
             if self._mine >= 0:
-                raise InvalidArgument("this ledger object has an account", errno=errno.EINVAL)
+                raise InvalidArgument("this Ledger has already joined", errno=errno.EINVAL)
             live = self.live()
             taken = [slot for slot in live if self._name(slot) == name]
             if taken:
@@ -626,15 +631,15 @@ class Ledger(Closable):
             if self.capacity and kept + floor > self.capacity:
                 raise InvalidArgument(
                     f"VMEM_FLOOR={floor}: the device has {self.capacity} bytes for all engines, of "
-                    f"which the floors of others keep {kept}",
+                    f"which other engines' floors reserve {kept}",
                     errno=errno.EINVAL,
                     bytes=floor,
                     limit=self.capacity - kept,
                 )
             if self.capacity and kept + least > self.capacity:
                 raise InvalidArgument(
-                    f"{name!r} needs {least} bytes to run: the device has "
-                    f"{self.capacity} for all engines, of which the floors of others keep {kept}",
+                    f"{name!r} needs {least} bytes to run: the device has {self.capacity} for all "
+                    f"engines, of which other engines' floors reserve {kept}",
                     errno=errno.EINVAL,
                     bytes=least,
                     limit=self.capacity - kept,
@@ -676,7 +681,8 @@ class Ledger(Closable):
 
     @contextlib.contextmanager
     def _joining(self, host: int) -> Iterator[int]:
-        """The host memory of other devices' engines; none can add to it inside the block."""
+        """Yields the host memory of other devices' engines, to which none can add inside the
+        block."""
         if not host:
             yield 0
             return
@@ -701,7 +707,7 @@ class Ledger(Closable):
         return found[0] if len(found) == 1 else None
 
     def put_order(self, one: EngineInfo, words: Mapping[str, int]) -> None:
-        """Writes words into an engine's slot, unless the engine has ended."""
+        """Writes words into an engine's slot, unless the engine is gone."""
         with self.locked():
             for slot in self.live(self._mine):
                 if self.word(slot, "identity") == one.identity:
@@ -727,8 +733,8 @@ class Account:
         self.ledger = ledger
         self.slot = slot
         self._owed: list[Callable[[], None]] = []  # changes waiting for the lock
-        self._goal = 0  # most bytes that the current shortage asked to have
-        self._own = {_ASKS_AT: 0, _GIVES_AT: 0}  # signals of this account
+        self._goal = 0  # largest `used` that the current shortage requested
+        self._own = {_ASKS_AT: 0, _GIVES_AT: 0}  # signals sent by this account
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -738,9 +744,9 @@ class Account:
             yield
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Changes the slot now, or together with the next change that gets the lock.
+        """Changes the slot, now or together with the next change that gets the lock.
 
-        So an engine never blocks because a stopped engine holds it.
+        So an engine never blocks on a stopped engine that holds the lock.
         """
         try:
             with self._locked():
@@ -757,7 +763,7 @@ class Account:
 
     @property
     def limit(self) -> int:
-        """The limit in bytes, after the last order."""
+        """The limit in bytes, as set by the last order, if any."""
         try:
             with self._locked():
                 return self._limit()
@@ -773,7 +779,7 @@ class Account:
         return bool(self._get("asleep"))
 
     def decline(self) -> None:
-        """Drops the last order: the limit is again the one given to `join`."""
+        """Drops the last order, which restores the limit passed to `join`."""
         self._change(lambda: self.ledger.put(self.slot, "order", 0))
 
     @property
@@ -782,7 +788,7 @@ class Account:
         return self._get("used")
 
     def room(self, free: int | None = None) -> int:
-        """Bytes that `take` would grant now; `free`: unused memory of the device."""
+        """Returns the bytes that `take` would grant now; `free`: unused memory of the device."""
         try:
             with self._locked():
                 return self._room(free)
@@ -797,9 +803,10 @@ class Account:
         return max(0, min(room, self._limit() - self._get("used")))
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
-        """Requests more bytes; true if granted.
+        """Requests more bytes; returns True if granted.
 
-        Pending until `end_pending`. Denied while a stopped process holds the ledger's lock.
+        They are pending until `end_pending`. Denied while a stopped process holds the ledger's
+        lock.
         """
         ledger = self.ledger
         on_gpu = ledger.path.stem != "host"
@@ -819,11 +826,12 @@ class Account:
             return False
 
     def end_pending(self, nbytes: int) -> None:
-        """Marks bytes granted by `take` as mapped, or as about to be returned by `give`."""
+        """Marks bytes granted by `take` as no longer pending: they were mapped, or `give` will
+        follow."""
         self._change(lambda: self._add("pending", -nbytes))
 
     def settle(self, mapped: int) -> None:
-        """Sets the mapped part of the granted memory; the rest is pending."""
+        """Sets how much of the granted memory is mapped; the remainder is pending."""
         self._change(lambda: self.ledger.put(self.slot, "pending", self._get("used") - mapped))
 
     def give(self, nbytes: int, handles: int = 0) -> None:
@@ -837,9 +845,9 @@ class Account:
         self._change(change)
 
     def want(self, nbytes: int) -> None:
-        """Posts the bytes that a request lacks; 0: none.
+        """Posts the bytes that requests are short of; 0: not short.
 
-        Signals an ask if the engine lacked nothing before, or now asks to have more in all.
+        Signals an ask if the engine was not short before, or now needs a larger total.
         """
         now = time.monotonic_ns()
         if not nbytes or now - self._get("want_ns") >= _STALE_NS:
@@ -856,19 +864,19 @@ class Account:
         self.ledger.count(at)
 
     def signals(self) -> tuple[int, int]:
-        """Returns how often other engines asked for memory, and how often they gave some back.
+        """Returns how often other engines asked for memory, and how often they returned some.
 
-        Reads two words without the lock, so that an engine can look often, and do what takes longer
-        when a number has changed.
+        Reads two words without the lock, so that an engine can poll often, and do slower checks
+        only when a number has changed.
         """
         asks, gives = (self.ledger.counted(at) - own for at, own in self._own.items())
         return asks, gives
 
     def excess(self, free: int | None = None) -> int:
-        """Returns the bytes to give back: above the limit, or because another engine lacks memory.
+        """Returns the bytes to give back: those above the limit, or those that other engines need.
 
-        Never more than the engine has above its floor. An engine with room for its wants does not
-        count as short.
+        For other engines, never more than this engine has above its floor. An engine with room for
+        what it wants does not count as short.
         """
         used, asked = self._get("used"), 0
         with contextlib.suppress(LedgerHeld), self._locked():
@@ -881,9 +889,9 @@ class Account:
         """Returns whether another engine is short while this engine exceeds its fair share.
 
         An engine is short if it wants more than is free for it, and more than its own idle prefixes
-        hold. The fair share: free memory plus the memory of this engine, of the short
-        engines and of those that hold more than this engine, divided equally among them, within
-        each engine's floor and limit.
+        hold. For the fair share, add up the free memory and the memory of this engine, of the short
+        engines and of those that hold more than this engine; then divide it equally among these
+        engines, within each one's floor and limit.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
             return self._has_more(free)
@@ -911,14 +919,14 @@ class Account:
         return used > max(part // parts, self._get("floor"))
 
     def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Bytes that another engine recently wanted and had no room for."""
+        """Returns the bytes that another engine recently wanted and had no room for."""
         word = self.ledger.word
         if slot == self.slot or time.monotonic_ns() - word(slot, "want_ns") >= _STALE_NS:
             return 0
         return max(0, word(slot, "want") - self._room_of(slot, live, free))
 
     def _room_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Bytes that the capacity and the device's free memory leave to an engine."""
+        """Returns the bytes that the capacity and the device's free memory leave for an engine."""
         ledger, word = self.ledger, self.ledger.word
         others = [other for other in live if other != slot]
         room = 1 << 63
@@ -933,9 +941,9 @@ class Account:
         return max(0, room)
 
     def report(self, **values: int) -> None:
-        """Writes the numbers of `vmem top`: names of `EngineInfo`.
+        """Writes numbers for `vmem top`, named as in `EngineInfo`.
 
-        Skipped while the lock is held.
+        Skipped if a stopped process holds the lock.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
             self._post(**values)
@@ -946,9 +954,10 @@ class Account:
         self.ledger.put(self.slot, "beat_ns", time.monotonic_ns())
 
     def close(self) -> None:
-        """Leaves the ledger. Does nothing when called again or in a forked child."""
+        """Leaves the ledger. Idempotent; does nothing in a forked child."""
         if not self.ledger.closed:
-            with contextlib.suppress(LedgerHeld):  # closing also releases the slot's lock
+            # then closing the file below releases the slot's lock
+            with contextlib.suppress(LedgerHeld):
                 self.ledger.leave(self.slot)
             self.ledger.close()
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""A machine's engines over HTTP: the numbers of `vmem top`, and the limits of `vmem limit`.
+"""Serves a machine's engines over HTTP: the numbers of `vmem top`, and the limits of `vmem limit`.
 
-    GET   /v1/engines             the engines of each device, as `vmem top --json` has them
-    GET   /v1/engines/NAME        the same for an engine, on every device that it runs on
+    GET   /v1/engines             the engines of each device, as in `vmem top --json`
+    GET   /v1/engines/NAME        the same for one engine, on every device that it uses
     PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}; any of them
     GET   /metrics                the same numbers for Prometheus
 
-Everything goes through the ledger: the server talks to no engine, has no state, and may end at any
-time. A router or controller that runs as the engines' user can call `order` instead.
+Everything goes through the ledger: the server does not talk to engines, has no state, and may be
+stopped at any time. A router or controller that runs as the engines' user can call `order` instead.
 
-A refusal is a JSON object ``error`` with a ``message`` and, if a number caused it, its ``field``,
-``value`` and ``limit``.
+A rejected request gets a JSON object ``error`` with a ``message`` and, if a number was the cause,
+its ``field``, ``value`` and ``limit``.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from pyvmem.telemetry import CONTENT_TYPE, Family, Sample, prometheus_text
 __all__ = ["COUNTERS", "GAUGES", "REVISION", "Control", "answer", "unit_of"]
 
 REVISION = "v1"
-"""First part of each path. Fields of a revision stay; new ones may be added."""
+"""First part of each path. Within a revision, fields are never removed, but may be added."""
 
 GAUGES = {
     "used": "Memory behind the KV cache, in bytes of one device.",
     "in_use": "The part that requests hold.",
-    "cached": "The part that holds prefixes of no request.",
+    "cached": "The part that holds prefixes without a request.",
     "host": "Host memory for KV offloading, or for prefixes.",
     "host_cached": "The part that holds prefixes.",
-    "limit": "The most that the engine may have.",
-    "floor": "What other engines leave to it.",
-    "want": "What its requests are short of.",
-    "handles": "Mappings of the driver.",
-    "asleep": "1: it was ordered to sleep.",
+    "limit": "Maximum memory of the engine.",
+    "floor": "Memory that other engines must leave for it.",
+    "want": "Memory that its requests are short of.",
+    "handles": "Driver mappings.",
+    "asleep": "1 if the engine was ordered to sleep.",
 }
 COUNTERS = {
-    "maps": "Calls that mapped.",
-    "waits": "Steps that waited for one.",
-    "hits": "Tokens found among prefixes.",
-    "queries": "Tokens looked for among prefixes.",
+    "maps": "Map calls.",
+    "waits": "Steps that waited for a map call.",
+    "hits": "Tokens found in the prefix cache.",
+    "queries": "Tokens looked up in the prefix cache.",
 }
 _NO_BYTES = ("handles", "asleep")
 
 
 def unit_of(name: str) -> str:
-    """The suffix of a metric's name."""
+    """Returns the unit suffix of a metric's name."""
     return "_bytes" if name in GAUGES and name not in _NO_BYTES else ""
 
 
 def answer(folder: Path, request: Request) -> Reply:
-    """Answer a request about the engines with ledgers in a directory."""
+    """Answers a request about the engines with ledgers in a directory."""
     try:
         return _route(folder, request)
     except _Refused as error:
@@ -120,7 +120,7 @@ def _one(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _change(folder: Path, name: str, body: bytes) -> Reply:
-    """Checks everything on every device of the engine, then changes it on each."""
+    """Checks the changes on every device of the engine, then makes them on each."""
     words = _words(body)
     _one(folder, name)
     with ExitStack() as stack:
@@ -132,7 +132,7 @@ def _change(folder: Path, name: str, body: bytes) -> Reply:
         try:
             order_on_all(there, name, **words)
         except InvalidArgument as error:
-            if not error.op:  # it has ended since
+            if not error.op:  # the engine has exited meanwhile
                 raise _Refused(404, str(error)) from error
             numbers = {"value": error.bytes, "limit": error.limit}
             raise _Refused(400, str(error), field=error.op, **numbers) from error
@@ -146,9 +146,9 @@ def _words(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise _Refused(400, f"the body: expected JSON: {error}") from error
+        raise _Refused(400, f"request body: invalid JSON: {error}") from error
     if not isinstance(found, dict) or not found:
-        raise _Refused(400, f"the body: expected an object with some of {', '.join(_FIELDS)}")
+        raise _Refused(400, f"request body: expected an object with some of {', '.join(_FIELDS)}")
     words = {}
     for key, value in found.items():
         if key not in _FIELDS:
@@ -183,7 +183,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
 
 
 def _metrics(reading: Mapping[str, list[EngineInfo]]) -> str:
-    """The metrics of all engines, named as on vLLM's own ``/metrics``."""
+    """Returns the metrics of all engines, named as on vLLM's own ``/metrics``."""
 
     def families() -> Iterator[Family]:
         for kind, names in (("gauge", GAUGES), ("counter", COUNTERS)):
@@ -200,15 +200,15 @@ def _metrics(reading: Mapping[str, list[EngineInfo]]) -> str:
 
 
 class Control(HTTPServer):
-    """Serves `answer` until closed; a context manager.
+    """Serves `answer` until closed. Usable as a context manager.
 
     Args:
         folder: directory of the ledgers.
-        where, token: as in `HTTPServer`.
+        where, token: as for `HTTPServer`.
 
     Raises:
         InvalidArgument: TCP without a token.
-        OSError: as `HTTPServer`.
+        OSError: as for `HTTPServer`.
     """
 
     def __init__(self, folder: Path, where: tuple[str, int] | Path, token: str = "") -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Orders to running engines: limits, floors, and sleep.
 
-An order is written into the engine's slot in the ledger, and the engine reads it within a second.
-So any process of the same user can give orders to any kind of engine.
+An order is written to the engine's slot in the ledger, and the engine reads it within a second. So
+any process of the same user can give orders to any kind of engine.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def order(
     asleep: bool | None = None,
     only_check: bool = False,
 ) -> EngineInfo:
-    """Changes an engine's limits or sleep; returns the previous state.
+    """Changes an engine's limits, or puts it to sleep or wakes it; returns its previous state.
 
     Args:
-        ledger: ledger of the device.
+        ledger: the device's ledger.
         who: the engine's name, or its process id.
         limit, floor: bytes; None: unchanged.
-        asleep: a sleeping engine admits no request, and frees its memory once none runs; None:
-            unchanged.
-        only_check: validates and raises, but changes nothing.
+        asleep: a sleeping engine admits no requests, and frees its memory once none is running;
+            None: unchanged.
+        only_check: raise the errors, but change nothing.
 
     Raises:
         InvalidArgument: no such engine; a limit below the floor or `least`, or above the device's
-            memory; floors that exceed the device's memory. `op` says which.
-        NotSupported: it cannot sleep.
+            memory; floors that exceed the device's memory. `op` is the name of the bad argument.
+        NotSupported: the engine cannot sleep.
     """
     one = ledger.find(who)
     if one is None:
@@ -60,10 +60,10 @@ def order(
 
 
 def order_on_all(ledgers: Mapping[str, Ledger], who: str, **words: Any) -> dict[str, EngineInfo]:
-    """`order` on every device of an engine, all or nothing; returns the previous states.
+    """Calls `order` on every device of an engine, all or none; returns the previous states.
 
     Raises:
-        InvalidArgument, NotSupported: as `order`; nothing has changed.
+        InvalidArgument, NotSupported: as for `order`; nothing has changed.
     """
     for ledger in ledgers.values():
         order(ledger, who, **words, only_check=True)
@@ -82,7 +82,7 @@ def _check_limit(ledger: Ledger, one: EngineInfo, limit: int, floor: int) -> Non
 
 
 def _check_floor(ledger: Ledger, one: EngineInfo, floor: int, limit: int) -> None:
-    """Checks that each engine's `least` fits in addition to the floors of the others."""
+    """Checks that each engine's `least` fits alongside the floors of the others."""
     if floor > limit:
         raise _refused("floor", one, floor, "its limit is", limit)
     if ledger.capacity:
@@ -90,7 +90,7 @@ def _check_floor(ledger: Ledger, one: EngineInfo, floor: int, limit: int) -> Non
         beside = ledger.capacity - sum(e.floor for e in others)
         left = min([beside, *(beside + e.floor - max(e.floor, e.least) for e in others)])
         if floor > left:
-            what = "beside what other engines need the device has"
+            what = "next to what other engines need, the device has"
             raise _refused("floor", one, floor, what, max(0, left))
 
 

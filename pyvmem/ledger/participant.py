@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A ledger account with a thread, which reports numbers and applies `vmem limit`."""
+"""A ledger account with a thread that reports numbers and applies `vmem limit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPORT_S = 0.25
 
 
 def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """A bound method that holds its object weakly, and returns False once that is gone."""
+    """Wraps a bound method: holds its object weakly, and returns False once that is gone."""
     known = weakref.WeakMethod(method)
 
     def call() -> bool:
@@ -34,20 +34,20 @@ def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
 
 
 class Participant(Closable):
-    """An account and its thread, which reports numbers and applies `vmem limit`.
+    """An account, and the thread that reports its numbers and applies `vmem limit`.
 
-    An announced cache (`pyvmem.ledger.presence`) has no other tie to the ledger. The owner
-    serializes all calls but `start`.
+    An announced cache (`pyvmem.ledger.presence`) has no other connection to the ledger. The owner
+    must serialize all calls except `start`.
 
     Args:
         ledger: the device's ledger; closed by `close`.
         name, floor, limit, least, virtual: as in `Ledger.join`.
 
     Attributes:
-        account: in the ledger.
+        account: the account in the ledger.
 
     Raises:
-        VMemError: as `Ledger.join`; the ledger is closed.
+        VMemError: as for `Ledger.join`; the ledger is closed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Participant(Closable):
             self.account.report(**numbers())
 
     def close(self) -> None:
-        """Leaves the ledger; its memory counts as free from then on. Idempotent."""
+        """Leaves the ledger, which from then on counts its memory as free. Idempotent."""
         self._ended.set()
         self.account.close()
 
@@ -92,6 +92,6 @@ def _run(tend: Callable[[], bool], ended: Flag) -> None:
             warn(
                 _log,
                 "ledger",
-                "a participant of the ledger: %s; it will be tried again",
+                "the ledger thread failed and will retry: %s",
                 repr(error),
             )

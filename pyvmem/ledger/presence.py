@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""A cache in the ledger: `vmem top` shows it, and `vmem limit` sets its limit.
+"""Puts a cache in the ledger: `vmem top` shows it, and `vmem limit` sets its limit.
 
     announced = pyvmem.announce(cache, "my-engine")     # from now on, until the cache is closed
 
-No cache joins by itself: a library should not write files unasked. The ledger is shared with vLLM's
-engines (`pyvmem.ledger`), which then count the cache's memory as another engine's. A thread writes
-the numbers four times a second; it holds the cache weakly, and ends with it.
+A cache does not join by itself, because a library should not write files unasked. The ledger is
+shared with vLLM's engines (`pyvmem.ledger`), which then count the cache's memory as that of another
+engine. A thread writes the numbers four times a second; it holds the cache weakly, and stops when
+the cache is gone.
 
-An announced cache takes its memory without asking. A `Budget` created with a ledger asks first, and
-is in `vmem top` without `announce`.
+An announced cache allocates memory without asking the ledger. A `Budget` created with a ledger asks
+first, and is shown by `vmem top` without `announce`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class Announced(Closable):
-    """The entry of a cache or budget in the ledger; a context manager, which removes it.
+    """The entry of a cache or budget in the ledger. Usable as a context manager, which removes it.
 
     Attributes:
-        name: as `vmem top` shows it.
+        name: the name shown by `vmem top`.
     """
 
     def __init__(self, what: KVCache | Budget, participant: Participant, name: str) -> None:
@@ -68,13 +69,13 @@ class Announced(Closable):
                     self._follow(what)
                     self._participant.report(partial(_numbers, what), now=now)
                     return True
-            except (BadHandle, ForkedProcess):  # closed, or this is a forked child
+            except (BadHandle, ForkedProcess):  # the cache is closed, or this is a forked child
                 pass
             self._leave()
             return False
 
     def _follow(self, what: KVCache | Budget) -> None:
-        """Applies a new limit, or logs why the old limit stays."""
+        """Applies a new limit, or logs why the old limit is kept."""
         account = self._participant.account
         limit = account.limit
         if limit == self._followed:
@@ -91,13 +92,13 @@ class Announced(Closable):
         self._participant.close()
 
     def close(self) -> None:
-        """Takes the cache out of the ledger. Idempotent."""
+        """Removes the cache from the ledger. Idempotent."""
         with self._lock:
             self._leave()
 
 
 def _follow(what: KVCache | Budget, limit: int) -> bool:
-    """Sets a limit; if requests hold more, frees the rest and blocks growth until they end.
+    """Sets a limit. If requests hold more, frees all other pages, and blocks growth until they end.
 
     Returns:
         True if the limit is set; otherwise the caller retries as requests end.
@@ -113,7 +114,8 @@ def _follow(what: KVCache | Budget, limit: int) -> bool:
 
 
 def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
-    """Sets a limit, or the lowest possible now; true if it is the requested limit."""
+    """Sets a limit, or the lowest that is possible now; returns True if it is the requested
+    limit."""
     try:
         set_limit(wanted)
         return True
@@ -124,7 +126,7 @@ def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
 
 
 def _numbers(what: KVCache | Budget) -> dict[str, int]:
-    """The numbers of `vmem top`: names of `EngineInfo`."""
+    """Returns the numbers for `vmem top`, named as in `EngineInfo`."""
     if isinstance(what, Budget):
         return what.numbers() | {"used": what.stats().used_bytes}
     stats, page = what.stats(), what.layout.page_size
@@ -145,32 +147,34 @@ def _numbers(what: KVCache | Budget) -> dict[str, int]:
 def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None) -> Announced:
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
-    A limit below what requests hold is applied when they end; until then none of them grows. Ranks
-    of a `ParallelKVCache` have agreed on their limit: they warn, and keep it. Caches that share a
-    `Budget` are one row, the budget's: announce that.
+    A limit below what requests hold is applied when they end; until then no request grows. Ranks of
+    a `ParallelKVCache` have agreed on their limit: they warn and keep it. Caches that share a
+    `Budget` are shown as a single row: announce the budget.
 
     Args:
-        what: a `KVCache` of one device, a rank's, or a `Budget`, such as a `LayeredCache`'s.
+        what: a `KVCache`, a rank's `ParallelKVCache`, or a `Budget`, such as that of a
+            `LayeredCache`.
         name: unique among the device's living engines; "": the program's name and process id.
-        folder: directory of the ledgers; None: ``VMEM_LEDGER``, else ``/dev/shm/vmem-UID``.
+        folder: directory of the ledgers; None: ``VMEM_LEDGER`` or, if that is not set,
+            ``/dev/shm/vmem-UID``.
 
     Raises:
-        InvalidArgument: the name is in use; the cache shares a budget, or the budget has a ledger
-            already.
-        AccessDenied: the directory is another user's.
-        LedgerError: the ledger cannot be made or used.
+        InvalidArgument: the name is in use; the cache shares a budget, or the budget already has a
+            ledger.
+        AccessDenied: the directory belongs to another user.
+        LedgerError: the ledger cannot be created or used.
         BadHandle: the cache is closed.
         NotSupported: the GPU is in MIG mode.
     """
     name = name or engine_name(Path(sys.argv[0]).stem or "python", f"-{os.getpid()}")
     if isinstance(what, Budget):
         if what.on_ledger:
-            raise _refused(f"{name!r}: the Budget is in a ledger already")
+            raise _refused(f"{name!r}: the Budget is already in a ledger")
         limit = most = what.total_bytes
         floor, least = 0, what.least_bytes
     else:
         if what.budget is not None:
-            raise _refused(f"{name!r}: the cache shares a Budget; announce that, as one for all")
+            raise _refused(f"{name!r}: the cache shares a Budget; announce the Budget instead")
         layout = what.layout
         limit = what.stats().total_pages * layout.page_size
         most, floor = max(limit, layout.total_bytes), 0

@@ -234,7 +234,7 @@ def test_an_invalid_namespace(context: Context) -> None:
         ):
             with pytest.raises(InvalidArgument, match=r"namespace \[1\].* cannot be hashed"):
                 call(namespace=[1])
-        with pytest.raises(InvalidArgument, match="namespace 'b': the ids are of 'a'"):
+        with pytest.raises(InvalidArgument, match="namespace 'b': the ids belong to 'a'"):
             cache.match(TokenIds(PROMPT, "a"), namespace="b")
         assert state(cache) == before
 

@@ -272,7 +272,7 @@ def test_bad_shapes_are_rejected() -> None:
         (lambda: StateShape(conv=(4, 300, 300)), "elements of a conv channel is 90000"),
         (
             lambda: KVCacheConfig(1, 1, 8, state=True, tensors_per_layer=1, window=5),
-            "state with a window of 5 and 1 tensors a layer",
+            "state requires window=0 and tensors_per_layer=1, not window=5",
         ),
         (lambda: KVCacheConfig(1, 1, 8, state=True), "state with a window of 0 and 2 tensors"),
     ):

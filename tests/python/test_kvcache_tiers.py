@@ -199,7 +199,7 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
         before = state(cache)
         for arguments, text in (
             ({"location": "disk"}, "location 'disk' is not one of 'device', 'host', 'peer'"),
-            ({"location": "device", "device": 0}, "a location of 'device' takes no device"),
+            ({"location": "device", "device": 0}, "location 'device' takes no device"),
             ({"location": "device", "tokens": (0, 9)}, f"tokens 0 to 9: reqid 0 holds {ROWS}"),
             ({"location": "device", "tokens": (3, 2)}, "tokens 3 to 2"),
             ({"location": "device", "tokens": (-1, 2)}, "tokens -1 to 2"),

@@ -216,7 +216,7 @@ def test_a_suspended_lock_holder_stops_no_other_engine(
     assert mine.take(4 * GIB)
     with held(folder) as holder:
         assert not mine.take(1)
-        assert f"engine 'holder' (process {holder.pid}) has the lock" in caplog.text
+        assert f"engine 'holder' (process {holder.pid}) holds the lock" in caplog.text
         assert mine.room() == 0
         assert not mine.has_more()
         assert (mine.limit, mine.excess()) == (100 * GIB, 0)
@@ -397,7 +397,7 @@ def test_running_engines_keep_their_capacity(folder: Path) -> None:
 
 def test_running_engines_without_a_capacity_get_none(folder: Path) -> None:
     a = Ledger("host", folder=folder).join("a", floor=0, limit=GIB, least=1, virtual=GIB)
-    with pytest.raises(InvalidArgument, match="agreed on as much as the device has"):
+    with pytest.raises(InvalidArgument, match="running engines use all of the device"):
         Ledger("host", GIB, folder)
     assert a.ledger.capacity == 0
     a.close()
@@ -551,7 +551,7 @@ def test_slots_run_out(folder: Path) -> None:
 
 def test_floors_beyond_the_capacity(folder: Path) -> None:
     a = join(folder, "a", floor=7 * GIB)
-    with pytest.raises(InvalidArgument, match=f"floors of others keep {7 * GIB}"):
+    with pytest.raises(InvalidArgument, match=f"other engines' floors reserve {7 * GIB}"):
         join(folder, "b", floor=4 * GIB)
     a.close()
 
@@ -611,7 +611,7 @@ def test_another_version_is_rejected(folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[8] = 9
     path.write_bytes(bytes(data))
-    with pytest.raises(LedgerError, match="of version 9, this pyvmem knows 1") as caught:
+    with pytest.raises(LedgerError, match="has version 9, but this pyvmem supports 1") as caught:
         join(folder, "a")
     assert caught.value.errno_name == "EPROTO"
 
@@ -648,7 +648,7 @@ def test_another_users_ledger_is_rejected(
     me = os.getuid()
     uids = iter([me + 1] * 2 if what == "folder" else [me, me + 1, me + 1])
     monkeypatch.setattr(os, "getuid", lambda: next(uids))
-    with pytest.raises(AccessDenied, match=f"of user {me}, mode .* expected user {me + 1}"):
+    with pytest.raises(AccessDenied, match=f"owner {me}, mode .* expected owner {me + 1}"):
         join(folder, "a")
     assert (folder / "host.ledger").read_bytes() == before
 
@@ -689,7 +689,7 @@ def test_a_full_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(LedgerError, match="36864 bytes cannot be had: No space left"):
+    with pytest.raises(LedgerError, match="cannot allocate 36864 bytes: No space left"):
         join(folder, "a")
     assert list(folder.iterdir()) == []
 
@@ -768,7 +768,7 @@ def test_an_unusable_directory_is_not_an_empty_one(
 ) -> None:
     folder.chmod(0o777)
     assert vmem(folder, *words) == 1
-    assert "nobody else who may write" in capsys.readouterr().err
+    assert "no write permission for others" in capsys.readouterr().err
     folder.rmdir()
     with pytest.raises(SystemExit, match="2"):
         vmem(folder, *words)

@@ -157,7 +157,7 @@ def test_repr_of_a_memory_resource() -> None:
     [
         (Shortage(9, 64, 64, 9, slots=1), "<Shortage of slots: 1 missing;"),
         (Shortage(99, 64, 64, 9), "<Shortage of memory: 35 bytes missing;"),
-        (Shortage(9, 64, 64, 9), "<Shortage of mappings, or of the device's memory;"),
+        (Shortage(9, 64, 64, 9), "<Shortage of mappings or device memory;"),
     ],
 )
 def test_repr_of_a_shortage(shortage: Shortage, text: str) -> None:

@@ -188,7 +188,7 @@ def test_a_budget_of_a_ledger_cannot_be_announced(folder: Path) -> None:
         book = Ledger("host", folder=folder)
         with (
             Budget(context, 64 * context.info.granule, ledger=book, name="b") as budget,
-            pytest.raises(InvalidArgument, match="the Budget is in a ledger already"),
+            pytest.raises(InvalidArgument, match="the Budget is already in a ledger"),
         ):
             pyvmem.announce(budget, "again", folder)
 
