@@ -219,8 +219,11 @@ class Window:
 
     def follow_edits(self, slots: Sequence[Slot], parent: Slot) -> list[list[Any]]:
         """Returns the edits for requests that begin with the rows of another request's window."""
-        columns, index = (self._next, self._least), parent.index
-        return [[values, slot.index, values[index]] for slot in slots for values in columns]
+        following, least, index = self._next, self._least, parent.index
+        edits: list[list[Any]] = []
+        for slot in slots:
+            edits += [following, slot.index, following[index]], [least, slot.index, least[index]]
+        return edits
 
     def resume(self, slot: Slot, head: int) -> None:
         """Starts unmapping the pages below `head` of a request that was swapped back in.

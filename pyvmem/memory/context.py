@@ -21,7 +21,7 @@ from typing import Any
 from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.memory.info import Caps, ContextInfo, Location, MemoryInfo, RangeInfo, Stats
-from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.ops import OP_BYTES, OpBatch
 from pyvmem.memory.pages import Pages, Ticket, drop_forgotten
 from pyvmem.memory.reservation import PlainReservationWarning, Reservation, warn_plain
 from pyvmem.memory.space import AddressSpace
@@ -355,7 +355,8 @@ class Context(AddressSpace, Closable):
         if not isinstance(ops, OpBatch):
             raise unexpected("ops", ops, "OpBatch")
         items, _keep = self._ready(after) if after else (_native.AFTER_NONE, ())
-        _native.batch(self.handle, ops._array, len(ops), items, outcome=outcome, waits=waits)
+        count = ops._end // OP_BYTES
+        _native.batch(self.handle, ops._array, count, items, outcome=outcome, waits=waits)
         for pages in ops._consumed:
             pages._done = True
 
@@ -408,7 +409,8 @@ class Context(AddressSpace, Closable):
         if keep:
             self._events.keep(ticket, keep)
         flags = _LATE if late else 0
-        _native.submit(self.handle, ops._array, len(ops), items, flags, outcome=ticket.outcome)
+        count = ops._end // OP_BYTES
+        _native.submit(self.handle, ops._array, count, items, flags, outcome=ticket.outcome)
         for pages in consumed:
             pages._done = True
         return ticket

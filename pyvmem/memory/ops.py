@@ -24,7 +24,7 @@ _FIELDS: Final = (
 )
 _LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQQ16x")  # 16x: the field `reserved`, zeros
 _PACK: Final = _LAYOUT.pack_into
-_SIZE: Final = _LAYOUT.size
+OP_BYTES: Final = _LAYOUT.size
 
 _MAP: Final = _native.constant("VMEM_OP_MAP")
 _POPULATE: Final = _native.constant("VMEM_OP_POPULATE")
@@ -51,7 +51,7 @@ def _check_layout() -> None:
         if name != c_name or offset != field.offset:
             raise ImportError(f"struct vmem_op: {c_name} at {field.offset}, expected {name}")
         offset += struct.calcsize("=" + code)
-    if _native.ffi.sizeof("struct vmem_op") != _SIZE:
+    if _native.ffi.sizeof("struct vmem_op") != OP_BYTES:
         raise ImportError("struct vmem_op: unexpected size")
 
 
@@ -83,16 +83,16 @@ class OpBatch:
         self._array: Any = _native.new_ops(capacity)
         self._buffer: Any = memoryview(_native.ffi.buffer(self._array)).cast("B")
         self._end = 0  # in bytes, for pack_into
-        self._limit = capacity * _SIZE
+        self._limit = capacity * OP_BYTES
         self._consumed: list[Pages] = []
 
     @property
     def capacity(self) -> int:
         """Maximum number of operations."""
-        return self._limit // _SIZE
+        return self._limit // OP_BYTES
 
     def __len__(self) -> int:
-        return self._end // _SIZE
+        return self._end // OP_BYTES
 
     @property
     def array(self) -> Any:
@@ -101,7 +101,7 @@ class OpBatch:
 
     def wrote(self, count: int) -> None:
         """Sets the batch to `count` operations that C has written, none of which consumes pages."""
-        end = operator.index(count) * _SIZE
+        end = operator.index(count) * OP_BYTES
         if not 0 <= end <= self._limit:
             _native.fail(
                 errno.EINVAL,
@@ -174,7 +174,7 @@ class OpBatch:
                 error, addr=addr, size=size, offset=offset, count=count, stride=stride,
                 offset_stride=offset_stride,
             )  # fmt: skip
-        self._end = end + _SIZE
+        self._end = end + OP_BYTES
         if consume:
             self._consumed.append(pages)
 
@@ -230,7 +230,7 @@ class OpBatch:
                 location=location, device=device, copy_from=copy_from, copy_stride=copy_stride,
                 copy_bytes=copy_bytes,
             )  # fmt: skip
-        self._end = end + _SIZE
+        self._end = end + OP_BYTES
 
     def unmap(
         self,
@@ -258,7 +258,7 @@ class OpBatch:
             )  # fmt: skip
         except struct.error as error:
             _bad_number(error, addr=addr, size=size, count=count, stride=stride)
-        self._end = end + _SIZE
+        self._end = end + OP_BYTES
 
     def join(
         self, addr: int, size: int, count: int = 1, stride: int = 0, holes: bool = False
@@ -279,7 +279,7 @@ class OpBatch:
             )  # fmt: skip
         except struct.error as error:
             _bad_number(error, addr=addr, size=size, count=count, stride=stride)
-        self._end = end + _SIZE
+        self._end = end + OP_BYTES
 
     def fill(
         self,
@@ -302,7 +302,7 @@ class OpBatch:
             )  # fmt: skip
         except struct.error as error:
             _bad_number(error, addr=addr, size=size, count=count, stride=stride, value=value)
-        self._end = end + _SIZE
+        self._end = end + OP_BYTES
 
     def _full(self) -> NoReturn:
         capacity = self.capacity
