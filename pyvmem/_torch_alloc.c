@@ -159,7 +159,7 @@ void *vmem_malloc(ssize_t size, int device, void *stream) {
   return b ? (void *)(uintptr_t)b->addr : NULL;
 }
 
-/* A block that cannot be freed stays mapped, is counted as a failure, and is tried again by later calls. */
+/* A block that cannot be freed stays mapped, is counted as a failure, and later calls retry it. */
 void vmem_free(void *ptr, size_t size, int device, void *stream) {
   uint64_t addr = (uint64_t)(uintptr_t)ptr;
   struct block **at, *b;

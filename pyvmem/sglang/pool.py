@@ -443,7 +443,7 @@ class PagePool:
             evict: evicts prefixes with this many pages, which calls `give`.
 
         Returns:
-            True if a request that did not fit may be tried again.
+            True if a request that did not fit may be retried.
         """
         now = self.ranks.now()
         if self.ranks.alone and self._is_called(now):

@@ -295,7 +295,7 @@ def test_a_model_with_its_own_attention_is_rejected() -> None:
     config = transformers.BloomConfig(hidden_size=48, n_layer=1, n_head=4, vocab_size=9)
     model = transformers.BloomForCausalLM(config)
     with (
-        pytest.raises(NotSupported, match="BloomForCausalLM attends by itself"),
+        pytest.raises(NotSupported, match="BloomForCausalLM has its own attention"),
         vmem_continuous_batching(model),
     ):
         pass
