@@ -50,7 +50,7 @@
 // The most units worked on before state->lock is released for a moment.
 #define UVM_VMEM_STEP_UNITS 4096
 
-// Log2 of the bytes of addresses that one directory of 2 MB entries covers: 512 MB.
+// Log2 of the address range that one directory of 2 MB entries covers (512 MB).
 #define UVM_VMEM_DIRECTORY_SHIFT 29
 
 // A handle has an index into the table of objects in its low bits, and above it the number of times the index had

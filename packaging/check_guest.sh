@@ -95,7 +95,7 @@ gcc -Wall -Werror -o /tmp/program /tmp/program.c $(pkg-config --cflags --libs vm
 /tmp/program
 PYTHONPATH=/debs/given/python python3 -B -m pyvmem selftest --backend uvm --samples 0
 
-echo "purged while it is loaded: the next load is of the stock module"
+echo "purge while the module is loaded: the next load gets the stock module"
 purge vmem-dkms
 patched
 rmmod nvidia_uvm

@@ -445,10 +445,10 @@ def offload_table(run: Result) -> Iterator[str]:
     each = found[f"loaded/{sizes[0]}/{arms[0]}"]["n"]
     alike = found["alike"]
     yield (
-        f"Prompts that are computed, then loaded from host memory after a rest: time to the first "
-        f"token in ms; {each} of each in alternating order; ± shows 95 % confidence; for "
-        f"{alike['value']} of {alike['of']} prompts every engine gave the same answer, computed "
-        f"and loaded; {heading(run)}"
+        "Time to first token (ms) of prompts that are computed and, after an idle period, loaded "
+        f"from host memory; {each} prompts per length and engine, in alternating order; ± is the "
+        f"95 % confidence interval; for {alike['value']} of {alike['of']} prompts all engines gave "
+        f"the same answer, whether computed or loaded; {heading(run)}"
     )
     yield ""
     head = [f"{how}, {arm}" for how, arm in ways]

@@ -220,7 +220,7 @@ class Batch:
                 )
             raise OverRead(
                 f"{text}: {part.kernel} may read from row {first} on, but rows before {there} have "
-                f"been freed; it needs window_tile of {part.reads.before}",
+                f"been freed; it needs a window_tile of {part.reads.before}",
                 errno=errno.EINVAL,
                 op="Attention",
                 limit=there,

@@ -4,8 +4,8 @@
     python -m pyvmem.hf.serve --vmem-max-batch 64 HuggingFaceTB/SmolLM2-135M --port 8000
 
 Options that begin with ``--vmem-`` are arguments of `pyvmem.hf.continuous.install`; all other
-arguments are passed unchanged to transformers' own command. Needs the same packages as that:
-``pip install '.[server]'`` in a clone.
+arguments are passed unchanged to transformers' own command. It needs the same packages:
+``pip install '.[server]'`` in a clone of the repository.
 """
 
 from __future__ import annotations

@@ -883,7 +883,7 @@ class KVCache(MustClose):
     def snapshot(self) -> list[SlotInfo]:
         """Returns the current pages of every slot, summed over groups of layers."""
         with self._lock, self._journal:
-            # a subclass may override `snapshot`
+            # `call_part`, since a subclass's `snapshot` may call back into the cache
             each = [call_part(view.snapshot) for view in self.caches]
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 

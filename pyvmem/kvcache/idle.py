@@ -127,7 +127,8 @@ class IdleThread:
 
     @staticmethod
     def _trim(manager: Manager) -> bool | None:
-        """Unmaps idle pages and returns empty slabs. False: done. None: unmaps are in flight."""
+        """Unmaps idle pages and gives empty slabs back to the driver. Returns False when done,
+        None while unmaps are in flight."""
         groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
         how = "host" if prefixes else False
         done = [begin_trim(group, how, kept=prefixes) for group in groups]  # in each

@@ -70,8 +70,10 @@ class Mapper:
     # ---- handles and addresses -------------------------------------------------------------------
 
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
-        """Returns a handle to mapped pages, which is dropped after the call unless it is
-        recorded."""
+        """Returns a new handle to pages that are already mapped.
+
+        It is released when the cache's current call ends, unless an edit has recorded it by then.
+        """
         pages = Pages(self.context, Outcome(), size * count)
         self.journal.unrecorded[pages] = None
         return self.context.gather(addr, size, count, stride, pages)

@@ -364,8 +364,9 @@ def plain_rows(config: Any, what: str, *others: str) -> None:
         *others: kinds of layers that the feature also supports.
 
     Raises:
-        NotSupported: layers that attend in chunks, have a state, store something else or use other
-            layers' keys, or capped scores; the text names `what`.
+        NotSupported: the model has layers of another kind (chunked attention, a recurrent state),
+            layers that reuse another layer's keys, or capped attention scores. The message names
+            `what`.
     """
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - set(others)
     shared = getattr(config, "num_kv_shared_layers", None)

@@ -41,8 +41,8 @@ def loading_weights(settings: Settings, device: int) -> AbstractContextManager[A
             backend = context.info.backend
             context.close()
             raise RuntimeError(
-                f"enable_sleep_mode: VMEM_BACKEND={backend} has no memory that cudaMemcpy accepts, "
-                "with which vLLM loads weights; use another back end or leave the option out"
+                "enable_sleep_mode: vLLM loads weights with cudaMemcpy, which cannot access memory "
+                f"of VMEM_BACKEND={backend}; use another back end or drop the option"
             )
         use_pool(VMemPool(context))
     return _pools[0].use(_TAG)

@@ -441,7 +441,7 @@ static vmem_t helped;
 static int help(void *be, uint64_t slab, uint64_t offset, uint64_t bytes) {
   vmem_t vm = helped;
   helped = 0;
-  if (vm && vmem_warm(vm, MIB(2))) return -EIO; /* what is being discarded is not free yet */
+  if (vm && vmem_warm(vm, MIB(2))) return -EIO; /* must create a slab: memory being discarded is not free yet */
   return real->discard(be, slab, offset, bytes);
 }
 

@@ -44,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--points",
         default=os.environ.get("VMEM_INTERRUPT_POINTS", ""),
-        help="test_interrupt*.py: points of each scenario, or 'all' (VMEM_INTERRUPT_POINTS)",
+        help="test_interrupt*.py: number of points at which each scenario is interrupted, or 'all' "
+        "(default: $VMEM_INTERRUPT_POINTS)",
     )
 
 

@@ -261,8 +261,8 @@ def state(cache: KVCache) -> tuple[Any, ...]:
 class Model:
     """Drives a cache and keeps the expected contents of every row.
 
-    Every new row must read as zero before it is written. When the cache returns -1 for want of
-    memory, nothing may have changed, and a request is freed.
+    Every new row must read as zero before it is written. When the cache returns -1 because memory
+    is short, its state must be unchanged; the model then frees a request.
     """
 
     def __init__(self, cache: KVCache, seed: int) -> None:
@@ -312,7 +312,7 @@ class Model:
         if self.cache.step(want) == -1:
             assert not ahead, "step_async had reserved the pages"
             after = state(self.cache)
-            # Unless pages were reclaimed, or work in flight before has completed.
+            # Unchanged, unless pages were reclaimed or work in flight has completed since.
             assert (
                 after[0] == before[0]
                 or after[7] > before[7]

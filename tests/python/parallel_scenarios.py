@@ -289,7 +289,7 @@ def shared_windows(rank: Any) -> Any:
 
 
 def held_back(rank: Any) -> Any:
-    """Completes GPU work while a step waits for it; rank 0 saw it complete long before."""
+    """Completes GPU work while a step waits for it; on rank 0 it was complete before the step."""
     answers: list[Any] = []
     prompt = list(range(8))
     with rank.cache(pages=6, low_watermark=0.5) as cache, FdEvent.create() as work:

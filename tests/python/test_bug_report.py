@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem probe --report` is complete and has no private data of the user."""
+"""`vmem probe --report` is complete and contains no private user data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Counts the Python functions that a call of the cache runs: its cost, whatever the machine.
+"""Counts the Python function calls of one call into the cache: its cost, on any machine.
 
-The count is of entries into functions of the package and resumptions of its generators. It includes
-a function that a loop calls per page or slot, so a cost that grows with either shows.
+Each entry into a function of the package counts, and each resumption of its generators. A function
+called in a loop over pages or slots counts each time, so a cost that grows with them shows up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request in a slot with leftovers of an earlier one: shared, slid or off-device
-pages.
+"""A request whose slot still holds an earlier request's pages: shared, outside its window, or off
+the device.
 
 These pages are unmapped before the request's first row is granted. Until then no call may treat
 them as the request's own.

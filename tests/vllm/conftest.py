@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["gemma"]["layer_types"] = MODELS["gemma"]["layer_types"][:4]
-MODELS["uneven"] = MODELS["llama"] | {"num_hidden_layers": 3}  # for the stages of a pipeline
+MODELS["uneven"] = MODELS["llama"] | {"num_hidden_layers": 3}  # not divisible into 2 stages
 MODELS["draft"] = MODELS["llama"] | {"num_hidden_layers": 1}
 MODELS |= SHAPES
 _CHANGED = {"draft": save_draft, "deepseek": predict_a_token_more}

@@ -121,7 +121,8 @@ class _Kind(Closable):
         self._unmap()
 
     def time_next_turns(self, found: Samples, rounds: int) -> None:
-        """Times requests that resume in the last one's slot; an untimed one maps the prefix."""
+        """Times requests that resume in the previous request's slot. The first maps the prefix and
+        is not timed."""
         cache = self.cache
         for turn in range(rounds + 1):
             before = cache.stats()

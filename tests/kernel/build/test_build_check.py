@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The check of our kernel files finds what it is for, in our files and nowhere else."""
+"""The check of our kernel sources reports warnings and findings in our files only."""
 
 from __future__ import annotations
 

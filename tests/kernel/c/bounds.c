@@ -257,7 +257,7 @@ static int a_stat(int fd, const uint8_t *gpu) {
   return vm_stat(fd, gpu, &s);
 }
 
-/* The user is the real user id at the first command other than QUERY. */
+/* Usage is charged to the real uid of the process at its first command other than QUERY. */
 static void whose_limit(void) {
   defaults();
   struct world w;

@@ -330,8 +330,8 @@ static bool readable(const char *path) {
   return good;
 }
 
-/* While the system is suspended every call fails with EAGAIN; afterwards everything works as before. (UVM does not
- * allow close meanwhile: in a real suspend user space is frozen.) */
+/* While the system is suspended every call fails with EAGAIN; afterwards everything works as before. The descriptor is
+ * not closed during that time: UVM does not expect it, since a real suspend freezes user space. */
 static void suspended(void) {
   struct world w;
   struct uvm_vmem_query q;

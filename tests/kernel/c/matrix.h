@@ -125,14 +125,14 @@ static inline void run_sizes(int fd, const struct command *c) {
     memset(argument, 0, size);
     c->valid(argument);
     *(uint32_t *)argument = (uint32_t)size;
-    snprintf(what, sizeof(what), "%s, %u more bytes of zero", c->name, longer[i]);
+    snprintf(what, sizeof(what), "%s, %u extra zero bytes", c->name, longer[i]);
     if (expect(fd, what, c->number, argument, 0) && c->undo) c->undo(argument);
     for (int last = 0; last < 2; last++) {
       memset(argument, 0, size);
       c->valid(argument);
       *(uint32_t *)argument = (uint32_t)size;
       argument[last ? size - 1 : c->size] = 1;
-      snprintf(what, sizeof(what), "%s, %u more bytes, the %s is dirty", c->name, longer[i], last ? "last" : "first");
+      snprintf(what, sizeof(what), "%s, %u extra bytes, the %s not zero", c->name, longer[i], last ? "last" : "first");
       if (!expect(fd, what, c->number, argument, E2BIG) && c->undo) c->undo(argument);
     }
   }

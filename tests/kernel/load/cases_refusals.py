@@ -162,7 +162,7 @@ def gpu_in_use_under_another_name(machine: Machine) -> None:
 
 
 def used_out_of_sight(machine: Machine) -> None:
-    """No process has UVM open, but a socket holds a descriptor: only the kernel counts that."""
+    """No process has UVM open, but a socket holds a descriptor: only the use count shows it."""
     one, other = socket.socketpair()
     with one, other:
         file = os.open("/dev/nvidia-uvm", os.O_RDWR)

@@ -39,7 +39,7 @@ def mutant(
     )
 
 
-# A sample: a bug that the GPU detects, a missing wait, a missing check. The long run has all.
+# A sample: a bug that the GPU detects, a missing wait, a missing check. The long run covers all.
 IN_TEST = {"no_invalidate", "returns_early", "no_owner_check"}
 
 TWO_GPUS = {"gpus": 2, "module_args": "p2p=pcie"}

@@ -439,8 +439,8 @@ ROWS = (
         "in none of the texts at hand",
         "not known here",
         "s",
-        "We do not guess.",
-        cannot="its content is unknown to us",
+        "Not compared.",
+        cannot="we have no version of the paper that contains it",
     ),
     Row(
         _V,

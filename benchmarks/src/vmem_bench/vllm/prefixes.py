@@ -184,4 +184,4 @@ def _add_rows(
         count_same(a.heard.answers, b.heard.answers) for a, b in zip(said, base, strict=True)
     )
     of = sum(len(one.heard.answers) for one in said)
-    part.value(f"same/{arm}", "answers equal to the first kind's", arm, same, "requests", of=of)
+    part.value(f"same/{arm}", "answers identical to the first arm's", arm, same, "requests", of=of)

@@ -71,7 +71,7 @@ int uvm_query(int fd, struct uvm_vmem_query *query) {
     return vm_fail_at(-ENODEV, 0, query->out_abi_version, UVM_VMEM_ABI_VERSION,
                       "nvidia-uvm %s is patched, but for ABI %u; this library uses %u",
                       (const char *)query->out_driver_version, query->out_abi_version, UVM_VMEM_ABI_VERSION);
-  /* What an unpatched module returns for an unknown number differs between branches. */
+  /* Which error an unpatched module returns for an unknown ioctl depends on its branch. */
   if (err == -ENOTTY || err == -ENOSYS || err == -EINVAL)
     return vm_fail(-ENODEV, "the loaded nvidia-uvm is not the patched one (\"make load\" loads it)");
   return rm_fail_errno(err, 0, 0, "querying nvidia-uvm's features");

@@ -32,7 +32,7 @@ extern const struct uvm_contents *vm_uvm_contents;
 
 struct uvm {
   struct nvidia nv;
-  struct uvm_vmem_query query; /* of the driver */
+  struct uvm_vmem_query query; /* the driver's reply */
   unsigned shift;              /* log2(nv.granule) */
   bool entries;                /* VMEM_OPEN_LARGE_ENTRIES: reservations are BIG */
   uint64_t object_bytes;       /* size of each object of a slab of small pages, except its last */
