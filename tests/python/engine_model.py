@@ -234,12 +234,12 @@ class EngineModel:
 
     def window_gone(self, error: InvalidArgument) -> None:
         assert self.windows, error
-        assert "begins in rows that are unmapped" in str(error)
+        assert "begins in unmapped rows" in str(error)
         self.counts["window gone"] += 1
 
     def no_swap(self, error: OutOfMemory) -> None:
         assert self.windows, error
-        assert "for a moment" in str(error)
+        assert "temporarily needs" in str(error)
         self.counts["no swap"] += 1
 
     def truncate(self, life: Life) -> None:

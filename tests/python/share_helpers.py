@@ -414,7 +414,7 @@ class WindowModel(ShareModel):
         try:
             call(reqid)
         except InvalidArgument as error:
-            assert "begins in rows that are unmapped" in str(error)
+            assert "begins in unmapped rows" in str(error)
             assert self.running() == before
             self.count("window gone")
 
@@ -422,5 +422,5 @@ class WindowModel(ShareModel):
         try:
             super().swap_out(reqid)
         except OutOfMemory as error:
-            assert "for a moment" in str(error)
+            assert "temporarily needs" in str(error)
             self.count("no swap")

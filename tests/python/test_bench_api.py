@@ -91,7 +91,7 @@ def test_rows_that_need_torch(quick: dict[str, Any]) -> None:
         assert f"readbw/{name}" in found
     for way in ("to_host", "from_host"):
         assert found[f"hostcopy/{way}/host/1"]["gb_per_s"] > 0
-    assert any("the same bits" in note for note in quick["parts"]["attention"]["notes"])
+    assert any("identical bits" in note for note in quick["parts"]["attention"]["notes"])
 
 
 def test_calls_of_the_cache_by_the_number_of_slots(quick: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def test_the_page_starts_with_the_summary(document: dict[str, Any]) -> None:
     start = texts.index("In short")
     cells = " ".join(texts[start:])
     assert "reached 0.500 x <= 0.750 met not reached 0.900 x <= 0.750 missed" in cells
-    assert "for another machine 0.800 x <= 0.750 1 more comparisons need what" in cells
+    assert "for another machine 0.800 x <= 0.750 1 more comparisons need rows" in cells
     assert "raw_id" not in cells[: cells.index("Machine")]
     assert any(text.endswith("2026-11-22 10:00 UTC") for text in texts)
 
@@ -101,7 +101,7 @@ def test_without_matplotlib_the_page_says_so(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = Page(page.page(document, "vmem bench api"))
     assert "svg" not in found.count
-    assert any("matplotlib is not installed" in text for text in found.texts)
+    assert any("matplotlib was not installed" in text for text in found.texts)
 
 
 def test_a_part_without_times_is_drawn_from_its_numbers() -> None:

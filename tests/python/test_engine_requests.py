@@ -225,7 +225,7 @@ def test_requests_of_another_cache_are_rejected(host: Context) -> None:
                 lambda: cache.extend(request, 40),  # type: ignore[arg-type]
             ),
             ("lengths: expected tokens by Request, not <R", lambda: cache.prepare(request)),  # type: ignore[arg-type]
-            ("namespace: expected one of", lambda: cache.admit(PROMPT, namespace=wrong)),
+            ("expected a Namespace from", lambda: cache.admit(PROMPT, namespace=wrong)),
             ("cache: expected a KVCache, not 3", lambda: RequestCache(wrong)),
         ):
             with pytest.raises(TypeError, match=text):

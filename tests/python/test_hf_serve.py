@@ -53,7 +53,7 @@ def test_a_bad_option_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--port", "8000"], "pyvmem.hf.serve: no MODEL: name the folder"),
+        (["--port", "8000"], "pyvmem.hf.serve: no MODEL: pass the folder"),
         (["/nowhere/at/all", "--port", "0"], "pyvmem.hf.serve: "),
     ],
 )

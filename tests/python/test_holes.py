@@ -244,7 +244,7 @@ def test_other_faults_crash_the_process(crash: str) -> None:
     wanted = {
         "k[slot, 4000] = 1": "a write to a row that has no page",
         "k.zero_()": "a write to a row that has no page",
-        CRASHES["write to a shared row"]: "a write to a page that can only be read",
+        CRASHES["write to a shared row"]: "a write to a read-only page",
     }
     assert wanted.get(crash, "") in done.stderr
     assert bool(done.stderr) == (crash in wanted), done.stderr

@@ -301,7 +301,7 @@ def test_leftovers_of_an_active_slot_are_reclaimed(context: Context) -> None:
         ([1, 0, 0], r"len\(seq_lens\) is 3; it must be max_batch, 4"),
         ([1, 0, 0, 0, 0], r"len\(seq_lens\) is 5; it must be max_batch, 4"),
         ([1, -2, 0, 0], r"seq_lens\[1\] is -2"),
-        ([1, 0, 7, 0], r"seq_lens\[2\] is 7, but reqid 2 is not taken: alloc_reqid"),
+        ([1, 0, 7, 0], r"seq_lens\[2\] is 7, but reqid 2 is not taken: call alloc_reqid"),
         ([6 * ROWS + 1, 0, 0, 0], rf"seq_lens\[0\] is {6 * ROWS + 1}; max_seq_len is {6 * ROWS}"),
         ([1.5, 0, 0, 0], "whole numbers"),
         (["1", 0, 0, 0], "whole numbers"),

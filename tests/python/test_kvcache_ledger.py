@@ -245,10 +245,10 @@ def test_a_gpu_in_mig_mode_is_rejected(
             monkeypatch.setattr(
                 context, "info", dataclasses.replace(context.info, device_name=name)
             )
-        with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode"):
+        with pytest.raises(NotSupported, match=f"^{name}: the GPU is in MIG mode"):
             Budget(host, 1 << 20, ledger=book)
         assert not book.closed
-        with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode"):
+        with pytest.raises(NotSupported, match=f"^{name}: the GPU is in MIG mode"):
             announce(cache, "a", folder=folder)
         monkeypatch.undo()
     assert engines(folder) == {}

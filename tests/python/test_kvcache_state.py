@@ -148,7 +148,9 @@ def test_a_truncation_of_a_state_is_rejected_without_effect(host: pyvmem.Context
         put(cache, 0, 1.0)
         before = cache.stats()
         for call in (cache.truncate, cache.fork):
-            with pytest.raises(InvalidArgument, match="a state of its 70 tokens, which cannot be"):
+            with pytest.raises(
+                InvalidArgument, match=r"the state of reqid .*, of 70 tokens, cannot be"
+            ):
                 call(0, 69)
         assert cache.stats() == before
         assert cache.truncate(0, 70) == 0
@@ -274,7 +276,10 @@ def test_bad_shapes_are_rejected() -> None:
             lambda: KVCacheConfig(1, 1, 8, state=True, tensors_per_layer=1, window=5),
             "state requires window=0 and tensors_per_layer=1, not window=5",
         ),
-        (lambda: KVCacheConfig(1, 1, 8, state=True), "state with a window of 0 and 2 tensors"),
+        (
+            lambda: KVCacheConfig(1, 1, 8, state=True),
+            "state requires .* window=0 and tensors_per_layer=2",
+        ),
     ):
         with pytest.raises(InvalidArgument, match=text):
             make()

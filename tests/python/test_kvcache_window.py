@@ -239,7 +239,7 @@ def test_calls_that_a_window_does_not_allow(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 41)
-        with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
+        with pytest.raises(InvalidArgument, match="begins in unmapped rows"):
             cache.truncate(0, 20)
         assert cache.step(lens(cache, r0=31)) == 0
         assert cache.snapshot()[0].seq_len == 41
@@ -270,7 +270,7 @@ def test_swapping_copies_the_rows_in_the_window(context: Context, length: int) -
         assert rows_are_there(cache, first, length)
         cache.check_integrity()
         if first:
-            with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
+            with pytest.raises(InvalidArgument, match="begins in unmapped rows"):
                 cache.truncate(0, first + 7)
         decode(cache, length, length + 3)
         assert rows_are_there(cache, max(first, length - 8), length + 3)
@@ -286,7 +286,7 @@ def test_a_request_that_could_not_be_swapped_in_is_not_swapped_out(context: Cont
         decode(cache, 0, 12 * ROWS - 1)
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         before = cache.snapshot()
-        with pytest.raises(OutOfMemory, match=r"reqid 0: .* tokens need 48 for a moment"):
+        with pytest.raises(OutOfMemory, match=r"reqid 0: .* tokens temporarily needs 48"):
             cache.swap_out(0)
         assert cache.snapshot() == before
         decode(cache, 12 * ROWS - 1, 12 * ROWS)
@@ -414,13 +414,13 @@ def test_a_fork_needs_its_window_mapped(context: Context) -> None:
         assert mapped(cache, parent) == 6 - first // ROWS
         before = state(cache)
         for length in (0, first, first + 7):
-            with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
+            with pytest.raises(InvalidArgument, match="begins in unmapped rows"):
                 cache.fork(parent, length)
         assert state(cache) == before
         child = cache.fork(parent, first + 8)
         assert child is not None
         assert read_rows(cache, child, first, list(range(first + 1, first + 9)))
-        with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
+        with pytest.raises(InvalidArgument, match="begins in unmapped rows"):
             cache.truncate(child, first + 7)
         decode(cache, first + 8, first + 40, child, 500)
         assert read_rows(cache, parent, first, list(range(first + 1, 42)))
@@ -491,7 +491,7 @@ def test_a_fork_that_could_not_be_swapped_in_is_not_swapped_out(
         assert cache.stats().active_pages == 4 * TENSORS
         if pages == 8:
             with pytest.raises(
-                OutOfMemory, match="tokens need 24 for a moment, and only 20 are obtainable"
+                OutOfMemory, match="tokens temporarily needs 24, and only 20 are obtainable"
             ):
                 cache.swap_out(child)
         else:

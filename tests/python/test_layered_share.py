@@ -442,7 +442,7 @@ def test_a_fork_has_all_rows_of_full_layers_and_the_window_of_others(context: Co
             whole = len(tags) * one.layout.row_bytes // page
             gone = one.first_rows([child])[0] * one.layout.row_bytes // page
             assert one.snapshot()[child].shared_pages == whole - gone
-        with pytest.raises(InvalidArgument, match="begins in rows that are unmapped"):
+        with pytest.raises(InvalidArgument, match="begins in unmapped rows"):
             cache.fork(parent, length=UNIT)
         cache.free_reqid(parent)
         grown(cache, child, tags, [888])

@@ -226,7 +226,7 @@ def test_sliding_layers_match_transformers(tmp_path: Path) -> None:
     assert [one.window for one in mistral.layers] == [24] * 4
     with pytest.raises(InvalidArgument, match="a sliding_window of 24 without layer_types"):
         model(tmp_path, sliding_window=24, model_type="of nobody")
-    with pytest.raises(InvalidArgument, match="block_types: which layers that is"):
+    with pytest.raises(InvalidArgument, match="block_types: transformers is needed"):
         model(tmp_path, block_types=["recurrent", "attention"], model_type="of nobody")
     off = model(tmp_path, sliding_window=24, use_sliding_window=False)
     assert off.layers == ()

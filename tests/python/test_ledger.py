@@ -559,7 +559,9 @@ def test_floors_beyond_the_capacity(folder: Path) -> None:
 def test_a_longest_request_beyond_the_capacity(folder: Path) -> None:
     """Such a request would wait for ever."""
     a = join(folder, "a", floor=7 * GIB, least=10 * GIB)
-    with pytest.raises(InvalidArgument, match=f"needs {4 * GIB} bytes to run: .* keep {7 * GIB}"):
+    with pytest.raises(
+        InvalidArgument, match=f"needs {4 * GIB} bytes to run: .* reserve {7 * GIB}"
+    ):
         join(folder, "b", least=4 * GIB)
     join(folder, "b", least=3 * GIB).close()
     a.close()
@@ -601,7 +603,7 @@ def test_numbers_that_make_no_sense(folder: Path, wanted: dict[str, int]) -> Non
 
 def test_a_directory_where_nothing_can_be_created() -> None:
     """Even root cannot create files there."""
-    with pytest.raises(LedgerError, match="cannot be made"):
+    with pytest.raises(LedgerError, match="cannot be created"):
         join(Path("/proc/self/task"), "a")
 
 
@@ -657,7 +659,7 @@ def test_a_gpu_in_mig_mode_is_rejected() -> None:
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     assert device_of("NVIDIA H100 80GB HBM3", "GPU-1") == "GPU-1"
     assert device_of("host memory", "") == "host"
-    with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode") as caught:
+    with pytest.raises(NotSupported, match=f"^{name}: the GPU is in MIG mode") as caught:
         device_of(name, "GPU-1")
     assert caught.value.errno == errno.EOPNOTSUPP
 

@@ -451,7 +451,7 @@ def test_the_budget_shrinks_by_lost_pages(cache: ParallelKVCache, monkeypatch: A
 def test_ranks_have_no_tiers(cache: ParallelKVCache) -> None:
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
-    with pytest.raises(pyvmem.NotSupported, match="move: the ranks of a group"):
+    with pytest.raises(pyvmem.NotSupported, match="move: the ranks have agreed"):
         cache.move(0, "host")
     assert cache.failed is None
 
@@ -495,7 +495,7 @@ def test_rank_config() -> None:
         rank_config(model, 3)
     kinds = ["linear_attention", "full_attention"]
     hybrid = SimpleNamespace(**{**vars(model), "layer_types": kinds, "num_hidden_layers": 2})
-    with pytest.raises(pyvmem.InvalidArgument, match="linear_attention, which keep some"):
+    with pytest.raises(pyvmem.InvalidArgument, match="linear_attention, which store some"):
         rank_config(hybrid, 2)
 
 

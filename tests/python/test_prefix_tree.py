@@ -220,7 +220,7 @@ def test_a_match_is_pinned() -> None:
     assert node.pins == 1
     assert tree.evict(1) == []
     assert tree.cut_at(node, UNIT - 1) is tree.root
-    with pytest.raises(InvalidArgument, match="0 tokens was evicted"):
+    with pytest.raises(InvalidArgument, match="0 tokens is not in this tree, or was evicted"):
         tree.pin(tree.root)
     tree.unpin(node)
     assert tree.check() == []
@@ -253,7 +253,7 @@ def test_evicted_prefixes_cannot_be_pinned() -> None:
     for call in (tree.pin, tree.unpin):
         with pytest.raises(InvalidArgument, match="was evicted"):
             call(node)  # type: ignore[operator]
-    with pytest.raises(InvalidArgument, match="another tree"):
+    with pytest.raises(InvalidArgument, match="is not in this tree"):
         PrefixTree[Units](UNIT).pin(tree.root)
 
 
@@ -451,7 +451,7 @@ def test_check_finds_inconsistencies() -> None:
     assert "its parent ends at token 4" in broken(set_node("end", 9))
     assert "under another unit" in broken(set_node("_run", bytes(16)))
     assert "are not 2 units" in broken(set_node("units", 2))
-    assert "2 nodes are" in broken(lambda tree, node: tree._order.pop(node))
+    assert "order of use has 2 nodes" in broken(lambda tree, node: tree._order.pop(node))
 
 
 # ---- token ids -----------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_caches_of_a_budget_are_one_row(context: Context, folder: Path) -> None:
         config = small_config(page, memory_limit=0)
         with KVCache(config, budget=budget) as one, KVCache(config, budget=budget) as two:
             assert one.budget is two.budget is budget
-            with pytest.raises(InvalidArgument, match="shares a Budget; announce that"):
+            with pytest.raises(InvalidArgument, match="shares a Budget; announce the"):
                 pyvmem.announce(one, "one", folder)
             assert list(folder.iterdir()) == []
             with pyvmem.announce(budget, "both", folder) as announced:

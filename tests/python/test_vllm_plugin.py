@@ -47,7 +47,7 @@ def test_a_gpu_in_mig_mode_is_rejected_before_weights_are_loaded(
     class Elastic(ElasticWorker, Worker):
         pass
 
-    with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode"):
+    with pytest.raises(NotSupported, match=f"^{name}: the GPU is in MIG mode"):
         Elastic().init_device()
     name = "NVIDIA H100 80GB HBM3"
     Elastic().init_device()

@@ -89,6 +89,7 @@ class _Mode:
             overread_rows=_OVERREAD,
             overread_decode=command.args.kernel != "auto",
             deferred_reclaim=self.name == "reuse",
+            idle_seconds=0,  # no trim between prefills
         )
         backend, ordinal = command.backend, command.args.device
         with ExitStack() as stack:
