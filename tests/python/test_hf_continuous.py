@@ -470,7 +470,7 @@ def test_disabled_options_are_logged_once(
     assert len(said) == 3
     for option, why, text in zip(
         ("use_cuda_graph=True", "use_async_batching=True", "cpu_offload_space=0.5"),
-        ("lengths", "without CUDA graphs", "computed again"),
+        ("lengths", "without CUDA graphs", "recomputed"),
         said,
         strict=True,
     ):
