@@ -104,7 +104,8 @@ class Mover:
             raise
 
     def _counts(self, here: int, off_device: Mapping[Tier, int]) -> list[list[Any]]:
-        """Returns the edits that uncount scratch pages per tensor; negative numbers count them."""
+        """Returns the edits that subtract scratch pages per tensor from the counts; negative: add
+        them."""
         counters, edits = (
             self._counters,
             self._reclaimer.free_edits(here, off_device, reclaimed=False),

@@ -3,7 +3,8 @@
 
 Most pages of a slot are in device memory. Off-device pages are recorded as intervals [low, high):
 
-    0 ........... 32 ............ 96 ........... mapped | on the host | on the device | on a peer
+    0 ........... 32 ............ 96 ........... mapped
+    | on the host | on the device | on a peer
                     (not recorded)
 
 A *block* is the set of pages shared by one call: consecutive pages of a slot, in every tensor,

@@ -647,7 +647,7 @@ class PrefixCache:
             if more is None and not self._unpin_all():
                 break
             back += more or 0
-        _log.debug("evicted prefixes: %d bytes back, %d wanted", back, pages * column)
+        _log.debug("evicted prefixes: %d bytes freed, %d wanted", back, pages * column)
         return back // column
 
     def evict_all(self, leased: bool = False, forget: bool = False) -> None:

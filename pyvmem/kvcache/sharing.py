@@ -65,7 +65,7 @@ class Sharing:
 
         Raises:
             NotRecoverable: the pages could be mapped neither read-only nor as before; the request
-                has lost its rows. VMemError: nothing changed.
+                has lost its rows. VMemError: nothing has changed.
         """
         low = slot.shared
         if pages <= low:

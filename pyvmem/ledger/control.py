@@ -36,7 +36,7 @@ REVISION = "v1"
 """First part of each path. Within a revision, fields are never removed, but may be added."""
 
 GAUGES = {
-    "used": "Memory behind the KV cache, in bytes of one device.",
+    "used": "Memory that backs the KV cache, in bytes of one device.",
     "in_use": "The part that requests hold.",
     "cached": "The part that holds prefixes without a request.",
     "host": "Host memory for KV offloading, or for prefixes.",

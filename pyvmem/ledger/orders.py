@@ -90,7 +90,7 @@ def _check_floor(ledger: Ledger, one: EngineInfo, floor: int, limit: int) -> Non
         beside = ledger.capacity - sum(e.floor for e in others)
         left = min([beside, *(beside + e.floor - max(e.floor, e.least) for e in others)])
         if floor > left:
-            what = "next to what other engines need, the device has"
+            what = "after the needs of other engines, the device has"
             raise _refused("floor", one, floor, what, max(0, left))
 
 
