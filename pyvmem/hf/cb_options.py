@@ -117,8 +117,8 @@ def check_attention(model: Any) -> None:
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise NotSupported(
-            f"continuous batching over virtual memory: {type(model).__name__} has its own attention "
-            "code; it does not use transformers' AttentionInterface",
+            f"continuous batching over virtual memory: {type(model).__name__} has its own "
+            "attention code; it does not use transformers' AttentionInterface",
             op="continuous batching",
         )
 

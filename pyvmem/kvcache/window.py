@@ -102,7 +102,7 @@ class Window:
         if length < least:
             raise invalid(
                 f"length {length}: with fewer than {least} tokens the window of "
-                f"{self._window} of reqid {slot.index} begins in rows that are unmapped",
+                f"{self._window} of reqid {slot.index} begins in unmapped rows",
                 limit=least,
             )
 

@@ -231,7 +231,9 @@ def test_sliding_layers_match_transformers(tmp_path: Path) -> None:
     off = model(tmp_path, sliding_window=24, use_sliding_window=False)
     assert off.layers == ()
     state = {"layer_types": ["linear_attention"] + ["full_attention"] * 3}
-    with pytest.raises(InvalidArgument, match="layer 0 is linear_attention: its configuration"):
+    with pytest.raises(
+        InvalidArgument, match="layer 0 is linear_attention: the state's description"
+    ):
         model(tmp_path, **state)
 
 
