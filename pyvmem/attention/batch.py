@@ -87,7 +87,7 @@ class Batch:
 
     Raises:
         InvalidArgument: lengths that do not fit together, more tokens than a slot has pages for, or
-            a window that begins in rows that are unmapped: unmapped rows must not be read.
+            a window that begins in unmapped rows: these must not be read.
         OverRead: a kernel could read unmapped rows past the lengths or before the window.
     """
 
