@@ -77,7 +77,7 @@ def test_pages_unmapped_by_an_interrupted_step_stay_unmapped(
         assert first > ROWS
         for length in (1, first, first + WINDOW["window"] - 1):
             arguments = (0, 2, length) if call == "fork_many" else (0, length)
-            with pytest.raises(InvalidArgument, match="rows that are unmapped"):
+            with pytest.raises(InvalidArgument, match="unmapped rows"):
                 getattr(cache, call)(*arguments)
         cache.check_integrity()
         assert cache.step(lens(cache, r0=10 * ROWS + 1)) == 0
