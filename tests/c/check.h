@@ -54,7 +54,7 @@ vmem_t open_vm(uint64_t granule);
 vmem_t open_host(uint64_t granule); /* host, whatever the back end under test is */
 int get_byte(vmem_t vm, uint64_t addr);
 bool put_byte(vmem_t vm, uint64_t addr, int value);
-/* Whether CUDA accesses the memory: then streams exist, and an access to an unmapped page kills the program. */
+/* True if CUDA accesses the memory: then streams exist, and an access to an unmapped page kills the program. */
 bool with_cuda(vmem_t vm);
 /* Reads a byte, or writes a 1, bypassing the library's checks: < 0 if the device faults. Not with CUDA. */
 int touch(vmem_t vm, uint64_t addr, bool write);

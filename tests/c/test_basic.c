@@ -207,7 +207,7 @@ static void on_fault(int sig) {
   siglongjmp(jump, 1);
 }
 
-/* Whether touching the address faults; returns `otherwise` if that cannot be tried. */
+/* True if touching the address faults; returns `otherwise` if that cannot be tried. */
 static bool faults(vmem_t vm, uint64_t addr, bool write, bool otherwise) {
   struct sigaction sa = {.sa_handler = on_fault}, old_segv, old_bus;
   volatile bool hit = true;

@@ -141,7 +141,7 @@ static bool marked(uint64_t offset, uint64_t bytes) {
   return true;
 }
 
-/* Whether the driver has a large entry there: it then refuses to unmap part of it. Else maps the page again. */
+/* True if the driver has a large entry there: it then refuses to unmap part of it. Else maps the page again. */
 static bool driver_has_large(uint64_t offset) {
   uint64_t at = va + offset + PAGE;
   struct vm_pte pte;
@@ -1035,7 +1035,7 @@ static bool empty(const struct model *m, unsigned first, unsigned n) {
   return true;
 }
 
-/* Whether a large entry crosses an end of the range. */
+/* True if a large entry crosses an end of the range. */
 static bool cut(unsigned first, unsigned n) {
   return (first % PAGES && entry_at((uint64_t)first * PAGE) == BLOCK) ||
          ((first + n) % PAGES && entry_at((uint64_t)(first + n) * PAGE) == BLOCK);

@@ -150,7 +150,7 @@ out:
   return err;
 }
 
-/* Whether the address is in a block that is mapped and unmapped as a whole. */
+/* True if the address is in a block that is mapped and unmapped as a whole. */
 static bool in_block(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   uint64_t page, bytes;
   return c->large_pages && vm_space_cuts_page(c, s, (addr & ~(LARGE_PAGE - 1)) + c->granule, &page, &bytes);

@@ -274,7 +274,7 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
   return destroy_list(c, list) != 0;
 }
 
-/* Whether other threads have added pages since the caller looked. First waits for threads that are about to do so, and
+/* True if other threads have added pages since the caller looked. First waits for threads that are about to do so, and
  * for pages on their way back to a pool (limbo_units), as after a failed batch. */
 static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   bool more;

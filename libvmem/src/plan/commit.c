@@ -64,7 +64,7 @@ static void release_segs(struct vm_ctx *c, const struct vm_list *segs) {
 
 /* ---- replaces ---------------------------------------------------------------------------------- */
 
-/* Whether segment `seg` belongs to the piece. A piece's segments are adjacent in the list. */
+/* True if segment `seg` belongs to the piece. A piece's segments are adjacent in the list. */
 static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size_t seg) {
   const struct vm_seg *s;
   if (seg >= p->replaces.n) return false;

@@ -4,7 +4,7 @@
 
 static bool can_join(const struct vm_ctx *c) { return c->be->remap || (c->be->bind && c->large_entries); }
 
-/* Whether remapping by one call would save entries, or calls if the driver keeps a record per call. */
+/* True if remapping by one call would save entries, or calls if the driver keeps a record per call. */
 static bool saves(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r) {
   uint64_t end = addr + vm_bytes(c, r.n);
   bool whole = vm_is_whole(c, s, addr, r);

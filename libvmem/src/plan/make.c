@@ -17,7 +17,7 @@ struct maker {
   uint64_t taken[VM_POOLS]; /* units taken for this plan, per pool */
 };
 
-/* Whether this plan itself will zero the unit. */
+/* True if this plan itself will zero the unit. */
 static bool own_claim(struct maker *m, const struct vm_slab *s, uint32_t unit) {
   for (size_t i = 0; i < m->p->zeros.n; i++) {
     const struct vm_run *r = VM_AT(m->p->zeros, struct vm_run, i);

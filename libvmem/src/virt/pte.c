@@ -35,7 +35,7 @@ int vm_pte_not_live(const struct vm_ctx *c, const struct vm_pte *p, uint64_t add
 
 static inline bool live(const struct vm_pte *p) { return p && (p->flags & PTE_MAPPED); }
 
-/* Whether the back end sees b as the continuation of a. */
+/* True if the back end sees b as the continuation of a. */
 static inline bool joined(const struct vm_pte *a, const struct vm_pte *b) {
   if (!live(a) || !live(b)) return live(a) == live(b);
   return a->slab == b->slab && a->unit + 1 == b->unit && (a->flags & PTE_READONLY) == (b->flags & PTE_READONLY);

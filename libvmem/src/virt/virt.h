@@ -71,7 +71,7 @@ static inline uint32_t vm_leaf_rest(const struct vm_ctx *c, const struct vm_spac
   return vm_units(c, end - addr) < rest ? (uint32_t)vm_units(c, end - addr) : rest;
 }
 
-/* Whether it is mapped and no plan is changing it. */
+/* True if it is mapped and no plan is changing it. */
 static inline bool vm_pte_is_live(const struct vm_pte *p) {
   return p && (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) == PTE_MAPPED;
 }
@@ -102,9 +102,9 @@ uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
 uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Finds a running fill that writes a page of the range, through whatever address; NULL = none. */
 struct vm_fill *vm_space_fill(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Whether a boundary at addr would cut a run in two. */
+/* True if a boundary at addr would cut a run in two. */
 bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
-/* Whether a boundary at addr, in the space or at its end, would cut an area that the driver maps and unmaps as a whole;
+/* True if a boundary at addr, in the space or at its end, would cut an area that the driver maps and unmaps as a whole;
  * *page, *bytes: that area. */
 bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t *page, uint64_t *bytes);
 /* Counts the bytes from addr on, at most max, that one run backs (same slab, adjacent units, same protection), or that
@@ -112,7 +112,7 @@ bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
 /* Counts the granules from addr on whose ptes name adjacent units and agree in the flags of `mask`. */
 uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, uint32_t mask);
-/* Whether a call that maps the run at addr makes large entries: the driver uses the largest size that divides address,
+/* True if a call that maps the run at addr makes large entries: the driver uses the largest size that divides address,
  * offset and length, one size for the whole call. */
 static inline bool vm_is_whole(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, struct vm_run r) {
   return r.slab->large && (s->large || r.slab->pool->large) &&
@@ -127,7 +127,7 @@ static inline uint32_t vm_call_marks(const struct vm_ctx *c, const struct vm_spa
 }
 /* The number of bytes from addr on, at most max, that one driver call may remap with their present entries. */
 uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
-/* Whether the granule is the first of a large entry. */
+/* True if the granule is the first of a large entry. */
 bool vm_is_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 
 /* ---- pte.c: changes ---------------------------------------------------------------------------- */

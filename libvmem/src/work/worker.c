@@ -270,7 +270,7 @@ static void poll_soon(struct pace *p, uint64_t now) {
   if (p->due < p->not_before) p->due = p->not_before;
 }
 
-/* Whether the pool needs work now. Lock held. */
+/* True if the pool needs work now. Lock held. */
 static bool pool_wants(const struct vm_ctx *c) {
   const struct vm_clean *k = &c->phys->clean;
   return c->phys->low || k->ended || (k->wanted && !k->hold);

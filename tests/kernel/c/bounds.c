@@ -187,7 +187,7 @@ static uint64_t table_bytes(struct world *w) {
   return vm_stat(w->uvm, NULL, &s) ? ~0ull : s.out_table_bytes;
 }
 
-/* What counts against the limits of page tables: a reservation, and each 1 GB and each 2 MB of it from its first BIND
+/* Counted against the limits of page tables: a reservation, and each 1 GB and each 2 MB of it from its first BIND
  * on; fully sparse slots add nothing. */
 static void what_counts(void) {
   struct world w;

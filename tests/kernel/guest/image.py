@@ -29,7 +29,7 @@ __all__ = ["layer", "python_image"]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
 PYTHON = ROOT / "build" / "venv" / "bin" / "python"
-# What the tests import; their dependencies are added.
+# Packages that the tests import; their dependencies are added.
 DISTRIBUTIONS = ("pyvmem", "torch", "numpy", "pytest", "pytest-timeout", "hypothesis")
 LEFT_OUT_OF_LIBRARY = {
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What users do: `make module` for the software GPU's nvidia.ko, then loads of every kind."""
+"""Acts as a user does: `make module` for the software GPU's nvidia.ko, then loads of every kind."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ struct gpu_api {
 /* Loads and initialises the library. -ENODEV, with the reason, if it cannot be used. */
 int gpu_api_get(const struct gpu_api **api);
 
-/* Whether a libcuda is installed, usable or not. */
+/* True if a libcuda is installed, usable or not. */
 bool gpu_api_present(void);
 
 /* Turns a CUresult into an errno and records it: out of memory is -ENOMEM, anything else -EIO. */

@@ -28,7 +28,7 @@ static bool is_uvm(int fd, const char *link, bool have_node, dev_t node) {
   return strcmp(link, UVM_NODE) == 0;
 }
 
-/* Whether a process that this user may inspect has UVM's node open. */
+/* True if a process that this user may inspect has UVM's node open. */
 static bool has_uvm(int proc, const char *pid, bool have_node, dev_t node) {
   char path[64];
   DIR *dir;

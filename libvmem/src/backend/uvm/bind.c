@@ -34,7 +34,7 @@ static uint32_t pieces(const struct vm_bind_op *op) {
 
 static uint64_t units(const struct vm_bind_op *op) { return op->bytes >> UVM_VMEM_UNIT_SHIFT; }
 
-/* Whether the core expects the operation to make a large entry; the kernel then makes one or refuses the batch. */
+/* True if the core expects the operation to make a large entry; the kernel then makes one or refuses the batch. */
 static bool is_large(const struct uvm *u, const struct vm_bind_op *op) {
   return u->entries && !op->sparse && !((op->addr | op->offset | op->bytes) & (SLOT - 1)) &&
          uvm_slab_is_contiguous(op->slab);

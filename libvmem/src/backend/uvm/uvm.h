@@ -69,7 +69,7 @@ int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
 uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset);
 /* The size of its objects, except the last. */
 uint64_t uvm_slab_object_bytes(uint64_t slab);
-/* Whether every 2 MiB of the slab is physically contiguous and aligned to 2 MiB. */
+/* True if every 2 MiB of the slab is physically contiguous and aligned to 2 MiB. */
 bool uvm_slab_is_contiguous(uint64_t slab);
 
 /* ---- bind.c: mappings ---- */
