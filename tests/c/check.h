@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * check.h - a test program is a list of functions; a CHECK that fails ends its function.
- * The program prints "N passed, N failed" and exits 0, or 1 if one failed.
+ * check.h - a test program runs a list of functions; a failing CHECK returns from its function.
+ * The program prints "N passed, N failed" and exits with 1 if any function failed, else 0.
  */
 #ifndef CHECK_H
 #define CHECK_H
@@ -45,23 +45,23 @@ static int failures_here;
 
 #define OK(call) EQ(call, 0)
 
-/* open.c: names the back end under test, VMEM_TEST_BACKEND (default: host); opens it, with pool_high 0 meaning that no
- * back end keeps free memory; and reads or writes a byte of its memory, which the CPU itself can only do on host. */
+/* open.c. The back end under test is $VMEM_TEST_BACKEND (default: host). A context opened with pool_high 0 keeps no free
+ * memory, on any back end. get_byte and put_byte also reach memory that the CPU cannot access, as on GPU back ends. */
 const char *backend(void);
 bool on_host(void);
 int open_opts(struct vmem_open_opts *o, vmem_t *vm);
 vmem_t open_vm(uint64_t granule);
-vmem_t open_host(uint64_t granule); /* host, whatever the back end under test is */
+vmem_t open_host(uint64_t granule); /* always on host */
 int get_byte(vmem_t vm, uint64_t addr);
 bool put_byte(vmem_t vm, uint64_t addr, int value);
-/* True if CUDA accesses the memory: then streams exist, and an access to an unmapped page kills the program. */
+/* True if tests access the memory through CUDA: streams exist, and accessing an unmapped page kills the program. */
 bool with_cuda(vmem_t vm);
 /* Reads a byte, or writes a 1, bypassing the library's checks: < 0 if the device faults. Not with CUDA. */
 int touch(vmem_t vm, uint64_t addr, bool write);
 #define GET(addr) get_byte(vm, addr)
 #define PUT(addr, value) CHECK(put_byte(vm, addr, value))
 
-/* Comes first in a test of the CPU's access, or of counts and limits that only host has. */
+/* First statement of a test that needs CPU access to the memory, or counts and limits that only host has. */
 #define ONLY_HOST()                                                                                                    \
   do {                                                                                                                 \
     if (!on_host()) {                                                                                                  \
@@ -76,7 +76,7 @@ static inline struct vmem_stats stats_of(vmem_t vm) {
   return s;
 }
 
-/* The parts of the statistics that a failed call must leave alone. */
+/* Compares the statistics that a failed call must not change. */
 static inline bool same_state(const struct vmem_stats *a, const struct vmem_stats *b) {
   return a->reserved_bytes == b->reserved_bytes && a->mapped_bytes == b->mapped_bytes &&
          a->used_bytes == b->used_bytes && a->slab_bytes == b->slab_bytes && a->free_bytes == b->free_bytes &&
@@ -88,7 +88,7 @@ static inline struct vmem_op populate(uint64_t addr, uint64_t bytes) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes};
 }
 
-/* A dependency on work that is over when fire(fd) is called; fd: an eventfd. */
+/* A dependency on work that completes when fire(fd) is called; fd is an eventfd. */
 static inline struct vmem_after after_fd(int fd) {
   return (struct vmem_after){.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: accounting and freeing in corner cases: dropped handles, undone unmaps, odd sizes. */
+/* Description: corner cases of accounting and freeing: dropped handles, undone unmaps, odd sizes. */
 #include <pthread.h>
 
 #include "api/api.h"
@@ -13,7 +13,7 @@ static vmem_t open_with(uint64_t slab, uint64_t limit, uint64_t low, uint64_t hi
   return vm;
 }
 
-/* The entry of a dropped handle lives on in the mapping whose head was cut off. */
+/* The table entry of a dropped handle stays in use by a mapping whose first pages were unmapped. */
 static void head_of_a_dropped_handles_mapping(void) {
   vmem_t vm = open_vm(0);
   struct vmem_handle_info info = {.size = sizeof(info)};
@@ -41,7 +41,7 @@ static bool one_call(void) {
   return !vmem_probe(backend(), 0, 0, &p) && p.caps & VMEM_CAP_ONE_CALL;
 }
 
-/* Map calls, without those of slabs' own mappings, which are made when pages must be zeroed. */
+/* Number of map calls, not counting slabs' own mappings, which are created when pages must be zeroed. */
 static uint64_t calls_mapped(vmem_t vm) {
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
@@ -50,7 +50,7 @@ static uint64_t calls_mapped(vmem_t vm) {
   return n;
 }
 
-/* An undone unmap in the middle of a run leaves three calls, not one and a half. */
+/* After an unmap in the middle of a run was undone, the run counts as three map calls. */
 static void calls_after_an_undone_unmap(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -90,7 +90,7 @@ static void too_much_to_warm(void) {
   OK(vmem_close(vm));
 }
 
-/* Prepared pages survive failing calls. */
+/* Failing calls leave prepared pages in the pool. */
 static void failed_calls_keep_the_pool(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -114,7 +114,7 @@ static void failed_calls_keep_the_pool(void) {
   OK(vmem_close(vm));
 }
 
-/* A malformed operation is reported even if memory is short for the operations before it; no memory is taken. */
+/* A malformed operation is reported even if memory is too short for the operations before it; nothing is allocated. */
 static void malformed_behind_a_shortage(void) {
   vmem_t vm = open_with(0, MIB(64), 0, 0);
   uint64_t va;
@@ -141,7 +141,7 @@ static void malformed_behind_a_shortage(void) {
   OK(vmem_close(vm));
 }
 
-/* Free memory in slabs too small for a page is exchanged for a slab that holds it. */
+/* Free slabs too small for a page are exchanged for a slab that is large enough. */
 static void empty_slabs_too_small(void) {
   vmem_t vm = open_with(PAGE, MIB(2), 0, VMEM_KEEP_ALL);
   struct vmem_create_opts large = {.size = sizeof(large), .page_size = MIB(2)};
@@ -177,7 +177,7 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
-/* If the driver can only map whole pages, a handle to part of a page cannot be mapped. */
+/* If the driver can only map whole pages, a handle to a part of a page cannot be mapped. */
 static void parts_of_pages_that_are_mapped_whole(void) {
   ONLY_HOST(); /* host is made to look like such a driver */
   vmem_t vm = open_vm(0);
@@ -208,7 +208,7 @@ static void parts_of_pages_that_are_mapped_whole(void) {
   OK(vmem_close(vm));
 }
 
-/* A structure with a garbage size field is refused, not read or written up to its "end". */
+/* A structure with a garbage size field is refused: the library does not access memory up to its supposed end. */
 static void rubbish_sizes(void) {
   struct vmem_open_opts o = {.size = SIZE_MAX / 2, .backend = "host"};
   struct vmem_stats s = {.size = SIZE_MAX / 2};
@@ -219,7 +219,7 @@ static void rubbish_sizes(void) {
   OK(vmem_close(vm));
 }
 
-/* Memory left under the context's limit, per location. */
+/* The memory still available under the context's limit, per location. */
 static void memory_that_is_left(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(256)};
   struct vmem_memory_info m = {.size = sizeof(m)}, rubbish = {.size = SIZE_MAX / 2};
@@ -241,7 +241,7 @@ static void memory_that_is_left(void) {
   EQ(vmem_memory_query(vm, VMEM_DEVICE, 0, &m), -EBADF);
 }
 
-/* Pieces of several runs, in handles and mappings, are freed while another thread checks. */
+/* Frees parts of several runs, from handles and from mappings, while another thread runs vmem_check. */
 struct churn {
   vmem_t vm;
   uint64_t va;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: submitted batches: results, order after outside work, shortages at submit or later, limits, close. */
+/* Description: submitted batches: results, ordering after external work, shortages at submit or later, limits, close. */
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -27,7 +27,7 @@ static void many(void) {
   OK(vmem_close(vm));
 }
 
-/* Nothing is unmapped, filled or reused before the work is over; other batches run meanwhile. */
+/* Nothing is unmapped, filled or reused before the work has completed; other batches run in the meantime. */
 static void waits_for_work(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -106,7 +106,7 @@ static void shortage_at_submit(void) {
   after = stats_of(vm);
   before.segments = after.segments;
   CHECK(same_state(&before, &after));
-  /* Pages of a queued unmap cannot be taken before it has run. */
+  /* Pages of a queued unmap cannot be allocated before it has run. */
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = 4 * PAGE};
   a = after_fd(fd);
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &first));
@@ -141,7 +141,7 @@ static void failures_reach_the_waiter(void) {
   EQ(vmem_wait(vm, t, 0), -EIO); /* every time */
   EQ(vmem_order(vm, t, 0), -EIO);
   after = stats_of(vm);
-  after.slab_bytes = before.slab_bytes; /* the cancelled batch may have trimmed the pool */
+  after.slab_bytes = before.slab_bytes; /* the cancelled batch may have shrunk the pool */
   after.free_bytes = before.free_bytes;
   after.slabs = before.slabs;
   CHECK(same_state(&before, &after));
@@ -185,8 +185,8 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
-/* The arguments are checked at submit and the operations copied. If the pool has the pages, the worker does everything
- * else when it starts the batch. */
+/* Submit checks the arguments and copies the operations. If the pool has the pages, the worker does everything else when
+ * it starts the batch. */
 static void late(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(2)};
   vmem_t vm;
@@ -231,7 +231,7 @@ static void late(void) {
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
   OK(vmem_check(vm));
-  /* It starts after earlier batches, and its range is busy while it waits for work. */
+  /* The batch starts after earlier ones, and its range is busy while it waits for external work. */
   a = after_fd(fd);
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_submit(vm, ops, 1, &a, 1, VMEM_SUBMIT_LATE, &t));
@@ -250,7 +250,7 @@ static void late(void) {
   close(fd);
 }
 
-/* The context is closed with late batches not yet started, one of which waits for a descriptor never signalled. */
+/* The context is closed while late batches have not started; one waits for a descriptor that is never signalled. */
 static void late_and_closed(void) {
   for (int i = 0; i < 20; i++) {
     vmem_t vm = open_vm(0);
@@ -268,7 +268,7 @@ static void late_and_closed(void) {
   }
 }
 
-/* Whatever part of a late batch fails, at submit or later, it leaves nothing behind. */
+/* A late batch that fails anywhere, at submit or later, leaves nothing behind. */
 static void late_nth(void) {
   static const uint32_t kinds[] = {VMEM_INJECT_HEAP, VMEM_INJECT_SLAB, VMEM_INJECT_MAP, VMEM_INJECT_HEAP,
                                    VMEM_INJECT_MAP};
@@ -304,8 +304,8 @@ static void late_nth(void) {
   }
 }
 
-/* Memory that cannot be allocated is requested again when more pages are taken, not each time the worker polls the
- * waiting batches. */
+/* If memory cannot be allocated, the worker retries when more pages have been taken, not each time it polls the waiting
+ * batches. */
 static void low_watermark_out_of_reach(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .pool_low = MIB(100), .mem_limit = MIB(400)};
   const uint64_t many = 1u << 20;
@@ -326,7 +326,7 @@ static void low_watermark_out_of_reach(void) {
   CHECK((c = vm_get(vm, "test", &err)));
   left = __atomic_load_n(&c->inject.count, __ATOMIC_RELAXED);
   vm_put(c);
-  CHECK(left < many); /* it was requested */
+  CHECK(left < many); /* the allocation was tried */
   CHECK(many - left < 50);
   OK(vmem_inject(vm, 0, 0, 0, 0));
   EQ(write(fd, &one, 8), 8);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the memory that this process may still allocate: from files that stand in for the kernel's, and in real
- * control groups of version 1 or 2 if this process may make some. */
+/* Description: the memory that this process may still allocate, computed from substitutes for the kernel's files and,
+ * where this process may create control groups, in real ones of version 1 or 2. */
 #include <dirent.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -12,7 +12,7 @@
 #include "base/available.h"
 #include "check.h"
 
-/* ---- files that stand in for the kernel's ------------------------------------------------------- */
+/* ---- substitutes for the kernel's files --------------------------------------------------------- */
 
 static char root[64];
 
@@ -34,7 +34,7 @@ static bool write_path(const char *path, const char *text) {
   return ok;
 }
 
-/* Writes a file below root, and makes its directories. */
+/* Writes a file below root; creates missing directories. */
 static bool put(const char *path, const char *text) {
   char full[512];
   snprintf(full, sizeof(full), "%s%s", root, path);
@@ -53,8 +53,8 @@ static bool put_number(const char *folder, const char *file, uint64_t number) {
   return put(path, text);
 }
 
-/* Makes a group of version 2: its limit (0: "max"), its usage, and the inactive, active and dirty file pages in
- * that. */
+/* Writes the files of a version 2 group: its limit (0: "max"), its usage, and the inactive, active and dirty file pages
+ * included in that. */
 static bool put_group(const char *folder, uint64_t max, uint64_t used, uint64_t inactive, uint64_t active,
                       uint64_t dirty) {
   char path[256], text[512];
@@ -84,7 +84,7 @@ static bool begin(const char *cgroup, const char *mounts) {
 #define CPU1 "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
 #define MACHINE GIB(64)
 
-/* Memory left for pages in a cgroup with this limit and usage. */
+/* The bytes of pages that still fit when `left` bytes remain below `limit`. */
 static uint64_t pages_of(uint64_t left, uint64_t limit) {
   uint64_t heap = limit / 16 < MIB(16) ? limit / 16 : MIB(16), tables;
   if (left <= heap) return 0;
@@ -120,7 +120,7 @@ static void cache_is_free(void) {
   OK(vm_available_open(root, &a));
   EQ(now(), pages_of(MIB(24), GIB(1)));
   EQ(total, GIB(1));
-  /* A model file that was just read, once or more often; dirty pages do not count as reclaimable. */
+  /* A model file has just been read, once or several times; dirty pages do not count as reclaimable. */
   CHECK(put_group("/sys/fs/cg roup/a b", GIB(1), MIB(1000), MIB(500), MIB(300), MIB(100)));
   EQ(now(), pages_of(MIB(724), GIB(1)));
   CHECK(put_group("/sys/fs/cg roup/a b", GIB(1), GIB(1), MIB(5), 0, MIB(6)));
@@ -128,7 +128,7 @@ static void cache_is_free(void) {
   vm_available_close(a);
 }
 
-/* The kernel's list sizes may be stale: what this process has allocated since may have come out of the cache. */
+/* The kernel's list sizes may be stale: memory that this process has allocated since may have come from the cache. */
 static void stale_cache(void) {
   CHECK(begin("0::/box\n", MOUNT2));
   CHECK(put_group("/sys/fs/cgroup/box", GIB(1), GIB(1), 0, 0, 0));
@@ -209,7 +209,7 @@ static void version_1(void) {
   vm_available_close(a);
 }
 
-/* A container without its own namespace: the mount shows only its group, under the name that the host uses. */
+/* A container without a cgroup namespace: the mount shows only the container's group, under its name on the host. */
 static void mount_of_a_part(void) {
   CHECK(begin("4:memory:/docker/x/y\n", "35 31 0:32 /docker/x /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
                                         "36 31 0:32 /docker /host/memory ro - cgroup cgroup rw,memory\n"));
@@ -254,7 +254,7 @@ static unsigned open_descriptors(void) {
   return n;
 }
 
-/* A shortage of descriptors makes opening fail, but is survived later; nothing is left open. */
+/* Running out of descriptors makes open fail but has no effect later; no descriptor leaks. */
 static void short_of_descriptors(void) {
   struct rlimit all, few;
   unsigned before, refused = 0;
@@ -282,7 +282,7 @@ static void short_of_descriptors(void) {
   CHECK(!setrlimit(RLIMIT_NOFILE, &few));
   total = now();
   CHECK(!setrlimit(RLIMIT_NOFILE, &all));
-  EQ(total, pages_of(GIB(1), GIB(1))); /* of the group that the process was in before */
+  EQ(total, pages_of(GIB(1), GIB(1))); /* still that of the previous group */
   EQ(now(), pages_of(GIB(2), GIB(2)));
   vm_available_close(a);
   EQ(open_descriptors(), before);
@@ -302,7 +302,7 @@ static void enough_is_not_counted_out(void) {
 
 /* ---- real groups -------------------------------------------------------------------------------- */
 
-/* Finds the directory of this process's group, in which groups can be made; false: none. */
+/* Finds the directory of this process's group; returns false if no groups can be created there. */
 static bool own_group(char *folder, size_t size, bool *two) {
   char line[700], found[512] = "";
   FILE *f = fopen("/proc/self/cgroup", "re");
@@ -381,7 +381,7 @@ static void real_group(void) {
     return;
   }
   limit = two ? "memory.max" : "memory.limit_in_bytes";
-  snprintf(inner, sizeof(inner), "%s/inner", folder); /* has no limit of its own */
+  snprintf(inner, sizeof(inner), "%s/inner", folder); /* a group without a limit */
   if (two) write_path(strcat(strcpy((char[600]){0}, folder), "/cgroup.subtree_control"), "+memory");
   CHECK(set(folder, limit, MIB(192)) && !mkdir(inner, 0755));
   fflush(stdout);

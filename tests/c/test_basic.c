@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the five calls, aliases, references, ranges, contents, and memory that is really returned. */
+/* Description: the five calls, aliases, references, ranges, contents, and memory returned to the system. */
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -97,8 +97,8 @@ static void drop_keeps_mappings(void) {
   OK(vmem_close(vm));
 }
 
-/* A released handle is not confused with later ones: the table's entries, which have 20 bits of generation, are reused
- * in turn, and so are the tags of contexts. */
+/* A released handle is never mistaken for a later one: the table reuses its entries in turn, each with a 20-bit
+ * generation, and context tags are reused in turn too. */
 static void stale_handles(void) {
   enum { TURN = 1024, CONTEXTS = 300 };
   vmem_t vm = open_vm(0), other;
@@ -114,7 +114,7 @@ static void stale_handles(void) {
     OK(vmem_drop(vm, h));
   }
   OK(vMemCreate(vm, PAGE, NULL, &first));
-  for (int i = 0; i < 200; i++) { /* if heap memory is short, the table reuses an entry sooner: not an error */
+  for (int i = 0; i < 200; i++) { /* if heap memory is short, the table reuses an entry sooner, which is not an error */
     vmem_handle more;
     struct vmem_error e = {.size = sizeof(e)};
     OK(vmem_inject(vm, VMEM_INJECT_HEAP, i % 3, 1, ENOMEM));
@@ -134,7 +134,7 @@ static void stale_handles(void) {
   OK(vmem_close(vm));
 }
 
-/* A hole in the middle turns one mapping into two, so that vMemRelease is ambiguous and fails. */
+/* A hole in the middle splits a mapping in two, so vMemRelease is ambiguous and fails. */
 static void partial_unmap(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -183,7 +183,7 @@ static void new_pages_are_zero(void) {
 }
 
 static void memory_goes_back(void) {
-  ONLY_HOST(); /* measured as this process's memory in the kernel */
+  ONLY_HOST(); /* measured by the kernel as this process's memory */
   vmem_t vm = open_vm(0);
   uint64_t va, before;
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(32)};
@@ -207,7 +207,7 @@ static void on_fault(int sig) {
   siglongjmp(jump, 1);
 }
 
-/* True if touching the address faults; returns `otherwise` if that cannot be tried. */
+/* True if touching the address faults; `otherwise` if the back end does not allow to test that. */
 static bool faults(vmem_t vm, uint64_t addr, bool write, bool otherwise) {
   struct sigaction sa = {.sa_handler = on_fault}, old_segv, old_bus;
   volatile bool hit = true;
@@ -248,7 +248,7 @@ static void readonly_and_holes(void) {
   OK(vmem_close(vm));
 }
 
-/* Dirty pages (here: a failed discard) mapped read-only first must not show old contents. */
+/* Dirty pages (here after a failed discard) that are first mapped read-only must not show old contents. */
 static void readonly_pages_are_zero(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -279,7 +279,7 @@ struct reader {
   uint64_t wrong;
 };
 
-/* ThreadSanitizer takes an mmap for a write to all of its range. */
+/* ThreadSanitizer treats mmap as a write to its whole range. */
 __attribute__((no_sanitize("thread"))) static void *read_on(void *arg) {
   struct reader *r = arg;
   while (!atomic_load(&r->stop))

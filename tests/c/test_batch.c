@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: batches are all or nothing, whichever driver call or allocation fails, and quarantine. */
+/* Description: batches are all or nothing, whichever driver call or allocation fails; quarantine. */
 #include "check.h"
 
 /* A context with a tensor-like layout: 4 pieces 8 MiB apart, 2 pages of each mapped and filled. */
@@ -23,7 +23,7 @@ static bool scene_open(struct scene *s) {
   return true;
 }
 
-/* Maps new pages after each piece and a handle elsewhere, fills, and unmaps the first page of each piece. */
+/* Maps new pages after each piece, maps a handle elsewhere, fills, and unmaps the first page of each piece. */
 static size_t scene_ops(const struct scene *s, struct vmem_op *ops) {
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = s->va, .bytes = PAGE, .count = PIECES, .stride = STRIDE};
   ops[1] = (struct vmem_op){
@@ -101,8 +101,8 @@ static void nth_unmap(void) { sweep(VMEM_INJECT_UNMAP, true); }
 static void nth_fill(void) { sweep(VMEM_INJECT_FILL, true); }
 static void nth_heap(void) { sweep(VMEM_INJECT_HEAP, false); }
 
-/* A failure after which every undo step fails too: what could not be undone is quarantined, everything else
- * is as before, and close frees everything. */
+/* A call fails, and every step of the undo fails too: what could not be undone is quarantined, everything else is as
+ * before, and close frees everything. */
 static void undo_fails(uint32_t first, uint32_t undo) {
   for (uint64_t nth = 0; nth < 6; nth++) {
     struct scene s;
@@ -137,7 +137,7 @@ static void undo_fails(uint32_t first, uint32_t undo) {
 static void undo_of_maps_fails(void) { undo_fails(VMEM_INJECT_MAP, VMEM_INJECT_UNMAP); }
 static void undo_of_unmaps_fails(void) { undo_fails(VMEM_INJECT_UNMAP, VMEM_INJECT_MAP); }
 
-/* vMemMap and vMemRelease are batches of one. */
+/* vMemMap and vMemRelease are batches of one operation. */
 static void single_calls(void) {
   struct scene s;
   struct vmem_stats before, after;

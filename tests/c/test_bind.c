@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: a back end that accepts a batch in one call: that call is all or nothing; what remains if it is not. */
+/* Description: a back end that accepts a batch in one call. The call is all or nothing; if it is not, pages are
+ * quarantined. */
 #include "api/api.h"
 #include "check.h"
 
-/* The back end host with a bind built on its map and unmap: a driver that accepts `group` operations per call. */
+/* The back end host with a bind call built on its map and unmap: a driver that accepts `group` operations per call. */
 static struct vm_backend fake;
 static size_t group, calls, last_n;
 static int fail_at;   /* driver calls that pass before one fails; < 0: none fails */
-static int lose_at;   /* the same, and its operations are in an unknown state */
-static uint64_t most; /* bytes of the longest map seen */
+static int lose_at;   /* like fail_at, but leaves the call's operations in an unknown state */
+static uint64_t most; /* bytes of the longest map operation so far */
 
 static int one(void *be, const struct vm_bind_op *op) {
   if (op->kind == VM_BIND_UNMAP) return vm_backend_host.unmap(be, op->addr, op->bytes, op->sparse);
@@ -70,7 +71,7 @@ static bool scene_open(struct scene *s, size_t group_of, bool fresh_is_zero) {
   return true;
 }
 
-/* Grows each piece, maps in a second reservation too, and unmaps the first page of each piece. */
+/* Grows each piece, maps pages in a second reservation, and unmaps the first page of each piece. */
 static int scene_run(struct scene *s) {
   struct vmem_op ops[] = {
       {.op = VMEM_OP_UNMAP, .addr = s->va, .bytes = PAGE, .count = PIECES, .stride = STRIDE},
@@ -103,7 +104,7 @@ static void one_call(void) {
   OK(vmem_close(s.vm));
 }
 
-/* New pages that need zeroing are zeroed before the one call; the slab's own mapping was made by an earlier batch. */
+/* New pages are zeroed before the batch's single bind call; an earlier batch created the slab's own mapping. */
 static void zeroed_before(void) {
   struct scene s;
   CHECK(scene_open(&s, 1000, false));
@@ -256,7 +257,7 @@ static void unknown_state(void) {
   }
 }
 
-/* The undo fails as well: quarantined, named, and still consistent. */
+/* The undo fails as well: its pages are quarantined, the error names the range, and the records stay consistent. */
 static void undo_fails(void) {
   for (uint64_t nth = 0; nth < 10; nth++) {
     struct scene s;
@@ -275,7 +276,7 @@ static void undo_fails(void) {
   }
 }
 
-/* A page that must be zeroed is never mapped writable for that. */
+/* A read-only page that must be zeroed is never mapped writable for that. */
 static void read_only(void) {
   for (int lost = 0; lost < 2; lost++) {
     vmem_t vm = open_fake(1000, false);
@@ -312,7 +313,7 @@ static void heap_runs_out(void) {
   }
 }
 
-/* A batch for the worker allocates all its heap memory at submit, or is refused there. */
+/* A batch for the worker allocates all its heap memory at submit, which fails if there is none. */
 static void heap_runs_out_at_submit(void) {
   for (uint64_t nth = 0;; nth++) {
     struct scene s;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: pages move out of slabs that are hardly used; contents, aliases, handles and protection stay. */
+/* Description: pages move out of nearly empty slabs; contents, aliases, handles and protection stay the same. */
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -48,7 +48,7 @@ static void wait_until_clean(void) {
   for (int i = 0; i < 20000 && stats_of(vm).dirty_bytes; i++) usleep(1000);
 }
 
-/* Maps n pages and keeps every k-th, which leaves nearly empty slabs of 16 pages. */
+/* Maps n pages, then unmaps all but every k-th, which leaves nearly empty slabs of 16 pages. */
 static bool scatter(unsigned n, unsigned k) {
   for (unsigned i = 0; i < n; i += 16) /* a larger piece would get its own slab */
     if (change(VMEM_OP_POPULATE, va + i * PAGE, 16 * PAGE, 0)) return false;
@@ -84,7 +84,7 @@ static void empties_slabs(void) {
   OK(vmem_close(vm));
 }
 
-/* No more is moved than was requested, and empty slabs are returned first. */
+/* Compaction moves no more than was requested, and returns empty slabs first. */
 static void as_much_as_wanted(void) {
   uint64_t freed, fills;
   CHECK(open_slabs(MIB(1), 0, MIB(64)));
@@ -103,7 +103,7 @@ static void as_much_as_wanted(void) {
   OK(vmem_close(vm));
 }
 
-/* Free host memory does not count towards what pool_low keeps on the device. */
+/* Free host memory does not count towards pool_low, which is device memory. */
 static void keeps_pool_low(void) {
   struct vmem_create_opts host = {.size = sizeof(host), .location = VMEM_HOST};
   vmem_handle d[8][2], h[16][2];
@@ -161,7 +161,7 @@ static void handle_in_pieces(void) {
   OK(vmem_close(vm));
 }
 
-/* Every address, read-only ones too, and every handle refers to the pages in their new place. */
+/* Every address, read-only ones too, and every handle refers to the moved pages. */
 static void aliases_and_handles(void) {
   struct vmem_handle_info info = {.size = sizeof(info)};
   vmem_handle all, one, never;
@@ -188,7 +188,7 @@ static void aliases_and_handles(void) {
   OK(vmem_handle_query(vm, one, &info));
   EQ(info.mappings, 1);
   OK(vMemRelease(vm, one));
-  EQ(vMemMap(vm, va + MIB(20), 20 * PAGE, all, 0, 0), -ERANGE); /* dropped pages stay dropped */
+  EQ(vMemMap(vm, va + MIB(20), 20 * PAGE, all, 0, 0), -ERANGE); /* dropped pages are not revived */
   OK(vMemMap(vm, va + MIB(20), 3 * PAGE, all, 0, 0));
   for (unsigned i = 0; i < 3; i++) CHECK(signed_with(va + MIB(20) + i * PAGE, 8 * i));
   OK(vMemMap(vm, va + MIB(30), 2 * PAGE, never, 0, 0));
@@ -203,7 +203,7 @@ static void aliases_and_handles(void) {
   OK(vmem_close(vm));
 }
 
-/* A slab in use by an unfinished batch, a call or a read stays; the others are emptied. */
+/* Slabs in use by an unfinished batch, a call or a read stay; the others are emptied. */
 static void what_is_busy_stays(void) {
   int fd = eventfd(0, EFD_CLOEXEC), err;
   struct vmem_after after = after_fd(fd);
@@ -223,7 +223,7 @@ static void what_is_busy_stays(void) {
   pthread_mutex_unlock(&c->lock);
   vm_put(c);
   OK(compact(&freed));
-  EQ(freed, MIB(7)); /* those two remain, and one for the other 16 pages */
+  EQ(freed, MIB(7)); /* the two busy slabs remain, and one for the other 16 pages */
   pthread_mutex_lock(&c->lock);
   c->virt->accesses = NULL;
   pthread_mutex_unlock(&c->lock);
@@ -244,7 +244,7 @@ static void *signal_later(void *arg) {
   return write(*(int *)arg, &one, 8) == 8 ? arg : NULL;
 }
 
-/* Nothing moves before the work in `after` is over. */
+/* Nothing moves before the work in `after` has completed. */
 static void waits_for_work(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   struct vmem_after after = after_fd(fd);
@@ -255,7 +255,7 @@ static void waits_for_work(void) {
   CHECK(scatter(160, 8));
   EQ(pthread_create(&thread, NULL, signal_later, &fd), 0);
   OK(vmem_compact(vm, UINT64_MAX, &after, 1, 0, &freed));
-  EQ(read(fd, &word, 8), 8); /* it was signalled before the call returned */
+  EQ(read(fd, &word, 8), 8); /* proof that it was signalled before the call returned */
   EQ(freed, MIB(8));
   pthread_join(thread, &done);
   CHECK(done);
@@ -267,7 +267,7 @@ static void waits_for_work(void) {
   close(fd);
 }
 
-/* Large pages move whole, and stay large pages. */
+/* Large pages move as a unit and stay large pages. */
 static void large_pages(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(8), .page_size = MIB(2)};
   struct vmem_range_info r = {.size = sizeof(r)};
@@ -298,7 +298,7 @@ static void large_pages(void) {
   OK(vmem_close(vm));
 }
 
-/* Compaction makes no new slab, and slabs that are more than half full stay. */
+/* Compaction creates no slab, and slabs that are more than half full stay. */
 static void without_new_memory(void) {
   uint64_t freed;
   CHECK(open_slabs(MIB(1), MIB(4), MIB(64)));
@@ -315,7 +315,7 @@ static void without_new_memory(void) {
   OK(vmem_close(vm));
 }
 
-/* The pattern of a cache: tensors that grow in runs of 8, 90 % freed at random. */
+/* A KV cache's pattern: tensors grow in runs of 8 pages, then 90 % of the pages are freed at random. */
 static void a_fragmented_cache(void) {
   enum { TENSORS = 12, BLOCKS = 200, RUN = 8 };
   static bool live[TENSORS * BLOCKS];
@@ -359,8 +359,8 @@ static bool scene(bool handles, vmem_handle *h) {
          !vMemMap(vm, other, 6 * PAGE, *h, 0, VMEM_MAP_READONLY);
 }
 
-/* Whichever driver call or allocation fails: contents are as they were, slabs moved before it are gone, and the call
- * can be repeated. */
+/* Whichever driver call or allocation fails, contents are unchanged, slabs emptied before the failure are freed, and the
+ * call can be repeated. */
 static void each_call_fails(void) {
   static const uint32_t kinds[] = {VMEM_INJECT_MAP | VMEM_INJECT_UNMAP | VMEM_INJECT_FILL | VMEM_INJECT_SLAB,
                                    VMEM_INJECT_HEAP};
@@ -397,7 +397,7 @@ static void each_call_fails(void) {
       }
 }
 
-/* If the undo fails too, the lost pages are quarantined and reported; everything else goes on working. */
+/* If the undo fails too, the lost pages are quarantined and reported; everything else keeps working. */
 static void undo_fails(void) {
   for (uint64_t nth = 0; nth < 12; nth++) {
     vmem_handle h;
@@ -466,14 +466,14 @@ static void in_one_call(void) {
 enum { GRANULES = 384, HANDLES = 24 };
 
 static struct {
-  uint64_t page[GRANULES]; /* what is mapped: index in words; 0 = nothing */
+  uint64_t page[GRANULES]; /* the mapped page, as an index in word; 0: none */
   bool read_only[GRANULES];
   struct {
     vmem_handle h;
     uint32_t n;
     uint64_t page[8]; /* 0 = given back */
   } hdl[HANDLES];
-  uint64_t word[1 << 16]; /* of a page; 0: never written */
+  uint64_t word[1 << 16]; /* contents of each page; 0: never written */
   uint64_t pages, freed;
 } model;
 
@@ -608,7 +608,7 @@ static void random_model(void) {
 static bool stop;
 static int bad;
 
-/* Changes its own part of the addresses; -EBUSY while one of its pages is moving. */
+/* Maps and unmaps in its own address range; tolerates -EBUSY while one of its pages is being moved. */
 static void *user(void *arg) {
   uint64_t base = va + (uint64_t)(uintptr_t)arg * MIB(8), r = 12345 + (uint64_t)(uintptr_t)arg;
   uint64_t word[128] = {0};
@@ -677,12 +677,12 @@ static void *churns(void *arg) {
   while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) {
     uint64_t page = base + (uint64_t)(rand_r(&r) % 60) * PAGE;
     bool stays = !change(VMEM_OP_POPULATE, page, PAGE, 0) && rand_r(&r) % 4 == 0;
-    if (!stays) change(VMEM_OP_UNMAP, page, PAGE, 0); /* -EBUSY while it moves */
+    if (!stays) change(VMEM_OP_UNMAP, page, PAGE, 0); /* -EBUSY while the page is being moved */
   }
   return NULL;
 }
 
-/* Another thread returns a slab that compact has chosen before compact has set it aside. */
+/* Another thread frees a slab that compact has chosen but not reserved yet. */
 static void while_slabs_go(void) {
   void *(*roles[])(void *) = {churns, churns, churns, churns, churns, compacts, compacts, trims};
   pthread_t t[8];
@@ -696,7 +696,7 @@ static void while_slabs_go(void) {
   OK(vmem_close(vm));
 }
 
-/* ---- what the driver has ----------------------------------------------------------------------- */
+/* ---- memory that the driver has allocated ------------------------------------------------------- */
 
 static uint64_t held, most;
 static bool holding_up;
@@ -721,7 +721,7 @@ static void *compacts_once(void *arg) {
   return NULL;
 }
 
-/* A slab that is being returned still counts against mem_limit: a call that needs the memory waits. */
+/* A slab that is being freed still counts against mem_limit: a call that needs the memory waits. */
 static void within_the_limit(void) {
   ONLY_HOST(); /* the test counts its slabs */
   pthread_t t;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: entries of 2 MiB for small pages: where they are made, what splits and joins them, and failures of
- * every driver call on the way. "host" refuses, as a GPU's driver does, to change part of an entry. On host all tests
+ * Description: 2 MiB entries for small pages: where they are created, what splits and joins them, and what a failure of
+ * each driver call does. "host" refuses to change part of an entry, as a GPU's driver does. On host all tests
  * run twice, the second time with a driver that accepts a batch in one call and splits entries itself.
  */
 #include <pthread.h>
@@ -17,8 +17,8 @@ static vmem_t vm;
 static uint64_t va;
 static bool one_call;                 /* the driver accepts a batch in one call */
 static bool bound;                    /* host does */
-static const struct vm_backend *real; /* the table of such a driver */
-static int fail_at = -1;              /* number of its calls that pass before one fails; < 0: none fails */
+static const struct vm_backend *real; /* the back end that one_call replaces */
+static int fail_at = -1;              /* number of bind calls that pass before one fails; < 0: none fails */
 static size_t most_ops = SIZE_MAX;    /* per call */
 
 /* Counts the first operations that change adjacent existing mappings; a MAP stands alone. */
@@ -28,7 +28,7 @@ static size_t stretch(const struct vm_bind_op *ops, size_t n) {
   return ops[0].kind == VM_BIND_MAP ? 1 : k;
 }
 
-/* Makes only small entries in a sparse reservation. */
+/* Creates only small entries in a sparse reservation. */
 static int map_one(void *be, const struct vm_bind_op *op) {
   uint64_t n = op->sparse && op->bytes >= BLOCK ? op->bytes - PAGE : op->bytes;
   int err = vm_backend_host.map(be, op->addr, n, op->slab, op->offset, op->flags, op->sparse);
@@ -36,7 +36,7 @@ static int map_one(void *be, const struct vm_bind_op *op) {
   return vm_backend_host.map(be, op->addr + n, PAGE, op->slab, op->offset + n, op->flags, true);
 }
 
-/* One driver call. Each stretch is unmapped in one piece: host refuses if that covers only part of an entry. */
+/* Executes one driver call. Unmaps each stretch in one piece: host refuses that if it covers only part of an entry. */
 static int bind_call(void *be, const struct vm_bind_op *ops, size_t n) {
   int err = 0;
   for (size_t i = 0, k; i < n && !err; i += k) {
@@ -141,7 +141,7 @@ static bool marked(uint64_t offset, uint64_t bytes) {
   return true;
 }
 
-/* True if the driver has a large entry there: it then refuses to unmap part of it. Else maps the page again. */
+/* True if the driver has a large entry there, because it refuses to unmap a part of it. Otherwise maps the page again. */
 static bool driver_has_large(uint64_t offset) {
   uint64_t at = va + offset + PAGE;
   struct vm_pte pte;
@@ -159,7 +159,7 @@ static bool driver_has_large(uint64_t offset) {
   return err;
 }
 
-/* Freed pages keep their contents, as on a GPU. They are zeroed in the background, or by whoever maps them. */
+/* Freed pages keep their contents, as on a GPU. They are zeroed in the background or when they are mapped again. */
 static void keep_contents(bool background) {
   static struct vm_backend fake;
   struct vm_ctx *c;
@@ -221,8 +221,8 @@ static void as_recorded(void) {
   end();
 }
 
-/* The same with a handle, wherever in it the mapping begins; no large entry if address and memory differ in
- * alignment. */
+/* Mappings of a handle get large entries too, at any offset in the handle, unless the alignment of address and memory
+ * differs. */
 static void handles_get_them(void) {
   vmem_handle h;
   open_entries(0, 0);
@@ -271,7 +271,7 @@ static void bad_flags(void) {
   OK(vmem_close(vm));
 }
 
-/* Refused with a message that names the entry, and nothing has changed. */
+/* Without VMEM_OP_SPLIT, changing part of an entry fails with a message that names the entry, and nothing changes. */
 static void never_cut_without_it(void) {
   static const struct {
     uint64_t offset, bytes;
@@ -304,7 +304,7 @@ static void never_cut_without_it(void) {
   ops[0].addr = va + PAGE;
   ops[0].flags |= VMEM_OP_READONLY;
   EQ(vmem_batch(vm, ops, 1, NULL, 0, 0), -EINVAL);
-  /* One operation with the flag and one without it, in one block. */
+  /* One operation with the flag and another without it, in one block. */
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .addr = va, .bytes = PAGE};
   ops[1].addr = va + 3 * PAGE;
   ops[1].bytes = PAGE;
@@ -336,7 +336,7 @@ static void release_splits_nothing(void) {
   end();
 }
 
-/* Makes the fewest calls: one unmap of the block, and one map of each part that stays. */
+/* A split makes the fewest calls: one to unmap the block, and one to map each remaining part. */
 static void split_unmaps(void) {
   static const struct {
     unsigned first, n, maps;
@@ -357,13 +357,13 @@ static void split_unmaps(void) {
     CHECK(marked(0, from) && marked(from + bytes, 2 * BLOCK - from - bytes));
     if (from + bytes < BLOCK) {
       EQ(entry_at(from + bytes), PAGE);
-      OK(vMemUnmap(vm, va + from + bytes, PAGE)); /* like any small page */
+      OK(vMemUnmap(vm, va + from + bytes, PAGE)); /* its neighbour is now unmapped like any small page */
     }
     end();
   }
 }
 
-/* Several parts of one block, parts of adjacent blocks, and a range that begins and ends in blocks: one unmap each. */
+/* Several parts of one block, parts of adjacent blocks, and a range that starts and ends inside blocks: one unmap each. */
 static void split_many(void) {
   struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE, .count = PAGES, .stride = 2 * PAGE};
   struct vmem_stats before, after;
@@ -388,7 +388,7 @@ static void split_many(void) {
   end();
 }
 
-/* A batch that covers all of a block, in whatever pieces, splits nothing. */
+/* A batch that covers a whole block, in any number of pieces, splits nothing. */
 static void all_of_it(void) {
   struct vmem_op op = {.op = VMEM_OP_UNMAP, .bytes = PAGE, .count = PAGES, .stride = PAGE};
   uint64_t calls;
@@ -475,13 +475,13 @@ static void grown_and_joined(void) {
   EQ(entry_at(4 * BLOCK), BLOCK);
   CHECK(marked(0, BLOCK + 2 * PAGE) && marked(4 * BLOCK, BLOCK + 2 * PAGE));
   OK(unmap_at(9 * PAGE, PAGE, VMEM_OP_SPLIT));
-  OK(populate_at(9 * PAGE, PAGE, 0)); /* may get another page or the same: only the same can be joined */
+  OK(populate_at(9 * PAGE, PAGE, 0)); /* may get the old page or another one; only the old page can be joined */
   OK(vmem_join(vm, va, BLOCK, NULL));
   EQ(vMemUnmap(vm, va + PAGE, PAGE), entry_at(PAGE) == BLOCK ? -EINVAL : 0);
   end();
 }
 
-/* Pages unmapped from a block and populated again get their old memory, even though other memory is free before it. */
+/* Pages that are unmapped from a block and populated again get their old memory, even if memory before it is free. */
 static void holes_are_filled(void) {
   static const struct {
     unsigned first, n;
@@ -492,10 +492,10 @@ static void holes_are_filled(void) {
     OK(populate_at(0, BLOCK, 0));
     OK(populate_at(4 * BLOCK, BLOCK, 0));
     OK(populate_at(8 * BLOCK, BLOCK, 0));
-    OK(populate_at(BLOCK, BLOCK, 0)); /* its memory is not next to that of its left neighbour */
+    OK(populate_at(BLOCK, BLOCK, 0)); /* its memory is not adjacent to that of the block to its left */
     CHECK(mark(0, 2 * BLOCK) && mark(8 * BLOCK, BLOCK));
     OK(unmap_at(4 * BLOCK + 3 * PAGE, 9 * PAGE, VMEM_OP_SPLIT));
-    for (uint64_t block = BLOCK; block <= 8 * BLOCK; block += 7 * BLOCK) { /* the second has none on its left */
+    for (uint64_t block = BLOCK; block <= 8 * BLOCK; block += 7 * BLOCK) { /* nothing is mapped to the left of the second block */
       OK(unmap_at(block + first, bytes, VMEM_OP_SPLIT));
       OK(populate_at(block + first, bytes, i % 2 ? VMEM_OP_SPREAD : 0));
       EQ(get_byte(vm, va + block + first + 7), 0);
@@ -507,7 +507,7 @@ static void holes_are_filled(void) {
   }
 }
 
-/* A block is split and joined in place, over and over, also with a batch that waits. */
+/* Splits a block and joins it in place repeatedly, once with a batch that waits for an event. */
 static void split_and_joined(void) {
   struct vmem_op ops[2] = {{.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE},
                            {.op = VMEM_OP_MAP, .flags = VMEM_OP_CONSUME, .bytes = PAGE}};
@@ -569,7 +569,7 @@ static void in_the_way(void) {
   end();
 }
 
-/* Complete blocks are found between pages in use, also for a run that starts in the middle of a block. */
+/* The library finds complete blocks between used pages, also for a run that starts in the middle of a block. */
 static void fragmented(void) {
   struct vmem_open_opts o = {.size = sizeof(o),
                              .granule = PAGE,
@@ -609,7 +609,7 @@ static int open_four_chunks(void) {
   return open_it(&o);
 }
 
-/* A complete chunk that must be zeroed is preferred to clean fragments, both for blocks and for growth. */
+/* A complete chunk that must be zeroed is preferred to clean fragments, both for whole blocks and for growth. */
 static void dirty_chunks(void) {
   ONLY_HOST();
   OK(open_four_chunks());
@@ -631,7 +631,7 @@ static void dirty_chunks(void) {
   OK(vmem_join(vm, va + 10 * BLOCK, BLOCK, NULL));
   EQ(entry_at(10 * BLOCK), BLOCK);
   CHECK(mark(10 * BLOCK, BLOCK));
-  OK(unmap_at(10 * BLOCK + 20 * PAGE, 12 * PAGE, VMEM_OP_SPLIT)); /* shrunk, and grown again with the same pages */
+  OK(unmap_at(10 * BLOCK + 20 * PAGE, 12 * PAGE, VMEM_OP_SPLIT)); /* shrink, then grow again with the same pages */
   for (uint64_t i = 20; i < PAGES; i++) OK(populate_at(10 * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
   EQ(get_byte(vm, va + 10 * BLOCK + 21 * PAGE + 7), 0);
   OK(vmem_join(vm, va + 10 * BLOCK, BLOCK, NULL));
@@ -641,8 +641,8 @@ static void dirty_chunks(void) {
   OK(vmem_close(vm));
 }
 
-/* If no chunk is empty, all new stretches share one chunk. A stretch with pages there does not take a chunk that
- * becomes empty: that is left to stretches that may get a large entry. */
+/* If no chunk is empty, all new stretches share one chunk. A stretch that has pages there does not use a chunk that
+ * becomes empty: it stays free for stretches that may get a large entry. */
 static void strays_share_a_chunk(void) {
   ONLY_HOST();
   OK(open_four_chunks());
@@ -668,7 +668,7 @@ static void strays_share_a_chunk(void) {
   OK(vmem_close(vm));
 }
 
-/* The end of a slab that is not a multiple of 2 MiB gets small entries; so does host memory. */
+/* The last part of a slab whose size is not a multiple of 2 MiB gets small entries; so does host memory. */
 static void odd_slabs(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = BLOCK, .location = VMEM_HOST};
   struct vmem_info info = {.size = sizeof(info)};
@@ -708,7 +708,7 @@ static void large_pages(void) {
   end();
 }
 
-/* Large entries move whole; split blocks stay split. */
+/* Large entries move as a unit; split blocks stay split. */
 static void compaction(void) {
   struct vmem_open_opts o = {.size = sizeof(o),
                              .granule = PAGE,
@@ -745,7 +745,7 @@ static void compaction(void) {
 
 /* Even if no chunk is free for an entry, slabs of small pages are emptied. */
 static void compaction_without_chunks(void) {
-  static const unsigned keep[] = {17, 13}; /* pages kept of each block: the first slab is too full to be emptied */
+  static const unsigned keep[] = {17, 13}; /* pages to keep in each block: the first slab is too full to be emptied */
   struct vmem_open_opts o = {.size = sizeof(o),
                              .granule = PAGE,
                              .flags = VMEM_OPEN_LARGE_ENTRIES,
@@ -844,7 +844,7 @@ static void each_call_fails(void) {
   CHECK(failed > 20);
 }
 
-/* If the undo fails too, only what it reports is lost. */
+/* If the undo fails too, only the range in its error is lost. */
 static void undo_fails(void) {
   unsigned lost = 0;
   if (one_call) return; /* there is nothing to undo */
@@ -885,11 +885,11 @@ static void two_reservations(uint64_t other, struct vmem_op ops[8]) {
     ops[4 + i] = ops[i];
     ops[4 + i].addr = other + at[i];
   }
-  ops[6].addr = other + 20 * PAGE; /* all of them in one block; the next block is unmapped */
+  ops[6].addr = other + 20 * PAGE; /* all in one block; the next block is unmapped */
   ops[7].addr = other + BLOCK;
 }
 
-/* Fails its driver call number `skip`, after the earlier ones were carried out. False: the batch succeeded. */
+/* Lets the first `skip` driver calls of the batch succeed and the next one fail. False: the batch succeeded. */
 static bool later_call(int skip) {
   struct vmem_op ops[8] = {
       {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE, .count = 2, .stride = 9 * PAGE},
@@ -1056,8 +1056,8 @@ static int fill_new(struct model *m, unsigned first, unsigned n) {
   return err;
 }
 
-/* Unmaps a page and populates it again, as a request does that shrinks and grows; then joins the block, which succeeds
- * if the new page is the old one. */
+/* Unmaps a page and populates it again, like a request that shrinks and grows; then joins the block, which succeeds if
+ * the new page is the old one. */
 static bool come_and_go(struct model *m) {
   unsigned block = pick(m, BLOCKS), page = block * PAGES + pick(m, PAGES);
   struct vmem_op ops[] = {
@@ -1073,7 +1073,7 @@ static bool come_and_go(struct model *m) {
   return !fill_new(m, page, 1);
 }
 
-/* Gives a few blocks new pages throughout. */
+/* Replaces all pages of a few blocks. */
 static bool renew(struct model *m) {
   unsigned first = pick(m, BLOCKS), n = 1 + pick(m, BLOCKS - first > 3 ? 3 : BLOCKS - first);
   for (unsigned i = first * PAGES; i < (first + n) * PAGES; i++)
@@ -1145,7 +1145,7 @@ static bool random_step(struct model *m, bool failing) {
     } else {
       struct vmem_op both[2] = {op, {.op = VMEM_OP_UNMAP, .flags = split, .addr = va + from * PAGE, .bytes = n * PAGE}};
       bool other = cut(from, n);
-      /* Together they may cover all of a block. */
+      /* Together the operations may cover a whole block. */
       if (!split && (cuts || other)) {
         err = go(m, both, 2);
         m->refusals += err == -EINVAL;

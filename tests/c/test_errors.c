@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: one wrong argument at a time in an otherwise valid call: the right errno, and nothing has changed. */
+/* Description: one wrong argument at a time in an otherwise valid call gives the right errno and changes nothing. */
 #include "check.h"
 
 static vmem_t vm;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: fills that run on after their batch, and GPU work as events, as a GPU back end has them.
+ * Description: fills that are still running when their batch has returned, and events of GPU work, as on a GPU back end.
  *
- * The host back end with a stand-in for the GPU's queue: a fill is queued and carried out when the test
- * says so, and so is an event completed. Everything else is the real library.
+ * Uses the host back end with a substitute for the GPU's queue, in which fills and events complete only when the test
+ * says so. Everything else is the real library.
  */
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -21,18 +21,18 @@ static struct {
     uint8_t value;
     size_t n;
     struct vm_be_range r[MAX_RANGES];
-    uint64_t after; /* of a fill: its first dependency */
+    uint64_t after; /* a fill's first dependency */
   } e[MAX_EVENTS];
   unsigned n;
   uint64_t waited_stream, waited_event;
   int fail_query;
-  bool idle;     /* events are complete when they are recorded */
-  vm_event hold; /* putting this one takes long */
+  bool idle;     /* recorded events are complete immediately */
+  vm_event hold; /* the put of this event takes long */
 } gpu = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static struct vm_backend fake;
 
-/* Lock held until the event is filled in: once others can see it, it must be complete. */
+/* Returns with the lock held, so that other threads see the event only after the caller has filled it in. */
 static vm_event next_event(void) {
   vm_event e = ++gpu.n;
   memset(&gpu.e[e], 0, sizeof(gpu.e[e]));
@@ -79,7 +79,7 @@ static int fake_wait(void *be, vm_event e) {
   return ret;
 }
 
-/* Lets the "GPU" reach this event. */
+/* Makes the "GPU" reach this event. */
 static void finish(vm_event e) {
   pthread_mutex_lock(&gpu.lock);
   for (size_t i = 0; gpu.e[e].fill && i < gpu.e[e].n; i++)
@@ -118,7 +118,7 @@ static unsigned events(void) {
   return n;
 }
 
-/* Waits until the worker has made its n-th event. */
+/* Waits until the worker has created its n-th event. */
 static bool reached(unsigned n) {
   for (int i = 0; i < 5000 && events() < n; i++) usleep(1000);
   return events() >= n;
@@ -160,7 +160,7 @@ static int fake_bind(void *be, const struct vm_bind_op *ops, size_t n, struct vm
   return 0;
 }
 
-/* Waits until the worker has put the event, which it does after the ticket is done. */
+/* Waits until the worker has put the event, which happens after the ticket is done. */
 static bool was_put(vm_event e) {
   bool put = false;
   for (int i = 0; i < 5000 && !put; i++) {
@@ -199,7 +199,7 @@ static vmem_t open_fake_with(uint32_t flags) {
 
 static vmem_t open_fake(void) { return open_fake_with(0); }
 
-/* Populates a page and submits a fill of it, which is running on return: its event is the stand-in's next. */
+/* Populates a page and submits a fill of it, which is running on return. The fill's event is the next one created. */
 static bool fill_begun(vmem_t vm, uint64_t addr, vmem_ticket *t) {
   struct vmem_op op = populate(addr, PAGE);
   unsigned e = events() + 1;
@@ -278,7 +278,7 @@ static void fill_batches_wait_on_the_gpu(void) {
   CHECK(reached(3)); /* the fill is queued behind event 2, without this thread or the worker waiting */
   EQ(gpu.e[3].after, 2);
   EQ(gpu.e[2].done, false);
-  /* A batch that unmaps waits for the event itself, and lets later batches run. */
+  /* A batch with an unmap waits for the event itself, and later batches can run in the meantime. */
   op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = PAGE};
   OK(vmem_order(vm, t, 1));
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &u));
@@ -304,7 +304,7 @@ static void second_address_waits_for_fills(void) {
   CHECK(fill_begun(vm, va, &t));
   OK(vmem_order(vm, t, 0));
   OK(vmem_retain(vm, va, PAGE, &op.handle));
-  BYTE(va) = 9; /* stands for old contents */
+  BYTE(va) = 9; /* old contents */
   CHECK(!gpu.e[1].done);
   EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)1), 0);
   OK(vMemMap(vm, va + MIB(1), PAGE, op.handle, 0, 0));
@@ -347,7 +347,7 @@ static void split_waits_for_fills(void) {
   op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = op.addr + 20 * PAGE, .bytes = PAGE};
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &fill));
   CHECK(reached(1));
-  OK(vmem_order(vm, fill, 0)); /* it runs on */
+  OK(vmem_order(vm, fill, 0)); /* the fill is still running */
   op = (struct vmem_op){
       .op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .addr = op.addr - 17 * PAGE, .bytes = PAGE, .count = 1};
   OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &split));
@@ -406,8 +406,8 @@ static void broken_work(void) {
   OK(vmem_close(vm));
 }
 
-/* Each event that a call depends on fails once, when it is recorded and when it is queried or waited for: nothing has
- * changed then, and all other events have been put. */
+/* Each event that a call depends on fails once: when it is recorded, queried or waited for. The call then changes nothing
+ * and has put all other events. */
 static void dependencies_fail_in_turn(void) {
   vmem_t vm = open_fake();
   uint64_t va;
@@ -463,7 +463,7 @@ static void fills_are_never_overlooked(void) {
   CHECK(fill_begun(vm, va, &t));
   finish(1);
   OK(vmem_wait(vm, t, -1));
-  a.handle = new_event(); /* 2, which the worker puts after the commit */
+  a.handle = new_event(); /* event 2, which the worker puts after the commit */
   __atomic_store_n(&gpu.hold, 2, __ATOMIC_RELEASE);
   op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = va, .bytes = PAGE};
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
@@ -479,7 +479,7 @@ static void fills_are_never_overlooked(void) {
   OK(vmem_close(vm));
 }
 
-/* A copy begins when the fill of its source is complete, and the source is held until the copy is complete. */
+/* A copy starts when the fill of its source is complete, and its source cannot change until the copy is complete. */
 static void copies_hold_their_source(void) {
   for (int one_call = 0; one_call < 2; one_call++) {
     vmem_t vm = open_fake();
@@ -537,9 +537,9 @@ static void replace_waits_for_fills(void) {
   }
 }
 
-/* ---- a fill behind work that does not end ------------------------------------------------------- */
+/* ---- a fill that waits for work that never completes --------------------------------------------- */
 
-/* Makes a reservation with pages at [va, va + MIB(1)). */
+/* Creates a reservation with pages at [va, va + MIB(1)). */
 static bool mapped(vmem_t vm, uint64_t *va) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_DIRTY, .bytes = PAGE, .count = 16, .stride = PAGE};
   if (vMemReserve(vm, MIB(8), NULL, va)) return false;
@@ -547,7 +547,7 @@ static bool mapped(vmem_t vm, uint64_t *va) {
   return !vmem_batch(vm, &op, 1, NULL, 0, 0);
 }
 
-/* Submits a FILL of a page that waits for an event, which is returned: the fill's own event is the next one. */
+/* Submits a FILL of a page that waits for the returned event. The fill's own event is the next one created. */
 static vm_event fill_behind(vmem_t vm, uint64_t addr, int value, vmem_ticket *t) {
   struct vmem_op op = {.op = VMEM_OP_FILL, .addr = addr, .bytes = PAGE, .value = (uint64_t)value};
   struct vmem_after a = {.kind = VMEM_AFTER_EVENT, .handle = new_event()};
@@ -558,7 +558,7 @@ static struct vmem_op unmap(uint64_t addr) {
   return (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = addr, .bytes = PAGE};
 }
 
-/* Every kind of operation runs on other pages while a fill is blocked: in this thread and on the worker. */
+/* While a fill is blocked, every kind of operation on other pages runs, in this thread and on the worker. */
 static void fills_hold_up_only_their_range(void) {
   for (int one_call = 0; one_call < 2; one_call++) {
     vmem_t vm = open_fake();
@@ -572,7 +572,7 @@ static void fills_hold_up_only_their_range(void) {
     work = fill_behind(vm, va, 7, &filling);
     CHECK(work);
     op = unmap(va);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &own)); /* waits, and blocks no other call */
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &own)); /* waits without blocking other calls */
     OK(vmem_read(vm, b, va + PAGE, sizeof(b)));
     OK(vmem_write(vm, va + PAGE, b, sizeof(b)));
     OK(vMemUnmap(vm, va + 2 * PAGE, PAGE));
@@ -631,7 +631,7 @@ static void unmaps_behind_their_own_fill(void) {
     OK(vmem_submit(vm, ops, 2, NULL, 0, 0, &mixed));
     CHECK(reached(fill));
     op = unmap(other + PAGE);
-    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t)); /* is not affected */
+    OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &t)); /* another page is not affected */
     OK(vmem_wait(vm, t, -1));
     op = unmap(alias);
     OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &behind)); /* the page that is being filled */
@@ -657,7 +657,7 @@ static void unmaps_behind_their_own_fill(void) {
       pthread_mutex_lock(&gpu.lock);
       gpu.fail_query = 0;
       pthread_mutex_unlock(&gpu.lock);
-      OK(vMemUnmap(vm, other, PAGE)); /* is still there */
+      OK(vMemUnmap(vm, other, PAGE)); /* the page is still mapped */
     }
     finish(fill);
     if (how == FINISHED) {
@@ -674,7 +674,7 @@ static void unmaps_behind_their_own_fill(void) {
 
 enum meeting { UNMAP, REPLACE, ALIAS, COPY, FILL, MEETINGS };
 
-/* Operations on the worker wait if they touch the page of a running fill through its other address. */
+/* Operations on the worker wait if they touch the page of a running fill at its second address. */
 static void fills_hold_up_their_pages(void) {
   for (int what = 0; what < MEETINGS; what++) {
     vmem_t vm = open_fake();
@@ -798,7 +798,7 @@ static void long_fills_are_chained(void) {
   OK(vmem_close(vm));
 }
 
-/* Many unfinished fills do not make every later call walk through all of them. */
+/* Later calls do not walk through all unfinished fills, however many there are. */
 static void many_fills(void) {
   enum { MANY = 1000 };
   vmem_t vm = open_fake();
@@ -827,7 +827,7 @@ static void many_fills(void) {
   OK(vmem_close(vm));
 }
 
-/* ---- fills that end in any order ---------------------------------------------------------------- */
+/* ---- fills that complete in any order ----------------------------------------------------------- */
 
 enum { STEPS = 1500, PAGES = 12 };
 
@@ -939,7 +939,7 @@ static void fills_in_any_order(void) {
   pthread_join(thread, NULL);
 }
 
-/* A ticket is dropped while its fill runs: the fill runs on, and close waits for it. */
+/* If a ticket is dropped while its fill is running, the fill keeps running and close waits for it. */
 static void dropped_while_filling(void) {
   vmem_t vm = open_fake();
   uint64_t va;

@@ -52,8 +52,8 @@ static void child_calls(vmem_t vm, uint64_t va) {
 
 static void child_touches(vmem_t vm, uint64_t va) {
   (void)vm;
-  if (!freopen("/dev/null", "w", stderr)) return; /* a sanitizer would report the fault */
-  BYTE(va) = 66;                                  /* must fault, not reach the parent's page */
+  if (!freopen("/dev/null", "w", stderr)) return; /* hides a sanitizer's report of the fault */
+  BYTE(va) = 66;                                  /* must fault instead of writing to the parent's page */
 }
 
 /* Finds this process's first open file whose name begins with `name`; -1: none. */
@@ -80,7 +80,7 @@ static int mappings_of(const char *name) {
   return n;
 }
 
-/* A child must have no files or mappings of the parent, because they would survive a killed parent. */
+/* A child must not inherit files or mappings of the library: the memory would outlive a killed parent. */
 static void child_holds_no_memory(vmem_t vm, uint64_t va) {
   (void)vm;
   (void)va;
@@ -96,8 +96,7 @@ static uint64_t max_mappings(void) {
   return max;
 }
 
-/* With no descriptor left, no more memory is allocated than there is, and the mapping limit is still reported by
- * name. */
+/* Without a free descriptor, the library still allocates no more memory than available and names the mapping limit. */
 static void child_without_descriptors(vmem_t vm, uint64_t va) {
   struct rlimit few = {.rlim_cur = 64, .rlim_max = 64};
   struct vmem_open_opts host = {.size = sizeof(host), .backend = "host"};
@@ -185,7 +184,7 @@ static void forked(void) {
   EQ(in_child(child_calls, vm, va), 0);
   EQ(in_child(child_holds_no_memory, vm, va), 0);
   status = in_child(child_touches, vm, va);
-  CHECK(!WIFEXITED(status) || WEXITSTATUS(status)); /* killed (a sanitizer may turn that into an exit) */
+  CHECK(!WIFEXITED(status) || WEXITSTATUS(status)); /* killed, or exited with an error under a sanitizer */
   EQ(BYTE(va), 5);
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
@@ -233,7 +232,7 @@ static void while_another_thread_maps(void) {
   OK(vmem_close(m.vm));
 }
 
-/* Exits after the fork: ThreadSanitizer reports a thread that exited before it as leaked by the child. */
+/* Exits only after the fork: ThreadSanitizer would report it in the child as a leaked thread otherwise. */
 static void *closes(void *arg) {
   struct mapper *m = arg;
   m->err = vmem_close(m->vm);
@@ -241,7 +240,7 @@ static void *closes(void *arg) {
   return NULL;
 }
 
-/* A context that is no longer in the table may not be closed yet: here it waits for a batch that waits for a
+/* Forks while a context has left the table but is not closed yet, because it waits for a batch that waits for a
  * descriptor. */
 static void while_a_context_is_closed(void) {
   struct mapper m = {.vm = open_host(0)};
@@ -312,7 +311,7 @@ static void child_of_a_handler(vmem_t vm, uint64_t va) {
   EQ(caller.child_err, 0);
 }
 
-/* The caller's handlers may call the library, and take a lock under which other threads call it. */
+/* The caller's fork handlers may call the library, and take a lock that other threads hold when they call it. */
 static void with_handlers_of_the_caller(void) {
   struct mapper m = {0};
   pthread_t thread;
@@ -342,9 +341,9 @@ static void forks_again(int sig) {
   if (!fork()) _exit(0);
 }
 
-/* A signal handler that forks may interrupt a fork, or a call, in a process that never had a second thread (in others
- * glibc's fork deadlocks), so this test comes first. One signal per round: the kernel restarts an interrupted fork, and
- * one that is always interrupted never finishes. */
+/* A signal handler that forks may interrupt a fork or a call. This test comes first because the process must never have
+ * had a second thread: glibc's fork would deadlock. One signal per round: the kernel restarts an interrupted fork, so a
+ * fork that is always interrupted never finishes. */
 static void in_signal_handlers(void) {
   struct mapper m = {.vm = open_host(0)};
   struct sigaction act = {.sa_handler = forks_again, .sa_flags = SA_RESTART}, old;
@@ -375,7 +374,7 @@ static void in_signal_handlers(void) {
   OK(vmem_close(m.vm));
 }
 
-/* A child of a process that has opened all contexts can open as many. */
+/* A child of a process that has opened all contexts can open the same number. */
 static void child_with_all_contexts(vmem_t vm, uint64_t va) {
   vmem_t own[256];
   int n = 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: a SIGSEGV handler lets reads of holes complete, while other threads map and unmap there. */
+/* Description: with a SIGSEGV handler, reads of holes complete while other threads map and unmap there. */
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -7,7 +7,7 @@
 #include "check.h"
 
 static vmem_t vm;
-static volatile int faults, refused; /* volatile: a read may change them, in the signal handler */
+static volatile int faults, refused; /* volatile: the signal handler changes them */
 static sigjmp_buf give_up;
 
 static void on_fault(int sig, siginfo_t *info, void *context) {
@@ -62,7 +62,7 @@ static void a_hole_reads_as_zeros_until_it_is_concealed(void) {
   EQ(BYTE(va + GIB(6)), 0);
   EQ(faults, 5);
 
-  /* Mapping into a hole that was read makes it memory; unmapping makes it a hole again. */
+  /* A hole that was read can be mapped, and unmapping makes it a hole again. */
   OK(vMemUnmap(vm, va + GIB(1), PAGE));
   OK(vMemMap(vm, va + GIB(3), PAGE, h, 0, 0));
   EQ(BYTE(va + GIB(3)), 7);
@@ -133,7 +133,7 @@ static void readers_while_pages_come_and_go(void) {
     at = shared + i % 16 * PAGE;
     OK(vMemMap(vm, at, PAGE, h, 0, 0));
     __atomic_store_n((unsigned char *)(uintptr_t)at, 9,
-                     __ATOMIC_RELAXED); /* mapped memory can be written, whatever was revealed */
+                     __ATOMIC_RELAXED); /* mapped memory is writable even if it was revealed as a hole before */
     if (i % 3 == 0) OK(vmem_conceal(vm, shared, 16 * PAGE));
     OK(vMemUnmap(vm, at, PAGE));
   }

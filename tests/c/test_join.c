@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: vmem_join remaps, by one call per run, what was mapped page by page; and its failures. */
+/* Description: vmem_join remaps pages that were mapped one by one, with one call per run; failures of vmem_join. */
 #include "api/api.h"
 #include "check.h"
 
@@ -16,7 +16,7 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 static vmem_t vm;
 static uint64_t va;
 
-/* Maps two runs of 8 pages each, page by page, and a page that has no neighbour. */
+/* Maps two runs of 8 pages each, page by page, and a page without neighbours. */
 static void grow(void) {
   struct vm_ctx *c;
   int err;
@@ -61,7 +61,7 @@ static void one_call_per_run(void) {
   OK(vmem_check(vm));
   OK(vmem_join(vm, va, MIB(64), &calls)); /* nothing left to do */
   EQ(calls, 0);
-  OK(vMemUnmap(vm, va + 3 * PAGE, PAGE)); /* cuts a call in two, still one call per run */
+  OK(vMemUnmap(vm, va + 3 * PAGE, PAGE)); /* splits a mapping; each run is still one call */
   OK(vmem_join(vm, va, MIB(64), &calls));
   EQ(calls, 0);
   OK(vmem_close(vm));
@@ -72,7 +72,7 @@ static void part_of_a_run(void) {
   grow();
   OK(vmem_join(vm, va + 2 * PAGE, 3 * PAGE, &calls));
   EQ(calls, 1);
-  OK(vmem_join(vm, va, 8 * PAGE, &calls)); /* the calls before, in and after that part */
+  OK(vmem_join(vm, va, 8 * PAGE, &calls)); /* the mappings before, in and after that part */
   EQ(calls, 1);
   CHECK(intact());
   OK(vmem_check(vm));
@@ -95,7 +95,7 @@ static void lost(void) {
   uint64_t calls;
   grow();
   fail_remap = 1;
-  OK(vmem_inject(vm, VMEM_INJECT_MAP, 1, 1, EIO)); /* fails the map that should repair it */
+  OK(vmem_inject(vm, VMEM_INJECT_MAP, 1, 1, EIO)); /* fails the map that should undo it */
   EQ(vmem_join(vm, va, MIB(64), &calls), -ENOTRECOVERABLE);
   OK(vmem_inject(vm, 0, 0, 0, 0));
   EQ(stats_of(vm).quarantined_bytes, 8 * PAGE);
@@ -111,7 +111,7 @@ static int fake_read(void *be, void *dst, uint64_t addr, uint64_t bytes) {
   return vm_backend_host.read(be, dst, addr, bytes);
 }
 
-/* Pages that another call reads are left alone. */
+/* Pages that another call is reading are not remapped. */
 static void beside_a_read(void) {
   char b;
   grow();

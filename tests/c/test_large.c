@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: pages of 2 MiB next to small ones in one context: never cut, from their own slabs. */
+/* Description: 2 MiB pages next to small ones in one context: they are never split and have their own slabs. */
 #include <unistd.h>
 
 #include "api/api.h"
@@ -79,7 +79,7 @@ static void never_cut(void) {
   end(&s);
 }
 
-/* Part of a large page may be mapped elsewhere, and a whole one at an unaligned address: both by small entries. */
+/* A part of a large page, or all of it at an unaligned address, can be mapped elsewhere, with small entries. */
 static void parts_elsewhere(void) {
   struct scene s;
   struct vmem_op op = {.op = VMEM_OP_MAP, .flags = VMEM_OP_READONLY};
@@ -88,7 +88,7 @@ static void parts_elsewhere(void) {
   at = s.va + 8 * LARGE;
   OK(vmem_retain(s.vm, s.va, 2 * LARGE + PAGE, &op.handle));
   op.addr = at;
-  op.bytes = LARGE + 5 * PAGE; /* a whole one, and a part of the next */
+  op.bytes = LARGE + 5 * PAGE; /* a large page and a part of the next */
   calls = stats_of(s.vm).mappings;
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(stats_of(s.vm).mappings - calls, 2);
@@ -109,7 +109,7 @@ static void parts_elsewhere(void) {
   OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
   EQ(flags_at(&s, 13 * LARGE) & VMEM_RANGE_LARGE, 0);
   OK(vMemUnmap(s.vm, s.va + 13 * LARGE + PAGE, PAGE));
-  /* From the middle of a page on: first its remainder, then a whole page, in two calls, each with its own entries. */
+  /* From the middle of a large page: one call maps its remainder, another the next page, each with its own entries. */
   op.addr = at + 2 * LARGE + 30 * PAGE;
   op.offset = 30 * PAGE;
   op.bytes = 2 * PAGE + LARGE + PAGE;
@@ -120,7 +120,7 @@ static void parts_elsewhere(void) {
   EQ(flags_at(&s, 11 * LARGE) & VMEM_RANGE_LARGE, VMEM_RANGE_LARGE);
   for (unsigned i = 30; i < 65; i++) EQ(get_byte(s.vm, at + 2 * LARGE + i * PAGE), 1 + i);
   OK(vMemUnmap(s.vm, at + 2 * LARGE + 31 * PAGE, PAGE));
-  EQ(stats_of(s.vm).mappings - calls, 3); /* the whole page is not part of the call that was cut */
+  EQ(stats_of(s.vm).mappings - calls, 3); /* the large page is not part of the call that was split */
   OK(vmem_drop(s.vm, op.handle));
   CHECK(holds(&s, 0, 2 * LARGE + 3 * PAGE));
   end(&s);
@@ -203,7 +203,7 @@ static void promotion(void) {
   end(&s);
 }
 
-/* Slabs of one kind are returned to the driver if the other kind is short. */
+/* Empty slabs of one page size are returned to the driver if memory for the other page size is short. */
 static void memory_goes_over(void) {
   struct vmem_open_opts o = {
       .size = sizeof(o), .granule = PAGE, .mem_limit = MIB(64), .slab_size = MIB(16), .pool_high = VMEM_KEEP_ALL};
@@ -250,8 +250,8 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
 }
 
-/* Joining never cuts a large page, wherever the range begins and ends, even if a batch is filling part of one; and
- * it makes no call that is longer than the back end accepts. */
+/* Wherever the range starts and ends, joining never splits a large page, not even if a batch is filling a part of it,
+ * and makes no call longer than the back end accepts. */
 static void joined_whole(void) {
   struct scene s;
   struct vm_ctx *c;

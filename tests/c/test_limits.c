@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: more scattered pages than the kernel allows mappings, and more memory than the machine has. */
+/* Description: more scattered pages than the kernel's limit on mappings, and more memory than the machine has. */
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -21,8 +21,8 @@ static uint64_t sysctl_max(void) { return number_in("/proc/sys/vm/max_map_count"
 /* Bytes that this process has read so far. */
 static uint64_t read_so_far(void) { return number_in("/proc/self/io", "rchar: "); }
 
-/* Every second page: each is a VMA, and so is each hole. Stops with -ENOSPC before the kernel would, so
- * that the process can still make mappings of its own, and everything can be unmapped again. */
+/* Maps every second page: each page is a VMA, and so is each hole. The library returns -ENOSPC before the kernel would,
+ * so that the process can still create mappings and everything can be unmapped again. */
 static void scattered_pages(void) {
   vmem_t vm = open_host(KIB(4));
   uint64_t va, mapped = 0, max = sysctl_max();
@@ -49,7 +49,7 @@ static void scattered_pages(void) {
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
   CHECK(2 * mapped + 4096 > max); /* it stopped close to the limit, not far below it */
-  /* A caller that retries in a loop does not make the library count the process's mappings each time. */
+  /* If a caller retries in a loop, the library does not count the process's mappings each time. */
   begun = read_so_far();
   CHECK(begun);
   for (int i = 0; i < 1000; i++) EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOSPC);
@@ -62,7 +62,7 @@ static void scattered_pages(void) {
   OK(vmem_close(vm));
 }
 
-/* Two contexts take turns: each knows what the other uses, and the process still has a margin. */
+/* Two contexts map alternately: each accounts for the other's mappings, and the process keeps a margin. */
 static void two_contexts(void) {
   vmem_t vm[2] = {open_host(KIB(4)), open_host(KIB(4))};
   struct vmem_op op[2];
@@ -88,7 +88,7 @@ static void two_contexts(void) {
     }
     for (int i = 0; i < left; i++) munmap(p[i], KIB(4));
     EQ(left, 200);
-    OK(vmem_close(vm[0])); /* the other context can use what it had */
+    OK(vmem_close(vm[0])); /* the other context can use its mappings */
     OK(vmem_batch(vm[1], &op[1], 1, NULL, 0, 0));
   } else {
     OK(vmem_close(vm[0]));
@@ -97,7 +97,7 @@ static void two_contexts(void) {
   OK(vmem_close(vm[1]));
 }
 
-/* Batches that wait in the queue count: each would fit alone, both would not. */
+/* Queued batches count towards the limit: each would fit alone, but not both. */
 static void queued_pages(void) {
   vmem_t vm = open_host(KIB(4));
   int fd = eventfd(0, EFD_CLOEXEC);
@@ -134,8 +134,8 @@ static void queued_pages(void) {
   OK(vmem_close(vm));
 }
 
-/* Mappings that other code in the process has freed can be used, if not immediately. A batch that the kernel stops is
- * undone, whether the kernel stops it at the limit or one mapping above, which depends on `odd`. */
+/* Mappings that other code in the process has freed can be used after a while. A batch that the kernel refuses is undone,
+ * whether the kernel refuses it at the limit or one mapping above it, which depends on `odd`. */
 static void with_mappings_of_others(bool odd) {
   vmem_t vm = open_host(KIB(4));
   uint64_t va, max = sysctl_max(), size = max / 2 * KIB(8);
@@ -180,8 +180,8 @@ static void more_memory_than_there_is(void) {
   EQ(vmem_warm(vm, GIB(1024)), -ENOMEM);
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
-  EQ(after.slab_calls, before.slab_calls);    /* nothing was taken, which would have left other processes short */
-  EQ(vMemCreate(vm, all, NULL, &h), -ENOMEM); /* this process itself uses some */
+  EQ(after.slab_calls, before.slab_calls);    /* nothing was allocated, not even temporarily: other processes would have run short */
+  EQ(vMemCreate(vm, all, NULL, &h), -ENOMEM); /* because this process already uses some */
   OK(vmem_get_error(&e));
   CHECK(strstr(e.text, "available"));
   after = stats_of(vm);
@@ -202,7 +202,7 @@ static void memory_of_two_contexts(void) {
   uint64_t most = (number_in("/proc/meminfo", "MemTotal:") << 10) / 8 * 5 / MIB(2) * MIB(2);
   vmem_handle h;
   int first = vMemCreate(vm[0], most, NULL, &h);
-  if (!first) EQ(vMemCreate(vm[1], most, NULL, &h), -ENOMEM); /* else other processes use that much */
+  if (!first) EQ(vMemCreate(vm[1], most, NULL, &h), -ENOMEM); /* otherwise other processes use that much */
   OK(vmem_close(vm[0]));
   if (!first) OK(vMemCreate(vm[1], most / 2, NULL, &h));
   OK(vmem_close(vm[1]));
@@ -212,7 +212,7 @@ static struct vmem_op page_at(uint64_t addr) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = addr, .bytes = PAGE};
 }
 
-/* max_mappings can be used up but not exceeded, queued mappings included; unmapping and joining make room. */
+/* max_mappings can be reached but not exceeded, queued mappings included; unmapping and joining make room. */
 static void mappings(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .max_mappings = 16};
   struct vmem_info info = {.size = sizeof(info)};
@@ -251,7 +251,7 @@ static void mappings(void) {
   OK(vmem_join(vm, va, MIB(2), &calls));
   EQ(calls, 2);
   EQ(stats_of(vm).mappings, 3);
-  OK(vMemUnmap(vm, va + 9 * PAGE, PAGE)); /* cuts a mapping in two */
+  OK(vMemUnmap(vm, va + 9 * PAGE, PAGE)); /* splits a mapping */
   EQ(stats_of(vm).mappings, 4);
   OK(vmem_check(vm));
   OK(vmem_close(vm));

@@ -26,7 +26,7 @@ static void listen(void *arg, uint32_t level, const char *text) {
   pthread_mutex_unlock(&h->lock);
 }
 
-/* Counts the lines of this level with this prefix. */
+/* Counts the logged lines with this level and this prefix. */
 static unsigned told(uint32_t level, const char *start) {
   unsigned n = 0;
   pthread_mutex_lock(&heard.lock);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: new pages with copied contents, replacing pages at mapped addresses, and both together: moving. */
+/* Description: creating pages with copied contents, replacing mapped pages, and moving, which is both together. */
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -13,7 +13,7 @@ struct scene {
   uint64_t va, scratch;
 };
 
-/* Makes three pieces of two pages, with a byte of its own value in each page. */
+/* Maps three pieces of two pages and writes a distinct byte to each page. */
 static bool scene_open(struct scene *s) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 2 * PAGE, .count = 3, .stride = STRIDE};
   s->vm = open_vm(PAGE);
@@ -91,7 +91,7 @@ static void copies(void) {
   end(&s);
 }
 
-/* Pages that were used before are zeroed where nothing is copied. */
+/* In pages that were used before, the bytes that no copy writes are zeroed. */
 static void copies_into_used_pages(void) {
   struct scene s;
   struct vmem_op op;
@@ -147,7 +147,7 @@ static void bad_copies(void) {
   end(&s);
 }
 
-/* A source stays mapped until the batch is finished; ranges between its pieces may be unmapped. */
+/* A source cannot be unmapped until the batch has finished, but the ranges between its pieces can. */
 static void a_source_is_held(void) {
   struct scene s;
   struct vmem_op op, between;
@@ -166,7 +166,7 @@ static void a_source_is_held(void) {
   between.addr = s.va + 3 * STRIDE; /* where a fourth piece would be */
   OK(vmem_batch(s.vm, &between, 1, NULL, 0, 0));
   OK(vMemUnmap(s.vm, between.addr, PAGE));
-  EQ(get_byte(s.vm, s.va + 5), 1); /* it can still be read */
+  EQ(get_byte(s.vm, s.va + 5), 1); /* the source can still be read */
   OK(vmem_check(s.vm));
   fire(fd);
   OK(vmem_wait(s.vm, t, -1));
@@ -201,7 +201,7 @@ static void moves(void) {
   end(&s);
 }
 
-/* Replaces parts of what one call mapped, read-only, by a handle that is kept; then replaces those again. */
+/* Replaces parts of one call's mapping, read-only, with a handle that the caller keeps; then replaces those again. */
 static void replaces_in_parts(void) {
   struct scene s;
   vmem_handle h;
@@ -252,7 +252,7 @@ static void bad_replaces(void) {
   OK(vmem_gather(s.vm, s.va, PAGE, 2, STRIDE, &h));
   op = (struct vmem_op){
       .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .addr = s.va + PAGE, .bytes = 2 * PAGE, .handle = h};
-  REFUSED(-EFAULT); /* half of it is a hole */
+  REFUSED(-EFAULT); /* half of the range is a hole */
   op.addr = s.scratch;
   REFUSED(-EFAULT);
   op.addr = s.va;
@@ -264,7 +264,7 @@ static void bad_replaces(void) {
   end(&s);
 }
 
-/* A handle whose pages a batch is about to map cannot be dropped, nor can its pages. */
+/* While a batch is about to map a handle's pages, neither the handle nor any of its pages can be dropped. */
 static void a_handle_is_held(void) {
   struct scene s;
   struct vmem_after after;
@@ -299,7 +299,7 @@ static void a_handle_is_held(void) {
   end(&s);
 }
 
-/* Nor can another batch consume it; the batch that takes the pages may do so itself. */
+/* Another batch cannot consume the handle either; only the batch that maps its pages can. */
 static void a_held_handle_is_not_consumed(void) {
   struct scene s;
   struct vmem_after after;
@@ -335,8 +335,8 @@ static void a_held_handle_is_not_consumed(void) {
   end(&s);
 }
 
-/* One handle is used by several operations of a batch, one of which consumes it; whatever their order, the caller's
- * reference is dropped once, at the end. */
+/* Several operations of a batch use one handle, and one of them consumes it. In any order, the caller's reference is
+ * dropped once, at the end. */
 static void one_handle_twice(void) {
   struct scene s;
   struct vmem_op op;
@@ -403,8 +403,8 @@ static void copies_from_what_goes(void) {
   end(&s);
 }
 
-/* Only batches that just fill let the GPU wait for their dependencies; one that also replaces waits on the worker, and
- * lets other batches pass. */
+/* The GPU waits for the dependencies of a batch only if the batch does nothing but fill. A batch that also replaces waits
+ * on the worker, and other batches run in the meantime. */
 static void fills_beside_replaces(void) {
   struct scene s;
   struct vmem_op ops[2];
@@ -453,14 +453,14 @@ static void closed_under_way(void) {
     op.addr = s.va + PAGE;
     op.handle = h;
     if (waits) EQ(vmem_submit(s.vm, &op, 1, &after, 1, 0, &t), -EBUSY); /* a source cannot be replaced */
-    op.addr = s.scratch + PAGE;                                         /* mapped, or about to be */
+    op.addr = s.scratch + PAGE;                                         /* already mapped, or about to be */
     vmem_submit(s.vm, &op, 1, &after, 1, 0, &t);
     OK(vmem_close(s.vm));
     close(fd);
   }
 }
 
-/* Whichever driver call or allocation of a move fails, everything is as it was. */
+/* Whichever driver call or allocation of a move fails, nothing has changed. */
 static void nth_call_fails(void) {
   for (unsigned kind = 0; kind < 4; kind++)
     for (uint64_t nth = 0; nth < (kind < 3 ? 8 : 16); nth++) {
@@ -540,7 +540,7 @@ static int strict_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   return err ? err : vm_backend_host.unmap(be, addr, bytes, sparse);
 }
 
-/* Replacing a piece of several runs fails in the middle: the undo unmaps the new runs before it maps the old ones. */
+/* When replacing a piece of several runs fails halfway, the undo unmaps the new runs before it maps the old ones. */
 static void replace_fails_within_a_piece(void) {
   ONLY_HOST();
   for (uint64_t nth = 0; nth < 9; nth++) {
@@ -650,8 +650,7 @@ static void never_mapped(void) {
   end(&s);
 }
 
-/* A used page that is copied to in part shows none of its old contents around the copy, with a back end that zeroes
- * nothing by itself. */
+/* With a back end that zeroes nothing itself, a copy to a part of a used page leaves no old contents around it. */
 static void copies_into_dirty_pages(void) {
   struct scene s;
   struct vm_ctx *c;
@@ -688,7 +687,7 @@ static void copies_into_dirty_pages(void) {
   end(&s);
 }
 
-/* Gathering pages that another batch is changing fails and takes no reference to the pages before them. */
+/* Gathering pages that another batch is changing fails, and leaves no reference to the pages before them. */
 static void gathers_beside_a_batch(void) {
   struct scene s;
   struct vmem_after after;

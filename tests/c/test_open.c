@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the opening test, and auto skipping a back end that fails it; failures in vMemFree and in room. */
+/* Description: the test of a back end when it is opened; `auto` skips a back end that fails it; failures in vMemFree and
+ * in `room`. */
 #include "api/api.h"
 #include "check.h"
 
-/* A back end like host, with one fault. */
+/* A copy of the back end host with one fault. */
 enum fault { NONE, LOST_WRITES, WRONG_PAGE, NO_MAP, LOST_MAP, NO_UNMAP, NO_SLAB, NO_DESTROY, NO_RESERVE, NO_READ };
 
 static enum fault fault;
@@ -24,7 +25,7 @@ static int odd_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags,
   return err;
 }
 
-/* Failure in vMemFree: the reservation is freed, its addresses are not. */
+/* If true, vMemFree frees the reservation but fails to free its addresses. */
 static bool keeps_addresses;
 
 static int odd_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {
@@ -75,7 +76,7 @@ static int odd_read(void *be, void *dst, uint64_t addr, uint64_t bytes) {
   return fault == NO_READ ? vm_fail_at(-EIO, addr, bytes, 0, "the device is gone") : HOST.read(be, dst, addr, bytes);
 }
 
-/* How many more times `room` refuses. */
+/* refusals: how many more times `room` refuses */
 static unsigned refusals, recounts;
 static vmem_t recounted;
 
@@ -85,14 +86,14 @@ static int odd_room(void *be, const struct vm_be_load *load) {
   return vm_fail(-ENOSPC, "no room");
 }
 
-/* Counting is slow, so it must run without the context's lock; stats_of would deadlock otherwise. */
+/* Counting is slow, so it must run without the context's lock: with the lock held, stats_of would deadlock. */
 static void odd_recount(void *be, uint64_t segments) {
   recounts++;
   stats_of(recounted);
   HOST.recount(be, segments);
 }
 
-/* Makes a copy of host's table with the odd functions in it; host's own are only known at run time. */
+/* Copies host's table, which is complete only at run time, and replaces some of its functions by the odd ones. */
 static int odd_open(const struct vmem_open_opts *o, struct vm_be_info *info, void **be) {
   static struct vm_backend table;
   int err;
@@ -210,7 +211,7 @@ static void probe_says_the_same(void) {
   EQ(closed, 1);
 }
 
-/* The opening test leaves no trace in what the context's user sees, and reaches no limit. */
+/* The opening test changes nothing that the context's user can see, and does not count towards limits. */
 static void opening_test_leaves_no_trace(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .backend = "odd", .mem_limit = PAGE, .slab_size = PAGE};
   struct vmem_stats s;
@@ -310,7 +311,7 @@ static void a_range_that_is_not_gone_keeps_its_mappings(void) {
   OK(vmem_close(vm));
 }
 
-/* ---- room for mappings ------------------------------------------------------------------------- */
+/* ---- free mappings ----------------------------------------------------------------------------- */
 
 static void a_refusal_is_counted_again_without_the_lock(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};

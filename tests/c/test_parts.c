@@ -42,7 +42,7 @@ static void gathered_and_mapped_again(void) {
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1)), 4 * i + 2);
     EQ(GET(va + MIB(8) + (uint64_t)i * MIB(1) + PAGE), 4 * i + 3);
   }
-  /* Only part of each piece: those pages are not adjacent in the handle. */
+  /* Maps only a part of each piece: these pages are not adjacent in the handle. */
   op.addr += 4 * PAGE, op.bytes = PAGE, op.offset = PAGE, op.offset_stride = 2 * PAGE;
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
   for (int i = 0; i < 3; i++) EQ(GET(op.addr + (uint64_t)i * MIB(1)), 4 * i + 3);
@@ -81,7 +81,7 @@ static void parts_given_back(void) {
   OK(vMemMap(vm, va + 6 * PAGE, 2 * PAGE, h, 6 * PAGE, 0));
   for (int i = 0; i < 8; i++)
     if (i != 1 && i != 5) EQ(GET(va + (uint64_t)i * PAGE), 10 + i);
-  /* Mapped memory stays, and is freed with its mapping. */
+  /* A dropped page that is mapped stays allocated until it is unmapped. */
   OK(vmem_drop_range(vm, h, 0, PAGE, 1, 0));
   OK(vmem_drop_range(vm, h, 2 * PAGE, 3 * PAGE, 1, 0));
   OK(vmem_drop_range(vm, h, 6 * PAGE, 2 * PAGE, 1, 0));
@@ -128,7 +128,7 @@ static void malformed(void) {
   OK(vmem_close(vm));
 }
 
-/* Each heap allocation fails once; then nothing has changed. */
+/* Each heap allocation fails once, and the call then changes nothing. */
 static void short_of_heap(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 2 * PAGE, .count = 6, .stride = MIB(1)};
   vmem_handle h;

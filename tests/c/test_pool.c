@@ -33,11 +33,11 @@ static void one_run_is_one_call(void) {
   OK(vmem_close(vm));
 }
 
-/* ---- where pages are taken; on a GPU used pages are dirty, and are taken last -------------------------- */
+/* ---- choice of pages: on a GPU used pages are dirty and are chosen last -------------------------------- */
 
 enum { SLABS = 4, IN_SLAB = 16 };
 
-/* Makes slabs of 16 pages, all taken, with one handle per page: h[i] are those of the i-th slab. */
+/* Creates full slabs of 16 pages, with one handle per page: h[i] holds those of the i-th slab. */
 static vmem_t open_full(vmem_handle h[SLABS][IN_SLAB]) {
   vmem_t vm = open_with(SLABS * MIB(1), VMEM_KEEP_ALL, MIB(1));
   for (int s = 0; s < SLABS; s++)
@@ -58,7 +58,7 @@ static uint64_t empty_bytes(vmem_t vm) {
   return vmem_trim(vm, 0, &freed) ? UINT64_MAX : freed;
 }
 
-/* Pages come from the slab that has the fewest free ones, so that the others become empty and are returned. */
+/* Pages come from the slab with the fewest free pages, so that the others become empty and are returned. */
 static void fullest_slab_first(void) {
   static const int freed[SLABS] = {12, 3, 15, 8}; /* each at a different level of fullness */
   static const int order[SLABS] = {1, 3, 0, 2};
@@ -88,7 +88,7 @@ static void empty_slab_last(void) {
   CHECK((vm = open_full(h)));
   CHECK(release(vm, h[0], IN_SLAB - 1) && release(vm, h[3], 1));
   CHECK(release(vm, h[1], IN_SLAB));                                          /* empty */
-  for (int i = 0; i < IN_SLAB; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* as many as are free in the other two */
+  for (int i = 0; i < IN_SLAB; i++) OK(vMemCreate(vm, PAGE, NULL, &more[i])); /* all the free pages of the other two slabs */
   EQ(stats_of(vm).free_bytes, MIB(1));
   OK(vMemCreate(vm, PAGE, NULL, &more[IN_SLAB])); /* only the empty slab is left */
   EQ(empty_bytes(vm), 0);
@@ -98,7 +98,7 @@ static void empty_slab_last(void) {
   OK(vmem_close(vm));
 }
 
-/* A stretch that is to grow begins in an empty chunk of a slab in use, if there is one. */
+/* A stretch that will grow starts in an empty chunk of a used slab, if there is such a chunk. */
 static void empty_slab_last_when_spread(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .bytes = PAGE};
   vmem_handle h[4];
@@ -120,7 +120,7 @@ static void empty_slab_last_when_spread(void) {
   OK(vmem_close(vm));
 }
 
-/* A run of several pages is not split to spare an empty slab. */
+/* A run of several pages is not split to keep a slab empty. */
 static void a_run_is_not_cut(void) {
   vmem_handle h[SLABS][IN_SLAB], run;
   vmem_t vm;
@@ -152,7 +152,7 @@ static void fragments_are_used(void) {
   OK(vmem_close(vm));
 }
 
-/* Pages of 128 KiB are aligned to 128 KiB in their slab, whatever was taken before. */
+/* Pages of 128 KiB are aligned to 128 KiB in their slab, whatever was allocated before. */
 static void alignment_and_shortage(void) {
   struct vmem_create_opts two = {.size = sizeof(two), .page_size = 2 * PAGE};
   vmem_t vm = open_with(MIB(2), VMEM_KEEP_ALL, MIB(2));
@@ -180,7 +180,7 @@ static uint64_t segments_after_growth(uint32_t flags, int requests, int steps) {
   return segments;
 }
 
-/* 64 interleaved requests: with SPREAD each one's pages form one run; without, hardly any do. */
+/* 64 requests grow in turn: with SPREAD the pages of each request form one run; without it, hardly any do. */
 static void spread_keeps_neighbours(void) {
   uint64_t packed = segments_after_growth(0, 64, 16), spread = segments_after_growth(VMEM_OP_SPREAD, 64, 16);
   EQ(spread, 2 * 64 + 0); /* 64 runs, 64 holes */
@@ -226,7 +226,7 @@ static void limit(void) {
   EQ(vMemCreate(vm, MIB(4), NULL, &h), -ENOMEM);
   OK(vmem_get_error(&e));
   EQ(e.limit, MIB(3));
-  EQ(stats_of(vm).slab_bytes, 0); /* nothing of the failed attempt remains */
+  EQ(stats_of(vm).slab_bytes, 0); /* the failed attempt leaves no slab */
   OK(vMemCreate(vm, MIB(3), NULL, &h));
   EQ(stats_of(vm).slab_bytes, MIB(3));
   EQ(vMemCreate(vm, PAGE, NULL, &h), -ENOMEM);
@@ -234,7 +234,7 @@ static void limit(void) {
   OK(vmem_close(vm));
 }
 
-/* Slabs made for a batch that then fails are not kept. */
+/* Slabs created for a batch that then fails are freed. */
 static void failed_batches_leave_no_slabs(void) {
   vmem_t vm = open_with(0, VMEM_KEEP_ALL, MIB(2));
   uint64_t va;
@@ -252,8 +252,8 @@ static void failed_batches_leave_no_slabs(void) {
   OK(vmem_close(vm));
 }
 
-/* The worker is filling the pool up to its low watermark while the caller wants everything up to the limit: the
- * caller also gets what the worker makes at that moment. */
+/* The worker fills the pool up to its low watermark while the caller allocates everything up to the limit: the caller
+ * also gets the slab that the worker is creating. */
 static void watermark_and_limit(void) {
   for (int i = 0; i < 40; i++) {
     struct vmem_open_opts o = {
@@ -269,9 +269,9 @@ static void watermark_and_limit(void) {
 
 /* ---- a surplus ---------------------------------------------------------------------------------- */
 
-#define NEVER (1ull << 60) /* periods end when the test says so */
+#define NEVER (1ull << 60) /* the test itself ends each period */
 
-/* Opens a context with slabs of 2 MiB; free memory above `high` is returned if not needed for `delay` ns. */
+/* Opens a context with slabs of 2 MiB; free memory above `high` is returned when it was not needed for `delay` ns. */
 static vmem_t open_watching(uint64_t high, uint64_t delay, struct vm_ctx **c) {
   int err;
   vmem_t vm = open_with(0, 0, MIB(2));
@@ -282,7 +282,7 @@ static vmem_t open_watching(uint64_t high, uint64_t delay, struct vm_ctx **c) {
   return vm;
 }
 
-/* Takes and releases this many slabs of 2 MiB. */
+/* Allocates and releases this many slabs of 2 MiB. */
 static bool take_and_release_at(vmem_t vm, uint32_t location, int slabs) {
   struct vmem_create_opts o = {.size = sizeof(o), .location = location};
   vmem_handle h[128];
@@ -301,7 +301,8 @@ static bool is_due(struct vm_ctx *c) {
   return due;
 }
 
-/* Ends the period in which a surplus was watched; returns the bytes of slabs once they are `want`, or in the end. */
+/* Ends the period in which a surplus was watched; returns the bytes of slabs when they reach `want`, or after a time
+ * limit. */
 static uint64_t after_the_period(vmem_t vm, uint64_t want) {
   int err;
   struct vm_ctx *c = vm_get(vm, "test", &err);
@@ -322,20 +323,20 @@ static void a_surplus_goes_back_when_it_was_not_needed_for_a_while(void) {
   CHECK(take_and_release(vm, 2));
   CHECK(!c->phys->surplus.watched); /* no surplus */
   OK(vmem_warm(vm, MIB(256)));
-  EQ(stats_of(vm).slab_bytes, MIB(256)); /* memory warmed ahead is kept too */
+  EQ(stats_of(vm).slab_bytes, MIB(256)); /* memory prepared by vmem_warm is kept too */
   CHECK(take_and_release(vm, 100));
   EQ(stats_of(vm).slab_bytes, MIB(256));
   EQ(after_the_period(vm, MIB(202)), MIB(202)); /* the period began when 2 of the 200 MiB were released */
-  CHECK(take_and_release(vm, 16));              /* what the next period needs */
+  CHECK(take_and_release(vm, 16));              /* the need of the next period */
   EQ(after_the_period(vm, MIB(36)), MIB(36));   /* piece by piece */
-  EQ(after_the_period(vm, MIB(4)), MIB(4));     /* a period without any need */
+  EQ(after_the_period(vm, MIB(4)), MIB(4));     /* a period in which nothing was needed */
   CHECK(take_and_release(vm, 2));
   CHECK(!c->phys->surplus.watched);
   OK(vmem_check(vm));
   OK(vmem_close(vm));
 }
 
-/* Each pool keeps what it needed itself: only the idle one returns memory. */
+/* Each pool keeps what it needed itself: only the idle pool returns memory. */
 static void a_surplus_is_of_the_pool_that_does_not_need_it(void) {
   static const uint32_t places[] = {VMEM_DEVICE, VMEM_HOST};
   for (int i = 0; i < 2; i++) {
@@ -356,7 +357,7 @@ static void a_surplus_is_of_the_pool_that_does_not_need_it(void) {
   }
 }
 
-/* Device memory kept by pool_low is not returned because host memory is in surplus. */
+/* A surplus of host memory does not return device memory that pool_low keeps. */
 static void a_low_watermark_is_of_the_device(void) {
   struct vm_ctx *c;
   vmem_t vm = open_watching(MIB(8), 0, &c);
@@ -372,7 +373,7 @@ static void a_low_watermark_is_of_the_device(void) {
   OK(vmem_close(vm));
 }
 
-/* A plan takes the surplus, the period ends, and the plan fails: the surplus is watched again. */
+/* A plan uses the surplus, the period ends, and the plan fails: the surplus is watched again. */
 static void what_a_failed_plan_leaves_is_watched(void) {
   int ends[2];
   struct vm_ctx *c;
@@ -387,7 +388,7 @@ static void what_a_failed_plan_leaves_is_watched(void) {
   op = populate(va, MIB(64));
   a = (struct vmem_after){.kind = VMEM_AFTER_FD, .handle = (uint64_t)ends[0]};
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
-  EQ(after_the_period(vm, MIB(64)), MIB(64)); /* all of it is taken */
+  EQ(after_the_period(vm, MIB(64)), MIB(64)); /* the plan uses all of the surplus */
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, EIO));
   EQ(write(ends[1], "", 1), 1);
   EQ(vmem_wait(vm, t, -1), -EIO);
@@ -399,7 +400,7 @@ static void what_a_failed_plan_leaves_is_watched(void) {
   OK(vmem_close(vm));
 }
 
-/* A device that has 64 MiB and takes time to free memory. */
+/* A device with 64 MiB that needs time to free memory. */
 static uint64_t device_bytes;
 static const struct vm_backend *real;
 
@@ -424,7 +425,7 @@ static int slow_destroy(void *be, uint64_t slab, uint64_t bytes) {
 /* A call that is short of memory waits for memory being returned to the driver, and so does vmem_trim. */
 static void what_is_leaving_is_waited_for(void) {
   struct vm_ctx *c;
-  vmem_t vm = open_watching(MIB(2), 1000, &c); /* the worker returns memory all the time */
+  vmem_t vm = open_watching(MIB(2), 1000, &c); /* the worker returns memory continually */
   struct vm_backend small = *c->be;
   real = c->be;
   small.slab_create = small_create;
@@ -481,7 +482,7 @@ static uint32_t rnd(uint32_t n) {
   return (uint32_t)(seed >> 33) % n;
 }
 
-/* Each granule of a small reservation has an owner, whose mark it holds. */
+/* Each granule of a small reservation has an owner and contains the owner's mark. */
 static void random_walk(void) {
   enum { GRANULES = 512 };
   const int steps = on_host() ? 6000 : 1500;

@@ -2,10 +2,10 @@
 /*
  * Description: random batches, submits, accesses, moves, splits, joins and injected failures from several threads.
  *
- * Each thread knows what its own pages hold and checks it after every call; in addition, all threads compete
- * for one reservation, which is made and freed all the time. Between rounds, when nothing runs, the invariants
- * are checked and everything is freed. The seed is printed; STRESS_SEED repeats it (the order of threads may
- * differ).
+ * Each thread knows the contents of its own pages and checks them after every call; in addition, all threads compete
+ * for one reservation, which is created and freed continually. Between rounds, when no thread is running, the test
+ * checks the invariants and frees everything. The seed is printed; STRESS_SEED=N repeats a run, except for the
+ * scheduling of threads.
  */
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -57,10 +57,10 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 static unsigned pick(struct worker *w, unsigned n) { return (unsigned)rand_r(&w->seed) % n; }
 static uint64_t at(const struct worker *w, unsigned page) { return w->base + (uint64_t)page * G; }
 
-/* Results allowed while other threads inject failures: no caller's error. */
+/* Errors that other threads' injected failures may cause; a caller's mistake is not among them. */
 static bool injected(int err) { return err == -EIO || err == -ENOMEM || err == -ENOTRECOVERABLE; }
 
-/* Checks after a failure that each page is as it was, or lost. */
+/* Checks after a failure that each page is unchanged or lost. */
 static bool unchanged(struct worker *w) {
   for (unsigned i = 0; i < OWN; i++) {
     struct vmem_range_info r = {.size = sizeof(r)};
@@ -86,7 +86,7 @@ static bool contents(struct worker *w, unsigned first, unsigned n) {
   return true;
 }
 
-/* Runs a batch directly, or through the worker, possibly delayed by a descriptor. */
+/* Runs a batch directly or on the worker, sometimes delayed by a descriptor. */
 static int go(struct worker *w, const struct vmem_op *ops, size_t n) {
   struct vmem_after after = {.kind = VMEM_AFTER_FD};
   uint64_t one = 1;
@@ -121,14 +121,14 @@ static unsigned count(struct worker *w, unsigned first, unsigned n, enum what wh
   return found;
 }
 
-/* Finds n pages of a kind, or returns a random position if it finds none soon. */
+/* Finds n pages of a kind, or returns a random position after a few tries. */
 static unsigned find(struct worker *w, unsigned n, enum what what) {
   unsigned first = pick(w, OWN - 8);
   for (int i = 0; i < 32 && count(w, first, n, what) < n; i++) first = pick(w, OWN - 8);
   return first;
 }
 
-/* Makes the next allocation of some thread fail. */
+/* Makes the next heap allocation fail, in whichever thread. */
 static void short_of_heap(struct worker *w) {
   if (!pick(w, 4)) vmem_inject(w->s->vm, VMEM_INJECT_HEAP, pick(w, 8), 1, ENOMEM);
 }
@@ -202,7 +202,7 @@ static bool alias(struct worker *w, unsigned a, unsigned b) {
   if (err) {
     if (!unchanged(w)) return false;
     MUST(!vmem_drop(w->s->vm, h));
-    /* Leave no page mapped twice: a write through one address would show at the other. */
+    /* No page may stay mapped twice: a write at one address would be visible at the other. */
     while (w->pages[b].what == LIVE) {
       if (!vMemUnmap(w->s->vm, at(w, b), G))
         w->pages[b] = (struct page){NOTHING, 0};
@@ -213,7 +213,7 @@ static bool alias(struct worker *w, unsigned a, unsigned b) {
   return true;
 }
 
-/* Populates pages with the contents of others, which cannot be unmapped meanwhile. */
+/* Populates pages with the contents of other pages, which cannot be unmapped during the copy. */
 static bool copy_some(struct worker *w, unsigned from, unsigned to, unsigned n) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE,
                        .flags = VMEM_OP_COPY,
@@ -265,7 +265,7 @@ static bool join(struct worker *w) {
   return err ? unchanged(w) : true;
 }
 
-/* Uses the shared reservation: every error that another thread can cause is allowed, and nothing breaks. */
+/* Uses the shared reservation: any error that another thread can cause is accepted, and nothing breaks. */
 static bool fight(struct worker *w) {
   vmem_t vm = w->s->vm;
   uint64_t base = __atomic_load_n(&w->s->fought, __ATOMIC_ACQUIRE);
@@ -278,7 +278,7 @@ static bool fight(struct worker *w) {
     if (err) return true;
     op.addr = 0;
     if (!__atomic_compare_exchange_n(&w->s->fought, &op.addr, base, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-      err = vMemFree(vm, base, 0); /* other threads may know the address from an earlier reservation */
+      err = vMemFree(vm, base, 0); /* other threads may still use the address of an earlier reservation */
       MUST(!err || injected(err) || err == -EBUSY || err == -ENXIO);
     }
     return true;
@@ -373,7 +373,7 @@ static bool open_fake(struct shared *s, unsigned round) {
   struct vm_ctx *c;
   int err;
   if (open_opts(&o, &s->vm)) return false;
-  if (o.pool_low || !on_host()) return true; /* its worker already runs: leave the host back end as it is */
+  if (o.pool_low || !on_host()) return true; /* the worker is already running: don't change the host back end */
   c = vm_get(s->vm, "test", &err);
   fake = vm_backend_host;
   fake.remap = fake_remap;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: a driver that returns EAGAIN, as during a suspend: an undo waits for it, other calls give up in time. */
+/* Description: a driver that returns EAGAIN, as during a suspend: an undo keeps retrying, other calls time out. */
 #include <stdarg.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
@@ -18,7 +18,7 @@ static bool fake_time;
 static uint64_t time_ns, longest_pause_ns;
 static struct {
   uint64_t awake_at_ns; /* suspended until this time */
-  bool in_status;       /* reports it in the structure's status, not by errno */
+  bool in_status;       /* reports the suspend in the structure's status instead of errno */
   uint32_t status;
   unsigned calls, interrupts;
   unsigned long request;
@@ -88,7 +88,7 @@ static void a_call_waits_for_a_suspend(void) {
   OK(rm_free(&rm, 1, 2));
   fake_time = false;
   CHECK(waited_s() >= VM_SUSPEND_RETRY_S - 2);
-  /* It slept instead of spinning. */
+  /* the library slept between attempts */
   CHECK(driver.calls < VM_SUSPEND_RETRY_S * 12);
   EQ(longest_pause_ns, SECOND / 10);
 }
@@ -224,7 +224,7 @@ static void an_undone_unmap_quarantines_nothing(void) {
   tear_down();
 }
 
-/* The map of a replace fails: the old pages are mapped again, however long that takes. */
+/* The map of a replace fails: the old pages are mapped again, even if that takes long. */
 static void an_undone_replace_quarantines_nothing(void) {
   struct vmem_op op = {.op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE, .bytes = 4 * PAGE};
   set_up();
@@ -239,7 +239,7 @@ static void an_undone_replace_quarantines_nothing(void) {
   tear_down();
 }
 
-/* A failure that is not due to a suspended driver quarantines, as always. */
+/* A failure that is not caused by a suspend quarantines pages as usual. */
 static void a_real_refusal_quarantines(void) {
   struct vmem_op ops[2] = {{.op = VMEM_OP_MAP}, {.op = VMEM_OP_MAP}};
   set_up();

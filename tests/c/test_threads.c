@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: several threads on one context and on two, races for the same range, close during calls. */
+/* Description: several threads on one or two contexts, races for the same range, close during calls. */
 #include <pthread.h>
 
 #include "check.h"
@@ -27,7 +27,7 @@ struct job {
     }                                                                                                                  \
   } while (0)
 
-/* Each thread works in its own ranges, in both contexts, synchronously and through the worker. */
+/* Each thread works in its own ranges, in both contexts, synchronously and on the worker. */
 static void *apart(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
@@ -146,7 +146,7 @@ static void races(void) {
   OK(vmem_close(s.vm[1]));
 }
 
-/* Each thread reserves and frees all the time, so that a thread gets addresses that another has just freed. */
+/* Each thread reserves and frees in a loop, so that it gets addresses that another thread has just freed. */
 static void *comes_and_goes(void *arg) {
   struct job *j = arg;
   struct shared *s = j->s;
@@ -186,7 +186,7 @@ static void *asks_for_too_much(void *arg) {
   return NULL;
 }
 
-/* A batch that fails takes nothing: other threads are not short of the memory that it held briefly. */
+/* A failing batch allocates nothing, so other threads never run short because of it. */
 static void a_batch_that_fails(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .slab_size = MIB(1), .mem_limit = MIB(1), .pool_high = VMEM_KEEP_ALL};
   struct shared s = {0};

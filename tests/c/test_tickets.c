@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: results of submitted batches: how long they are kept, how many, and what a batch that never finishes
- * holds up. */
+/* Description: results of submitted batches: how long they are kept, how many are kept, and what a batch that never
+ * finishes delays. */
 #include <dirent.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -11,7 +11,7 @@
 
 enum { RING = 1024 }; /* batches in flight */
 
-/* Runs n batches that do nothing, waits for each and drops it; false if one failed. */
+/* Submits n empty batches, waits for each and drops its ticket; false if any failed. */
 static bool run_batches(vmem_t vm, unsigned n) {
   vmem_ticket ring[RING];
   for (unsigned i = 0; i < n + RING; i++) {
@@ -33,8 +33,8 @@ static void *asks_for_ever(void *arg) {
   return NULL;
 }
 
-/* Also with asynchronous cancellation. ThreadSanitizer's own locks do not survive that: a thread that is cancelled
- * while it switches to its next trace keeps that lock, and the next thread with the same number never starts. */
+/* With asynchronous cancellation. ThreadSanitizer does not support that: a thread that is cancelled while it switches to
+ * its next trace keeps the trace's lock, and the next thread with the same number never starts. */
 static void threads_that_are_cancelled_at_once(void) {
 #ifdef __SANITIZE_THREAD__
   printf("not run with ThreadSanitizer: %s\n", __func__);
@@ -61,7 +61,7 @@ static void *waits_and_ends(void *arg) {
   return NULL;
 }
 
-/* A thread that is cancelled while it waits completes the call, and holds nothing afterwards. */
+/* A thread that is cancelled while it waits completes the call and keeps no lock. */
 static void a_thread_that_is_cancelled(void) {
   vmem_t vm = open_vm(0);
   struct vmem_after after = after_fd(eventfd(0, EFD_CLOEXEC));
@@ -118,7 +118,7 @@ static void kept_until_dropped(void) {
   OK(vmem_wait(vm, good, -1));
   EQ(stats_of(vm).tickets, 1);
   OK(vmem_check(vm));
-  OK(vmem_close(vm)); /* with a ticket left */
+  OK(vmem_close(vm)); /* while a ticket exists */
 }
 
 static void limit_on_tickets(void) {
@@ -133,7 +133,7 @@ static void limit_on_tickets(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   OK(vMemReserve(vm, MIB(2), NULL, &va));
   a = after_fd(fd);
-  OK(vmem_submit(vm, NULL, 0, &a, 1, 0, &endless)); /* the oldest, but it has no result to take */
+  OK(vmem_submit(vm, NULL, 0, &a, 1, 0, &endless)); /* the oldest batch, but it has no result yet */
   for (int i = 1; i < VMEM_MAX_TICKETS; i++) {
     OK(vmem_submit(vm, NULL, 0, NULL, 0, 0, &t));
     if (!oldest) oldest = t;
@@ -152,7 +152,7 @@ static void limit_on_tickets(void) {
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
   EQ(after.tickets, before.tickets);
-  OK(vmem_submit(vm, &op, 1, NULL, 0, VMEM_SUBMIT_DETACHED, NULL)); /* has no result */
+  OK(vmem_submit(vm, &op, 1, NULL, 0, VMEM_SUBMIT_DETACHED, NULL)); /* a detached batch has no result */
   OK(vmem_ticket_drop(vm, oldest));
   OK(vmem_submit(vm, NULL, 0, NULL, 0, 0, &t));
   EQ(vmem_submit(vm, NULL, 0, NULL, 0, 0, &t), -ENOBUFS);
@@ -237,7 +237,7 @@ static void never_ending(void) {
   close(fd);
 }
 
-/* A fill that waits blocks other calls on its own pages, and nothing else. */
+/* A waiting fill blocks calls on its own pages and no others. */
 static void fill_behind_a_descriptor(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -290,7 +290,7 @@ static void detached_batches(void) {
   EQ(t, 4711);
   OK(vmem_submit(vm, &op, 1, NULL, 0, VMEM_SUBMIT_DETACHED, &t));
   EQ(t, 0);
-  /* Dropped before it is finished, the batch runs on, detached. */
+  /* A batch whose ticket is dropped before it has finished keeps running, detached. */
   a = after_fd(fd);
   op = populate(va + MIB(1), PAGE);
   OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
@@ -437,7 +437,7 @@ static void heap_is_short(void) {
   unsigned descriptors;
   vmem_ticket t;
   struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->info->fresh_is_zero = false; /* so that there is something to zero */
+  c->info->fresh_is_zero = false; /* makes the batch zero its pages */
   c->opts.pool_high = VMEM_KEEP_ALL;
   vm_put(c);
   OK(vMemReserve(vm, MIB(64), NULL, &va));
@@ -463,7 +463,7 @@ static void heap_is_short(void) {
     EQ(BYTE(va), 0);
     OK(vmem_check(vm));
   }
-  CHECK(failed > 6); /* job, ticket, its error, table, descriptors, the plan's lists, fill */
+  CHECK(failed > 6); /* the job, the ticket, its error, the table, descriptors, the plan's lists, the fill */
   OK(vmem_wait(vm, t, -1));
   EQ(BYTE(va), 5);
   EQ(open_descriptors(), descriptors);

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: reads and writes of the back ends on a GPU, over a fake driver that runs a copy either
- * when it is launched or only when someone waits for it, at random.
+ * Description: reads and writes of the GPU back ends, over a fake driver that, at random, runs a copy
+ * when it is launched or when a thread waits for it.
  */
 #include "backend/cuda/gpu.h"
 #include "check.h"
 
 enum { MEMORY = 40 << 20, EDGE = 64, MOST_PENDING = 64 };
-#define ALIAS 0x700000000000u /* kernels see locked memory this far above its host address */
+#define ALIAS 0x700000000000u /* kernels see pinned memory at its host address plus this offset */
 
 enum telling { TELLS_RANGE, TELLS_IDS, TELLS_NOTHING };
 
@@ -20,7 +20,7 @@ static struct {
   uint64_t locked_at, locked_bytes;
   enum telling telling;
   unsigned direct, staged;                 /* launches */
-  unsigned misplaced, misaligned;          /* launches that the GPU could not run, or not fast */
+  unsigned misplaced, misaligned;          /* misplaced: launches that a GPU could not run; misaligned: those that would be slow */
   int fail_launch, fail_record, fail_sync; /* fail the n-th from now; 0: none */
   uint64_t chance;
 } fake;
@@ -213,7 +213,7 @@ static bool agree(struct gpu *g, bool write, uint64_t at, uint64_t host_at, uint
          !fake.misaligned;
 }
 
-/* Odd alignments and lengths, locked and not; both queries for locked memory. */
+/* Odd alignments and lengths, in pinned and pageable memory; both queries for pinned memory. */
 static void contents_agree(void) {
   static const uint64_t sizes[] = {0,      1,          15,          16,         17,     4095,   MIB(2) - 1,
                                    MIB(2), MIB(2) + 1, MIB(4) - 15, MIB(4) + 1, MIB(9), MIB(35)};
@@ -246,9 +246,9 @@ static void memory_that_is_locked_in_part_is_not_trusted(void) {
   close_fake(g);
 }
 
-/* A driver error is returned, and no copy runs on after it. */
+/* A driver error is returned, and no copy is still running then. */
 static void failures_leave_nothing_running(void) {
-  static const int nth[] = {1, 1, 1, 1, 2, 3, 4, 5}; /* the first more often: no wait for a later copy covers it */
+  static const int nth[] = {1, 1, 1, 1, 2, 3, 4, 5}; /* the first copy more often: a wait for a later copy does not cover it */
   struct gpu *g = open_fake();
   uint64_t at = (uint64_t)(uintptr_t)fake.device + EDGE;
   unsigned failed = 0;
@@ -261,7 +261,7 @@ static void failures_leave_nothing_running(void) {
           *which = nth[n];
           err = write ? gpu_write(g, at, fake.host + EDGE, MIB(36)) : gpu_read(g, fake.host + EDGE, at, MIB(36));
           EQ(fake.num_pending, 0);
-          EQ(err, *which ? 0 : -EIO); /* a failure that was not reached did not happen */
+          EQ(err, *which ? 0 : -EIO); /* no error if the copies ended before the failing call */
           failed += err != 0;
           *which = 0;
           CHECK(agree(g, write, EDGE, EDGE, MIB(1)));

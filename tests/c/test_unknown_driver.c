@@ -13,7 +13,7 @@ static void drive(const char *which, const char *how) {
   setenv("SOFTRM_LIE", how, 1);
 }
 
-/* Does what opening does up to the trial; with CUDA, the uuid would come from there. */
+/* Does what opening does up to the trial, without CUDA, which would provide the uuid. */
 static int try_driver(void) {
   struct nvidia n;
   int err;
@@ -94,7 +94,7 @@ static void each_way_to_differ_is_named(void) {
   for (unsigned i = 0; i < CALLS; i++)
     for (size_t k = 0; k < sizeof(ways) / sizeof(*ways); k++) {
       bool sized = call_table[i].kind == CONTROL && !strcmp(ways[k].how, "longer");
-      /* The version was read earlier; a single device has no peers; and the card list has no status. */
+      /* The trial does not call these: the version was read earlier, and a single device has no peers. */
       if (call_table[i].run == esc_version || call_table[i].run == uvm_peers) continue;
       if (!call_table[i].status && (!strcmp(ways[k].how, "untouched") || !strcmp(ways[k].how, "moved"))) continue;
       /* "moved" needs room before the status. */
@@ -136,7 +136,7 @@ static void child_ended(int number) {
   children++;
 }
 
-/* The program never notices the child: no signal, nothing to wait for, no descriptor, the signal mask as before. */
+/* The child leaves no trace in the program: no signal, no process to wait for, no descriptor, no changed signal mask. */
 static void nothing_of_it_is_left(void) {
   static const char *const ends[] = {"", "die:UVM_FREE", "gone:UVM_FREE"};
   sigset_t before_it = {0}, after = {0};
@@ -160,7 +160,7 @@ static void nothing_of_it_is_left(void) {
   signal(SIGCHLD, SIG_DFL);
 }
 
-/* Keeps the heap's lock busy, so that another thread may hold it at the fork. */
+/* Allocates in a loop, so that the heap's lock may be held at the fork. */
 static void *work(void *stop) {
   while (!atomic_load((atomic_bool *)stop)) {
     void *volatile p = malloc(2 << 20);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: a driver call that leaves its range in an unknown state: quarantined, the rest undone. */
+/* Description: a driver call that leaves its range in an unknown state: the range is quarantined, the rest undone. */
 #include "api/api.h"
 #include "check.h"
 
@@ -72,7 +72,7 @@ static void unmaps(void) {
   }
 }
 
-/* All of the block being split is lost then; the other block, split before, is restored. */
+/* The whole block that is being split is lost; the other block, which was split before, is restored. */
 static void splits(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .flags = VMEM_OPEN_LARGE_ENTRIES};
   for (int nth = 0; nth < 6; nth++) {

@@ -39,7 +39,7 @@ static bool all(uint64_t addr, uint64_t bytes, int value) {
   return true;
 }
 
-/* A map that fails half-way leaves the pages that it did not reach as dirty as they were. */
+/* After a map that fails halfway, pages that it did not reach are still dirty. */
 static void after_a_failed_map(void) {
   vmem_handle h, in_the_way;
   open_dirty();
@@ -53,7 +53,7 @@ static void after_a_failed_map(void) {
   OK(vmem_close(vm));
 }
 
-/* A map that fails because another batch has the pages leaves them as they are. */
+/* A map that fails because another batch is mapping the pages changes nothing about them. */
 static void a_failed_map_and_another_batch(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   struct vmem_after after = after_fd(fd);
@@ -144,9 +144,9 @@ static void read_only(void) {
   CHECK(nth > 2);
 }
 
-/* ---- as on a GPU ----------------------------------------------------------------------------- */
+/* ---- fills on a queue, as on a GPU ------------------------------------------------------------ */
 
-/* The back end host, but freed pages are dirty, and a thread carries out fills in order. */
+/* The back end host, except that freed pages are dirty and a thread executes fills in order. */
 static struct vm_backend fake;
 
 static struct {
@@ -160,7 +160,7 @@ static struct {
     size_t n;
     uint8_t value;
   } q[256];
-  uint64_t queued, over; /* numbers of fills; an event is the value of `queued` after its own */
+  uint64_t queued, over; /* numbers of fills; a fill's event is the value of `queued` that includes it */
 } gpu = {.lock = PTHREAD_MUTEX_INITIALIZER, .cond = PTHREAD_COND_INITIALIZER};
 
 static void *gpu_thread(void *arg) {
@@ -296,11 +296,11 @@ static void in_the_background(void) {
   OK(change(VMEM_OP_POPULATE, va, MIB(1), 0));
   EQ(stats_of(vm).fill_calls, fills);
   CHECK(all(va, MIB(1), 0));
-  EQ(stats_of(vm).mappings, 2); /* including the slab's own */
+  EQ(stats_of(vm).mappings, 2); /* including the slab's own mapping */
   OK(close_gpu());
 }
 
-/* Clean pages are taken first; when none are left, dirty ones are zeroed before they are mapped. */
+/* Clean pages are mapped first; when none are left, dirty pages are zeroed before they are mapped. */
 static void clean_pages_first(void) {
   uint64_t fills;
   CHECK(open_gpu(false, MIB(1)));
@@ -332,8 +332,8 @@ static void begun(struct vm_ctx *c) {
   }
 }
 
-/* Mapping a page that the batch in flight is zeroing waits, even if it accepts dirty pages; later writes to the page
- * are kept. */
+/* A call that maps a page while it is being zeroed waits, even if it accepts dirty pages, so that later writes to the page
+ * are not overwritten. */
 static void taken_in_flight(void) {
   for (uint32_t dirty = 0; dirty < 2; dirty++) {
     pthread_t thread;
@@ -359,8 +359,8 @@ static void taken_in_flight(void) {
   }
 }
 
-/* A batch copies to pages that are being zeroed in the background, and then fails: the pages are not declared clean
- * when the zeroing ends. */
+/* A batch copies to pages that are being zeroed in the background, then fails: the end of the zeroing does not mark the
+ * pages as clean. */
 static void copied_to_in_flight(void) {
   struct vmem_op op[2] = {{.op = VMEM_OP_POPULATE, .flags = VMEM_OP_COPY, .bytes = 7 * PAGE},
                           {.op = VMEM_OP_UNMAP, .bytes = PAGE}};
@@ -385,8 +385,8 @@ static void copied_to_in_flight(void) {
   OK(close_gpu());
 }
 
-/* The driver is suspended for too long while the worker zeroes pages: the batch fails with that error, and is not
- * treated as still being zeroed. */
+/* The driver is suspended for too long while the worker zeroes pages: the batch fails with that error, and its pages do
+ * not stay marked as being zeroed. */
 static void suspended(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(1)};
   vmem_ticket t;
@@ -406,7 +406,8 @@ static void suspended(void) {
   OK(close_gpu());
 }
 
-/* Resources to zero a submitted batch's pages are allocated, or refused, before the call returns. */
+/* The resources for zeroing a submitted batch's pages are allocated before the call returns; if they cannot be, it
+ * fails. */
 static void short_at_submit(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
   struct vmem_stats before, after;
@@ -431,7 +432,7 @@ static void short_at_submit(void) {
   }
 }
 
-/* A slab above the high watermark is skipped while it is zeroed, and returned when that is done, whoever waited. */
+/* A slab above the high watermark is kept while it is being zeroed and returned afterwards, whichever thread waited. */
 static void trimmed_after_a_hold(void) {
   struct vm_ctx *c = open_gpu(true, 0);
   CHECK(c);
@@ -462,7 +463,7 @@ static int map_and_alias(void *be, uint64_t addr, uint64_t bytes, uint64_t slab,
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, sparse);
 }
 
-/* Two slabs are mapped at the same time, and the limit leaves room for one. */
+/* Both slabs need their own mapping at the same time, but the limit allows one. */
 static void limit_on_aliases(void) {
   struct vm_ctx *c = open_gpu(false, 0);
   vmem_handle h[2];
@@ -484,7 +485,7 @@ static void limit_on_aliases(void) {
   OK(close_gpu());
 }
 
-/* The pages of a submitted batch are zeroed while it waits for other work, and later batches pass it. */
+/* The pages of a submitted batch are zeroed while it waits for other work; later batches run before it. */
 static void submitted(void) {
   int fd = eventfd(0, EFD_CLOEXEC);
   struct vmem_after after = after_fd(fd);
@@ -513,7 +514,7 @@ static void submitted(void) {
   close(fd);
 }
 
-/* Whatever fails, in the background or not: no page shows old contents, and later calls succeed. */
+/* Whichever call fails, in the background or not, no page shows old contents, and later calls succeed. */
 static void failures(void) {
   static const uint32_t kinds[] = {VMEM_INJECT_CLEAN, VMEM_INJECT_SLAB, VMEM_INJECT_FILL, VMEM_INJECT_HEAP};
   for (size_t k = 0; k < sizeof(kinds) / sizeof(kinds[0]); k++)
@@ -540,7 +541,7 @@ static void failures(void) {
     }
 }
 
-/* Pages being zeroed return to the driver on request. */
+/* vmem_trim returns pages to the driver even if they are being zeroed. */
 static void trimmed(void) {
   uint64_t freed;
   CHECK(open_gpu(true, 0));
@@ -574,7 +575,7 @@ static void *stutter(void *arg) {
   return NULL;
 }
 
-/* Maps and unmaps pages, with handles, dirty and not, while the background zeroes at its own pace. */
+/* Maps and unmaps pages, directly and by handle, clean or dirty, while others are zeroed in the background. */
 static void random_walk(void) {
   enum { GRANULES = 64 };
   static unsigned char mark[GRANULES];

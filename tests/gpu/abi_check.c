@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the layout chosen for each driver version, including those on both sides of every change, and the
- * known branches. Needs no GPU. */
+/* Description: the structure layout chosen for each driver version, including the versions just before and after each
+ * change, and the known branches. Needs no GPU. */
 #include <stdio.h>
 
 #include "backend/nvidia/abi.h"

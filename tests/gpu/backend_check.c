@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: runs the back ends "cuda" and "stock" on hardware, through backend.h alone.
+ * Description: tests the back ends "cuda" and "stock" on hardware, using only backend.h.
  *
  *   backend_check [cuda|stock]           all checks; exit 0 passed, 1 failed, 77 no GPU
  *   backend_check readonly NAME          child: writes through a read-only mapping
@@ -90,7 +90,7 @@ static bool copy_sync(struct env *e, const struct vm_be_copy *copies, size_t n) 
   return ok;
 }
 
-/* Makes more copies than one launch of the copy kernel takes, with every alignment of source and destination. */
+/* Makes more copies than fit in one launch of the copy kernel, with every alignment of source and destination. */
 static bool copy_many(struct env *e, uint64_t addr, uint8_t *model, uint64_t half) {
   enum { COPIES = 400, PITCH = 4096 };
   static struct vm_be_copy copies[COPIES];
@@ -149,7 +149,7 @@ static void check_contents(struct env *e) {
   free(got);
 }
 
-/* Checks that CUDA reports of registered host memory, at both ends, the attributes that reads and writes rely on. */
+/* Checks that CUDA reports, for both ends of registered host memory, the attributes that reads and writes depend on. */
 static bool tells_of(struct env *e, uint8_t *host, uint64_t bytes) {
   int which[] = {GPU_POINTER_MEMORY_TYPE, GPU_POINTER_RANGE_START, GPU_POINTER_RANGE_SIZE, GPU_POINTER_BUFFER_ID};
   unsigned type[2] = {0};
@@ -345,7 +345,7 @@ static void check_memory(struct env *e) {
   check(e, "and free it", ok && after + (64 << 20) >= before);
 }
 
-/* Runs a kernel on every device that stores a different byte in every part; checks each by reading it. */
+/* Each device runs a kernel that stores a different byte in every part; reads back and checks each byte. */
 static bool every_device_writes(struct env *e, unsigned devices, uint64_t addr, uint64_t part_bytes) {
   bool ok = true;
   for (unsigned device = 0; device < devices && ok; device++) {
@@ -361,7 +361,7 @@ static bool every_device_writes(struct env *e, unsigned devices, uint64_t addr, 
   return ok;
 }
 
-/* Checks several devices, with the last one named first: kernels on all of them see the same memory. */
+/* Checks a context on several devices, the last device first: kernels on all of them see the same memory. */
 static void check_devices(const struct vm_backend *b, unsigned devices) {
   struct vmem_open_opts opts = {.size = sizeof(opts), .num_devices = devices};
   struct env e = {.b = b};

@@ -72,7 +72,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_paged_call_over_any_contiguous_slot(context: Context, shape: Any) -> None:
-    """Blocks of the view may overlap. Past every length there is NaN, then unmapped memory."""
+    """Blocks of the view may overlap. The rows past every length are NaN, then unmapped."""
     heads, width, changes = shape
     for case in CASES:
         with filled(context, case, "bfloat16", heads, width, **changes) as cache:

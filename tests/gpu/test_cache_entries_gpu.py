@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache under ordinary serving load, on entries of 2 MiB over pages of 64 KB.
+"""Description: a cache under ordinary serving load, with 2 MiB entries for 64 KB pages.
 
-Prefills, decoding, truncation, forks, prefixes and frees; memory is short in the second half, and
-in every step a kernel reads each request's rows. Expects no fault, and in every row what was
-written. Prints the fraction of mapped memory that entries of 2 MiB map.
+Prefills, decodes, truncates, forks, uses prefixes and frees; memory is short in the second half. In
+every step a kernel reads each request's rows. Expects no fault, and the written contents in every
+row. Prints the fraction of mapped memory that has 2 MiB entries.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
 """
@@ -31,7 +31,7 @@ LONGEST = 8192
 SLOTS = 24
 STEPS = 1500
 LAYERS = 4
-MEMORY = 1536 << 20  # half of what the requests need at their longest
+MEMORY = 1536 << 20  # half of the requests' maximum need
 
 
 class Engine:
@@ -80,7 +80,7 @@ class Engine:
         self.count("free")
 
     def step(self, more: dict[int, int]) -> bool:
-        """Adds rows to requests; False if memory was short: the longest request is then freed."""
+        """Adds rows to requests. If memory is short, frees the longest request and returns False."""
         lens = [0] * SLOTS
         for reqid, rows in self.rows.items():
             lens[reqid] = min(LONGEST, rows + more.get(reqid, 0))
@@ -156,7 +156,7 @@ def test_an_ordinary_serving_pattern(together: int, monkeypatch: pytest.MonkeyPa
             f"{now.splits} splits, {now.joins} joins, {engine.counts}"
         )
         assert {"prefill", "free", "truncate", "fork", "short"} <= set(engine.counts)
-        # with four times as many tensors, memory is in pieces too small to join
+        # with four times the tensors, runs are too short to join
         if together == LAYERS:
             assert now.joins > 0
         assert now.splits > 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: entries of 2 MiB are made, split, joined and freed while a kernel reads.
+"""Description: creates, splits, joins and frees 2 MiB entries while a kernel reads.
 
-The kernel keeps reading all pages that the operations do not touch: it must see no fault and no
+The kernel keeps reading all pages that the operations do not change: it must see no fault and no
 wrong byte. tests/c/test_entries.c checks with the driver that the GPU's entries match the records.
 
 Needs a CUDA device, torch and the back end stock; skipped otherwise.
@@ -28,7 +28,7 @@ pytestmark = [
 
 PAGE, BLOCK = 64 << 10, 2 << 20
 PAGES = BLOCK // PAGE
-PAIRS = 16  # pairs of blocks: one is read, the other changes
+PAIRS = 16  # pairs of blocks: the kernel reads one, the operations change the other
 ROUNDS = 2000
 ONES = 0x0101_0101_0101_0101
 

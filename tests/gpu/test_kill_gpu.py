@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a process is killed while its kernels use a cache; others see its memory freed.
+"""Description: kills a process while its kernels use a cache; other processes see its memory freed.
 
 Needs a CUDA device that is not in use, torch, and a GPU back end; skipped otherwise.
 """

@@ -2,7 +2,7 @@
 """Description: windows, latents, 8-bit rows and FlashInfer on a GPU, against an explicit softmax.
 
 Rows past every length and before every window are NaN, and memory past the last page is unmapped:
-reading a row too many gives a wrong number or a fault. Needs a CUDA device, torch, and a back end
+reading one row too many gives a wrong number or a fault. Needs a CUDA device, torch, and a back end
 (cuda, stock) that passes its probe; a kernel that is not available is skipped with the reason.
 """
 
@@ -89,7 +89,7 @@ def test_a_latent(context: Context) -> None:
 
 
 def test_a_latent_with_its_up_projections(context: Context) -> None:
-    """DeepSeek's latent, over whole prompts, chunks, and queries few enough for absorption."""
+    """DeepSeek's latent, with whole prompts, chunks, and queries short enough for absorption."""
     config = KVCacheConfig(
         1, 1, 576, "bfloat16", max_batch=3, max_seq_len=2048, tensors_per_layer=1
     )

@@ -2,8 +2,8 @@
 """Description: calls are ordered after the stream or event they are given, with real kernels.
 
 A kernel of about 100 ms precedes the work under test on the stream in question; torch's current
-stream is a different, idle one. If the order is wrong, bytes differ. A wrong order causes no fault:
-the tests compare contents.
+stream is a different, idle stream. A wrong order causes no fault but different bytes, so the tests
+compare contents.
 
 Needs a CUDA device, torch, and a back end (cuda, stock) that passes its probe; skipped otherwise.
 Streams and events of cuda.core are tested if it is installed.
@@ -44,10 +44,10 @@ class Protocol:
 
 
 class Lane:
-    """A stream with work, and the object that names it for a call.
+    """A stream with work, and the object that identifies it in a call.
 
     Attributes:
-        stream: torch's view of it, to launch work on.
+        stream: the stream as a torch object, for launching work.
     """
 
     def __init__(self, kind: str) -> None:
@@ -67,12 +67,12 @@ class Lane:
         return self.kind in STREAMS
 
     def current(self) -> AbstractContextManager[Any]:
-        """Context for the call: makes the lane torch's current stream only if that is tested."""
+        """Context for the call: makes the lane torch's current stream if the test requires that."""
         here = self.kind in ("none", "CurrentStream")
         return torch.cuda.stream(self.stream) if here else nullcontext()
 
     def name(self) -> Any:
-        """Returns the object that names the work launched so far."""
+        """Returns the object that identifies the work launched so far."""
         if self.kind == "none":
             return None
         if self.kind == "CurrentStream":

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Description: kernels at full speed over slots that grow and shrink beside them, for a while.
+"""Description: kernels run at full speed while the slots that they read grow and shrink.
 
-Every step maps pages of every request, the next step's in the background while the kernel runs;
-pages go back as soon as a request ends, full of NaN, and come back in another. Whatever a kernel
-reads past a length is then unmapped, being mapped, being unmapped, or another owner's, unless it
-stays where the cache lets it. No fault, and every output finite and equal to that of the same call
-on a cache whose slots were mapped before: bit by bit, and so is no read of a page too many. But for
-torch's scaled_dot_product_attention, whose calls on the same memory differ among themselves now and
-then in the last bit of one number: there a difference of more than that counts.
+Every step maps pages of every request; those of the next step are mapped in the background while
+the kernel runs. When a request ends, its pages are filled with NaN, unmapped at once, and mapped
+again for another request. So a kernel that reads further past a length than the cache allows reads
+memory that is unmapped, being mapped, being unmapped, or owned by another request. Expects no
+fault, and outputs that are finite and bitwise equal to those of the same call on a cache whose
+slots are fully mapped. The exception is torch's scaled_dot_product_attention: two of its calls on
+the same memory sometimes differ in the last bit of a number, so only larger differences count.
 
-VMEM_OVERREAD_SECONDS (60): for each kernel and back end. Needs a CUDA device, torch, and a back end
-(cuda, stock) that its probe proves; skipped otherwise. FlashAttention-3 takes part where vLLM,
-flash_attn_interface or $VMEM_FA3 brings it.
+VMEM_OVERREAD_SECONDS (60): duration for each kernel and back end. Needs a CUDA device, torch, and a
+back end (cuda, stock) that passes its probe; skipped otherwise. FlashAttention-3 is tested if vLLM,
+flash_attn_interface or $VMEM_FA3 provides it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pyvmem.attention import Attention, OverRead, overread_rows, probe  # noqa: 
 
 pytestmark = [
     *needs_gpu(),
-    # torch's own compiler uses it.
+    # torch's own compiler triggers it.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
 context = contexts()
@@ -45,10 +45,10 @@ LAYERS = 2
 SLOTS = 8
 LONGEST = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
-CHUNKS = (17, 64, 200, 512)  # new tokens of a chunk
-FIRST = 6  # steps before the time counts: a kernel is compiled in them, for decoding and for chunks
-CHECK = 200  # iterations between looks at what was found
-LAST_BIT = 2.0**-7  # of a bfloat16, at most, beside the number
+CHUNKS = (17, 64, 200, 512)  # tokens per prefill chunk
+FIRST = 6  # untimed steps in which the kernels for decoding and for chunks are compiled
+CHECK = 200  # steps between checks of the result, each of which synchronizes
+LAST_BIT = 2.0**-7  # upper bound on the last bit of a bfloat16, relative to its value
 
 
 def make(context: Context, overread: int, **changes: Any) -> KVCache:
@@ -67,7 +67,7 @@ def make(context: Context, overread: int, **changes: Any) -> KVCache:
 
 
 class Rows:
-    """Contents of row i of every request, by layer: keys and values."""
+    """The keys and values of row i, per layer: the same for every request."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)
@@ -82,7 +82,7 @@ class Rows:
 
 
 class Growing:
-    """Requests that grow by a page or a chunk a step, end at the slot's end, and begin anew."""
+    """Requests that grow by a page or a chunk per step, and restart when their slot is full."""
 
     def __init__(self, cache: KVCache, rows: Rows) -> None:
         self.cache = cache
@@ -98,7 +98,7 @@ class Growing:
         self.plan()
 
     def plan(self) -> None:
-        """The next step's lengths; every request needs at least a page more."""
+        """Chooses the next step's lengths; every request needs at least one more page."""
         decode = self.random.random() < 0.7
         self.new_tokens = 1 if decode else self.random.choice(CHUNKS)
         more = max(self.page_rows, self.new_tokens)
@@ -111,7 +111,7 @@ class Growing:
             self.next[reqid] = want
 
     def step(self) -> None:
-        """Ends who has no room, full of NaN; makes the others as long as was planned."""
+        """Fills requests without room with NaN and restarts them; grows all to their next lengths."""
         cache = self.cache
         for reqid in self.ended:
             (mapped,) = cache.slots.readable_rows([reqid])
@@ -119,7 +119,7 @@ class Growing:
                 cache.k(layer)[reqid, :mapped].fill_(float("nan"))
                 cache.v(layer)[reqid, :mapped].fill_(float("nan"))
             cache.free_reqid(reqid)
-            assert cache.alloc_reqid() == reqid  # there is no other
+            assert cache.alloc_reqid() == reqid  # the only free slot
             self.lens[reqid] = 0
             self.next[reqid] = self.random.randrange(self.new_tokens, self.new_tokens + 300)
         assert cache.step(self.next) == 0
@@ -129,10 +129,10 @@ class Growing:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_nothing_past_a_length_is_met(context: Context, kernel: str) -> None:
+def test_outputs_do_not_depend_on_memory_past_the_lengths(context: Context, kernel: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     needed = overread_rows("fa3" if kernel == "auto" else kernel, device)
-    always = kernel != "auto"  # also in decoding
+    always = kernel != "auto"  # over-reading is allowed in decoding too
     rows, order = Rows(), list(range(SLOTS))
     tokens = SLOTS * max(CHUNKS)
     q = torch.randn(tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -163,7 +163,7 @@ def test_nothing_past_a_length_is_met(context: Context, kernel: str) -> None:
             growing.plan()
             for layer in range(LAYERS):
                 out = ours(query, layer, one)
-                if not layer:  # what comes next is mapped while these run
+                if not layer:  # map the next step's pages while the kernels run
                     assert cache.step_async(growing.next) == 0
                 want = theirs(query, layer, other)
                 differ = out != want

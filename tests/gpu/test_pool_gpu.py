@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: reused pages are zero, also those zeroed in the background; free memory goes
-back to the driver.
+"""Description: reused pages are zero, including those zeroed in the background; free memory is
+returned to the driver.
 
 Needs a CUDA device, torch, and a back end (cuda, stock, uvm) that passes its probe.
 """

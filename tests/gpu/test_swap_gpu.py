@@ -29,7 +29,7 @@ def rows(cache: KVCache, reqid: int, length: int) -> list[Any]:
 
 
 def scattered(cache: KVCache, length: int) -> None:
-    """Grows two requests in turns, so that neither's pages are contiguous."""
+    """Grows two requests alternately, so that neither has contiguous pages."""
     assert (cache.alloc_reqid(), cache.alloc_reqid()) == (0, 1)
     for have in range(1, length + 1):
         assert cache.step([have, have]) == 0
@@ -43,7 +43,7 @@ WAYS = ["kernel", "no memory for the pieces", "library"]
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, way: str) -> list[int]:
-    """Makes copies go by `way`; returns a list that collects the bytes of each launch."""
+    """Forces copies to use `way`; returns a list that collects the bytes of each launch."""
     launched = []
     launch = StreamCopies._launch
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request's pages move to another GPU, the host and back; kernels read them there.
+"""Description: a request's pages move to another GPU, to the host and back; kernels read them there.
 
-Needs two CUDA devices that reach each other, torch, and a back end (cuda, stock) that passes
+Needs two CUDA devices with peer access, torch, and a back end (cuda, stock) that passes
 its probe.
 """
 

@@ -208,7 +208,7 @@ def test_with_expandable_segments(backend: str) -> None:
 
 
 def test_the_second_pause_takes_no_host_memory(pool: VMemPool) -> None:
-    """The first pause allocates pinned memory; contents survive whatever was in it before."""
+    """The first pause allocates pinned memory, and the second reuses it; contents survive both."""
     with pool.use("weights"):
         weights = [matrix(4096) for _ in range(8)]
     torch.cuda.synchronize()

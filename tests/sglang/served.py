@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """SGLang CPU engines in processes forked from one that has imported SGLang.
 
-SGLang spawns its processes, and imports take ten seconds in each. Here they are forked, except in
-one test. The process that forks has no engine, and has not loaded SGLang's plug-ins.
+SGLang spawns its processes, and each spends ten seconds on imports. The tests fork them instead,
+with one exception. The forking process has no engine and has not loaded SGLang's plug-ins.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def prompts(count: int = 4) -> list[list[int]]:
-    """Returns prompts with a common prefix, and one of four tokens."""
+    """Returns prompts with a common prefix, and another of four tokens."""
     shared = [(i * 37 + 11) % 500 + 3 for i in range(70)]
     own = [[(i * (k + 3)) % 500 + 3 for i in range(10 + 7 * k)] for k in range(count)]
     return [*(shared + one for one in own), [5, 6, 7, 8]]
@@ -231,7 +231,7 @@ class Engine:
         self._pipe.send((name, args, named))
 
     def ready(self, timeout: float = 0.01) -> bool:
-        """Returns true if `end` would return immediately; waits up to `timeout` s for that."""
+        """Waits up to `timeout` s; returns true once `end` would return immediately."""
         return bool(self._pipe.poll(timeout))
 
     def end(self, timeout: float = 60) -> Any:

@@ -53,7 +53,7 @@ def test_elastic_and_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs four engines: each gets the same requests in both arms, and all memory is freed."""
+    """Runs four engines: both arms get the same requests, and all memory is freed."""
     status, data = bench(tmp_path / "share.json", "--part", "share", "--rounds", "1")
     part = data["parts"]["share"]
     assert (status, part["status"]) == (0, "done"), part["why"]
@@ -73,7 +73,7 @@ def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_deadline_names_what_it_skipped(tmp_path: Path) -> None:
-    """The deadline expires before an engine has started, and leaves no time for any part."""
+    """The deadline expires before an engine has started, so no part runs."""
     status, data = bench(tmp_path / "one.json", "--deadline", "36")
     part = data["parts"]["sglang"]
     named = [one["id"].removeprefix("sglang/turn/") for one in part["missing"]]

@@ -89,9 +89,9 @@ def test_a_limit_of_few_pages(start: Start, stock: list[list[int]], tmp_path: Pa
 def test_requests_are_retracted_when_memory_is_short(
     start: Start, tmp_path: Path, overlap: bool
 ) -> None:
-    """SGLang admits two that do not fit together, since it expects one to finish early.
+    """SGLang admits two requests that do not fit together, because it expects one to finish early.
 
-    After a refusal, it retries the second once a short request has finished.
+    After a refusal, it retries the second when a short request has finished.
     """
     limit = 20 * PAGE_BYTES
     engine = start(
@@ -109,13 +109,13 @@ def test_requests_are_retracted_when_memory_is_short(
     assert [together[0], together[2]] == alone
     assert 16 * PAGE_BYTES < most <= limit
     assert "Retract requests" in engine.log.read_text("utf-8")
-    # Each prompt is counted once, however often it was refused or restarted.
+    # Each prompt counts once, however often it was refused or restarted.
     assert becomes(lambda: info(tmp_path).queries == sum(map(len, [*ids, *three])))
     assert info(tmp_path).hits == 0
 
 
 def test_a_long_request_among_short_ones(start: Start) -> None:
-    """The long request needs nearly the whole limit, and is served before later short requests."""
+    """The long request needs almost all memory, and is served before later short requests."""
     engine = start({"VMEM_LIMIT": str(18 * PAGE_BYTES)})
     short = [[5 + k, 6, 7, 8] for k in range(24)]
     long = [3 + (i * 7) % 500 for i in range(200)]
@@ -127,7 +127,7 @@ def test_a_long_request_among_short_ones(start: Start) -> None:
 
 
 def test_latent_attention(start: Start, tmp_path: Path) -> None:
-    """There is a tensor per layer; its KV pages of 5 KB start anywhere in a physical page."""
+    """Each layer has one tensor, whose 5 KB KV pages are not aligned to physical pages."""
     model = make_model(tmp_path, "minicpm3")
     with served(tmp_path / "log", {}, options(model)) as engine:
         stock = engine.answer(prompts())
@@ -172,7 +172,7 @@ def test_sliding_windows_in_one_pool(
 def test_tensor_parallelism(
     start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool
 ) -> None:
-    """Two ranks hold half of each page; one has less memory, and later none to spare."""
+    """Each of two ranks stores half of each page; one has less memory, and later none to spare."""
 
     def ranks() -> list[EngineInfo]:
         return engines_in(tmp_path / "ledger")["host"]
@@ -220,7 +220,7 @@ def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int
 def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Two engines share a ledger, with less memory than both would take."""
+    """Two engines share a ledger, and there is less memory than both would use."""
 
     def used() -> dict[str, int]:
         return {one.name: one.used for one in engines_in(tmp_path / "ledger")["host"]}
@@ -241,7 +241,7 @@ def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
 
 
 def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
-    """Both always have requests, but less memory than these would take."""
+    """Both always have requests, and there is less memory than these would use."""
     env = {"VMEM_CAPACITY": str(26 * PAGE_BYTES)}
     engines = [start(env), start(env)]
     for _ in range(3):
@@ -256,7 +256,7 @@ def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Pat
 def test_a_killed_engine_leaves_nothing(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """Its memory is freed, and no request waits for more than all engines may have together."""
+    """The killed engine's memory is freed, and no request waits for more than the shared limit."""
     env = {"VMEM_NAME": "one", "VMEM_CAPACITY": str(20 * PAGE_BYTES)}
     engine = start(env)
     engine.begin("generate", input_ids=prompts(), sampling_params=greedy(500))
@@ -289,7 +289,7 @@ def test_an_order_to_sleep(start: Start, stock: list[list[int]], tmp_path: Path)
 def test_memory_is_kept_under_load_and_given_back_at_rest(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """No prefix is kept, so the load allocates and frees all its pages each time."""
+    """No prefix is kept, so every round of load allocates and frees all its pages."""
     engine = start({"VMEM_IDLE": "5", "VMEM_PREFIX": "0"})
     for _ in range(3):
         assert engine.answer(prompts()) == stock
@@ -316,7 +316,7 @@ def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
 def test_more_memory_is_needed_than_is_free(
     start: Start, stock: list[list[int]], tmp_path: Path
 ) -> None:
-    """A request that decodes alone waits for memory; the next one needs more than exists."""
+    """A single decoding request waits for memory; the next request needs more than exists."""
     env = {"VMEM_CAPACITY": str(24 * PAGE_BYTES), "VMEM_IDLE": "600"}
     first, second = start(env), start(env)
     first.begin("generate", input_ids=[[9] * 40], sampling_params=greedy(250))
@@ -326,7 +326,7 @@ def test_more_memory_is_needed_than_is_free(
 
 
 def test_processes_that_sglang_spawns(model: Path, tmp_path: Path, stock: list[list[int]]) -> None:
-    """A program starts the engine: every process imports SGLang, and loads the plug-in."""
+    """A program starts the engine: every process imports SGLang and loads the plug-in."""
     program = f"""
 import json
 from sglang.srt.entrypoints.engine import Engine

@@ -1,18 +1,20 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * softcuda.c - libcuda.so.1 for machines without a GPU: the calls of libvmem's back end "cuda" and of
- * pyvmem, on memfds and threads.
+ * softcuda.c - libcuda.so.1 for machines without a GPU: implements the calls that libvmem's back end "cuda" and pyvmem
+ * make, with memfds and threads.
  *
- * What a driver promises, and no more: new memory holds garbage; a call that needs a current context
- * fails without one; an allocation is mapped whole and unmapped whole; addresses that have mappings
- * cannot be freed; streams run at their own speed; nothing works in a fork's child. A kernel's wrong
- * address is a segmentation fault. The two kernels of the back end are known by their names, and so is the self-test's
- * "touch", whose wrong address breaks the context, as on a GPU. Under softrm.c, which
- * stands for the kernel modules, it holds a descriptor of UVM and has managed memory, as the back end stock needs.
+ * It guarantees only what a driver guarantees: new memory contains garbage; calls that need a current context fail
+ * without one; an allocation can only be mapped and unmapped as a whole; addresses with mappings cannot be freed;
+ * streams are asynchronous; nothing works in the child of a fork. A kernel that accesses a wrong address causes a
+ * segmentation fault. Kernels are recognised by name: the two of the back end, and the self-test's "touch", for which a
+ * wrong address breaks the context, as on a GPU. With softrm.c, which replaces the kernel modules, it also opens a
+ * descriptor of UVM and provides managed memory, as the back end stock requires.
  *
- *   SOFTCUDA_DEVICES (1), SOFTCUDA_MEMORY (4294967296): bytes of each
- *   SOFTCUDA_DELAY_US (0): work of a stream begins up to so much late, at random
- *   SOFTCUDA_CALL_US (0): so do calls that make, map, unmap and release memory, as with other processes on the device
+ *   SOFTCUDA_DEVICES (1): number of devices
+ *   SOFTCUDA_MEMORY (4294967296): bytes of each device
+ *   SOFTCUDA_DELAY_US (0): maximum random delay before work of a stream starts
+ *   SOFTCUDA_CALL_US (0): maximum random delay of calls that create, map, unmap or release memory, as if other processes
+ *     used the device
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -44,9 +46,9 @@ enum {
   GARBAGE = 0xcb
 };
 
-/* ---- what there is; under `lock` --------------------------------------------------------------- */
+/* ---- state, protected by `lock` ----------------------------------------------------------------- */
 
-struct alloc { /* of cuMemCreate; lives while it is not released, or mapped */
+struct alloc { /* from cuMemCreate; freed once it is released and no longer mapped */
   uint64_t id, bytes, maps;
   int fd, device; /* -1: host memory */
   bool released;
@@ -59,7 +61,7 @@ struct mapping {
   struct mapping *next;
 };
 
-struct range { /* reserved addresses, or page-locked host memory */
+struct range { /* reserved addresses, or pinned host memory */
   uint64_t addr, bytes, id;
   struct range *next;
 };
@@ -102,7 +104,7 @@ static uint64_t next_id = 1, memory = 4ull << 30;
 static unsigned num_devices = 1, delay_us, call_us;
 static bool started, forked, broken; /* broken: a kernel has faulted */
 
-/* softrm.c, where that is loaded too. */
+/* Functions of softrm.c, if that is loaded too. */
 extern void softrm_attach(unsigned devices, uint64_t memory, uint64_t (*used_by_cuda)(unsigned device))
     __attribute__((weak));
 extern uint64_t softrm_used(unsigned device) __attribute__((weak));
@@ -165,7 +167,7 @@ struct touch_params {
   uint64_t addr, write;
 };
 
-/* The kernel reads and writes there: it answers for addresses that a program would die of. */
+/* True if the address is accessible. System calls access it, because they return an error where a load would crash. */
 static bool may_touch(const struct touch_params *p) {
   uint32_t word;
   void *at = (void *)(uintptr_t)p->addr;
@@ -328,7 +330,7 @@ EXPORT int cuCtxSynchronize(void) {
   NEED_CONTEXT();
   pthread_mutex_lock(&lock);
   finish(&current()->standard);
-  for (struct stream *s = current()->streams; s;) { /* one may end meanwhile: from the beginning again */
+  for (struct stream *s = current()->streams; s;) { /* after a wait the list may have changed: start over */
     bool waited = s->first != NULL;
     if (waited) pthread_cond_wait(&changed, &lock);
     s = waited ? current()->streams : s->next;
@@ -473,7 +475,7 @@ EXPORT int cuGetErrorName(int error, const char **name) {
   return *name ? OK : INVALID_VALUE;
 }
 
-/* How cuda.bindings finds the calls. */
+/* cuda.bindings looks up the calls with this. */
 EXPORT int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
   static const char *const suffixes[] = {"_v2", ""};
   char name[96];
@@ -641,7 +643,7 @@ static bool is_mapped(uint64_t addr, uint64_t bytes) {
   return false;
 }
 
-/* Addresses that nothing may touch. */
+/* Makes addresses inaccessible. */
 static void *closed(uint64_t addr, uint64_t bytes) {
   return mmap((void *)(uintptr_t)addr, bytes, PROT_NONE,
               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (addr ? MAP_FIXED : 0), -1, 0);
@@ -677,7 +679,7 @@ EXPORT int cuMemAddressFree(uint64_t addr, size_t bytes) {
   return err;
 }
 
-struct prop { /* CUmemAllocationProp, its beginning */
+struct prop { /* the first fields of CUmemAllocationProp */
   int32_t type, handle_types, location, id;
 };
 
@@ -787,7 +789,7 @@ EXPORT int cuMemSetAccess(uint64_t addr, size_t bytes, const void *access, size_
   return err;
 }
 
-/* Whole mappings, without a gap between. */
+/* Unmaps complete mappings without gaps between them. */
 EXPORT int cuMemUnmap(uint64_t addr, size_t bytes) {
   struct mapping **at;
   uint64_t found = 0;
@@ -852,7 +854,7 @@ EXPORT int cuMemFreeHost(void *at) {
   return err;
 }
 
-/* Of page-locked memory: type host, address in kernels, id, start, size, in the order of libvmem's question. */
+/* Attributes of pinned memory that libvmem queries: type (host), address in kernels, id, start, size. */
 EXPORT int cuPointerGetAttributes(unsigned count, int *attributes, void **values, uint64_t addr) {
   struct range *r;
   NEED_CONTEXT();
@@ -873,7 +875,7 @@ EXPORT int cuPointerGetAttributes(unsigned count, int *attributes, void **values
   return OK;
 }
 
-/* ---- managed memory: addresses, under which "stock" maps its own -------------------------------- */
+/* ---- managed memory: addresses at which "stock" maps its own pages ------------------------------ */
 
 EXPORT int cuMemAllocManaged(uint64_t *addr, size_t bytes, unsigned flags) {
   int err;

@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * softrm.c - NVIDIA's kernel modules without a GPU, as far as the back end "stock" calls them: a library for
- * LD_PRELOAD that answers for /dev/nvidiactl, /dev/nvidia0 and so on, and /dev/nvidia-uvm.
+ * softrm.c - a replacement for NVIDIA's kernel modules without a GPU: implements the calls that the back end "stock"
+ * makes. An LD_PRELOAD library that intercepts /dev/nvidiactl, /dev/nvidia0 and so on, and /dev/nvidia-uvm.
  *
- * Device memory is memfds, and a mapping is one of this process's: what softcuda's kernels read and write is what
- * was mapped. It has the layouts of the version that it is told to be, written down here a second time, and refuses
- * what differs. Used with softcuda.c, which gets its own descriptor of UVM from here (softrm_attach). The state is the
- * process's: a child starts with a copy. The environment is read when the first /dev/nvidiactl is opened.
+ * Device memory is made of memfds, and mappings are mappings of this process, so softcuda's kernels access the pages
+ * that were mapped. The structure layouts are those of the configured version, defined independently of libvmem, and any
+ * other layout is refused. Used with softcuda.c, which gets its own UVM descriptor from here (softrm_attach). The state
+ * belongs to the process: a child starts with a copy. The environment is read when /dev/nvidiactl is first opened.
  *
- *   SOFTRM_VERSION (580.159.04): the driver that it is
- *   SOFTRM_LIE: how it differs from that. KIND:CALL, with a name of `calls` below:
- *     longer     its structure has 8 bytes more before the status; of NV_MEMORY_ALLOCATION_PARAMS too
- *     moved      its status lies 8 bytes before where it should
- *     number     it has another number
- *     gone       it is not there any more
- *     other      its number means UVM_CREATE_EXTERNAL_RANGE
- *     untouched  it leaves the status as it was
- *     idle       it does nothing, and says that it did
- *     die        the process is killed in it
- *   or shifted: a map shows what lies a page further; stuck: in a range unmapping does nothing; writable: read-only
- *   mappings can be written
+ *   SOFTRM_VERSION (580.159.04): the driver version to imitate
+ *   SOFTRM_LIE: how this driver differs from that version: KIND:CALL, where CALL is a name in `call_table` below:
+ *     longer     the call's structure has 8 more bytes before the status; so has NV_MEMORY_ALLOCATION_PARAMS
+ *     moved      the status is 8 bytes before its proper place
+ *     number     the call has another number
+ *     gone       the call does not exist
+ *     other      the call's number means UVM_CREATE_EXTERNAL_RANGE
+ *     untouched  the call does not write the status
+ *     idle       the call does nothing, but reports success
+ *     die        the call kills the process
+ *   or one of these: shifted (a map maps the pages that start one page later), stuck (unmapping does nothing), writable
+ *   (read-only mappings are writable)
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -64,31 +64,31 @@ enum {
 
 enum kind { CONTROL = 1, CARD, UVM };
 
-/* Everything that there is, of one kind of record: the heap belongs to the program, and may be locked in a child. */
+/* One type of record for all objects, from a private list: malloc's heap may be locked in the child of a fork. */
 struct thing {
   enum { FILE_OF, CLIENT, OBJECT, RANGE, MAPPING, KINDS } is;
-  struct thing *next, **at; /* in `lists`; a mapping: of its range */
+  struct thing *next, **at; /* links in `lists`; a mapping's, in its range's list */
   /* a file */
   enum kind kind;
   ino_t inode;
   unsigned users;
   bool initialised;
-  uint32_t gpus; /* registered, one bit each */
-  /* a client: of a file; an object: of a client */
+  uint32_t gpus; /* registered GPUs, a bit mask */
+  /* a client (its owner is a file) or an object (its owner is a client) */
   struct thing *owner;
   uint32_t handle, class_id, device;
   uint64_t bytes, page;
   int fd;
   unsigned maps;
   bool freed, host;
-  /* a range: of a file; a mapping: in a range, of an object; NULL = sparse */
+  /* a range (its owner is a file) or a mapping of `object` (its owner is a range; object is NULL if sparse) */
   uint64_t addr, offset;
   struct thing *object, *mappings;
   bool large;
 };
 
 static struct thing *lists[KINDS], *unused;
-static atomic_int holder; /* the process that is in here: a child may be made while a thread of its parent is */
+static atomic_int holder; /* pid of the lock's holder: a child forked while its parent held the lock takes it over */
 static unsigned major, minor, patch, num_devices = 1;
 static char version[64];
 static uint64_t memory = 4ull << 30, used[MAX_DEVICES];
@@ -147,7 +147,7 @@ static bool before(unsigned a, unsigned b, unsigned c) {
 struct call {
   const char *name;
   enum kind kind;
-  uint32_t number, size, status; /* status: where; 0 = none */
+  uint32_t number, size, status; /* status: its offset; 0: none */
   uint32_t (*run)(struct thing *file, uint8_t *p);
 };
 
@@ -168,7 +168,7 @@ static void put32(uint8_t *p, unsigned at, uint32_t v) { memcpy(p + at, &v, size
 /* ---- RM ----------------------------------------------------------------------------------------- */
 
 static void uuid_of(unsigned device, uint8_t uuid[16]) {
-  memset(uuid, 0xc5, 15); /* as softcuda has them */
+  memset(uuid, 0xc5, 15); /* the same as softcuda's */
   uuid[15] = (uint8_t)device;
 }
 
@@ -279,7 +279,7 @@ static uint32_t esc_alloc(struct thing *file, uint8_t *p) {
 static uint32_t esc_free(struct thing *file, uint8_t *p) {
   struct thing *client = client_of(file, u32(p, 0)), *o = client ? object_of(client, u32(p, 8)) : NULL;
   if (!client) return INVALID_CLIENT;
-  if (!o) return OK; /* as it says of what is gone */
+  if (!o) return OK; /* RM reports success for objects that no longer exist */
   o->freed = true;
   let_go(o);
   return OK;
@@ -402,7 +402,7 @@ static struct thing *range_at(const struct thing *file, uint64_t addr, uint64_t 
   return NULL;
 }
 
-/* Addresses that nothing may touch, and those that read as zeros. */
+/* Makes addresses inaccessible or, with `zeros`, readable as zeros. */
 static void show_nothing(uint64_t addr, uint64_t bytes, bool zeros) {
   if (mmap((void *)(uintptr_t)addr, bytes, zeros ? PROT_READ | PROT_WRITE : PROT_NONE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
@@ -437,7 +437,7 @@ static void cut_out(struct thing *t, uint64_t addr, uint64_t bytes) {
   drop_thing(t);
 }
 
-/* Takes away what is mapped there, in one range; false: a part of an entry of 2 MiB would go. */
+/* Removes the mappings in a part of a range; false, without effect, if that would split a 2 MiB entry. */
 static bool clear(struct thing *range, uint64_t addr, uint64_t bytes) {
   for (struct thing *t = range->mappings; t; t = t->next)
     if (overlaps(t, addr, bytes) && (cuts(t, addr) || cuts(t, addr + bytes))) return false;
@@ -513,7 +513,7 @@ static uint32_t uvm_map(struct thing *file, uint8_t *p) {
   return OK;
 }
 
-/* One device after the other: nothing is mapped from the first one on. */
+/* Called once per device; the first call already unmaps everything. */
 static uint32_t uvm_unmap(struct thing *file, uint8_t *p) {
   uint64_t addr = u64(p, 0), bytes = u64(p, 8);
   struct thing *range = inside(file, addr, bytes);
@@ -551,7 +551,7 @@ static const struct call call_table[] = {
     {"UVM_FREE", UVM, 34, 16, 8, uvm_free},
 };
 enum { CALLS = sizeof(call_table) / sizeof(*call_table) };
-static struct call calls[CALLS]; /* of the version, and with the lie */
+static struct call calls[CALLS]; /* call_table adapted to the version and SOFTRM_LIE */
 
 static void be_version(void) {
   memcpy(calls, call_table, sizeof(calls));
@@ -566,7 +566,7 @@ static void be_version(void) {
   }
 }
 
-/* Whenever a program begins to use the driver, which may be another one then. */
+/* Called when a program starts to use the driver, whose version may have changed. */
 static void set_up(void) {
   static char text[64];
   const char *told = getenv("SOFTRM_VERSION"), *how = getenv("SOFTRM_LIE");
@@ -641,7 +641,7 @@ static int open_file(enum kind kind) {
   return fd;
 }
 
-/* The last descriptor of a file is closed: what it had goes with it, but for memory that is mapped elsewhere. */
+/* Frees everything that belongs to a file whose last descriptor was closed, except memory that is mapped elsewhere. */
 static void end_file(struct thing *file) {
   for (struct thing *t = lists[RANGE], *next; t; t = next) {
     next = t->next;
@@ -773,8 +773,8 @@ EXPORT int ioctl(int fd, unsigned long request, ...) {
 
 /* ---- for softcuda.c ---------------------------------------------------------------------------- */
 
-/* CUDA starts: how many devices there are, and what they hold. Opens what CUDA opens: a descriptor of UVM on which
- * every GPU is registered, and before it one that is good for nothing. */
+/* Called when CUDA is initialised, with the number of devices and their memory. Opens two UVM descriptors, like CUDA: one
+ * that is not used, then one on which every GPU is registered. */
 EXPORT void softrm_attach(unsigned devices, uint64_t bytes, uint64_t (*used_by_cuda)(unsigned device)) {
   struct thing *file;
   enter();

@@ -16,7 +16,7 @@ __version__ = "0.0.0"
 
 
 class _Names:
-    """Stands in for `scalar_types`: every attribute exists, and its value is its own name."""
+    """Replaces `scalar_types`: every attribute exists, and its value is its own name."""
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("__"):
