@@ -15,7 +15,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    # no work is large enough for two threads, and they would wait for each other
+    # no computation is large enough for two threads, which would wait for each other
     OMP_NUM_THREADS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VMEM_BACKEND="host",
@@ -65,7 +65,7 @@ ENCODERS = {"encoder": "BertModel", "classifier": "BertForSequenceClassification
 
 
 def tokenizer() -> Any:
-    """Makes a tokenizer in which token 7 is written t7."""
+    """Creates a tokenizer in which token 7 is written t7."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -136,7 +136,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Creates a folder only for this user, with a path short enough for sockets in it."""
+    """Creates a folder for this user only, with a path short enough for the sockets in it."""
     return tmp_path_factory.mktemp("l")
 
 

@@ -2,7 +2,8 @@
 """Decode context parallelism on a CPU, which vLLM's CPU kernels do not support.
 
 A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it creates
-its process groups. Each rank computes plain attention over the tokens whose keys and values it has.
+its process groups. Each rank computes plain attention over the tokens whose keys and values it
+stores.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _slots(
     TOTAL_CP_RANK: int,
     *_: int,
 ) -> None:
-    """Returns the slots of tokens' keys and values on this rank; -1 if another rank has them."""
+    """Returns the slots of tokens' keys and values on this rank; -1 if another rank stores them."""
     slot_mapping[:max_num_tokens] = -1
     for row, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
         own = positions[begin:end]

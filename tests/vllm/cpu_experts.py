@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Adds the collectives of expert parallelism to vLLM's CPU code, which does not have them.
+"""Adds the collectives of expert parallelism, which vLLM's CPU code lacks.
 
 A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it creates
 its process groups.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """vLLM's scheduler and block pool on the elastic pool, without a model or a clock.
 
-The rank maps nothing. It records which pages are mapped, and for each block a digest of the tokens
-whose keys and values it would hold. A step fails if it reads a block without memory, or one with
-other contents than its request's tokens. Time advances per step, so every count is repeatable.
+The rank maps nothing. It records which pages are mapped and, for each block, a digest of the tokens
+whose keys and values the block would contain. A step fails if it reads a block without memory, or a
+block whose contents are not its request's tokens. Time advances by steps, so every count is
+repeatable.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Pool:
         return name
 
     def _step_of(self, name: str, count: int) -> None:
-        """Does a model's work for a request: reads the computed tokens, writes the new ones."""
+        """Does a model's work for a request: reads the computed tokens and writes the new ones."""
         request = self.scheduler.requests[name]
         (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = request.num_computed_tokens
@@ -182,7 +183,7 @@ class Pool:
             rank.contents[ids[index]] = digests[index]
 
     def step(self) -> None:
-        """Runs a step of the engine, and a round of the keeper if it is due."""
+        """Runs a step of the engine, and a round of the keeper if one is due."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         output = self.scheduler.schedule()

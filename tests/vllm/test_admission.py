@@ -23,7 +23,7 @@ def test_a_long_prompt_is_mapped_chunk_by_chunk(open_pool: Open) -> None:
 
 
 def test_a_prompt_is_admitted_only_if_all_of_it_fits(open_pool: Open) -> None:
-    """Compares admission with the quota's room; another engine has the remaining memory."""
+    """Compares admission with the quota's room; another engine uses the remaining memory."""
     with open_pool(blocks=2_000, page=PAGE, batched=128, VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
         elastic.quota.limit = elastic.quota.used + 74 * BLOCK_BYTES
@@ -40,7 +40,7 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits(open_pool: Open) -> None:
 
 
 def test_hits_are_counted_when_a_request_is_admitted(open_pool: Open) -> None:
-    """A request that waits for memory is looked up in every step, but takes no block."""
+    """A request that waits for memory is looked up in every step, but gets no block."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0", VMEM_IDLE="3600") as pool:
         elastic = pool.elastic
         begin = [5 + i % 400 for i in range(20 * BLOCK)]

@@ -81,7 +81,7 @@ def test_prompts_from_host_memory(bench: Any) -> None:
 
 @pytest.mark.long
 def test_prefixes_that_do_not_fit(bench: Any) -> None:
-    """Each engine's prompts need all memory; every turn loads them from host memory."""
+    """Each engine's prompts need all the memory; every turn loads them from host memory."""
     rows, part = bench("prefixes", "--rounds", "1")
     hits = {arm: rows[f"hits/{arm}"] for arm in ("elastic+host", "elastic", "static")}
     # all but the prompts' tails
@@ -98,7 +98,7 @@ def test_prefixes_that_do_not_fit(bench: Any) -> None:
 
 
 def test_time_in_the_pool_excludes_vllms_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls from one vLLM function to another are not subtracted."""
+    """Counts the pool's own code, even when vLLM's functions call back into it."""
     now = 0.0
 
     class Code:

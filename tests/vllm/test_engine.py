@@ -71,7 +71,7 @@ def check(llm: Any) -> None:
 
 
 def at_rest(llm: Any) -> None:
-    """Checks that exactly the live memory is mapped, and not much more is allocated."""
+    """Checks that exactly the live memory is mapped, and little more is allocated."""
     elastic = elastic_of(llm)
     elastic.settle()
     check(llm)
@@ -127,7 +127,7 @@ def test_tokens_and_memory(start: Open, expected: Callable[..., Tokens], model: 
 
 
 def test_a_real_model(start: Open) -> None:
-    """Runs SmolLM2-135M, with 30 layers: K and V of a block of 32 tokens are 48 KiB in float32."""
+    """Runs SmolLM2-135M, with 30 layers; a block of 32 tokens has 48 KiB of K and V in float32."""
     from pyvmem.serve import model
 
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -303,7 +303,7 @@ def check_books(elastic: Any) -> None:
 
 
 def test_failures_are_shortages(start: Open, expected: Callable[..., Tokens]) -> None:
-    """Maps and unmaps fail at random: requests wait, and are answered correctly."""
+    """Maps and unmaps fail at random: requests wait, and their answers are correct."""
     wanted = expected("straddling")
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.01") as llm:
         elastic, context = elastic_of(llm), memory_of(llm).context
@@ -348,7 +348,7 @@ def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
     [("encoder", "embed"), pytest.param("classifier", "classify", marks=pytest.mark.long)],
 )
 def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
-    """Runs in stock vLLM's scheduler, since it has no memory to share."""
+    """Runs in stock vLLM's scheduler, because it has no memory to share."""
     found = []
     options = {
         "runner": "pooling",
@@ -366,7 +366,7 @@ def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
 def test_outputs_of_another_scheduler_and_events_between_steps(
     start: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own outputs carry no orders; the keeper's evictions are published as events."""
+    """vLLM's own outputs contain no commands; the keeper's evictions are published as events."""
     from vllm.config import KVEventsConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -534,7 +534,7 @@ def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any
             waits = elastic.waits
             for _ in range(2):
                 engine.step()
-                # Wait, since on a busy machine the next step may come before the keeper's round.
+                # Wait: on a busy machine, the next step may start before the keeper's round.
                 assert idle_becomes(elastic, 8), "as many blocks as a prompt takes"
             assert elastic.waits == waits + (number == 0)
         assert elastic.used_blocks() >= 8 * 8
@@ -582,7 +582,7 @@ def test_mapping_of_extra_blocks_may_fail(start: Open) -> None:
 
 
 def test_blocks_that_a_queue_may_take_in_a_step(start: Open) -> None:
-    """Expects at most a full step: the maximum number of tokens and of requests."""
+    """Expects at most a full step: the maximum numbers of tokens and requests."""
     with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
         engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
@@ -638,7 +638,7 @@ def test_no_preemption_while_memory_is_free(start: Open) -> None:
 
 
 def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
-    """Its blocks are counted in the step after, as for the next input of a session."""
+    """Its blocks are counted in the following step, as for the next input of a session."""
     from vllm.v1.request import RequestStatus
 
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
@@ -661,7 +661,7 @@ def test_a_waiting_request_without_a_prefix_lookup(start: Open) -> None:
 
 
 def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:
-    """Idle prefixes are evicted on demand, and an engine that is short of memory waits."""
+    """An engine evicts idle prefixes on demand, and waits when it is short of memory itself."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="3M", VMEM_RESERVE="0") as llm:
         elastic = elastic_of(llm)
         asked = max(prompts(), key=lambda one: len(one["prompt_token_ids"]))
@@ -694,7 +694,7 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
 def test_scattered_blocks_are_gathered_for_a_single_request(
     start: Open, ledger: Any, monkeypatch: Any, prefixes: bool
 ) -> None:
-    """Its blocks of 24 KiB are scattered, two in each page; another engine has the other pages."""
+    """Its blocks of 24 KiB are scattered, two in each page; another engine uses all other pages."""
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", enable_prefix_caching=prefixes, **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -737,7 +737,7 @@ def test_scattered_blocks_are_gathered_for_a_single_request(
 def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
     start: Open, ledger: Any
 ) -> None:
-    """Even all of this engine's memory would not be enough, however placed."""
+    """Even all of this engine's memory would not be enough, wherever its blocks were."""
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -760,7 +760,7 @@ def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
 
 
 def test_an_engine_with_a_queue_frees_memory_above_its_share(start: Open, ledger: Any) -> None:
-    """It admits no request while another engine is short of memory, and answers all in the end."""
+    """It admits no request while another engine is short of memory; finally it answers all."""
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         wanted = answer(llm, prompts(), 40)
@@ -794,7 +794,7 @@ def test_an_engine_with_a_queue_frees_memory_above_its_share(start: Open, ledger
         taking = threading.Thread(target=take)
         taking.start()
         while taking.is_alive():
-            step(queue=8)  # always more work, so that the wait ends only because of the fair share
+            step(queue=8)  # there is always more work, so only the fair share can end the wait
         assert other.used == part
         while engine.has_unfinished_requests():
             step(queue=0)

@@ -63,7 +63,7 @@ def few(llm: Any) -> Tokens:
     ],
 )
 def test_layers_with_a_state(start: Open, model: str, options: dict[str, Any]) -> None:
-    """Includes prefix hits: vLLM keeps the state at the end of some blocks."""
+    """Includes prefix hits, for which vLLM keeps the state at the end of some blocks."""
     compare(start, model, few, **options)
 
 
@@ -85,8 +85,8 @@ def test_a_state_that_moves(start: Open) -> None:
 def test_latent_attention_and_multi_token_prediction(start: Open) -> None:
     """DeepSeek V3's shape; its multi-token prediction module has keys and values too.
 
-    On a CPU without AMX, vLLM schedules a prompt of such a model whole, or never if it exceeds the
-    batch.
+    On a CPU without AMX, vLLM does not split such a model's prompts, and never schedules a prompt
+    that exceeds the batch.
     """
     compare(start, "deepseek", few, speculative_config=MTP, max_num_batched_tokens=512, **BF16)
 
@@ -110,7 +110,7 @@ def test_a_draft_model_with_the_model(start: Open, models: Callable[[str], str])
 
 @pytest.mark.long
 def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> None:
-    """Prefixes belong to the adapter: those of the model itself are not hit."""
+    """Prefixes belong to the adapter: a request with an adapter does not hit the model's own."""
     from vllm.lora.request import LoRARequest
 
     folder = tmp_path / "adapter"

@@ -76,7 +76,7 @@ def test_prefixes_come_back_from_host_memory(
     ledger: Path,
     model: str,
 ) -> None:
-    """Loads prefixes after rest, after copies failed to start, and while maps fail."""
+    """Loads prefixes after an idle period, after copies failed to start, and while maps fail."""
     wanted = expected(model)
     with start(model, **POOL, VMEM_HOST_LIMIT="64M") as llm:
         with Ledger("host", folder=ledger, create=False) as book:
@@ -100,7 +100,7 @@ def test_prefixes_come_back_from_host_memory(
 
         with monkeypatch.context() as patch:
             patch.setattr(ThreadCopies, "_move", refuse)
-            asked = prompts() + prompts(seed=1, count=2)  # two prompts that are stored meanwhile
+            asked = prompts() + prompts(seed=1, count=2)  # two more prompts, stored during the loads
             stored = counters(llm).stored
             first = answer(llm, asked)
             assert first[: len(wanted)] == wanted
@@ -163,7 +163,7 @@ def test_aborts_and_trims_while_blocks_are_copied(
 
 
 def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
-    """The engine stops stepping with its last request; memory does not wait for the store."""
+    """The engine runs no steps after its last request; memory does not wait for the store."""
     asked = prompts(seed=7, count=4)
     with start("llama", **POOL) as llm:
         first = answer(llm, asked, 1)
@@ -182,7 +182,7 @@ def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
 
 
 def test_layers_end_within_a_page(start: Open, expected: Callable[..., Tokens]) -> None:
-    """The pool page-aligns layers; the rank has as many chunks as vLLM's scheduler counts."""
+    """The pool aligns layers to pages; the rank has the number of chunks that the scheduler counts."""
     block, blocks, chunks = 8 << 10, 100, 24
     assert blocks * block % (64 << 10)
     size = {"kv_offloading_size": chunks * 2 * block / 2**30, "num_gpu_blocks_override": blocks}

@@ -40,7 +40,7 @@ def ask(llm: Any) -> tuple[Tokens, int]:
 
 
 def has_no_name() -> bool:
-    """Checks that host memory has no file, which a killed engine would leave."""
+    """Checks that no file backs the host memory: a killed engine would leave it behind."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     found = [line for line in maps if "/vllm_offload_" in line]
     return bool(found) and all(line.endswith("(deleted)") for line in found)
@@ -50,7 +50,7 @@ def has_no_name() -> bool:
 def test_prefixes_outlive_the_engine(
     start: Open, expected: Callable[..., Tokens], tmp_path: Path
 ) -> None:
-    """Host memory has room for two thirds of the prefixes; the next engine's is empty at first."""
+    """Host memory has room for two thirds of the prefixes; the next engine starts with it empty."""
     wanted = expected("llama")
     for life in range(2):
         with start("llama", **tiers(tmp_path / "kv", 20)) as llm:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a buffer for all layers, with all layers of a block contiguous (since 0.29).
+"""Description: one buffer for all layers, with all layers of a block contiguous (since 0.29).
 
 Attention on a CPU only supports a separate buffer for each layer, so the test checks the views.
 """

@@ -216,7 +216,7 @@ def test_two_machines(
 
 @contextmanager
 def second_machine_of_ray(ray: Any, folder: Path, log: Path) -> Iterator[None]:
-    """Joins the cluster as a second machine; its ranks' processes have this environment."""
+    """Joins the cluster as a second machine; its ranks' processes get this environment."""
     words = ["-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "2", "--num-gpus", "1"]
     words += ["--address", ray.get_runtime_context().gcs_address, "--node-ip-address", THERE]
     words += ["--object-store-memory", str(100 << 20)]
@@ -288,7 +288,7 @@ def test_each_rank_of_data_parallelism_is_an_engine(
     model: str,
     options: dict[str, Any],
 ) -> None:
-    """A rank without requests computes its experts for the others, and takes no memory."""
+    """A rank without requests computes its experts for the other ranks, and uses no memory."""
     from prometheus_client import generate_latest
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: pages mapped and moved, and blocks held, on vLLM's scheduler and block pool.
+"""Description: counts mapped pages, moves and used blocks with vLLM's scheduler and block pool.
 
-Counts operations, without a model or a clock. A step fails if it reads a block without the tokens
-that its request computed (see pool_model).
+Uses no model and no clock. A step fails if it reads a block without the tokens that its request
+computed (see pool_model).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def steady(count: int, length: int, tokens: int, most: int) -> Load:
 
 @pytest.mark.parametrize(("page", "most", "maps"), [(PAGE, 1.0, 500), (LARGE, 1.1, 100)])
 def test_an_engine_that_becomes_idle(open_pool: Open, page: int, most: float, maps: int) -> None:
-    """kvcached's workload with capped prefixes: evicted blocks serve the next request.
+    """kvcached's workload with capped prefixes: the next request reuses evicted blocks.
 
-    Pages are mapped for the peak, not for each request: 1,200 requests take 43,000 blocks in total.
+    Pages are mapped for the peak, not for each request: 1,200 requests use 43,000 blocks in total.
     """
     cap = 1000
     with opened_for_idle(open_pool, page, cap) as pool:
@@ -63,7 +63,7 @@ def opened_for_idle(open_pool: Open, page: int, cap: int) -> Any:
 
 
 def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
-    """Counts after the first seconds, during which the engine remembers a large step."""
+    """Starts to count after the first seconds, in which the engine still remembers a large step."""
     with open_pool(blocks=8_000, page=LARGE, VMEM_PREFIX=str(500 * BLOCK_BYTES)) as pool:
         load = steady(600, 300, 60, 32)
         todo = list(zip(load.prompts, load.tokens, strict=True))
@@ -115,7 +115,7 @@ def test_moves_free_memory_for_another_engine(open_pool: Open, heads: int) -> No
 
 
 def test_moves_are_sent_with_steps(open_pool: Open) -> None:
-    """Emptied pages are unmapped with a later step, since the copy reads them first."""
+    """Emptied pages are unmapped with a later step, because the copy reads them first."""
     with open_pool(blocks=6_000, page=LARGE, VMEM_IDLE="3600", VMEM_RESERVE="0") as pool:
         elastic = pool.elastic
         pool.run(idle_footprint(150, 1000, 32))
@@ -143,7 +143,7 @@ def test_moves_are_sent_with_steps(open_pool: Open) -> None:
 def test_moves_in_every_step(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch, heads: int, seed: int
 ) -> None:
-    """Requests read what they computed, with moves, common prefixes and aborts."""
+    """Requests read the tokens that they computed, with moves, common prefixes and aborts."""
     from vllm.v1.request import RequestStatus
 
     draw = random.Random(seed)
@@ -214,7 +214,7 @@ def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
 
 
 def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
-    """Once the requests that shared a request's page have finished, the next request shares it."""
+    """When the requests that shared a request's page have finished, the next request shares it."""
     with open_pool(blocks=2_000, page=LARGE, prefixes=False, VMEM_IDLE="3600") as pool:
         pool.run(steady(16, 250, 40, 16))
         long = pool.add([5] * 40, 100)
@@ -228,7 +228,7 @@ def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
 
 
 def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
-    """If its prefix is being computed in the same step, vLLM reports a demand above all blocks."""
+    """If its prefix is being computed in the same step, vLLM reports a demand above the pool's size."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0") as pool:
         demand, scheduler = pool.scheduler._demand, pool.scheduler
         count = demand._count_blocks
@@ -244,7 +244,7 @@ def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
 
 
 def test_a_request_for_memory_is_met_within_two_rounds(open_pool: Open, tmp_path: Path) -> None:
-    """The first round unmaps, the second records it. A waiting engine retries as often."""
+    """The first round unmaps, the second records it. A waiting engine retries once per round."""
     capacity = 1_000 * BLOCK_BYTES
     env = {"VMEM_LEDGER": str(tmp_path), "VMEM_CAPACITY": str(capacity), "VMEM_RESERVE": "0"}
     with open_pool(blocks=2_000, page=PAGE, **env) as pool:
@@ -272,7 +272,7 @@ def test_a_request_for_memory_is_met_within_two_rounds(open_pool: Open, tmp_path
             for number in range(10):
                 pool.add([7 + number] * 1000, 200)
             excess = []
-            for _ in range(6):  # evicting prefixes makes room for the first
+            for _ in range(6):  # evicting prefixes makes room for the first requests
                 pool.step()
                 excess.append(other.excess())
             assert max(excess) > 300 * BLOCK_BYTES, (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: an engine whose memory other engines or other processes take."""
+"""Description: an engine while other engines or processes use its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = 64 << 10
 
 
 def gives_back(account: Account, ended: threading.Event) -> None:
-    """Runs an engine's keeper, which frees what other engines are short of."""
+    """Runs an engine's keeper, which frees memory when other engines are short of it."""
     while not ended.wait(0.05):
         if excess := account.excess():
             account.give(excess)
@@ -70,7 +70,7 @@ def test_an_engine_starts_while_another_has_all_the_memory(
 
 @pytest.mark.long
 def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
-    """The process is in no ledger. Requests wait, and continue once memory is free."""
+    """The process is in no ledger. Requests wait, and continue when memory is free."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="0.1") as llm:
         wanted = answer(llm, prompts())
         assert llm.reset_prefix_cache()

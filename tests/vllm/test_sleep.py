@@ -24,7 +24,7 @@ SIZE = 2 << 20
 
 
 def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
-    """Slabs are freed before `sleep` returns, since a trainer then takes the memory."""
+    """Slabs are freed before `sleep` returns, because a trainer then allocates the memory."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600") as llm:
         wanted = answer(llm, prompts())
         elastic, memory = elastic_of(llm), memory_of(llm)
@@ -113,7 +113,7 @@ def check_loop(llm: Any, name: str) -> None:
     before, after = LOOPS[name]
     for call in before:
         call(llm)
-    stats = memory.context.stats()  # without waiting, since a trainer allocates now
+    stats = memory.context.stats()  # without waiting: a trainer would allocate now
     assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
     assert stats.slab_bytes <= null + memory.context.info.slab_size
     check(llm)
@@ -131,7 +131,7 @@ def test_trainers_loops(start: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 def test_a_hundred_rounds_under_load(start: Callable[..., Any], ledger: Any) -> None:
-    """Runs the loops in turn; requests run and wait until the engine sleeps."""
+    """Runs the loops in turn; some requests are running and some waiting when the engine sleeps."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_LIMIT="2M") as llm:
         engine, wanted, made = llm.llm_engine, answer(llm, prompts()), 10**6
         for number in range(100):
@@ -214,7 +214,7 @@ def test_weights_sleep_and_wake(pool: VMemPool, weights: int, level: int, found:
 
 
 def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
-    """Like `release_kv_cache_memory` since 0.31: the KV cache needs no tag to wake."""
+    """Like `release_kv_cache_memory` since 0.31: the KV cache wakes without a tag."""
     one, context = backend(), pool._context
     mapped = context.stats().mapped_bytes
     assert mapped > 0

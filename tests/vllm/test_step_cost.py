@@ -45,7 +45,7 @@ def lines_of(call: Callable[[], Any]) -> int:
 
 
 def decode(llm: Any, count: int, length: int, steps: int) -> list[tuple[int, int]]:
-    """Lets `count` requests decode; returns the lines and new blocks of each of `steps` steps."""
+    """Decodes `count` requests; returns the lines and new blocks of each of `steps` steps."""
     elastic, engine = elastic_of(llm), llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     for number in range(count):
@@ -88,7 +88,7 @@ def test_a_step_that_takes_nothing(start: Open) -> None:
 
 
 def test_a_step_with_few_free_blocks(start: Open) -> None:
-    """vLLM queries the free blocks for each request; each query takes a few lines."""
+    """vLLM queries the free blocks for each request; each query runs a few lines."""
     with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
         assert 8 < elastic_of(llm).reserve_blocks < 64
         elastic_of(llm)._most_ahead = 0

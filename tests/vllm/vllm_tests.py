@@ -4,10 +4,11 @@
     VLLM_TESTS_POOL=backed pytest -p vllm_tests tests/v1/core/test_prefix_caching.py
 
 Schedulers, KV-cache managers and block pools are vLLM's, with our records and a rank that maps
-nothing. Blocks are taken in vLLM's order, not from the fullest pages first, since the tests expect
-certain block numbers. With ``backed``, all blocks have memory from the start, so all results must
-be the same. With ``bare``, only the null block does, and others are backed when taken, so vLLM's
-queue of free blocks is shorter than the tests expect. Without the variable, nothing is changed.
+nothing. Blocks are allocated in vLLM's order, not from the fullest pages first, because the tests
+expect certain block numbers. With ``backed``, all blocks have memory from the start, so all results
+must be the same. With ``bare``, only the null block has memory and other blocks are backed when
+they are allocated, so vLLM's queue of free blocks is shorter than the tests expect. Without the
+variable, the plug-in changes nothing.
 `scripts/vllm_tests.py` fetches the tests and compares.
 """
 
@@ -42,7 +43,7 @@ def _take_in_vllms_order(elastic: Any, count: int) -> None:
 
 
 class _Pools:
-    """Gives an elastic object to the outermost of a scheduler, a manager and a block pool."""
+    """Attaches an elastic object to the outermost of a scheduler, a manager and a block pool."""
 
     def __init__(self, backed: bool) -> None:
         self._backed = backed
@@ -121,7 +122,7 @@ class _Pools:
         pool.get_new_blocks = get_new_blocks
 
     def _manager(self, manager: Any) -> None:
-        """Adds the pool to a manager without a scheduler, all of whose steps are watched."""
+        """Adds the pool to a manager without a scheduler, and watches all its steps."""
         from pyvmem.vllm.demand import Demand
 
         config = manager.kv_cache_config
