@@ -45,8 +45,8 @@ static int failures_here;
 
 #define OK(call) EQ(call, 0)
 
-/* open.c. The back end under test is $VMEM_TEST_BACKEND (default: host). A context opened with pool_high 0 keeps no free
- * memory, on any back end. get_byte and put_byte also reach memory that the CPU cannot access, as on GPU back ends. */
+/* open.c. The back end under test is $VMEM_TEST_BACKEND (default: host). A context opened with pool_high 0 keeps no
+ * free memory, on any back end. get_byte and put_byte also reach memory that the CPU cannot access. */
 const char *backend(void);
 bool on_host(void);
 int open_opts(struct vmem_open_opts *o, vmem_t *vm);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: submitted batches: results, ordering after external work, shortages at submit or later, limits, close. */
+/* Description: submitted batches: results, order after external work, shortages at submit or later, limits, close. */
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -185,8 +185,8 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
-/* Submit checks the arguments and copies the operations. If the pool has the pages, the worker does everything else when
- * it starts the batch. */
+/* Submit checks the arguments and copies the operations. If the pool has the pages, the worker does everything else
+ * when it starts the batch. */
 static void late(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(2)};
   vmem_t vm;

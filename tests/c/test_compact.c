@@ -359,8 +359,8 @@ static bool scene(bool handles, vmem_handle *h) {
          !vMemMap(vm, other, 6 * PAGE, *h, 0, VMEM_MAP_READONLY);
 }
 
-/* Whichever driver call or allocation fails, contents are unchanged, slabs emptied before the failure are freed, and the
- * call can be repeated. */
+/* Whichever driver call or allocation fails, contents are unchanged, slabs emptied before the failure are freed, and
+ * the call can be repeated. */
 static void each_call_fails(void) {
   static const uint32_t kinds[] = {VMEM_INJECT_MAP | VMEM_INJECT_UNMAP | VMEM_INJECT_FILL | VMEM_INJECT_SLAB,
                                    VMEM_INJECT_HEAP};

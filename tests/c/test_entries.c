@@ -141,7 +141,7 @@ static bool marked(uint64_t offset, uint64_t bytes) {
   return true;
 }
 
-/* True if the driver has a large entry there, because it refuses to unmap a part of it. Otherwise maps the page again. */
+/* True if the driver has a large entry there: it refuses to unmap a part of it. Otherwise maps the page again. */
 static bool driver_has_large(uint64_t offset) {
   uint64_t at = va + offset + PAGE;
   struct vm_pte pte;
@@ -363,7 +363,7 @@ static void split_unmaps(void) {
   }
 }
 
-/* Several parts of one block, parts of adjacent blocks, and a range that starts and ends inside blocks: one unmap each. */
+/* Several parts of one block, parts of adjacent blocks, a range that starts and ends inside blocks: one unmap each. */
 static void split_many(void) {
   struct vmem_op op = {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE, .count = PAGES, .stride = 2 * PAGE};
   struct vmem_stats before, after;
@@ -495,7 +495,7 @@ static void holes_are_filled(void) {
     OK(populate_at(BLOCK, BLOCK, 0)); /* its memory is not adjacent to that of the block to its left */
     CHECK(mark(0, 2 * BLOCK) && mark(8 * BLOCK, BLOCK));
     OK(unmap_at(4 * BLOCK + 3 * PAGE, 9 * PAGE, VMEM_OP_SPLIT));
-    for (uint64_t block = BLOCK; block <= 8 * BLOCK; block += 7 * BLOCK) { /* nothing is mapped to the left of the second block */
+    for (uint64_t block = BLOCK; block <= 8 * BLOCK; block += 7 * BLOCK) { /* the second has no left neighbour */
       OK(unmap_at(block + first, bytes, VMEM_OP_SPLIT));
       OK(populate_at(block + first, bytes, i % 2 ? VMEM_OP_SPREAD : 0));
       EQ(get_byte(vm, va + block + first + 7), 0);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: fills that are still running when their batch has returned, and events of GPU work, as on a GPU back end.
+ * Description: fills that still run when their batch has returned, and events of GPU work, as on a GPU back end.
  *
  * Uses the host back end with a substitute for the GPU's queue, in which fills and events complete only when the test
  * says so. Everything else is the real library.
@@ -406,8 +406,8 @@ static void broken_work(void) {
   OK(vmem_close(vm));
 }
 
-/* Each event that a call depends on fails once: when it is recorded, queried or waited for. The call then changes nothing
- * and has put all other events. */
+/* Each event that a call depends on fails once: when it is recorded, queried or waited for. The call then changes
+ * nothing and has put all other events. */
 static void dependencies_fail_in_turn(void) {
   vmem_t vm = open_fake();
   uint64_t va;

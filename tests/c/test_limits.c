@@ -134,8 +134,8 @@ static void queued_pages(void) {
   OK(vmem_close(vm));
 }
 
-/* Mappings that other code in the process has freed can be used after a while. A batch that the kernel refuses is undone,
- * whether the kernel refuses it at the limit or one mapping above it, which depends on `odd`. */
+/* Mappings that other code in the process has freed can be used after a while. A batch that the kernel refuses is
+ * undone, whether the kernel refuses it at the limit or one mapping above it, which depends on `odd`. */
 static void with_mappings_of_others(bool odd) {
   vmem_t vm = open_host(KIB(4));
   uint64_t va, max = sysctl_max(), size = max / 2 * KIB(8);
@@ -180,7 +180,7 @@ static void more_memory_than_there_is(void) {
   EQ(vmem_warm(vm, GIB(1024)), -ENOMEM);
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
-  EQ(after.slab_calls, before.slab_calls);    /* nothing was allocated, not even temporarily: other processes would have run short */
+  EQ(after.slab_calls, before.slab_calls);    /* nothing was allocated, not even for a moment */
   EQ(vMemCreate(vm, all, NULL, &h), -ENOMEM); /* because this process already uses some */
   OK(vmem_get_error(&e));
   CHECK(strstr(e.text, "available"));

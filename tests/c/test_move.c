@@ -403,8 +403,8 @@ static void copies_from_what_goes(void) {
   end(&s);
 }
 
-/* The GPU waits for the dependencies of a batch only if the batch does nothing but fill. A batch that also replaces waits
- * on the worker, and other batches run in the meantime. */
+/* The GPU waits for the dependencies of a batch only if the batch does nothing but fill. A batch that also replaces
+ * waits on the worker, and other batches run in the meantime. */
 static void fills_beside_replaces(void) {
   struct scene s;
   struct vmem_op ops[2];

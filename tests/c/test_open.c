@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the test of a back end when it is opened; `auto` skips a back end that fails it; failures in vMemFree and
- * in `room`. */
+/* Description: the test of a back end when it is opened; `auto` skips a back end that fails it; failures in vMemFree
+ * and in `room`. */
 #include "api/api.h"
 #include "check.h"
 

@@ -33,8 +33,8 @@ static void *asks_for_ever(void *arg) {
   return NULL;
 }
 
-/* With asynchronous cancellation. ThreadSanitizer does not support that: a thread that is cancelled while it switches to
- * its next trace keeps the trace's lock, and the next thread with the same number never starts. */
+/* With asynchronous cancellation. ThreadSanitizer does not support that: a thread that is cancelled while it switches
+ * to its next trace keeps the trace's lock, and the next thread with the same number never starts. */
 static void threads_that_are_cancelled_at_once(void) {
 #ifdef __SANITIZE_THREAD__
   printf("not run with ThreadSanitizer: %s\n", __func__);

@@ -20,7 +20,7 @@ static struct {
   uint64_t locked_at, locked_bytes;
   enum telling telling;
   unsigned direct, staged;                 /* launches */
-  unsigned misplaced, misaligned;          /* misplaced: launches that a GPU could not run; misaligned: those that would be slow */
+  unsigned misplaced, misaligned;          /* launches: impossible on a GPU, slow on a GPU */
   int fail_launch, fail_record, fail_sync; /* fail the n-th from now; 0: none */
   uint64_t chance;
 } fake;
@@ -248,7 +248,7 @@ static void memory_that_is_locked_in_part_is_not_trusted(void) {
 
 /* A driver error is returned, and no copy is still running then. */
 static void failures_leave_nothing_running(void) {
-  static const int nth[] = {1, 1, 1, 1, 2, 3, 4, 5}; /* the first copy more often: a wait for a later copy does not cover it */
+  static const int nth[] = {1, 1, 1, 1, 2, 3, 4, 5}; /* 1 more often: no wait for a later copy covers it */
   struct gpu *g = open_fake();
   uint64_t at = (uint64_t)(uintptr_t)fake.device + EDGE;
   unsigned failed = 0;

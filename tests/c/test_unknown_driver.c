@@ -136,7 +136,7 @@ static void child_ended(int number) {
   children++;
 }
 
-/* The child leaves no trace in the program: no signal, no process to wait for, no descriptor, no changed signal mask. */
+/* The child leaves no trace in the program: no signal, no process to wait for, no descriptor, the same signal mask. */
 static void nothing_of_it_is_left(void) {
   static const char *const ends[] = {"", "die:UVM_FREE", "gone:UVM_FREE"};
   sigset_t before_it = {0}, after = {0};

@@ -332,8 +332,8 @@ static void begun(struct vm_ctx *c) {
   }
 }
 
-/* A call that maps a page while it is being zeroed waits, even if it accepts dirty pages, so that later writes to the page
- * are not overwritten. */
+/* A call that maps a page while it is being zeroed waits, even if it accepts dirty pages, so that later writes to the
+ * page are not overwritten. */
 static void taken_in_flight(void) {
   for (uint32_t dirty = 0; dirty < 2; dirty++) {
     pthread_t thread;

@@ -32,7 +32,7 @@ def needs_gpu(count: int = 1) -> list[pytest.MarkDecorator]:
 
 
 def contexts(**options: Any) -> Any:
-    """A fixture: a context on each back end, checked once the test and its kernels have finished."""
+    """A fixture: a context on each back end, checked after the test and its kernels."""
 
     @pytest.fixture(params=BACKENDS)
     def context(request: pytest.FixtureRequest) -> Iterator[Context]:

@@ -80,7 +80,7 @@ class Engine:
         self.count("free")
 
     def step(self, more: dict[int, int]) -> bool:
-        """Adds rows to requests. If memory is short, frees the longest request and returns False."""
+        """Adds rows to requests. If memory is short, frees the longest and returns False."""
         lens = [0] * SLOTS
         for reqid, rows in self.rows.items():
             lens[reqid] = min(LONGEST, rows + more.get(reqid, 0))

@@ -111,7 +111,7 @@ class Growing:
             self.next[reqid] = want
 
     def step(self) -> None:
-        """Fills requests without room with NaN and restarts them; grows all to their next lengths."""
+        """Grows requests to their next lengths; restarts those without room, filled with NaN."""
         cache = self.cache
         for reqid in self.ended:
             (mapped,) = cache.slots.readable_rows([reqid])

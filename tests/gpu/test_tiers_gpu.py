@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a request's pages move to another GPU, to the host and back; kernels read them there.
+"""Description: a request's pages move to another GPU, to the host and back; kernels read them.
 
 Needs two CUDA devices with peer access, torch, and a back end (cuda, stock) that passes
 its probe.

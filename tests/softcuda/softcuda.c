@@ -13,8 +13,8 @@
  *   SOFTCUDA_DEVICES (1): number of devices
  *   SOFTCUDA_MEMORY (4294967296): bytes of each device
  *   SOFTCUDA_DELAY_US (0): maximum random delay before work of a stream starts
- *   SOFTCUDA_CALL_US (0): maximum random delay of calls that create, map, unmap or release memory, as if other processes
- *     used the device
+ *   SOFTCUDA_CALL_US (0): maximum random delay of calls that create, map, unmap or release memory, as if other
+ *     processes used the device
  */
 #include <dlfcn.h>
 #include <errno.h>

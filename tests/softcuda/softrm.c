@@ -4,9 +4,10 @@
  * makes. An LD_PRELOAD library that intercepts /dev/nvidiactl, /dev/nvidia0 and so on, and /dev/nvidia-uvm.
  *
  * Device memory is made of memfds, and mappings are mappings of this process, so softcuda's kernels access the pages
- * that were mapped. The structure layouts are those of the configured version, defined independently of libvmem, and any
- * other layout is refused. Used with softcuda.c, which gets its own UVM descriptor from here (softrm_attach). The state
- * belongs to the process: a child starts with a copy. The environment is read when /dev/nvidiactl is first opened.
+ * that were mapped. The structure layouts are those of the configured version, defined independently of libvmem, and
+ * any other layout is refused. Used with softcuda.c, which gets its own UVM descriptor from here (softrm_attach). The
+ * state belongs to the process: a child starts with a copy. The environment is read when /dev/nvidiactl is first
+ * opened.
  *
  *   SOFTRM_VERSION (580.159.04): the driver version to imitate
  *   SOFTRM_LIE: how this driver differs from that version: KIND:CALL, where CALL is a name in `call_table` below:
@@ -773,8 +774,8 @@ EXPORT int ioctl(int fd, unsigned long request, ...) {
 
 /* ---- for softcuda.c ---------------------------------------------------------------------------- */
 
-/* Called when CUDA is initialised, with the number of devices and their memory. Opens two UVM descriptors, like CUDA: one
- * that is not used, then one on which every GPU is registered. */
+/* Called when CUDA is initialised, with the number of devices and their memory. Opens two UVM descriptors, like CUDA:
+ * one that is not used, then one on which every GPU is registered. */
 EXPORT void softrm_attach(unsigned devices, uint64_t bytes, uint64_t (*used_by_cuda)(unsigned device)) {
   struct thing *file;
   enter();

@@ -47,8 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "chunk_size": 32,
         "expand": 2,
     },
-    # Gated delta nets; the CPU kernels need bfloat16 and a head dimension of 128. An attention block
-    # is as large as a state: 96 tokens with a head dimension of 256.
+    # Gated delta nets; the CPU kernels need bfloat16 and a head dimension of 128. An attention
+    # block is as large as a state: 96 tokens with a head dimension of 256.
     "qwen3_next": {
         "model_type": "qwen3_next",
         "head_dim": 256,

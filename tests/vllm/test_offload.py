@@ -100,7 +100,7 @@ def test_prefixes_come_back_from_host_memory(
 
         with monkeypatch.context() as patch:
             patch.setattr(ThreadCopies, "_move", refuse)
-            asked = prompts() + prompts(seed=1, count=2)  # two more prompts, stored during the loads
+            asked = prompts() + prompts(seed=1, count=2)  # two more, stored during the loads
             stored = counters(llm).stored
             first = answer(llm, asked)
             assert first[: len(wanted)] == wanted
@@ -182,7 +182,7 @@ def test_a_store_is_dropped_if_no_step_follows(start: Open) -> None:
 
 
 def test_layers_end_within_a_page(start: Open, expected: Callable[..., Tokens]) -> None:
-    """The pool aligns layers to pages; the rank has the number of chunks that the scheduler counts."""
+    """The pool aligns layers to pages; rank and scheduler agree on the number of chunks."""
     block, blocks, chunks = 8 << 10, 100, 24
     assert blocks * block % (64 << 10)
     size = {"kv_offloading_size": chunks * 2 * block / 2**30, "num_gpu_blocks_override": blocks}

@@ -228,7 +228,7 @@ def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
 
 
 def test_a_request_that_vllm_postpones_maps_nothing(open_pool: Open) -> None:
-    """If its prefix is being computed in the same step, vLLM reports a demand above the pool's size."""
+    """If its prefix is computed in the same step, vLLM reports a demand above the pool's size."""
     with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0") as pool:
         demand, scheduler = pool.scheduler._demand, pool.scheduler
         count = demand._count_blocks
