@@ -487,7 +487,7 @@ void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem)
     if (!state)
         return;
 
-    // A reader of vmem_dump may hold a claim. From here on no new claim can be made, and that one is released soon.
+    // A reader of vmem_dump may hold a claim, which it releases soon. No new claim is possible from here on.
     uvm_vmem_stat_remove(state);
     uvm_vmem_wait_event(state, READ_ONCE(state->calls) == 0);
 

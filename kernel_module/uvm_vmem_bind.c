@@ -27,7 +27,7 @@ typedef struct
     NvU64 num_units;
     uvm_vmem_object_t *object; // MAP
     NvU64 object_unit;
-    NvU32 number; // in the caller's array
+    NvU32 number; // index in the caller's array
     NvU32 op;
     NvU32 flags;
 } bind_op_t;

@@ -130,7 +130,7 @@ static const char *entry_text(uvm_vmem_range_t *range, NvU64 address)
     const char *text = "nothing mapped";
     uvm_vmem_slot_t *slot;
 
-    // While this lock is held, no claim can be made.
+    // While this lock is held, nobody can make a claim.
     if (!uvm_mutex_trylock(&range->state->lock))
         return "a batch is under way";
 

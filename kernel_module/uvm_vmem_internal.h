@@ -269,7 +269,7 @@ struct uvm_vmem_state_struct
     pid_t process;
     char command[4 * TASK_COMM_LEN];
 
-    // In the list of all states (uvm_vmem_stat.c).
+    // Links in the list of all states (uvm_vmem_stat.c).
     struct list_head node;
 
     // Protected by the VA space lock: for read to walk the list, for write to change it.

@@ -157,8 +157,8 @@ struct uvm_vmem_query {
 
 /*
  * RESERVE: reserve [start, start + length) for pages of 1 << page_shift bytes and above on gpu_count GPUs;
- * every mapping is made on all of them. start and length are multiples of 2 MB; start is not 0. The
- * addresses may lie in a range that CUDA knows, if UVM holds no range there. Page tables are made when a slot
+ * every mapping exists on all of them. start and length are multiples of 2 MB; start is not 0. The
+ * addresses may lie in a range that CUDA knows, if UVM holds no range there. Page tables are created when a slot
  * is first bound, or first mapped if it is sparse, and kept until FREE; EAGER makes all of them now.
  *
  * When peer access between two GPUs is disabled, a reservation on one of them loses its mappings of pages in the

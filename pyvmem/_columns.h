@@ -82,7 +82,7 @@ struct pyvmem_grown {
 /* Waits of the cache's calls for the driver, or for GPU work. */
 struct pyvmem_waits {
   uint64_t count, ns;
-  uint64_t last_ns;   /* in the last step only */
+  uint64_t last_ns;   /* the last step's */
   uint64_t driver_ns; /* spent in the driver */
   /* histogram: item k counts waits of more than 2^(k-1) ns and at most 2^k; the last item, all longer ones */
   uint64_t lengths[PYVMEM_WAIT_COUNTS];

@@ -78,7 +78,7 @@ static void destroy_versioned(PyObject *capsule) {
 
 /*
  * Returns a new reference to a capsule with a new tensor; NULL, with MemoryError set, if the heap is exhausted.
- * Called with the GIL held, unlike the other functions that cffi declares. Tensor and capsule are made in one call,
+ * Called with the GIL held, unlike the other functions that cffi declares. It creates tensor and capsule in one call,
  * since a signal's exception between two calls would leave a tensor with no owner, or with two.
  */
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,

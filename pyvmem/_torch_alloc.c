@@ -28,7 +28,7 @@
 
 struct block {
   struct block *next;
-  uint64_t addr, bytes; /* of the reservation; `bytes` is a multiple of the page size */
+  uint64_t addr, bytes; /* the reservation; `bytes` is a multiple of the page size */
   uint32_t tag;
   int paused;
   int freed; /* torch has freed the block, which it does only once, but unmapping it failed */

@@ -6,9 +6,9 @@
 #define PYVMEM_TORCH_ALL 4294967295u /* every tag */
 
 struct pyvmem_torch_stats {
-  /* of the tag; saved_bytes: paused with their contents saved */
+  /* the tag's; saved_bytes: paused with their contents saved */
   uint64_t blocks, mapped_bytes, paused_bytes, saved_bytes;
-  uint64_t mallocs, frees, failures; /* of the device, since the pool was opened */
+  uint64_t mallocs, frees, failures; /* totals of the device since the pool was opened */
   char error[640];                   /* the last failure, "" = none */
 };
 

@@ -148,7 +148,7 @@ struct vmem_open_opts {
   uint32_t flags;       /* VMEM_OPEN_* */
   uint32_t num_devices; /* entries used in devices; 0 = device 0 alone */
   int32_t devices[VMEM_MAX_DEVICES]; /* CUDA ordinals as this process sees them; pages are in devices[0]
-                                        unless requested otherwise, mappings are made on all */
+                                        unless requested otherwise, mappings exist on all */
   uint64_t granule;   /* 0 = 64 KiB, or the back end's smallest if that is larger */
   uint64_t slab_size; /* 0 = the back end's choice; else a power of two, at least granule */
   uint64_t mem_limit; /* limit on bytes taken from the driver, all locations together; 0 = none */
@@ -305,8 +305,8 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
 struct vmem_range_info {
   size_t size;
   uint64_t base, bytes;    /* the reservation */
-  uint64_t mapped_bytes;   /* in the reservation */
-  uint64_t segments;       /* in the reservation */
+  uint64_t mapped_bytes;   /* within the reservation */
+  uint64_t segments;       /* within the reservation */
   uint64_t run_bytes;      /* bytes from the address's granule on that are in the same state, in one run */
   uint32_t flags;          /* VMEM_RANGE_* of the address */
   uint32_t reserved;
@@ -362,7 +362,7 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle);
 /* Drops only the caller's reference: mappings stay and keep their pages. */
 VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle);
 
-/* Makes a new handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
+/* Creates a handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
 VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle);
 
 /* The same for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy. They are contiguous in the
@@ -418,7 +418,7 @@ enum vmem_op_kind {
 #define VMEM_OP_REPLACE (1u << 6)  /* MAP: over a fully mapped range, whose old pages lose that reference.
                                       The handle's pages must have been mapped before (-EINVAL otherwise:
                                       their contents are not known). On "uvm" a concurrent reader sees the
-                                      old pages or the new, except where an entry of 2 MiB is made or removed:
+                                      old pages or the new, except where a 2 MiB entry is created or removed:
                                       a large page replaces small ones, or small pages or host memory replace
                                       a large page, in a reservation with VMEM_RESERVE_LARGE (or a granule of
                                       2 MiB) that is not SPARSE. There, and always on the other back ends,
@@ -506,7 +506,7 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
  * limit; 0: poll. Any thread may ask for the result again until vmem_ticket_drop. */
 VMEM_API int vmem_wait(vmem_t vm, vmem_ticket ticket, int64_t timeout_ns);
 
-/* Waits until the batch's mappings are made, then makes `stream` (a CUstream), not the calling thread, wait for its
+/* Waits until the batch's mappings exist, then makes `stream` (a CUstream), not the calling thread, wait for its
  * fills. Returns the batch's result. On host, equivalent to vmem_wait without a limit. */
 VMEM_API int vmem_order(vmem_t vm, vmem_ticket ticket, uint64_t stream);
 

@@ -189,7 +189,7 @@ def drop(vm: int, handle: int) -> None:
 
 
 def gather(vm: int, addr: int, size: int, count: int, stride: int, *, outcome: Outcome) -> None:
-    """Makes a handle to the pages that back several ranges, in order; stores it in `outcome`."""
+    """Creates a handle to the pages that back several ranges, in order; stores it in `outcome`."""
     call(lib.pyvmem_gather, outcome.cell, vm, addr, size, count, stride)
 
 

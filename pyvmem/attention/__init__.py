@@ -132,7 +132,7 @@ class Attention:
         )
 
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
-        """Makes a step's batch after checking its lengths; all layers use it. See `Batch`.
+        """Creates a step's batch, which all layers use, after checking its lengths. See `Batch`.
 
         It uses the `decode` kernels of `choices` if no request has more than `PREFILL_TOKENS` new
         tokens, else the `name` ones, or `decode` if the latter could read unmapped rows.

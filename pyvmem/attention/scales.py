@@ -2,7 +2,7 @@
 """Scales for 8-bit keys and values, and quantisation of rows.
 
 The value of a stored element is the element times its scale. Each layer has its scales, one per KV
-head or one for all, fixed when `Attention` is made: engines read them from a checkpoint. Query
+head or one for all, fixed when `Attention` is created: engines read them from a checkpoint. Query
 scales are computed on the device in each call: the largest element maps to the type's maximum.
 """
 

@@ -177,7 +177,7 @@ class _Singles:
         ]
 
     def time(self) -> float:
-        """Makes the maps; returns the nanoseconds that all of them took."""
+        """Maps all pages; returns the nanoseconds that this took."""
         n, each = self.n, list[float]()
         n.check("vMemMap", time_each(n.lib.vMemMap, self.args, each))
         for _, addr, size, *_ in self.args:

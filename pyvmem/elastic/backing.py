@@ -316,7 +316,7 @@ class Backing:
     # ---- releasing -------------------------------------------------------------------------------
 
     def retire(self, blocks: list[int]) -> int:
-        """Makes backed blocks unbacked; the engine's free list must no longer contain them.
+        """Marks backed blocks as unbacked; the engine's free list must no longer contain them.
 
         Queues in `outbox` a release of the pages that no other block uses.
 

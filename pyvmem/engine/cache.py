@@ -155,7 +155,7 @@ class RequestCache(Closable):
             prompt: token ids, or their `Prefix`, whose lease ends when the request is admitted.
             namespace: as in `match`; ignored for a `Prefix`.
             room: number of tokens after the prompt to map pages for, up to the end of the slot.
-            stream: the stream that will read the prefix; it is made to wait for the work that wrote
+            stream: the stream that will read the prefix; it will wait for the work that wrote
                 it.
             reserve: if False, still checks that everything fits now, but allocates only the slot
                 and the prefix; each `extend` then maps the pages it needs and may return a
@@ -366,7 +366,7 @@ class RequestCache(Closable):
     def fork(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> list[Request] | Shortage:
-        """Makes new requests that begin with a request's rows, for sampling or beam search.
+        """Creates requests that start with a request's rows, for sampling or beam search.
 
         Makes all of them or none, and raises the errors of `KVCache.fork_many`. Full pages are
         shared, read-only. The new requests have the parent's namespace.

@@ -194,7 +194,7 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
 
 
 def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any = 0) -> KVCache:
-    """Makes the cache for a model under a policy; the caller closes it.
+    """Creates the cache for a model under a policy; the caller closes it.
 
     It is a `LayeredCache` if the model's layers differ.
 

@@ -87,7 +87,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
                 with self._gate:
                     taken.extend(map(self.acquire, (True,)))
             return True
-        # from a signal handler: the block is not entered, so release the lock
+        # raised by a signal handler: the block is not entered, so release the lock
         except BaseException:
             if taken:
                 self.release()

@@ -564,7 +564,7 @@ class KVCache(MustClose):
         Args:
             tokens: the prompt, or its match from `match`.
             leave: as in `match`; ignored for a match.
-            stream: the stream that will read the rows; it is made to wait for the work that wrote
+            stream: the stream that will read the rows; it will wait for the work that wrote
                 them.
             namespace: as in `record`; ignored for a match.
 

@@ -43,7 +43,7 @@ class Made(Protocol):
     """A handle or a reservation that a call has made in the context."""
 
     def abandon(self) -> None:
-        """Releases it, if it was made and has not been released."""
+        """Releases the object, if it was created and has not been released."""
 
 
 class Recoverable(Protocol):

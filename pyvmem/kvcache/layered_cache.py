@@ -146,7 +146,7 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """Makes a `KVCache` if all layers are equal, otherwise a `LayeredCache`; arguments as for the
+    """Creates a `KVCache` if all layers are equal, otherwise a `LayeredCache`; arguments as for the
     latter."""
     layers = [*layers]
     counts = classes_of(layers)[0]

@@ -91,7 +91,7 @@ class TokenIds:
 
     @classmethod
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
-        """Makes ids from native 32-bit words. Raises InvalidArgument if not a multiple of 4
+        """Creates ids from native 32-bit words. Raises InvalidArgument if not a multiple of 4
         bytes."""
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")

@@ -130,7 +130,7 @@ class Truncation:
         end: first page to unmap if `unmaps`.
         unmaps: True if pages must be unmapped immediately.
         ownerless: True if pages stay mapped but become unowned.
-        addresses: scratch addresses of the copies; None before they are made and once they are in
+        addresses: scratch addresses of the copies; None until reserved, and once they are in
             the slot.
     """
 

@@ -260,7 +260,7 @@ def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -
     """Lists the blockers of `KVCache.promote`; `work`: the request's last GPU work."""
     if wait:
         return before_swap_out(groups, reqid, work)
-    # For a slot whose promotion is in flight the call only returns its size.
+    # If the slot's promotion is in flight, the call only returns its size.
     both = _both(groups, reqid)
     return [wait for group, slot in both if slot not in group.mover.moves for wait in _job(slot)]
 

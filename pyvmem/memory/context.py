@@ -100,7 +100,7 @@ class Context(AddressSpace, Closable):
         backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of
             uvm, stock, cuda, host.
         device: holds the pages: CUDA ordinal in this process, torch.device, cuda.core Device.
-        devices: all devices that mappings are made on; the first one holds the pages. Replaces
+        devices: all devices on which mappings exist; the first one holds the pages. Replaces
             `device`.
         granule: smallest page in bytes, a power of two; 0 = 64 KiB.
         slab_size: bytes per allocation from the driver, a power of two; 0 = the back end's choice.

@@ -30,7 +30,7 @@ _UNMAP = _native.constant("VMEM_FREE_UNMAP")
 
 
 class PlainReservationWarning(UserWarning):
-    """No visible reservation fits, so a plain one was made: CUDA's own copies reject it."""
+    """No visible reservation fits, so a plain one was created: CUDA's own copies reject it."""
 
 
 def warn_plain(size: int) -> None:

@@ -224,7 +224,7 @@ class Work(NamedTuple):
 
 
 _CURRENT: Final = Work(Kind.CURRENT, "torch", 0, CurrentStream)
-_SLICE_MS: Final = 100  # of a wait
+_SLICE_MS: Final = 100  # maximum duration of one wait
 _LEGACY: Final = 1  # CU_STREAM_LEGACY, another name of stream 0
 
 

@@ -115,7 +115,7 @@ class Engine(Closable):
         attention: its `choice` names the kernel.
 
     Raises:
-        ValueError: the cache was made for other layers or heads than the model's.
+        ValueError: the cache was created for other layers or heads than the model's.
         NotSupported: attention that is more than causal with windows
             (`pyvmem.models.hf_config.plain_rows`), MLA in another form than DeepSeek-V3's, or MLA
             in a model that also has states.

@@ -154,10 +154,10 @@ class Recorder:
         """Returns the data that `picture` draws.
 
         Raises:
-            ValueError: the recorder was made without `keep_steps`.
+            ValueError: the recorder was created without `keep_steps`.
         """
         if self._steps is None:
-            raise ValueError("the recorder was made without keep_steps")
+            raise ValueError("the recorder was created without keep_steps")
         footprint = self.own.footprint()
         return {
             "format": TRACE_FORMAT,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Makes an engine's ranks agree, since their schedulers must make the same decisions.
+"""Makes an engine's ranks agree, because their schedulers must make the same decisions.
 
 SGLang has a scheduler on each tensor-parallel rank. All receive the same requests in each round,
 and then decide independently, so all inputs of a decision must be equal. Most are: free pages,

@@ -130,7 +130,7 @@ class HostMemory:
         return block
 
     def give(self, block: HostBlock) -> None:
-        """Makes a block spare, unless it has live views, which then own it."""
+        """Keeps a block for reuse, unless it has live views, which then own it."""
         if block.viewed:
             block.unlock()
         else:

@@ -58,7 +58,7 @@ _OTHERWISE = (
     "vmem_copies_in_step=true in its extra configuration, one that copies by cudaMemcpy alone, "
     "and ends with the step, works; so does OffloadingConnector"
 )
-BLOCK_BYTES = "vmem_block_bytes"  # in a spec's extra configuration: bytes of a block on a rank
+BLOCK_BYTES = "vmem_block_bytes"  # key in a spec's extra configuration: bytes of a block on a rank
 _IN_STEP = "vmem_copies_in_step"  # the user asserts that a connector copies within steps
 _COPY_IN_STEP = ("LMCacheConnectorV1",)
 _LMCACHE = "0.5.6"  # the version whose source was checked

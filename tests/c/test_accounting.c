@@ -179,7 +179,7 @@ static void low_watermark(void) {
 
 /* If the driver can only map whole pages, a handle to a part of a page cannot be mapped. */
 static void parts_of_pages_that_are_mapped_whole(void) {
-  ONLY_HOST(); /* host is made to look like such a driver */
+  ONLY_HOST(); /* host can imitate such a driver */
   vmem_t vm = open_vm(0);
   struct vmem_create_opts large = {.size = sizeof(large), .page_size = 2 * PAGE};
   vmem_handle h, part, both;

@@ -11,7 +11,7 @@
 #include "check.h"
 
 #define BLOCK MIB(2)
-#define PAGES 32 /* in a block */
+#define PAGES 32 /* per block */
 
 static vmem_t vm;
 static uint64_t va;

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not STOCK, reason="stock is not usable here"),
 ]
 
-ROWS = 8  # of a page
+ROWS = 8  # per page
 PAGE = 64 << 10
 SLEEP = 100_000_000  # GPU clock cycles: about 60 ms
 

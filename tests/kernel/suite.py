@@ -230,7 +230,7 @@ def run_all(
 
 
 def base_tree(test: Test) -> tuple[str, ...]:
-    """The tree that a test loads, or that its mutant is made from; none if it loads nothing."""
+    """The tree that a test loads, or from which its mutant is built; none if it loads nothing."""
     return replace(test, mutant="").tree if test.load or test.program else ()
 
 

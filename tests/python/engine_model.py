@@ -46,11 +46,11 @@ class EngineModel:
 
     Args:
         cache: used by the model alone.
-        seed: of the random choices.
+        seed: seed of the random choices.
 
     Attributes:
         stream: unfinished GPU work, or None.
-        more: the most new tokens that a prompt adds.
+        more: maximum number of new tokens of a prompt.
     """
 
     def __init__(self, cache: KVCache, seed: int) -> None:
@@ -327,7 +327,7 @@ class EngineModel:
         self.spaces.append(self.engine.namespace(self.random.choice("ab")))
 
     def behind(self) -> None:
-        """Acts as another user of the cache does."""
+        """Acts like another user of the cache."""
         pick = self.random.random()
         if pick < 0.5:
             self.cache.trim(prefixes=self.random.random() < 0.3)

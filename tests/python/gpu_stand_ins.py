@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Stand-ins for torch, cuda.core and libcuda that record what work is ordered after what."""
+"""Substitutes for torch, cuda.core and libcuda that record the order of GPU work."""
 
 from __future__ import annotations
 

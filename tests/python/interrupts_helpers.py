@@ -60,7 +60,7 @@ class Stuck(BaseException):
 
 
 class NotHere(Exception):
-    """A scenario needs something that this back end does not have."""
+    """A scenario needs a feature that this back end does not have."""
 
 
 # ---- points --------------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ class Interrupts:
     _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
 
     def __init__(self, *at: int, package: str = PACKAGE) -> None:
-        """`at`: the first point that raises, from 1 on; then the distance in points to the second,
-        and so on.
+        """`at`: the number of the first point that raises, counted from 1; then the distance in
+        points to the second, and so on.
         """
         self._at = list(at)
         self._package = package
@@ -148,7 +148,7 @@ class Interrupts:
         """Makes the call under sys.monitoring; since 3.12 a trace function misses instructions on a
         code object's first run.
         """
-        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - missing in older Pythons
+        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - absent from older versions
         events = monitoring.events
         # per frame: the last instruction, and whether the frame has just started
         states: dict[int, list[Any]] = {}

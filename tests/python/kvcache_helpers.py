@@ -174,7 +174,7 @@ def wrap_methods(monkeypatch: pytest.MonkeyPatch, *owners: type) -> None:
 
 
 def at_the_gate(turns: Any) -> bool:
-    """Returns true if a thread waits for a budget's lock; that thread itself cannot ask."""
+    """Returns true if another thread waits for a budget's lock."""
     if turns._gate.acquire(blocking=False):
         turns._gate.release()
         return False
@@ -269,7 +269,7 @@ class Model:
         self.cache = cache
         self.random = random.Random(seed)
         self.rows: dict[int, list[float]] = {}
-        self.written: dict[int, int] = {}  # the most rows that the slot has ever had
+        self.written: dict[int, int] = {}  # the slot's maximum number of rows so far
         self.events: list[FdEvent] = []
         self.tag = 0.0
 
@@ -289,7 +289,7 @@ class Model:
         self.grow({reqid: length}, ahead=False)
 
     def grow(self, more: dict[int, int], ahead: bool) -> None:
-        """Grows requests; unfinished GPU work completes meanwhile."""
+        """Grows requests; unfinished GPU work completes during the call."""
         if not self.events:
             self.grow_now(more, ahead)
             return
@@ -336,7 +336,7 @@ class Model:
         rows.extend([self.tag] * (length - low))
 
     def give_up(self) -> None:
-        """Frees the longest request, as an engine does that preempts."""
+        """Frees the longest request, like an engine that preempts."""
         if self.rows:
             self.free(max(self.rows, key=lambda reqid: len(self.rows[reqid])), wait=False)
 

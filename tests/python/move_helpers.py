@@ -73,7 +73,7 @@ def scatter(cache: KVCache, reqid: int, first: int = 0) -> None:
 
 
 def in_slabs(backend: str, **options: Any) -> Context:
-    """Opens a context with entries of 2 MiB, each for four pages."""
+    """Opens a context with 2 MiB entries, each for four pages."""
     try:
         context = Context(backend, granule=MIB2 // UNIT, large_entries=True, **options)
     except NotSupported:

@@ -45,7 +45,7 @@ TENSORS = 2 * LAYERS
 
 
 class Rank:
-    """A scenario's handle on its process."""
+    """What a scenario knows about its process."""
 
     def __init__(self, index: int, size: int, backend: str) -> None:
         self.index, self.size = index, size
@@ -256,7 +256,7 @@ def ranks_differ(rank: Rank) -> Any:
 
 
 def ranks_ask_for_other_things(rank: Rank) -> Any:
-    """Makes the same call on all ranks, with the same result but different arguments."""
+    """Makes a call that has the same result on all ranks, but different arguments."""
     other = int(rank.index == 1)
     prompt = list(range(40))
     calls: dict[str, Callable[[ParallelKVCache], Any]] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""More scenarios for parallel_ranks.py: sharing, swapping, windows, and failures in these.
+"""More scenarios for parallel_ranks.py: sharing, swapping, windows, and their failures.
 
 A `rank` is parallel_ranks.Rank.
 """
@@ -137,8 +137,8 @@ def together(cache: ParallelKVCache, lens: list[int]) -> None:
 
 
 def agreeing(rank: Any, cache: ParallelKVCache) -> list[int]:
-    """Makes random steps; when one returns -1, requests keep their rows and have pages for just
-    these.
+    """Makes random steps; after a step that returns -1, requests have pages for exactly the rows
+    that they had before.
     """
     same, lens, answers = random.Random(5), [0] * 4, []
     alive: set[int] = set()
@@ -319,7 +319,7 @@ def held_back(rank: Any) -> Any:
 
 
 def sharing_fails(rank: Any) -> Any:
-    """Fails every driver call of a call that shares or swaps once, on one rank."""
+    """On one rank, fails each driver call of every sharing or swapping call once."""
     kinds = Inject.MAP | Inject.UNMAP | Inject.FILL
     out = []
     prompt = list(range(30))

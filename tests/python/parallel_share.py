@@ -33,8 +33,8 @@ class RankModel:
     """Drives a cache at random and checks every answer; `answers` is what the ranks compare.
 
     Args:
-        cache: a row fills an eighth of a page; no window.
-        rank: index and number of ranks; every rank writes rows of its own.
+        cache: has eight rows per page and no window.
+        rank: index and number of ranks; each rank writes different rows.
         work: starts GPU work that completes later, at a different time on every rank.
         dawdle: sleeps, for a different time on every rank.
     """
@@ -283,7 +283,7 @@ class RankModel:
         assert self.cache.available_pages == self.left() * tensors + self.budget % tensors
 
     def check(self) -> None:
-        """Checks every row of every request, the books, and that the other ranks did the same."""
+        """Checks every row of every request, the records, and that all ranks made equal calls."""
         self.cache.check_integrity()
         for reqid, one in self.requests.items():
             assert read_rows(self.cache, reqid, 0, one.tags), f"rows of reqid {reqid}"

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("parallel_ranks.py")
 def run_ranks(
     backend: str, folder: Path, size: int = 2, *calls: int, seconds: float = 240
 ) -> dict[str, Any]:
-    """Returns the results of every scenario, or of `calls`; they must be the same on all ranks."""
+    """Returns the results of all scenarios, or of `calls`; they must be the same on all ranks."""
     words = [str(size), str(folder / "store"), backend, *map(str, calls)]
     with ExitStack() as stack:
         ranks = []

@@ -20,7 +20,7 @@ VOCABULARY = 199
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: tiny matrices gain nothing from more, and on a busy machine
+    """Limits torch to one thread: more would not speed up tiny matrices, and on a busy machine
     threads wait for each other.
     """
     threads = torch.get_num_threads()

@@ -115,7 +115,7 @@ class ShareModel:
         self.events: list[FdEvent] = []
         self.known: dict[tuple[int, ...], int] = {}
         self.counts: dict[str, int] = {}
-        self.more = 20  # the most new tokens of a prompt
+        self.more = 20  # maximum number of new tokens of a prompt
 
     def tag(self, tokens: list[int]) -> int:
         """Returns the content of the row of the last token; the same in every request."""
@@ -172,7 +172,7 @@ class ShareModel:
         return all(read_rows(one, reqid, 0, self.tags[reqid]) for one in self.parts)
 
     def grow(self, more: dict[int, list[int]]) -> None:
-        self.fire()  # the model's stand-in for GPU work completes before anything waits for it
+        self.fire()  # complete the simulated GPU work before a call waits for it
         longest = self.first.config.max_seq_len
         more = {r: ids[: longest - len(self.tokens[r])] for r, ids in more.items()}
         want = self.lens({reqid: len(ids) for reqid, ids in more.items()})
@@ -211,8 +211,8 @@ class ShareModel:
         self.grow({reqid: prompt[length:]})
 
     def refused(self, before: tuple[Any, ...]) -> None:
-        """Checks that `alloc_prefix` returned None without effect; pages freed earlier may be
-        unmapped meanwhile.
+        """Checks that `alloc_prefix` returned None without effect; pages freed earlier may have
+        been unmapped since.
         """
         self.count("no slot")
         assert len(self.tokens) == self.first.config.max_batch
@@ -409,7 +409,7 @@ class WindowModel(ShareModel):
         self._where_it_is_there(super().truncate, reqid)
 
     def _where_it_is_there(self, call: Callable[[int], None], reqid: int) -> None:
-        """Makes a call that may fail because a window starts in unmapped rows."""
+        """Makes a call that fails if a window starts in unmapped rows."""
         before = self.running()
         try:
             call(reqid)

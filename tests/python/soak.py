@@ -6,11 +6,11 @@
     --steps 1000000 --log soak.log      # resumes from the log
 
 A run consists of rounds. Each has a context and one to three caches: a single cache, several that
-share a budget, or one of unequal layers, some with a window; a model (share_helpers.py,
-test_kvcache_mixed_model.py) drives each. GPU work of freed requests is an FdEvent that a thread
-signals late. In a quiet phase one cache is not called at all, for more batches than a context
-remembers. With ``--interrupts`` calls are interrupted at random points (interrupts_helpers.py) and
-the model then reads the cache's state to learn what they did.
+share a budget, or one of unequal layers, some with a window. A model (share_helpers.py,
+test_kvcache_mixed_model.py) drives each cache. The GPU work of freed requests is an FdEvent that a
+thread signals late. In a quiet phase, one cache is not called while the others run more batches
+than a context remembers. With ``--interrupts``, calls are interrupted at random points
+(interrupts_helpers.py), and the model then reads the cache's state to learn what they did.
 
 The last line sums up the run; after an error, the run stops and prints the state of the caches and
 the seed and step that reproduce it.
@@ -53,7 +53,7 @@ __all__ = ["Soak", "main"]
 TENSORS = 4  # per page of `small_config`
 # the cache's own token ids in each namespace; the model numbers namespaces and ids together
 IDS = 4
-QUIET = 4500  # calls of the other caches while one cache is quiet; each is a batch or more
+QUIET = 4500  # calls of the other caches while one is quiet; each is at least one batch
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {},
@@ -133,7 +133,7 @@ class Lease:
 
 
 class Endless:
-    """Lets a `ShareModel` run without end, alongside others.
+    """Makes a `ShareModel` run forever, alongside others.
 
     A token of the model stands for a token of the cache and a namespace; a row's content depends on
     both. Matches are held for a while, and steps may leave requests out.
@@ -250,7 +250,7 @@ class Endless:
         return None if self.random.random() < 0.5 else self.late.create()
 
     def fire(self: Any) -> None:
-        """Mostly leaves it to the thread, so that calls often wait for unfinished work."""
+        """Usually leaves this to the thread, so that calls often wait for unfinished work."""
         if self.random.random() < 0.2:
             self.late.fire()
 
@@ -308,7 +308,7 @@ class Endless:
                 assert found == want, f"reqid {reqid}, tensor {number}"
 
     def move(self: Any, reqid: int) -> None:
-        """Moves pages to the host or back; earlier moves still complete when memory is short."""
+        """Moves pages to the host or back; moves in flight complete even if memory is short."""
         before = self.cache.snapshot()[reqid]
         held = before.seq_len
         tokens = None
@@ -540,7 +540,7 @@ class Soak:
             model.settle(before)
 
     def _tell(self, context: Context, models: list[Any]) -> None:
-        """Prints the state after a failure, as far as it can still be read."""
+        """Prints the parts of the state that can still be read after a failure."""
         device = context.cuda_device
         print(f"soak: round {self.rounds}, {context!r}, {context.stats()}")
         print(f"soak: {context.memory()} of {device=}")
@@ -550,7 +550,7 @@ class Soak:
                 print(f"soak:   {line}")
 
     def told(self) -> str:
-        """Returns the closing line."""
+        """Returns the summary line."""
         what = ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
         return (
             f"soak: {self.backend}, seed {self.seed}: {self.done} steps in {self.rounds} rounds, "

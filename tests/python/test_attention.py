@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention over slots, against a softmax written out; kernel choice, poison, bad
-input.
-"""
+"""Description: attention over slots, against an explicit softmax; kernels, poison, bad input."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ NAMES = ("fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa")
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_it_is_softmax_attention_and_reads_no_poison(host: pyvmem.Context, kernel: str) -> None:
-    """Rows behind the lengths are NaN; pages behind those are not mapped at all."""
+    """The rows past each length are NaN, and the pages past those rows are unmapped."""
     for case, repeat in itertools.product(CASES, (1, 3)):
         with filled(host, case, group_size=repeat % 2 + 1) as cache:
             q = queries(cache, case, repeat)
@@ -200,7 +198,7 @@ def test_the_chosen_kernel_is_logged_once_and_readable(
 def test_a_kernel_that_reads_tiles_needs_rows_past_the_length(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the rule alone; no GPU is needed."""
+    """Checks only the rule, without a GPU."""
     one = KERNELS["fa3"]
     monkeypatch.setitem(KERNELS, "fa3", kernels._Kernel(lambda c, d: "", one.run, one.reads))
     cpu = torch.device("cpu")
@@ -356,7 +354,7 @@ def test_the_paged_call_gets_what_it_needs(
 
 
 class FakeOp:
-    """Mimics vLLM's op, as far as it is called here; paged only."""
+    """Mimics the part of vLLM's op that is used here: paged calls only."""
 
     names = (
         *("q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
@@ -394,7 +392,7 @@ class FakeOp:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts FlashAttention-3's two calls on the CPU, chosen as on a GPU; SDPA does the work."""
+    """Replaces FlashAttention-3's two calls by SDPA on the CPU; they are chosen as on a GPU."""
     for name in ("fa3", "fa3-paged"):
         reads = KERNELS[name].reads
         monkeypatch.setitem(
@@ -440,7 +438,7 @@ def test_decoding_never_chooses_a_kernel_whose_tile_only_prefills_map(
 
 
 def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -> None:
-    """Rows mapped for the tile may be used as tokens, but then the tile itself has no rows left."""
+    """If tokens use the rows that were mapped for the tile, none are left for the tile itself."""
     with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         (mapped,) = cache.slots.readable_rows([4])
         assert 90 + 191 <= mapped < 400

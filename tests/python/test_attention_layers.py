@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: attention with unequal layers: windows, a latent, head sizes; 8-bit rows, scales.
 
-Results are compared with a softmax written out. Rows that a token must not see, past the length and
+Results are compared with an explicit softmax. Rows that a token must not see, past the length and
 before the window, are NaN.
 """
 
@@ -43,7 +43,7 @@ LAYERS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: tiny matrices gain nothing from more, and on a busy machine
+    """Limits torch to one thread: more would not speed up tiny matrices, and on a busy machine
     threads wait for each other.
     """
     threads = torch.get_num_threads()
@@ -116,7 +116,7 @@ def test_state_layers_and_layers_without_storage_are_skipped(host: pyvmem.Contex
 
 
 def test_the_block_mask_of_a_window_covers_the_visible_blocks(host: pyvmem.Context) -> None:
-    """Counts each row's columns by blocks and mask, as the compiled call sees them."""
+    """Counts the columns that blocks and mask make visible to each row in the compiled call."""
     from pyvmem.attention import flex
 
     config = KVCacheConfig(1, 1, 16, "float32", max_batch=6, max_seq_len=1024)
@@ -148,7 +148,7 @@ def test_the_block_mask_of_a_window_covers_the_visible_blocks(host: pyvmem.Conte
 
 
 def test_a_model_window_over_a_cache_without_windows(host: pyvmem.Context) -> None:
-    """A window of the model masks rows that the cache keeps, as forks, prefixes and swapping need
+    """The model's window masks rows that the cache keeps because forks, prefixes and swapping need
     them.
     """
     config = KVCacheConfig(2, 2, 16, "float32", max_batch=2, max_seq_len=128)
@@ -171,7 +171,7 @@ def test_a_model_window_over_a_cache_without_windows(host: pyvmem.Context) -> No
 
 
 def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
-    """A batch over more tokens than the step added would begin in pages that are gone."""
+    """A batch over more tokens than the step added would start in unmapped pages."""
     page = host.info.granule
     rows = page // 256
     config = KVCacheConfig(
@@ -201,7 +201,7 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
 def test_a_tile_before_the_window_needs_its_rows(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the rule alone; no GPU is needed."""
+    """Checks only the rule, without a GPU."""
     one = KERNELS["fa2"]
     free = kernels._Kernel(lambda form, device: "", KERNELS["sdpa"].run, one.reads)
     monkeypatch.setitem(KERNELS, "fa2", free)
@@ -284,9 +284,7 @@ def test_no_cpu_kernel_reads_8_bits(host: pyvmem.Context) -> None:
 def test_8_bit_rows_are_written_by_their_scales(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the kernel's inputs: rows in the layer's scales, queries in their own, and
-    descales.
-    """
+    """Checks the kernel's inputs: rows scaled per layer, queries by their own scale, descales."""
     got: dict[str, Any] = {}
 
     def run(q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0, scales: Any = None):  # type: ignore[no-untyped-def]
@@ -337,9 +335,7 @@ def test_scales_are_checked() -> None:
 
 
 def test_the_error_of_8_bits_is_within_the_documented_bound() -> None:
-    """Compares with FlashAttention-3's arithmetic in 8 bits: q, k, v and the weights are
-    rounded.
-    """
+    """Compares with FlashAttention-3's 8-bit arithmetic: q, k, v and the weights are rounded."""
     torch.manual_seed(5)
     for length in (64, 1024):
         q, k, v = torch.randn(3, 4, length, 128).unbind()

@@ -111,7 +111,7 @@ def test_create_unsupported_page_size(context: pyvmem.Context, page: int, scale:
 
 
 def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
-    """No memory is allocated for it: other processes on the device would lack it meanwhile."""
+    """The failing call allocates nothing, not even briefly: other processes would run short."""
     before = context.stats().slab_calls
     with refused(context, pyvmem.OutOfMemory, calls=True) as caught:
         context.create(1 << 56)
@@ -120,9 +120,7 @@ def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
 
 
 def test_driver_out_of_memory_is_passed_on(context: pyvmem.Context, page: int) -> None:
-    """The driver's own error is passed on after smaller slabs were tried; then the context works
-    again.
-    """
+    """The driver's own error is raised after smaller slabs were tried; the context still works."""
     context.trim()
     context.inject(pyvmem.Inject.SLAB, 0, 100, errno.ENOMEM)
     with refused(context, pyvmem.OutOfMemory, calls=True):

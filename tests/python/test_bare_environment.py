@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs every command, and the functions that engines use, in environments as containers have them.
+"""Runs every command, and the functions that engines use, in environments like those of containers.
 
 The environments: a user without a home and without a passwd entry, a read-only home, a full or
 inaccessible /dev/shm, and no /proc. The interpreter may be in a directory that only root can read,
@@ -106,7 +106,7 @@ def spaces() -> None:
 
 @pytest.fixture(scope="module")
 def folder(spaces: None) -> Iterator[Path]:
-    """Creates a directory that everybody may write, and a model in another."""
+    """Creates a directory that everybody may write to, and another with a model."""
     with tempfile.TemporaryDirectory(prefix="vmem-bare-") as name:
         path = Path(name)
         path.chmod(0o755)

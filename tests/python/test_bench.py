@@ -198,7 +198,7 @@ def test_a_long_row_keeps_part_of_its_samples_and_says_so() -> None:
 
 def test_kernel_memory_counts_page_tables() -> None:
     before = KernelMemory.now()
-    # memory of this process, not of the kernel: mapped and touched page by page
+    # user memory, not kernel memory: mapped and touched page by page
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kept:
         for at in range(0, len(kept), 4096):
             kept[at] = 1

@@ -72,9 +72,7 @@ def test_the_models_size_matches_its_public_configuration() -> None:
 
 @pytest.mark.needs_tensors
 def test_decoding_agrees_with_one_prefill(backend: str) -> None:
-    """Decodes token by token through the cache, and in one prefill: the last token's logits are the
-    same.
-    """
+    """Decoding token by token gives the same logits for the last token as a single prefill."""
     from pyvmem.attention import Attention
     from vmem_bench.decoder import TINY, Decoder
 

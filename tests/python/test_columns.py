@@ -28,7 +28,7 @@ PAGE, ROW = 4096, 100
 
 
 def columns_of(count: int, slots: list[Slot] | None = None, **place: int) -> Columns:
-    """Makes columns of `count` slots that belong to requests; appends the slots to `slots`."""
+    """Creates columns of `count` slots that belong to requests; appends the slots to `slots`."""
     made = [Slot(index) for index in range(count)]
     for slot in made:
         slot.active = True

@@ -112,7 +112,7 @@ def test_an_active_region_rejects_a_pause_before_anything_is_paused(
 def test_a_pause_that_fails_loses_nothing(
     saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backups may fail for want of host memory, so they are made before memory without one is
+    """Backups fail if host memory is short, so they are made before memory without a backup is
     released.
     """
     kept, lost = allocate(saver, "a", True), allocate(saver, "a", False)

@@ -77,7 +77,7 @@ def requests(context: pyvmem.Context) -> Iterator[NamedRequests]:
 def compute(
     requests: NamedRequests, batch: list[tuple[str, list[int], int]], padding: int = 0
 ) -> None:
-    """Makes one pass over a batch of (name, tokens, number of tokens cached); checks the
+    """Runs one pass over a batch of (name, tokens, number of tokens cached); checks the
     outputs.
     """
     device = requests.kvcache.k(0).device

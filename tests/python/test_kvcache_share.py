@@ -371,7 +371,7 @@ def test_a_request_whose_rows_are_lost_is_named(backend: str) -> None:
             pytest.skip("a batch is one driver call: there is nothing to roll back")
         parent = started(cache, 2 * ROWS + 1)
         other = started(cache, ROWS, 5.0)
-        for skip in range(64):  # new mappings are made first; a failure there loses nothing
+        for skip in range(64):  # new mappings come first; a failure there loses nothing
             context.inject(Inject.MAP, skip=skip, count=64)
             with pytest.raises((DriverError, NotRecoverable)) as failed:
                 cache.fork(parent)

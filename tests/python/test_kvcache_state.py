@@ -223,7 +223,7 @@ def test_move_includes_the_state(host: pyvmem.Context) -> None:
         check(cache, 0, 2.0)
         assert cache.step([71, 0, 0, 0]) == 0
         put(cache, 0, 3.0)
-        # in the background, only pages that are not written meanwhile
+        # a background move takes only pages that are not being written
         assert cache.move(0, "device", wait=False).pages == 2 * 2
         assert cache.step([72, 0, 0, 0]) == 0
         assert cache.move(0, "device").pages == 2 * 1 + 9

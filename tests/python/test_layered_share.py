@@ -24,7 +24,7 @@ from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.sharing import Sharing
 
 UNIT = 16  # tokens that fill whole pages in all groups, whose own units are 4, 8, 16 and 16
-PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: tensors times pages, summed over the groups
+PAGES = 4 * 4 + 2 * 2 + 3 + 1  # per unit: tensors times pages, summed over the groups
 LONGEST = 5 * UNIT
 
 

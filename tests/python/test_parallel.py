@@ -328,7 +328,7 @@ def test_recover_drops_prefixes_and_swapped_requests(cache: ParallelKVCache) -> 
 def test_a_request_that_lost_its_rows_costs_only_its_slot(cache: ParallelKVCache) -> None:
     if Caps.ONE_CALL in cache.context.info.caps:
         pytest.skip("a batch is one driver call: there is nothing to roll back")
-    for skip in range(64):  # new mappings are made first; a failure there loses nothing
+    for skip in range(64):  # new mappings come first; a failure there loses nothing
         assert cache.alloc_reqid() == 0
         assert cache.step([20, 0, 0, 0]) == 0
         assert cache.record(0, PROMPT[:8]) == 8

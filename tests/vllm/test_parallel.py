@@ -135,7 +135,7 @@ def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
     patch.setattr(CpuPlatform, "ray_device_key", "GPU")
     patch.setenv("PYTHONPATH", str(ROOT))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    with tempfile.TemporaryDirectory() as folder:  # with a short path, as it contains sockets
+    with tempfile.TemporaryDirectory() as folder:  # a short path, because sockets go there
         patch.setenv("RAY_TMPDIR", folder)  # a node writes the address of its cluster there
         ray.init(
             "local",

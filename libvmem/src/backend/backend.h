@@ -37,7 +37,7 @@ struct vm_be_info {
   uint64_t all_page_sizes;        /* page sizes possible with any granule; 0 = pub.page_sizes */
   const char *how;                /* for logs, how pages are mapped: " through UVM"; NULL = "" */
   char about[192];                /* notes on the driver, "" = none */
-  bool unknown_branch;            /* of the driver: stricter opening test, and `about` is a warning */
+  bool unknown_branch;            /* unknown driver: stricter opening test, `about` is a warning */
   const struct vm_backend *table; /* table to use from now on; NULL = the one opened */
   uint64_t open_ns, test_ns;      /* durations of opening and of the opening test: vm_backend_open */
 };
@@ -69,7 +69,7 @@ struct vm_bind_op {
   uint32_t flags; /* VMEM_MAP_* */
   uint64_t addr, bytes;
   uint64_t slab, offset; /* all but UNMAP */
-  uint64_t priv;         /* of the reservation */
+  uint64_t priv;         /* the back end's value for the reservation */
   uint64_t clears;       /* REMAP, REPLACE: length of the piece, which a back end that cannot replace in place
                             unmaps as a whole; 0 for all operations of the piece but the first */
   bool sparse;

@@ -72,7 +72,7 @@ int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_r
 /* Reserves pieces and mappings for a plan; -ENOSPC if `more` do not fit. `limited`: max_mappings applies too. On
  * success they count as planned. */
 int vm_room_take(struct vm_ctx *c, struct vm_room more, bool limited);
-/* Drops a plan's reservation: its mappings have been counted, or will never be made. */
+/* Drops a plan's reservation: its mappings have been counted, or will never be created. */
 void vm_room_end(struct vm_ctx *c, struct vm_room planned);
 /* Returns true if the caller should retry after `err`, because a stale count was refreshed. Lock not held. */
 bool vm_recount(struct vm_ctx *c, int err);

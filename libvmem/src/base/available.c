@@ -20,7 +20,7 @@
  * heap. */
 #define TABLES_PART 16
 #define TABLES_MOST (256ull << 20)
-#define HEAP_PART 16 /* of the limit */
+#define HEAP_PART 16 /* 1/16 of the limit */
 #define HEAP_MOST (16ull << 20)
 
 enum file { LIMIT, USAGE, LIMIT_TOO, USAGE_TOO, STAT, FILES };

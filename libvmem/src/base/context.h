@@ -53,7 +53,7 @@ struct vm_ctx {
   pthread_mutex_t lock;
   pthread_cond_t done_cond; /* something has finished: a ticket, the return of a page or slab, zeroing, a growth,
                                 compaction, the freeing of a reservation */
-  pthread_cond_t work_cond; /* for the worker */
+  pthread_cond_t work_cond; /* wakes the worker */
   bool closing;
   uint64_t batches;   /* committed */
   bool worker_wanted; /* atomic: there is work for a worker that was not started (api/registry.c) */

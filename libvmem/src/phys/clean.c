@@ -4,7 +4,7 @@
  *
  * A page whose last reference is dropped is dirty, unless the back end has discarded its memory (host). The worker
  * zeroes dirty free pages in batches, one at a time, and the pool hands them out last. A plan that still
- * gets one claims it and zeroes it before mapping it. If the alias cannot be made, or the fill
+ * gets one claims it and zeroes it before mapping it. If the alias cannot be mapped, or the fill
  * fails, that plan fails: a page is mapped with old contents only if the caller asked for that
  * (VMEM_OP_DIRTY).
  *

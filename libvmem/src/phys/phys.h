@@ -46,9 +46,9 @@ struct vm_slab {
   int elevel; /* the elist it is in; -1 = none */
   bool in_slist;
   bool merged;                   /* some units in free_map are dirty */
-  struct vm_slab *prev, *next;   /* in the pool's bin */
-  struct vm_slab *eprev, *enext; /* in the pool's list of slabs with empty chunks */
-  struct vm_slab *sprev, *snext; /* in the pool's list of slabs with dirty free units */
+  struct vm_slab *prev, *next;   /* links in the pool's bin */
+  struct vm_slab *eprev, *enext; /* links in the pool's list of slabs with empty chunks */
+  struct vm_slab *sprev, *snext; /* links in the pool's list of slabs with dirty free units */
   uint32_t *chunk_free;          /* per chunk: free units */
   uint64_t *mixed_map;           /* per chunk: several stretches share it; cleared when it is empty */
   /* Owned by slab.c, changed only by the functions below. */
@@ -149,7 +149,7 @@ uint64_t vm_pool_free_units(const struct vm_ctx *c);  /* lock held */
 uint64_t vm_pool_dirty_units(const struct vm_ctx *c); /* the dirty ones among them; lock held */
 /* Adds a new slab, all of whose units are free. Lock held. */
 void vm_pool_add(struct vm_ctx *c, struct vm_slab *s);
-/* Makes soiled units available that are not dirty any more. Lock held. */
+/* Makes soiled units that are no longer dirty available. Lock held. */
 void vm_pool_cleaned(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
 /* Picks at most `most` runs of dirty free units, at most *units units, and marks them as being zeroed (`cleaning`
  * counts the runs). Subtracts them from *units. Lock held. */
@@ -193,7 +193,7 @@ bool vm_pool_give_surplus(struct vm_ctx *c);
 
 /* ---- alias.c (lock not held) ------------------------------------------------------------------- */
 
-int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind); /* makes the mapping, once */
+int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind); /* creates the mapping on first use */
 static inline uint64_t vm_alias_addr(const struct vm_ctx *c, const struct vm_slab *s, uint32_t unit) {
   return s->alias + vm_bytes(c, unit);
 }
@@ -317,7 +317,7 @@ struct vm_phys {
 
   struct vm_hdl *hdls; /* entry 0 unused */
   uint32_t nhdls, cap_hdls, live_hdls;
-  uint32_t first_free_hdl, last_free_hdl, free_hdls; /* in the order in which they became free */
+  uint32_t first_free_hdl, last_free_hdl, free_hdls; /* free list, oldest first */
 
   uint64_t used_units, peak_used_units, quarantined_units, slab_bytes;
   uint64_t limbo_units;   /* in limbo: not referenced, but not free yet either */

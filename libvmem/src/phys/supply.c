@@ -7,7 +7,7 @@
 #include "phys/phys.h"
 
 #define MAX_SLAB (1ull << 30) /* larger slabs would seldom become empty */
-#define PIECE (128ull << 20)  /* of a surplus, returned at a time; 16 to 20 us per MiB in slabs of 2 MiB */
+#define PIECE (128ull << 20)  /* bytes of a surplus to return at a time; 16 to 20 us per MiB in slabs of 2 MiB */
 
 /* Removes a slab that was set aside from all tables. */
 static void leave(struct vm_ctx *c, struct vm_slab *s) {

@@ -19,7 +19,7 @@ struct victim {
   uint32_t index, used, units;
 };
 
-struct reference { /* to a page of a slab */
+struct reference { /* a reference to a page of a slab */
   uint32_t slab;
   uint64_t from; /* the address that maps it, or the index of the handle that holds it */
 };
@@ -261,7 +261,7 @@ static bool may_grow(const struct vm_ctx *c, const struct vm_pte *p, uint64_t ad
   return !(p->flags & PTE_LARGE) && !vm_is_whole(c, seg->space, seg->addr, run);
 }
 
-/* Makes a piece of every stretch of addresses that maps the slab, and a driver call of every run of its new pages. */
+/* Adds a piece for every stretch of addresses that maps the slab, and a driver call for each run of its new pages. */
 static int plan_addresses(struct evacuation *v, const struct survey *survey) {
   struct vm_ctx *c = v->c;
   struct vm_piece *piece = NULL;
@@ -343,7 +343,7 @@ static int plan_handles(struct evacuation *v, const struct survey *survey) {
   return 0;
 }
 
-/* Makes the slabs' own mappings and the list of copies through them. Needs no lock: everything is marked. */
+/* Creates the slabs' own mappings and the list of copies through them. Needs no lock: everything is marked. */
 static int plan_copies(struct evacuation *v) {
   struct vm_ctx *c = v->c;
   struct vm_move *m = &v->move;

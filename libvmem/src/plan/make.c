@@ -7,12 +7,12 @@
 
 #include "plan/plan.h"
 
-/* The working state while a plan is made. */
+/* The working state while a plan is being made. */
 struct maker {
   struct vm_ctx *c;
   struct vm_plan *p;
   struct vm_want w;
-  struct vm_space *space;   /* of the address that was looked up last */
+  struct vm_space *space;   /* contains the last address that was looked up */
   uint64_t short_units;     /* missing from the pool */
   uint64_t taken[VM_POOLS]; /* units taken for this plan, per pool */
 };
@@ -132,7 +132,7 @@ static int hold(struct maker *m, struct vm_piece *piece, uint64_t addr, uint64_t
   return held == bytes ? 0 : vm_pte_not_live(c, vm_pte(c, piece->space, addr + held), addr + held);
 }
 
-/* Makes a new mapping of the run, with its own references. */
+/* Creates a mapping of the run, with its own references. */
 static int map_run(struct maker *m, struct vm_piece *piece, struct vm_run r) {
   int err = check_claims(m, piece->addr + piece->bytes, r);
   if (err) return err;

@@ -63,7 +63,7 @@ struct vm_plan {
   struct vm_bind_op *ops;    /* room for its driver calls, which must not fail for lack of heap memory */
   struct vm_fill *fill;      /* its fills, if they may run on after the commit; NULL = the plan waits for them */
   vm_event event;            /* covers its fills and copies; 0 = complete */
-  bool filling;              /* its maps are made, and its fills and copies started */
+  bool filling;              /* its maps are done, and its fills and copies have started */
   bool claims;               /* some of the mapped units are claimed: dirty, to be zeroed by this plan */
   bool zeroing;              /* their zeroing was started */
   vm_event zero_event;       /* event that completes the zeroing */
@@ -137,7 +137,7 @@ int vm_plan_await_fills(struct vm_ctx *c, struct vm_plan *p);
 
 /* ---- run.c (lock not held) --------------------------------------------------------------------- */
 
-/* Makes the slabs' own mappings, through which vm_plan_zero works. */
+/* Creates the slabs' own mappings, which vm_plan_zero uses. */
 int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
 /* Zeroes what the plan has claimed and waits for that; with `over`, does not wait, but sets *over: if false, call it
  * again. Nothing of the plan may be mapped before that is done. After an error the plan can only be cancelled. */

@@ -82,7 +82,7 @@ static int add_group(struct splitter *s, struct vm_space *space, uint64_t addr, 
   return 0;
 }
 
-/* Makes groups of the pieces that touch a block. Segments of replaced pieces become segments of their group. */
+/* Groups the pieces that touch the same block. Segments of replaced pieces become segments of their group. */
 static int take_in(struct splitter *s, struct vm_list *pieces, const struct vm_list *segs) {
   struct vm_ctx *c = s->c;
   const struct vm_cut *cuts = s->p->cuts.v;

@@ -143,7 +143,7 @@ struct vm_run vm_ptes_rename(struct vm_ctx *c, struct vm_space *s, uint64_t addr
                              uint32_t flags);
 /* Marks live ptes busy up to the first that is not live; returns their number. */
 uint64_t vm_ptes_hold(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Makes busy ptes live again, except those quarantined meanwhile. */
+/* Makes busy ptes live again, except those that have been quarantined. */
 void vm_ptes_release(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Marks busy ptes that name their units as mapped. */
 void vm_ptes_commit(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);

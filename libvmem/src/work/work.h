@@ -12,17 +12,17 @@ enum vm_ticket_state { TICKET_QUEUED, TICKET_MAPPED, TICKET_DONE };
 /* Protected by vm_ctx.lock. */
 struct vm_ticket {
   vmem_ticket id;                /* immutable */
-  struct vm_ticket *chain;       /* in the table */
-  struct vm_ticket *prev, *next; /* in the table: older, newer */
-  bool kept;                     /* in the table: neither detached nor dropped */
+  struct vm_ticket *chain;       /* hash chain in the table */
+  struct vm_ticket *prev, *next; /* links in the table: older, newer */
+  bool kept;                     /* is in the table: neither detached nor dropped */
   enum vm_ticket_state state;
-  uint32_t refs; /* of the unfinished batch, the table, and waiting threads */
+  uint32_t refs; /* held by the unfinished batch, the table and waiting threads */
   int result;
   struct vm_fill *fill;   /* while MAPPED: the fill that runs on */
   struct vmem_error *why; /* allocated up front, kept if the result is an error */
 };
 
-/* Makes the ticket of a batch that is about to be submitted. Fails with -EAGAIN, -ENOBUFS or -ENOMEM before anything
+/* Creates the ticket of a batch that is about to be submitted. Fails with -EAGAIN, -ENOBUFS or -ENOMEM before anything
  * else has been done. Lock not held. */
 int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out);
 /* Discards the ticket of a batch that will not be submitted. Lock not held. */

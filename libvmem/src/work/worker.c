@@ -25,7 +25,7 @@
 struct vm_job {
   struct vm_job *next;
   struct vm_plan plan;
-  struct vmem_op *ops; /* of a late batch, which has no plan before it is started */
+  struct vmem_op *ops; /* a late batch's operations, which has no plan before it starts */
   size_t nops;
   bool late;
   struct vm_deps deps;
@@ -56,7 +56,7 @@ static int queue_job(struct vm_ctx *c, struct vm_job *job, size_t nops, vmem_tic
   return 0;
 }
 
-/* Makes the plan, taking everything that can run short. On failure the job has no plan. */
+/* Makes the plan, and allocates everything that can run short. On failure the job has no plan. */
 static int job_plan(struct vm_ctx *c, struct vm_job *job, const struct vmem_op *ops, size_t n) {
   int err = vm_plan_make(c, ops, n, &job->plan);
   if (err) return err;

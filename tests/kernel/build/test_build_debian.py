@@ -23,7 +23,7 @@ META = f"Package: linux-headers-cloud-amd64\nDepends: linux-headers-{RELEASE} (=
 
 
 def package(name: str, files: dict[str, str | Path], folder: Path) -> Path:
-    """Makes a package of files, each given as its text or as a file to copy."""
+    """Builds a package of files, each given as its text or as a file to copy."""
     inside = folder / f"{name}.inside"
     for path, content in files.items():
         (inside / path).parent.mkdir(parents=True, exist_ok=True)

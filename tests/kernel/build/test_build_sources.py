@@ -129,7 +129,7 @@ Suites: bookworm-security
 
 
 def pack(tmp_path: Path, version: str) -> Path:
-    """Makes the source archive that Debian's package of a version installs."""
+    """Creates the source archive that Debian's package of a version installs."""
     tree = write_tree(tmp_path / version / "modules" / "nvidia-open-kernel", version)
     (tree / "nv.o_binary").write_bytes(b"precompiled")
     archive = tmp_path / "root" / driver_debian.ARCHIVE
@@ -210,7 +210,7 @@ def test_a_system_without_debian_is_told(tmp_path: Path) -> None:
 
 
 def package(folder: Path, version: str) -> Path:
-    """Makes a package like Debian's, with a source of three files."""
+    """Builds a package like Debian's, with a source of three files."""
     tree = write_tree(folder / "modules" / "nvidia-open-kernel", version.split("-")[0])
     (tree / "nvidia").mkdir()
     (tree / "nvidia" / "nv-kernel.o_binary").write_text("left out")

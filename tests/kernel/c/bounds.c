@@ -214,7 +214,7 @@ static void what_counts(void) {
   OK(vm_map(w.uvm, RES, RES + UNIT, object, 1, 31, 0));
   OK(vm_unmap(w.uvm, RES, RES, 2 * SLOT_UNITS, 0));
   EQ(table_bytes(&w), before);
-  OK(vm_unmap(w.uvm, RES, RES + 4 * SLOT, 100 * SLOT_UNITS, UVM_VMEM_OP_SPARSE)); /* in the same 1 GB */
+  OK(vm_unmap(w.uvm, RES, RES + 4 * SLOT, 100 * SLOT_UNITS, UVM_VMEM_OP_SPARSE)); /* within the same 1 GB */
   EQ(table_bytes(&w), before);
   OK(vm_unmap(w.uvm, RES, RES + GIB(1), GIB(2) / UNIT, UVM_VMEM_OP_SPARSE));
   EQ(table_bytes(&w), before + 2 * gib);
@@ -445,7 +445,7 @@ static uint64_t read_number(const char *path, const char *key) {
   return number;
 }
 
-/* Makes two cgroups of version 2 with the memory controller. */
+/* Creates two cgroups of version 2 with the memory controller. */
 static bool make_cgroups(void) {
   static bool made;
   if (made) return true;
@@ -996,7 +996,7 @@ static int stands_with_a_ticket(void) {
   return result ? result : vm_bind(W.uvm, RES, &op, 1, NULL, &the_ticket);
 }
 
-/* Makes each allocation take 50 ms. */
+/* Delays each allocation by 50 ms. */
 static int slow(void) { return softgpu_inject(W.dev, "PmaAllocPages", 0, 0, 0, 0, 50000); }
 
 static const struct killed {
@@ -1004,7 +1004,7 @@ static const struct killed {
   int (*before)(void);
   int (*run)(void);
   bool at_once;     /* the killed call ends although the GPU is stopped */
-  bool committed;   /* in the end RES maps the new pages */
+  bool committed;   /* whether RES finally maps the new pages */
   bool first_touch; /* and FIRST_TOUCH maps the pages of the earlier call */
 } killed[] = {
     {"BIND", stands, bind_steady, true, true, false},
@@ -1018,7 +1018,7 @@ static const struct killed {
 /* The child's report about itself. */
 struct told {
   struct softgpu_space space;
-  uint64_t old_pa, new_pa; /* of the page at RES, and of the one that BIND (or the ticket's BIND) maps there */
+  uint64_t old_pa, new_pa; /* addresses of the page at RES and of the page that BIND (or the ticket) maps there */
 };
 
 static void killed_child(const struct killed *k, int ready, int gate) {

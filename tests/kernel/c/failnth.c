@@ -155,7 +155,7 @@ static const struct action actions[] = {
 struct injector {
   const char *what;
   bool (*arm)(uint64_t nth);
-  bool (*disarm)(void); /* true: a call was made to fail */
+  bool (*disarm)(void); /* true: a call failed because of it */
 };
 
 static bool rm_arm(uint64_t nth) {
@@ -282,7 +282,7 @@ static void kernel_memory(void) {
   set("/sys/kernel/debug/fail_page_alloc/min-order", "0");
   set("/sys/kernel/debug/failslab/verbose", "0");
   set("/sys/kernel/debug/fail_page_alloc/verbose", "0");
-  /* Few slots: each takes a few allocations, and every one of them is made to fail in turn. */
+  /* Few slots: each needs a few allocations, and every allocation fails in turn. */
   many = 20;
   eager = 20;
   sweep_all(&by);

@@ -58,7 +58,7 @@ static void start(void) {
   num_spots = 0;
 }
 
-/* Makes an object whose units hold value_of(number, unit), filled through a separate reservation. */
+/* Creates an object whose units contain value_of(number, unit), filled through a separate reservation. */
 static int furnish(unsigned number, unsigned shift, unsigned count, unsigned flags, uint32_t *object) {
   const uint64_t aside = RES + GIB(64) + number * MIB(64);
   const unsigned units = count << (shift - UVM_VMEM_UNIT_SHIFT);

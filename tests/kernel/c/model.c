@@ -178,7 +178,7 @@ static void do_release(struct actor *a) {
   drop_if_dead(o);
 }
 
-/* Makes up one operation and marks its units in used; false if no operation fits. */
+/* Generates one operation and marks its units in used; false if no operation fits. */
 static bool random_op(struct actor *a, struct area *area, struct uvm_vmem_op *op, struct object **object, bool *used) {
   *object = NULL;
   if (below(a, 3) == 0) { /* UNMAP */

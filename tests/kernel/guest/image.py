@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Makes the disk image that gives a guest Python and the usual programs.
+"""Builds the disk image that gives a guest Python and the usual programs.
 
 Everything has the same path as on this machine: the interpreter, the environment build/venv with
 what the tests import, shared libraries, programs of Debian. The image is read-only and does not

@@ -103,7 +103,7 @@ static void growth_is_one_call(void) {
   OK(vMemReserve(vm, TENSORS * STRIDE, NULL, &va));
   OK(vmem_warm(vm, MIB(32)));
   op.addr = va;
-  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* the tables are made */
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0)); /* creates the tables */
   for (int round = 0; round < 4; round++) {
     before = driver_stat(vm);
     calls = stats_of(vm);

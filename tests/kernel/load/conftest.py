@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def lay(tmp_path: Path) -> Lay:
-    """Makes a machine: the usual one with some files changed or removed (None)."""
+    """Creates the usual machine, with some files changed or removed (None)."""
 
     def make(changes: dict[str, str | bytes | None] | None = None) -> System:
         root = tmp_path / "machine"

@@ -29,7 +29,7 @@ def entry_of(image: bytes, symbol: str) -> int:
 
 
 def other_crc(module: Path, new: Path, symbol: str) -> Path:
-    """Makes a module that requires another version of one symbol."""
+    """Creates a module that requires another version of one symbol."""
     image = bytearray(module.read_bytes())
     at = entry_of(bytes(image), symbol)
     crc = struct.unpack_from("<Q", image, at)[0]
@@ -39,7 +39,7 @@ def other_crc(module: Path, new: Path, symbol: str) -> Path:
 
 
 def without_crc(module: Path, new: Path, symbol: str) -> Path:
-    """Makes a module that requires no version of one symbol, as if built without nvidia.ko."""
+    """Creates a module that requires no version of one symbol, as if built without nvidia.ko."""
     image = bytearray(module.read_bytes())
     at = entry_of(bytes(image), symbol)
     image[at + 8 : at + 9] = b"-"  # a name that is never looked up
@@ -48,7 +48,7 @@ def without_crc(module: Path, new: Path, symbol: str) -> Path:
 
 
 def other_text(module: Path, new: Path, old: str, text: str) -> Path:
-    """Makes a module with another text of the same length in a modinfo field (`key=` included)."""
+    """Creates a module with another text of equal length in a modinfo field (`key=` included)."""
     image = module.read_bytes()
     before, after = old.encode(), text.encode()
     assert len(before) == len(after), (old, text)

@@ -122,7 +122,7 @@ class Machine:
                 self.node(Path("/dev") / name, majors["nvidia-uvm"], minor)
 
     def node(self, path: Path, major: int, minor: int, mode: int = 0o666) -> None:
-        """Makes a device node, replacing an old one."""
+        """Creates a device node; replaces an old one."""
         self.changed = True
         path.unlink(missing_ok=True)
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(major, minor))

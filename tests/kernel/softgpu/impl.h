@@ -115,7 +115,7 @@ enum { SG_LEVEL_PTE = 0, SG_LEVEL_PDE0 = 1, SG_LEVEL_PDE1 = 2, SG_LEVEL_PDE2 = 3
 struct sg_mmu_format {
 	u8 va_bits;
 	u8 root_level;
-	u8 shift[SG_LEVELS_MAX]; /* of the lowest address bit that indexes this level; [PTE]: not used */
+	u8 shift[SG_LEVELS_MAX]; /* number of the lowest address bit that indexes this level; [PTE]: not used */
 	u8 bits[SG_LEVELS_MAX];
 	/* half: PDE0 has two words per entry (0: 2 MB page or 64 KB table, 1: 4 KB table); tables of PTEs: half 0 = 64 KB */
 	void (*decode)(u8 level, u8 half, u64 raw, struct sg_entry *out);
@@ -135,7 +135,7 @@ struct sg_translation {
 	u8 aperture, peer;
 	u8 level;      /* where the walk ended: SG_LEVEL_* of the entry that decided */
 	u64 pte, pa;   /* the raw entry; pa of the address itself */
-	u64 page_size; /* for an absent translation: the size of its range */
+	u64 page_size; /* if the translation is absent, the size of the missing range */
 };
 
 /* cached: uses and fills the cache of directory entries. */
@@ -195,8 +195,8 @@ struct sg_sight {
 	enum sg_entry_kind kind; /* never TABLE */
 	u8 aperture, peer;       /* LEAF */
 	bool read_only, cached;
-	u64 pa;                  /* of the unit */
-	u64 page_size;           /* of the entry; 0: absent */
+	u64 pa;                  /* the unit's */
+	u64 page_size;           /* the entry's; 0: absent */
 };
 
 int sg_readers_init(void);

@@ -179,7 +179,7 @@ struct softgpu_alloc {
 	__u64 page_size;        /* 4 KB (SYSMEM only), 64 KB, 2 MB; size is a multiple of it */
 	__u32 out_client;
 	__u32 out_handle;
-	__u64 out_pa;           /* of the first page */
+	__u64 out_pa;           /* the first page's */
 	__u32 out_evict_calls;
 	__u32 out_evict_failed;
 };

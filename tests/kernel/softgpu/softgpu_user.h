@@ -29,7 +29,7 @@ extern "C" {
 
 /* ---- /dev/softgpu; dev is the descriptor ------------------------------------------------------- */
 
-int softgpu_open(void); /* makes the device node if there is none */
+int softgpu_open(void); /* creates the device node if there is none */
 int softgpu_info(int dev, unsigned gpu, struct softgpu_info *out);
 int softgpu_counters(int dev, unsigned gpu, struct softgpu_counters *out);
 /* now - before, member by member; the "now" members are copied from now */
@@ -103,7 +103,7 @@ int softgpu_uvm_initialize_mm(int uvm);
 
 int softgpu_uvm_register_gpu(struct softgpu_client *client, unsigned gpu);
 int softgpu_uvm_unregister_gpu(struct softgpu_client *client, unsigned gpu);
-int softgpu_uvm_register_space(struct softgpu_client *client, unsigned gpu); /* makes client->space[gpu] */
+int softgpu_uvm_register_space(struct softgpu_client *client, unsigned gpu); /* creates client->space[gpu] */
 int softgpu_uvm_unregister_space(struct softgpu_client *client, unsigned gpu);
 int softgpu_uvm_register_channel(struct softgpu_client *client, unsigned gpu); /* registers a channel that runs kernels in the space */
 int softgpu_uvm_enable_peer(struct softgpu_client *client, unsigned a, unsigned b);

@@ -27,7 +27,7 @@ enum entry_kind { ENTRY_PAGE, ENTRY_DIRECTORY };
 
 struct tlb_entry {
 	struct hlist_node hash;
-	struct list_head node; /* in its root's list */
+	struct list_head node; /* link in its root's list */
 	struct tlb_root *root;
 	u64 number;            /* address >> shift */
 	u8 shift;

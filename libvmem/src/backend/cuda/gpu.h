@@ -21,7 +21,7 @@ struct gpu_device {
   int32_t ordinal;
   gpu_dev dev;
   gpu_ctx ctx;          /* primary, retained */
-  struct gpu_uuid uuid; /* of the physical device, even under MIG */
+  struct gpu_uuid uuid; /* identifies the physical device, even under MIG */
   bool mig;
   bool mps;
   char name[64];
@@ -91,8 +91,8 @@ int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event);
 gpu_cuevent gpu_event_handle(vm_event event);
 void gpu_events_free(struct gpu *g);
 
-/* Makes the kernels and the staging buffer for copies, in the current context (devices[0]). Both
- * are made now, because making them later could wait for the caller's running work. */
+/* Creates the kernels and the staging buffer for copies, in the current context (devices[0]). Both
+ * are created now, because creating them later could wait for the caller's running work. */
 int gpu_copy_init(struct gpu *g);
 void gpu_copy_exit(struct gpu *g);
 

@@ -40,9 +40,9 @@ struct nvidia {
 
 /* Addresses of a reservation. */
 struct nvidia_range {
-  struct nvidia_range *next, **at; /* in the context's list */
+  struct nvidia_range *next, **at; /* links in the context's list */
   uint64_t base, bytes;            /* as returned by CUDA or mmap */
-  uint64_t addr, length;           /* of the reservation in the driver */
+  uint64_t addr, length;           /* the driver's reservation */
   bool visible;
   bool freed; /* the driver's reservation is freed, but freeing the addresses has failed so far */
 };
@@ -90,7 +90,7 @@ int nvidia_own_mem_info(struct nvidia *n, uint32_t index, uint64_t *free_bytes, 
 
 enum { NVIDIA_VA_ALIGN = 2 << 20 }; /* least alignment; CUDA rounds managed memory up to this as well */
 
-/* Makes a new range of addresses, not yet known to the driver; nvidia_addresses_put releases *out. */
+/* Creates a range of addresses that is not yet known to the driver; nvidia_addresses_put releases *out. */
 int nvidia_addresses_get(struct nvidia *n, uint64_t bytes, uint64_t align, uint32_t flags, struct nvidia_range **out);
 /* Releases the range once the driver's reservation is gone. On failure the range stays, and the call
  * may be repeated. */

@@ -25,7 +25,7 @@ struct rm {
 
 struct rm_gpu {
   uint32_t gpu_id, instance;
-  uint32_t minor_number; /* of the device node */
+  uint32_t minor_number; /* the device node's */
 };
 
 /* ioctl, repeated after EINTR and while the driver is suspended (suspend_retry.h). Returns 0 or a negative errno;
@@ -44,7 +44,7 @@ int rm_open_node(const char *path, int *fd);
 int rm_open(struct rm *rm);
 /* The same, with a version that was read before. */
 int rm_open_again(struct rm *rm, const struct rm *before);
-/* Makes a client. The caller must call rm_close even after a failure. */
+/* Creates a client. The caller must call rm_close even after a failure. */
 int rm_client(struct rm *rm);
 void rm_close(struct rm *rm);
 /* Writes notes on the driver for the user; "" = none. */

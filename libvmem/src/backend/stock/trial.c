@@ -24,7 +24,7 @@
 #include "base/fd.h"
 
 enum { PAGES = 4, TIME_LIMIT_S = VM_SUSPEND_RETRY_S + 30 };
-#define SPAN (2ull << 20) /* of the range */
+#define SPAN (2ull << 20) /* size of the trial's range */
 
 /* Expects an error: a driver that accepts this call does not follow the interface that we know. */
 static int refused(int err, const char *what) {
