@@ -113,7 +113,7 @@ int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t 
             return -ENOENT;
         }
 
-        // Wait until any claim is released, not this range's: the range may be freed meanwhile.
+        // Wait until any claim is released, not this range's: this range may be freed during the wait.
         if (wait_event_killable(state->wait, READ_ONCE(state->unclaims) != unclaims))
             return -EINTR;
     }

@@ -9,8 +9,8 @@
  * A block is one segment. It has its own reservation, and is mapped or paused. A paused block keeps its addresses
  * but has no memory; `save` points to its contents, NULL if they were discarded.
  *
- * A pool's lock is held across driver calls, so that another thread that frees through torch meanwhile
- * finds a block either mapped or paused. pyvmem/torch_pool/pool.py is the only caller of the other functions.
+ * A pool's lock is held across driver calls, so that a thread that frees through torch finds a block
+ * either mapped or paused. pyvmem/torch_pool/pool.py is the only caller of the other functions.
  */
 #include <errno.h>
 #include <inttypes.h>

@@ -132,7 +132,7 @@ def _change(folder: Path, name: str, body: bytes) -> Reply:
         try:
             order_on_all(there, name, **words)
         except InvalidArgument as error:
-            if not error.op:  # the engine has exited meanwhile
+            if not error.op:  # the engine has exited since
                 raise _Refused(404, str(error)) from error
             numbers = {"value": error.bytes, "limit": error.limit}
             raise _Refused(400, str(error), field=error.op, **numbers) from error

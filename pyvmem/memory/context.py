@@ -469,7 +469,7 @@ class Context(AddressSpace, Closable):
                 if not live:
                     before = self.is_open
                     self._closed, self.is_open = True, False  # no tensor can be created after this
-                    live = sum(one.live_arrays for one in self._known())  # created meanwhile
+                    live = sum(one.live_arrays for one in self._known())  # created since
                 if live:
                     _native.fail(
                         errno.EBUSY,

@@ -110,7 +110,7 @@ class Tag:
                             self.saved.remove(save)
                         self.host.give(save)
                 if not isinstance(error, TooManyBatches):
-                    raise  # otherwise torch added a segment meanwhile: retry
+                    raise  # otherwise torch has added a segment: retry
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
         """Returns the saved contents at a host address; None if they are not this tag's."""

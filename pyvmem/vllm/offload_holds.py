@@ -69,7 +69,7 @@ class Holds:
         on: the connector is an OffloadingConnector.
         counters: totals since the start.
         dropped: ids of stores that the next step tells the workers to skip.
-        scheduling: vLLM's `schedule` is running; blocks freed meanwhile are not held.
+        scheduling: vLLM's `schedule` is running; blocks freed during it are not held.
     """
 
     def __init__(self, connector: Any, ranks: int) -> None:

@@ -611,7 +611,7 @@ def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
 
 
 def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
-    """Meanwhile another prefix is moved to host memory."""
+    """Another prefix is being moved to host memory during the call."""
     cache, tokens, tags = _to_host(engine, pages=5)
     cache.trim(prefixes="host")
     _begins(engine, cache, tokens[:ROWS], tags[:ROWS])

@@ -315,7 +315,7 @@ def test_a_busy_cache_lets_others_take_a_turn(context: Context) -> None:
 
 
 class BudgetModel:
-    """Two caches, and a plain account of their requests' pages, from which follows how many each
+    """Two caches, and a record of their requests' pages, which says how many pages each cache
     can get.
     """
 

@@ -50,7 +50,7 @@ def test_to_the_host_and_back(backend: str, wait: bool) -> None:
         rows = PART + 2 * ROWS + 2
         reqid = start(cache, rows)
         used = cache.stats().mapped_bytes
-        # without waiting, the last page stays, as it may be written meanwhile
+        # without a wait, the last page stays, because it may be written during the move
         whole_pages = UNIT + 2 + wait
         assert cache.move(reqid, "host", wait=wait) == Moved(whole_pages * TENSORS, 0)
         settled(cache, reqid)

@@ -211,7 +211,7 @@ def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_suspended_lock_holder_stops_no_other_engine(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is granted meanwhile; freed memory counts once the process resumes."""
+    """While the process is stopped, nothing is granted; freed memory counts once it resumes."""
     mine = join(folder, "mine")
     assert mine.take(4 * GIB)
     with held(folder) as holder:

@@ -194,7 +194,7 @@ static int lose(const struct vm_backend *t, void *be, uint64_t addr, uint64_t by
 }
 
 /* A mapping keeps its memory even after the memory is freed; unmapping must release it. Each try uses other addresses,
- * because a map replaces what was there. Several tries, because other processes may take memory meanwhile. */
+ * because a map replaces what was there. Several tries, because other processes may be allocating memory. */
 static int test_release(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
   uint64_t page = info->pub.granule, bytes = page > LOT ? page : LOT, addr, priv;
   struct vmem_error first = {0};

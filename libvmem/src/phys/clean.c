@@ -59,7 +59,7 @@ static void end_batch(struct vm_ctx *c, int err) {
   pthread_cond_broadcast(&c->done_cond);
 }
 
-/* Retires the batch in flight: 0 if none is left, -EAGAIN if it still runs. Lock held; dropped meanwhile. */
+/* Retires the batch in flight: 0 if none is left, -EAGAIN if it still runs. Lock held, but dropped during the wait. */
 static int retire(struct vm_ctx *c, bool wait) {
   struct vm_clean *k = &c->phys->clean;
   vm_event e;

@@ -95,7 +95,7 @@ void vm_units_claim(struct vm_slab *s, uint32_t unit, uint32_t n);
  * clean what has been written since. clean: they are not dirty any more. */
 void vm_units_end_claim(struct vm_slab *s, uint32_t unit, uint32_t n, bool zeroed, bool clean);
 void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* The clean batch has ended; unless it failed, units that were not claimed meanwhile are clean. */
+/* The clean batch has ended; unless it failed, units that nobody has claimed since are clean. */
 void vm_units_end_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n, bool failed);
 void vm_units_set_filling(struct vm_slab *s, uint32_t unit, uint32_t n, bool filling);
 void vm_unit_quarantine(struct vm_ctx *c, struct vm_slab *s, uint32_t unit);
@@ -171,8 +171,8 @@ void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
 /* Returns empty slabs to the driver while `keep` free bytes remain, `low` of them in pools[0]; with `wait`, also those
  * that are being zeroed. */
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, uint64_t low, bool wait);
-/* Returns to the driver one slab that was set aside and has no references; the result is its bytes. Lock held; dropped
- * meanwhile. */
+/* Returns to the driver one slab that was set aside and has no references; the result is its bytes. Lock held, but
+ * dropped during the driver call. */
 uint64_t vm_pool_part(struct vm_ctx *c, struct vm_slab *s);
 
 /* Free memory above pool_high. With a delay, only what its pool did not need at any time during that many ns is

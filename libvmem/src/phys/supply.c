@@ -80,8 +80,9 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   return freed;
 }
 
-/* Waits for the slabs that are being returned to the driver now, but not for those that other threads begin to return
- * meanwhile: these count in the next epoch, which begins only when the previous epoch's slabs are gone. Lock held. */
+/* Waits for the slabs that are being returned to the driver now, but not for those that other threads start to return
+ * during the wait: these count in the next epoch, which starts only when the previous epoch's slabs are gone. Lock
+ * held. */
 static void await_leaving(struct vm_ctx *c) {
   bool odd;
   while (c->phys->leaving[!(c->phys->epoch & 1)]) pthread_cond_wait(&c->done_cond, &c->lock);

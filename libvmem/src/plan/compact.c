@@ -397,8 +397,8 @@ static void put_taken(struct evacuation *v, bool written) {
   }
 }
 
-/* Undoes the remains of a failed move. A slab that was not set aside is not ours: another thread may have returned it
- * meanwhile. */
+/* Undoes the remains of a failed move. A slab that was not set aside is not ours: another thread may have
+ * returned it. */
 static void take_back(struct evacuation *v) {
   for (size_t i = 0; i < v->move.hdls.n; i++)
     v->c->phys->hdls[VM_AT(v->move.hdls, struct vm_moved_handle, i)->handle].busy = false;

@@ -124,7 +124,7 @@ static int free_all(void) {
   return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP);
 }
 
-/* Stops the engine at `where`; run() must not return meanwhile. */
+/* Stops the engine at `where`; run() must not return while it is stopped. */
 static void must_wait(const char *what, unsigned where, int (*run)(void)) {
   struct call c;
   OK(softgpu_hold(W.dev, 0, where));

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Entries of 2 MB that a batch asks for (UVM_VMEM_OP_LARGE): which operations and which memory produce them,
- * what is refused, how they are split and joined, and what that costs. gap.c tests what GPU work sees meanwhile, and
+ * what is refused, how they are split and joined, and what that costs. gap.c tests what GPU work sees in between, and
  * failnth.c the state after each failure.
  */
 #include "abi.h"

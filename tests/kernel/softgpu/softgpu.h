@@ -341,7 +341,7 @@ struct softgpu_call {
  *   NOW         before the next word
  *   INVALIDATE  before the next TLB invalidate
  *   PUSH        before the next push
- *   QUIET       do not stop, but faults in the buffer raise no interrupt meanwhile
+ *   QUIET       do not stop, but faults in the buffer raise no interrupt until RELEASE
  * If the engine is already stopped, the same op again makes it continue to the next such place.
  * WAIT waits until the engine has stopped there: ETIMEDOUT after timeout_ms. out_held: 1 if it has stopped. The hold
  * ends when the descriptor that requested it is closed.

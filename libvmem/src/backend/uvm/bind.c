@@ -62,7 +62,7 @@ static void add(struct group *g, const struct vm_bind_op *op) {
         .op = UVM_VMEM_OP_MAP,
         .flags = (op->flags & VMEM_MAP_READONLY ? UVM_VMEM_OP_READ_ONLY : 0) |
                  (op->kind == VM_BIND_MAP ? 0 : UVM_VMEM_OP_REPLACE) |
-                 /* CUT is allowed in an undo, because nothing uses the range meanwhile. */
+                 /* CUT is allowed in an undo, because nothing uses the range then. */
                  (op->kind == VM_BIND_REMAP || op->cut ? UVM_VMEM_OP_CUT : 0) |
                  (is_large(u, op) ? UVM_VMEM_OP_LARGE : 0),
         .handle = uvm_slab_handle(op->slab, offset),
