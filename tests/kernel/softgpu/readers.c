@@ -17,9 +17,9 @@
  * BINDs are observed through the driver's tracepoints: uvm_vmem_bind_op comes before anything is written,
  * uvm_vmem_bind_sent when all pushes are in the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the
  * engine has executed the entries put into the rings between the first two, whatever the call returned: a call that a
- * signal ends leaves its pushes behind. Entries that other calls put there in that time count too, because they cannot be
- * told apart. So once the call has returned, the BIND is held responsible for writes of pushes from that time only, not
- * for later ones, such as those of a FREE that has waited for it.
+ * signal ends leaves its pushes behind. Entries that other calls put there in that time count too, because they cannot
+ * be told apart. So once the call has returned, the BIND is held responsible for writes of pushes from that time only,
+ * not for later ones, such as those of a FREE that has waited for it.
  */
 #include <linux/file.h>
 #include <linux/module.h>
