@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -12,6 +13,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "pyvmem"
 BENCHMARKS = ROOT.parent / "benchmarks" / "src" / "vmem_bench"
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Returns a file's syntax tree."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def module_of(path: Path) -> str:
@@ -26,7 +33,7 @@ def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
 
     Imports inside functions are left out: their order does not matter.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     left_out: tuple[type[ast.AST], ...] = (ast.FunctionDef, ast.AsyncFunctionDef)
     inside = {
         id(node)
@@ -70,7 +77,7 @@ def test_no_import_cycles() -> None:
 def imported(path: Path) -> set[str]:
     """Returns the modules that a file imports anywhere."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {one.name for one in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -142,7 +149,7 @@ def test_no_cross_module_private_access(folder: str) -> None:
     """Private names of torch and transformers are exempt: they are used where no public name
     exists.
     """
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
+    trees = {path: parsed(path) for path in ROOT.rglob("*.py")}
     names = {path: private_names(tree) for path, tree in trees.items()}
     kept = {"_asdict", "_replace", "_fields"}  # methods of named tuples
     found = []
@@ -166,10 +173,10 @@ def test_packages_above_the_cache_use_only_its_public_names() -> None:
     """No package uses a cache's private attributes, even if another object has the same name."""
     private: set[str] = set()
     for path in (ROOT / "kvcache").glob("*.py"):
-        private |= private_names(ast.parse(path.read_text(encoding="utf-8")))
+        private |= private_names(parsed(path))
     found = []
     for path in sorted(one for folder in ABOVE for one in (ROOT / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         own = private_names(tree)
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute) or node.attr not in private:
@@ -186,12 +193,12 @@ def test_packages_above_the_cache_import_only_its_public_names() -> None:
     public = {
         module_of(path): ast.literal_eval(ast.unparse(node.value))
         for path in (ROOT / "kvcache").glob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in parsed(path).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     }
     found, seen = [], 0
     for path in sorted(one for folder in ABOVE for one in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             module = node.module if isinstance(node, ast.ImportFrom) else None
             if module is None or not module.startswith("pyvmem.kvcache"):
                 continue

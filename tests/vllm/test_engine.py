@@ -229,6 +229,7 @@ def test_a_senseless_limit_is_refused(start: Open, limit: str, text: str) -> Non
         pass
 
 
+@pytest.mark.long  # half a minute to compile the lookup
 def test_ngram_speculation(start: Open, expected: Callable[..., Tokens]) -> None:
     method = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     wanted = expected("llama", speculative_config=method)

@@ -38,11 +38,11 @@ def steady(count: int, length: int, tokens: int, most: int) -> Load:
 def test_an_engine_that_becomes_idle(open_pool: Open, page: int, most: float, maps: int) -> None:
     """kvcached's workload with capped prefixes: the next request reuses evicted blocks.
 
-    Pages are mapped for the peak, not for each request: 1,200 requests use 43,000 blocks in total.
+    Pages are mapped for the peak, not for each request: 600 requests use 21,500 blocks in total.
     """
     cap = 1000
     with opened_for_idle(open_pool, page, cap) as pool:
-        pool.run(idle_footprint(1200, 1000, 96))
+        pool.run(idle_footprint(600, 1000, 96))
         assert pool.rank.maps < maps
         assert pool.rank.copies < 500
         pool.rest()

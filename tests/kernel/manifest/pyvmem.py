@@ -31,7 +31,7 @@ C_TESTS = (
 # which their runs on `host` cover.
 CHANGES = ("batch", "entries", "large", "move", "threads")
 # Fewer steps and rounds for the random tests; the long run makes all of them.
-FEWER = ("ENTRIES_STEPS=100", "THREADS_ROUNDS=30")
+FEWER = ("ENTRIES_STEPS=40", "THREADS_ROUNDS=30")
 # The page tables of a failed GPU stay as they are: nothing can be written to them.
 AFTER_A_FAILURE = (
     r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",
