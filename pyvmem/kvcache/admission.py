@@ -162,8 +162,8 @@ def _length(group: Group, seq_len: int) -> int:
 
 
 def free_pages(groups: Sequence[Group]) -> int:
-    """Implements `CacheMemory.num_free_pages`; each group by itself would report all of the
-    budget's room."""
+    """Implements `CacheMemory.num_free_pages`. Not a sum over groups: each would count all of
+    the budget's room."""
     for group in groups:
         group.reclaimer.poll()
     free = [group.reclaimer.free for group in groups]

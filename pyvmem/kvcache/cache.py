@@ -180,7 +180,7 @@ class KVCache(MustClose):
     Thread-safe; calls run one at a time. The cache owns its reservation, and its context unless
     `context` or `budget` is given. Usable as a context manager. If a cache (or `LayeredCache`) is
     garbage-collected without `close`, it warns (ResourceWarning) and its memory and addresses stay
-    allocated until the process exits or, with a context that was passed in, until that is closed.
+    allocated until the process exits or, with a context that was passed in, until it is closed.
 
     Args:
         config: shape, limits and policy.
@@ -675,7 +675,7 @@ class KVCache(MustClose):
             compact: also moves pages of running requests and recorded prefixes together, so that
                 the memory between them is returned (`Context.compact`). None: only if nothing can
                 be using the pages that move, that is, in a context that the cache owns while no
-                request is active or after a `step` of zeros only. True: always; this waits for all
+                request is active or after a `step` of all zeros. True: always; this waits for all
                 work on the device, and no work may be launched on the cache until it returns.
                 False: never.
             stream: with `compact`, the stream of the last work on running requests, as in `step`.
@@ -711,13 +711,13 @@ class KVCache(MustClose):
     def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
         """Remaps a request's full 2 MiB blocks with page table entries of that size.
 
-        For requests that grew page by page. A prefill gets such entries from the start, and in a
-        cache of more than 8 GiB every `step` promotes the requests that it lengthens. Addresses and
-        rows stay the same. The next `step` joins blocks whose pages are physically contiguous. The
-        other blocks are copied in the background by a later call, after the work on `stream` so
-        far, while the GPU keeps reading the old pages; the `step` after that replaces the old
-        pages. Such a `step` waits for the work on its stream, since no work may touch the pages
-        while they are replaced. Shared pages, and blocks for which memory is short, are left
+        Intended for requests that grew page by page. A prefill gets such entries from the start,
+        and in a cache of more than 8 GiB every `step` promotes the requests that it lengthens.
+        Addresses and rows stay the same. The next `step` joins blocks whose pages are physically
+        contiguous. The other blocks are copied in the background by a later call, after the work on
+        `stream` so far, while the GPU keeps reading the old pages; the `step` after that replaces
+        the old pages. Such a `step` waits for the work on its stream, since no work may touch the
+        pages while they are replaced. Shared pages, and blocks for which memory is short, are left
         unchanged.
 
         Args:

@@ -86,7 +86,7 @@ class KVCacheConfig:
         num_layers: layers of the model that have keys and values.
         num_kv_heads: key/value heads of a layer (on this device).
         head_dim: elements of one head.
-        dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
+        dtype: element type: a name (see `DTYPE_BYTES`) or a `torch.dtype`.
         max_batch: number of slots, which limits concurrent requests.
         max_seq_len: maximum tokens of a slot; addresses for all of them are reserved.
         page_size: bytes of a page, a power of two; 0: the context's granule.
@@ -110,7 +110,7 @@ class KVCacheConfig:
             a prefix.
         window_tile: number of rows before the window that stay mapped. Must cover what a kernel
             reads there, since it reads whole tiles, and the tokens that an engine may truncate.
-            `step` does not join (`KVCache.promote`) the pages of this many last rows.
+            `step` does not join (`KVCache.promote`) the pages of the last `window_tile` rows.
         state: the layers keep one row per request instead of one per token. The row is mapped from
             the first token on, and every token updates it. For linear attention, state-space models
             and convolutions. Requests are still measured in tokens. Forks copy the state; it cannot
@@ -135,9 +135,9 @@ class KVCacheConfig:
         memory_floor: bytes that the other caches of its `Budget` must leave for it.
         host_limit: maximum host memory that `KVCache.move` uses, in bytes, for all layers together;
             0: only the machine's limit.
-        peer_limit: the same for all peer devices together.
+        peer_limit: the same limit for all peer devices together.
         host_prefixes: host memory for evicted prefixes, in bytes, for all layers together; 0: their
-            rows are lost. The least recently used make room for new prefixes, and
+            rows are lost. The least recently used prefixes make room for others, and
             `KVCache.alloc_prefix` copies prefixes back. The memory is allocated when needed,
             page-locked if the cache is on a GPU, and kept until the cache is closed. Requires
             numpy; cannot be used with a window, a state or several ranks.

@@ -71,7 +71,7 @@ def stats(group: Group) -> CacheStats:
     """Returns the current state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
-    active_pages, used = group.note_use()  # an interrupted call may have skipped this
+    active_pages, used = group.note_use()  # an interrupted call may have skipped it
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     waits = counters.waits.struct
@@ -226,7 +226,7 @@ def check(group: Group) -> list[str]:
     if returning != reclaimer.coming:
         found.append(f"{returning} pages per tensor in unmaps, {reclaimer.coming} counted")
     if slid != reclaimer.slid:
-        found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
+        found.append(f"{slid} pages per tensor outside windows, {reclaimer.slid} counted")
     found.extend(check_away(group))
     if reclaimer.device_pages > reclaimer.limit:
         found.append(f"{reclaimer.device_pages} pages held, the limit is {reclaimer.limit}")

@@ -118,7 +118,7 @@ class Layout:
         if self.total_bytes > _MAX_ADDRESSES:
             raise invalid(
                 f"{config.max_batch} slots of {self.max_rows} rows of {self.row_bytes} bytes in "
-                f"{self.num_tensors} tensors need {self.total_bytes} bytes of addresses; a "
+                f"{self.num_tensors} tensors need {self.total_bytes} bytes of address space; a "
                 f"process has {_MAX_ADDRESSES}",
                 size=self.total_bytes,
                 limit=_MAX_ADDRESSES,
@@ -126,8 +126,8 @@ class Layout:
 
     def __repr__(self) -> str:
         return (
-            f"<Layout of {counted(self.num_tensors, 'tensor')}: {self.row_bytes} bytes a row, "
-            f"pages of {format_bytes(self.page_size)}, {format_bytes(self.slot_bytes)} a slot>"
+            f"<Layout of {counted(self.num_tensors, 'tensor')}: {self.row_bytes} bytes per row, "
+            f"pages of {format_bytes(self.page_size)}, {format_bytes(self.slot_bytes)} per slot>"
         )
 
     def bytes_for(self, seq_len: int) -> int:

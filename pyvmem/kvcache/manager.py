@@ -203,7 +203,7 @@ class Manager:
 
     def _give_back(self, work: PriorWork | None = None) -> None:
         """Closes the groups and the owned context; may be called again."""
-        # otherwise its memory was freed with it, or belongs to the parent process
+        # The memory of a closed context is already freed, or belongs to the parent process.
         if self.context.is_open:
             for group in self.groups:
                 group.close(work)

@@ -136,7 +136,7 @@ class TierMap:
 
     @property
     def off_device_end(self) -> int:
-        """The end of the last off-device page; 0: all pages are on the device."""
+        """The end of the last off-device page; 0 if all pages are on the device."""
         return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:
@@ -165,10 +165,10 @@ class Block:
         users: for each page, how many of these holders are requests.
         events: GPU work that wrote the pages and may not be complete.
         tier: the tier that the pages are in.
-        off_device: True if that is not device memory.
+        off_device: True if `tier` is not device memory.
         gone: for each page, whether it was returned to the pool.
 
-    `holders`: number of requests that hold and use all pages from the start.
+    `holders`: number of requests that hold and use all pages at first.
     """
 
     __slots__ = ("events", "gone", "handle", "off_device", "pages", "refs", "tier", "users")
@@ -314,7 +314,7 @@ class SharedPages:
                 for block, low, high in span.parts:
                     numbers = getattr(block, name)
                     alone = len(spans) == len(span.parts) == 1
-                    if not alone:  # parts may overlap, so count in a copy
+                    if not alone:  # the spans' parts may overlap, so count in a copy
                         numbers = copies[block] = copies.get(block) or numbers[:]
                     before = numbers[low:high]
                     after = list(map(add, before, repeat(count)))

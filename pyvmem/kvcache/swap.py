@@ -59,7 +59,7 @@ class SwappedRequest(Closable):
     def close(self, journal: Journal | None = None) -> None:
         """Drops the request and its host memory. Idempotent.
 
-        `journal`: if given, the close is undone if the call in progress is (`Internals.journal`).
+        `journal`: `Internals.journal`, to undo the close if the call in progress is undone.
         """
         if journal is not None:
             journal.change([[self, "_rows", None]])

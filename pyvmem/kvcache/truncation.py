@@ -127,10 +127,10 @@ class Truncation:
         copied: pages [shared, copied) are replaced with copies.
         stride: bytes of the copies in each tensor.
         new_pages: number of physical pages of the copies.
-        end: first page to unmap if `unmaps`.
+        end: first page to unmap if `unmaps` is True.
         unmaps: True if pages must be unmapped immediately.
         ownerless: True if pages stay mapped but become unowned.
-        addresses: scratch addresses of the copies; None before they are made and once they are in
+        addresses: scratch addresses of the copies; None before they exist and once they are in
             the slot.
     """
 
@@ -216,7 +216,7 @@ class Truncation:
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
-                # the batch consumes it; without this, an interruption would warn of a leak
+                # The batch consumes `copies`; this keeps an interruption from reporting a leak.
                 [copies, "_done", True],
                 *group.scratch.give_edits(self.addresses),
             )
@@ -321,7 +321,8 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copies the kept parts of shared pages; False if memory is short, with nothing changed."""
+    """Copies the kept parts of shared pages. Returns False, changing nothing, if memory is
+    short."""
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group
