@@ -415,7 +415,7 @@ class Share:
 
     @property
     def used(self) -> int:
-        """Bytes of the cache's physical pages."""
+        """Size of the cache's physical pages in bytes."""
         return self.reclaimer.device_pages * self.layout.page_size
 
     @property
@@ -572,7 +572,7 @@ class Share:
 
     @property
     def _column(self) -> int:
-        """Bytes of one page per tensor: the unit in which slots and prefixes free memory."""
+        """Bytes in one page per tensor, the unit in which slots and prefixes free memory."""
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:

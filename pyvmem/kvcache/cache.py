@@ -62,7 +62,7 @@ __all__ = ["GroupView", "KVCache"]
 class GroupView(Facet):
     """One group of equal layers of a cache: its tensors, addresses and reports.
 
-    Requests belong to the cache. Raises BadHandle once the cache is closed.
+    Requests span all groups of the cache. Raises BadHandle once the cache is closed.
 
     Attributes:
         config: configuration of these layers.
@@ -200,22 +200,22 @@ class KVCache(MustClose):
 
     caches: tuple[GroupView, ...]
     """The groups of equal layers: one, or several in a `LayeredCache`, in the order in which its
-    layers first use them. For tensors, layouts and reports."""
+    layers first use them. Each has its tensors, layout and reports."""
 
     memory: CacheMemory
     """Memory: how much calls need, how much is available, and the limit."""
 
     slots: CacheSlots
-    """For programs that choose slots themselves, or keep records of them."""
+    """Calls for programs that choose slots themselves, or keep records of them."""
 
     internals: Internals
-    """For code built on the cache: its lock, its journal, and registration of users."""
+    """The cache's lock, its journal and registration of users, for code built on the cache."""
 
     context: Context
     """The context that the pages belong to."""
 
     budget: Budget | None
-    """The budget shared with other caches; None: not shared."""
+    """The budget shared with other caches, or None."""
 
     def __init__(
         self,
@@ -723,7 +723,7 @@ class KVCache(MustClose):
         Args:
             reqid: the request. The work that writes its rows must have been launched, and no row of
                 a full block may be written again while `SlotInfo.moving_pages` is not 0.
-            wait: wait until all of that is done.
+            wait: wait until the promotion is complete.
             stream: as in `free_reqid`.
 
         Returns:
@@ -731,7 +731,7 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, or it is free; or no slot can have such a block, because
-                it is shorter, the context has no large entries (`Caps.LARGE_ENTRIES`), or all
+                slots are shorter, the context has no large entries (`Caps.LARGE_ENTRIES`), or all
                 layers have a window or a state.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
             VMemError: the driver failed; nothing has changed, except that in a `LayeredCache` some
@@ -780,7 +780,8 @@ class KVCache(MustClose):
             OutOfMemory: the memory is full (`host_limit`, `peer_limit`, the cache's own limit, or
                 the machine's limit); nothing has changed, except that unowned pages may have been
                 reclaimed.
-            TooManyMappings: the move needs more mappings than the context has left; as above.
+            TooManyMappings: the move needs more mappings than the context has left; nothing has
+                changed, except as for OutOfMemory.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
             VMemError: the driver failed; nothing has changed, except that in a `LayeredCache` the
                 pages of some groups may have moved. A failure in the background is raised by the

@@ -32,7 +32,7 @@ a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
 """A step that adds more tokens than this to a request counts as a prefill or a chunk of a prefill;
-any other counts as decoding, including speculative decoding."""
+any other step counts as decoding, including speculative decoding."""
 
 MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
 """Upper bounds of `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len`."""
@@ -89,7 +89,7 @@ class KVCacheConfig:
         dtype: element type: a name (see `DTYPE_BYTES`) or a `torch.dtype`.
         max_batch: number of slots, which limits concurrent requests.
         max_seq_len: maximum tokens of a slot; addresses for all of them are reserved.
-        page_size: bytes of a page, a power of two; 0: the context's granule.
+        page_size: page size in bytes, a power of two; 0: the context's granule.
         group_size: number of layers that share one K and one V tensor, a divisor of `num_layers`.
             1: each layer has its own tensors; `num_layers`: vAttention's megacache. A row of a
             tensor is ``group_size * num_kv_heads * head_dim`` elements. If layers share a tensor in
@@ -161,7 +161,7 @@ class KVCacheConfig:
             tensor. This saves driver calls and mappings. Pages beyond its need are mapped but
             unowned (`CacheStats`: cached); the request gets them next, and they are unmapped when
             memory is short. If mappings run out before memory (`ContextInfo.max_mappings`), runs
-            get longer automatically. 0: one page at a time, whatever the limit.
+            get longer automatically. 0: one page at a time, regardless of the limit.
         ahead_tokens: `KVCache.step` starts mapping, in the background, the next pages of each
             request in the step that has pages for fewer than this many more tokens (at most a
             page's worth). A later step then need not wait for the driver call, even if the driver
@@ -273,12 +273,12 @@ class KVCacheConfig:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Size of one element in bytes."""
         return DTYPE_BYTES[str(self.dtype)]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's row in one tensor, summed over the layers that share it."""
+        """Size in bytes of a token's row in one tensor, over all layers that share the tensor."""
         return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod

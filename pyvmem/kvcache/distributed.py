@@ -376,7 +376,7 @@ class ParallelKVCache(KVCache):
     and rejections are compared like results. Every other exception *poisons* the rank: from then on
     every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
 
-    One shortage depends on the physical placement of a rank's pages: that of mappings. If a `step`
+    Only a shortage of mappings depends on the physical placement of a rank's pages. If a `step`
     runs out of mappings on a rank, it raises TooManyMappings there; the rank must still call
     `check_step`, where every rank undoes the step.
 

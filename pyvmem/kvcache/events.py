@@ -44,7 +44,7 @@ __all__ = [
 
 
 class _HeldFd(FdEvent):
-    """A duplicate of the caller's file descriptor, which the caller may close right away."""
+    """A duplicate of the caller's file descriptor, so that the caller can close the original."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class _HeldFd(FdEvent):
 
 
 def record(stream: Any, device: int | None) -> Any:
-    """Returns an event for all work so far on `stream`, or None if none is left to wait for.
+    """Returns an event for all work on `stream` so far, or None if there is none to wait for.
 
     Args:
         stream: an object that stands for GPU work (streams.py); on the host, None and streams are

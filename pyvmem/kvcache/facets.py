@@ -158,10 +158,11 @@ class CacheSlots(Facet):
             requests.claim(self._open(), reqid)
 
     def is_taken(self, reqid: int) -> bool:
-        """Returns whether a request has the slot.
+        """Returns whether a request owns the slot.
 
         Raises:
-            InvalidArgument: the slot does not exist."""
+            InvalidArgument: the slot does not exist.
+        """
         with self._lock, self._journal:
             return self._open()[0].slot(reqid, taken=False).active
 
@@ -249,7 +250,7 @@ class CacheSlots(Facet):
         Allocates every slot. `CommonPages.renew` prepares a slot for its next request.
 
         Args:
-            tokens: number of common rows, rounded up to whole pages that end with a row.
+            tokens: number of common rows, rounded up so that the last page ends with a row.
 
         Raises:
             InvalidArgument: `tokens` is out of range, or a slot is in use. NotSupported: the back

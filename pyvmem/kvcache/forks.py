@@ -72,7 +72,7 @@ class _Fork:
         Args:
             ops: the batch.
             edits: the list to add edits to; see `Outcome`.
-            room: free bytes of the budget, if known.
+            room: bytes free in the budget, if known.
             ahead: map more pages than these rows need, as for growing requests (runs.py).
         """
         group, parent, slots = self.group, self.parent, self.slots
@@ -186,7 +186,8 @@ def fork_all(
 ) -> list[int] | None:
     """Implements `KVCache.fork_many`, in one batch for all groups.
 
-    Returns None if slots or memory are short. The first group chooses the slots unless `into` names them.
+    Returns None if slots or memory are short. The first group chooses the slots unless `into` names
+    them.
     """
     sync_free_slots(groups)
     groups[0].sharing.require(FORK, "fork")

@@ -157,7 +157,7 @@ class Group:
 
     Attributes:
         used_tokens: sum of `rows`.
-        token_bytes, page_bytes: bytes of a token's rows, or of a page per tensor, over all tensors.
+        token_bytes, page_bytes: total size in bytes of a token's rows, or of a page per tensor.
         clock: number of completed steps.
         mover: replaces pages with copies, possibly in other memory, at the same addresses.
         prefixes: recorded prefixes, shared by all groups of the cache.

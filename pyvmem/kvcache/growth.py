@@ -76,7 +76,7 @@ class Pager:
         runs: chooses run lengths.
         ahead: a request with pages for fewer than `ahead` more rows gets more pages in the
             background.
-        page_bytes: bytes of one page in all tensors.
+        page_bytes: total size in bytes of one page per tensor.
         ops: the batch in which growths of all groups are built.
         array: the C array of the operations in `ops`.
     """
@@ -285,7 +285,7 @@ class Pager:
 
         Args:
             stream: the stream that will use the pages.
-            on_cpu: wait on the CPU for fills and for earlier owners' work, whatever `stream` is.
+            on_cpu: wait on the CPU for fills and for earlier owners' work, regardless of `stream`.
             lens: lengths of all slots; growths that no slot needs for these lengths are skipped.
 
         Raises:
@@ -776,7 +776,8 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
 def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
     """Returns the bytes needed in addition to the groups' idle pages.
 
-    Returns None if the need exceeds a group's limit. `later`: also count as idle the pages that `reclaim_for` would wait for.
+    Returns None if the need exceeds a group's limit. `later`: also count as idle the pages that
+    `reclaim_for` would wait for.
     """
     new = 0
     for pager, pages in needs:

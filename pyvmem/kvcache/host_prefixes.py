@@ -115,7 +115,7 @@ class HostPrefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are kept."""
+        """Size of the kept rows in bytes."""
         return len(self._rows) * self._cell
 
     # ---- storing ---------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ class IdleThread:
         None while unmaps are in flight."""
         groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
         how = "host" if prefixes else False
-        done = [begin_trim(group, how, kept=prefixes) for group in groups]  # not `all(...)`: start every group
+        # Begin in every group before checking the results.
+        done = [begin_trim(group, how, kept=prefixes) for group in groups]
         if not all(done):
             return None
         manager.context.trim(0)

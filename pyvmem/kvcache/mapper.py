@@ -115,7 +115,7 @@ class Mapper:
         """Copies pieces of `size` bytes between mapped addresses and host memory, synchronously.
 
         Args:
-            size: bytes of each piece.
+            size: size of each piece in bytes.
             addresses: device addresses of the pieces: a list or a numpy array.
             host: buffers that hold the pieces back to back.
             out: copy to host memory, not from it.

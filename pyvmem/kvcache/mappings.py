@@ -54,7 +54,7 @@ def warn_out_of_mappings(groups: Sequence[Group]) -> None:
         _log,
         "mappings",
         "no mapping is left, so requests cannot grow until some end: %s; %s; larger pages need "
-        "fewer",
+        "fewer mappings",
         reasons[0],
         who_has_mappings(groups),
     )

@@ -192,8 +192,8 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
     """Returns, per group, the free slot that will be empty soonest.
 
-    Returns None if no slot is free, or if emptying it would wait for an earlier owner's GPU work. Several ranks do wait,
-    since the progress of that work may differ between them.
+    Returns None if no slot is free, or if emptying it would wait for an earlier owner's GPU work.
+    Several ranks do wait, since the progress of that work may differ between them.
     """
     found = groups[0].table.emptiest(1)
     if not found:

@@ -673,8 +673,8 @@ class Reclaimer:
 
     @property
     def room(self) -> int:
-        """Free bytes of the budget, ignoring the cache's own limit; without a budget, of the
-        limit."""
+        """Bytes free in the budget, ignoring the cache's own limit; without a budget, bytes free
+        below that limit."""
         if self.share is None:
             return (self.limit - self.device_pages) * self.layout.page_size
         return self.share.room()
@@ -733,7 +733,7 @@ class Reclaimer:
         """
         complete = True
         for slot in self.table.pick(Kind.CACHED):
-            if slot.freed_at > step:  # all further slots were freed later
+            if slot.freed_at > step:  # all following slots were freed later
                 break
             rest = keep if slot is prepared and not slot.stale else 0
             if slot.mapped > rest and not slot.broken:

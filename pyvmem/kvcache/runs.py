@@ -116,7 +116,7 @@ class Runs:
 
         Args:
             kept: physical pages that the growth must leave free.
-            room: free bytes of the budget, if known.
+            room: bytes free in the budget, if known.
         """
         runs, reclaimer = self._columns.runs, self._reclaimer
         free = reclaimer.limit - reclaimer.device_pages

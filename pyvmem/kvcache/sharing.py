@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shares pages: makes a slot's pages shared, and maps them in other slots."""
+"""Sharing of pages: turns a slot's pages into shared pages and maps them in other slots."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Sharing:
     # ---- making a slot's pages shared ------------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Makes a running request's pages up to `pages` shared, by remapping them read-only in
-        place.
+        """Turns a running request's pages up to `pages` into shared pages, by remapping them
+        read-only in place.
 
         No GPU work may touch the slot, and no batch may be in flight on it. `unit_pages`: see
         `Span`.

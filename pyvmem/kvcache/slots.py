@@ -132,7 +132,7 @@ class Slot(Row):
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
     def splittable_beyond(self, keep: int) -> int:
-        """Returns the further pages that could be unmapped if no GPU work used the slot."""
+        """Returns how many more pages could be unmapped if no GPU work used the slot."""
         if not self.active or self.granted >= self.large_end or self.rows_lost:
             return 0
         if isinstance(self.job, Growth):

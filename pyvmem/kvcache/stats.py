@@ -39,10 +39,10 @@ class CacheStats:
         host_pages, peer_pages: pages in host memory and on peer devices; included in no
             other number here.
         prefix_pages, prefix_tokens: recorded shared pages, and their tokens.
-        prefix_host_bytes: bytes of evicted prefixes' rows in host memory.
-        mapped_bytes: bytes of cached and active pages.
-        used_bytes: bytes of rows that requests hold; shared rows count once.
-        wasted_bytes: bytes of active pages that do not hold tokens (internal fragmentation).
+        prefix_host_bytes: size of evicted prefixes' rows in host memory.
+        mapped_bytes: size of cached and active pages.
+        used_bytes: size of the rows that requests hold; shared rows count once.
+        wasted_bytes: bytes in active pages that do not hold tokens (internal fragmentation).
         peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: maxima so far.
         active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached slots are free
             and have pages.

@@ -35,7 +35,7 @@ class SwappedRequest(Closable):
 
     Attributes:
         seq_len: tokens of the request.
-        nbytes: bytes of host memory.
+        nbytes: size of the host memory in bytes.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 
 
 def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
-    """Implements `CacheMemory.for_truncate`: bytes of new pages that a truncation needs."""
+    """Implements `CacheMemory.for_truncate`: the size of the new pages that a truncation needs."""
     each = planned(groups, reqid, length)
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
 
@@ -125,7 +125,7 @@ class Truncation:
         keep: number of pages that the request keeps.
         shared: pages below this stay shared.
         copied: pages [shared, copied) are replaced with copies.
-        stride: bytes of the copies in each tensor.
+        stride: size of the copies per tensor, in bytes.
         new_pages: number of physical pages of the copies.
         end: first page to unmap if `unmaps` is True.
         unmaps: True if pages must be unmapped immediately.
