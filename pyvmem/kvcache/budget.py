@@ -648,7 +648,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Returns each other engine that has driver mappings: its name and their number."""
+        """Returns the name and number of driver mappings of every other engine that has any."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [

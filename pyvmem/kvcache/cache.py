@@ -180,7 +180,7 @@ class KVCache(MustClose):
     Thread-safe; calls run one at a time. The cache owns its reservation, and its context unless
     `context` or `budget` is given. Usable as a context manager. If a cache (or `LayeredCache`) is
     garbage-collected without `close`, it warns (ResourceWarning) and its memory and addresses stay
-    allocated until the process exits or, with a context that was passed in, until it is closed.
+    allocated until the process exits or, with a context that was passed in, until the context is closed.
 
     Args:
         config: shape, limits and policy.
@@ -200,7 +200,7 @@ class KVCache(MustClose):
 
     caches: tuple[GroupView, ...]
     """The groups of equal layers: one, or several in a `LayeredCache`, in the order in which its
-    layers first use them. Each has its tensors, layout and reports."""
+    layers first use them. Each has its own tensors, layout and reports."""
 
     memory: CacheMemory
     """Memory: how much calls need, how much is available, and the limit."""

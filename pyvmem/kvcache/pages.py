@@ -168,7 +168,7 @@ class Block:
         off_device: True if `tier` is not device memory.
         gone: for each page, whether it was returned to the pool.
 
-    `holders`: number of requests that hold and use all pages at first.
+    `holders`: number of requests that initially hold and use all pages.
     """
 
     __slots__ = ("events", "gone", "handle", "off_device", "pages", "refs", "tier", "users")

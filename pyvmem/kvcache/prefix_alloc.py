@@ -82,7 +82,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     if grow(want, background=False):
         for group in groups:
             group.pager.settle(on_cpu=True)  # a growth that runs out of memory is rolled back
-    keys = prefixes.in_host(match)  # prefixes that `grow` evicted may have replaced some
+    keys = prefixes.in_host(match)  # evictions by `grow` may have replaced some units
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
         return held

@@ -199,7 +199,8 @@ def _settle(group: Group, stream: Any) -> None:
 
 
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
-    """Starts mapping the pages that slots need, in all groups or none. Returns False if short."""
+    """Starts mapping the pages that slots need, in all groups or none. Returns False if memory or
+    mappings are short."""
     for group, _ in begun:
         if group.pager.growths or group.left:
             break
