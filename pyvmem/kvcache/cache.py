@@ -180,7 +180,7 @@ class KVCache(MustClose):
     Thread-safe; calls run one at a time. The cache owns its reservation, and its context unless
     `context` or `budget` is given. Usable as a context manager. If a cache (or `LayeredCache`) is
     garbage-collected without `close`, it warns (ResourceWarning) and its memory and addresses stay
-    allocated until the process exits or, with a context that was passed in, until the context is closed.
+    allocated until the process exits or, if a context was passed in, until that context is closed.
 
     Args:
         config: shape, limits and policy.

@@ -107,7 +107,7 @@ class RanksDiffer(VMemError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason that a rank rejects calls. Not an exception: its traceback would keep tensors alive.
+    """The reason a rank rejects calls. Not an exception: its traceback would keep tensors alive.
 
     Attributes:
         rank: the failed rank; -1: the ranks differ.
