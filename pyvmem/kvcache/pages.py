@@ -437,22 +437,22 @@ class SharedPages:
                     want[block][page] += 1
             for block, counts in want.items():
                 if getattr(block, name) != counts:
-                    found.append(f"a block has {name} {getattr(block, name)}, counted {counts}")
+                    found.append(f"{name} of a block: recorded {getattr(block, name)}, counted {counts}")
         late = sum(part.high - part.low for part in self.unheld)
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
-            found.append(f"{live} shared pages per tensor counted, but others are live")
+            found.append(f"counted {live} shared pages per tensor, not as many as are live")
         here = [block for block in self.blocks if not block.off_device]
         if self.pages != sum(block.live for block in here):
-            found.append(f"{self.pages} shared pages per tensor, but the blocks differ")
+            found.append(f"recorded {self.pages} shared pages per tensor, not as many as are live")
         parts = [part for span in used for part in span.parts]
         for name, off_device in (("uses", False), ("off_device_uses", True)):
             uses = sum(high - low for block, low, high in parts if block.off_device == off_device)
             if getattr(self, name) != uses:
-                found.append(f"{getattr(self, name)} {name} of shared pages, counted {uses}")
+                found.append(f"{name} of shared pages: recorded {getattr(self, name)}, counted {uses}")
         busy = sum(sum(map(bool, block.users)) for block in here)
         if busy != self.used:
-            found.append(f"{self.used} shared pages in use per tensor, counted {busy}")
+            found.append(f"shared pages in use per tensor: recorded {self.used}, counted {busy}")
         return found
 
     def off_device(self) -> dict[Tier, int]:
