@@ -224,7 +224,7 @@ def check(group: Group) -> list[str]:
     if granted != pager.granted_pages:
         found.append(f"granted pages per tensor: recorded {pager.granted_pages}, counted {granted}")
     if returning != reclaimer.coming:
-        found.append(f"pages per tensor in unmaps: recorded {reclaimer.coming}, counted {returning}")
+        found.append(f"unmaps, pages per tensor: recorded {reclaimer.coming}, counted {returning}")
     if slid != reclaimer.slid:
         found.append(f"pages per tensor outside windows: recorded {reclaimer.slid}, counted {slid}")
     found.extend(check_away(group))

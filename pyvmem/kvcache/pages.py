@@ -437,7 +437,7 @@ class SharedPages:
                     want[block][page] += 1
             for block, counts in want.items():
                 if getattr(block, name) != counts:
-                    found.append(f"{name} of a block: recorded {getattr(block, name)}, counted {counts}")
+                    found.append(f"block {name}: recorded {getattr(block, name)}, counted {counts}")
         late = sum(part.high - part.low for part in self.unheld)
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
@@ -449,7 +449,7 @@ class SharedPages:
         for name, off_device in (("uses", False), ("off_device_uses", True)):
             uses = sum(high - low for block, low, high in parts if block.off_device == off_device)
             if getattr(self, name) != uses:
-                found.append(f"{name} of shared pages: recorded {getattr(self, name)}, counted {uses}")
+                found.append(f"shared {name}: recorded {getattr(self, name)}, counted {uses}")
         busy = sum(sum(map(bool, block.users)) for block in here)
         if busy != self.used:
             found.append(f"shared pages in use per tensor: recorded {self.used}, counted {busy}")
