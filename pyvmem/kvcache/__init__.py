@@ -15,7 +15,7 @@ The modules, each of which imports only from those before it:
     prefix_cache            recorded prefixes and the leases on them
     budget                  memory shared by several caches, of one process or of several
     group                   one group of equal layers, built from all of the above
-    integrity               statistics and the check of the records
+    integrity               statistics and consistency checks
     manager                 a cache's groups and their lock
     requests, mappings      allocating and releasing slots; a report of who holds driver mappings
     steps, admission        pages for the next tokens; queries whether requests fit
@@ -23,12 +23,12 @@ The modules, each of which imports only from those before it:
     tiers, swap             pages in other memory; swapping rows to host memory
     prefix_alloc            requests that begin with a recorded prefix
     trim, idle              returning memory, in a call or in a thread
-    common_pages            pages that every slot has
+    common_pages            pages mapped in every slot
     waits                   blockers that a call waits for before it takes the lock
     facets                  KVCache's attributes memory, slots and internals
     cache                   KVCache: the lock and the documentation
     layered_cache           LayeredCache: layers of several shapes
-    distributed             several ranks with equal results
+    distributed             the same cache on several ranks
 """
 
 from pyvmem.kvcache import waits

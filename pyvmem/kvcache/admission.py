@@ -68,14 +68,16 @@ def _matches(
 
 
 def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Returns the physical pages that requests of these page counts need beyond their prefixes."""
+    """Returns the number of physical pages that requests with these page counts need, not counting
+    the pages of their prefixes."""
     kept = group.prefixes.kept_pages
     pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
     return pages * group.layout.num_tensors
 
 
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
-    """Returns whether the context has mappings for requests of these page counts, by group."""
+    """Returns whether the context can still make the mappings that requests with these page counts
+    per group need."""
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
     if not need or (len(groups) == 1 and need <= runs.limit - runs.used):
@@ -162,8 +164,8 @@ def _length(group: Group, seq_len: int) -> int:
 
 
 def free_pages(groups: Sequence[Group]) -> int:
-    """Implements `CacheMemory.num_free_pages`; each group by itself would report all of the
-    budget's room."""
+    """Implements `CacheMemory.num_free_pages`. Not a sum over groups: each would count all of
+    the budget's room."""
     for group in groups:
         group.reclaimer.poll()
     free = [group.reclaimer.free for group in groups]

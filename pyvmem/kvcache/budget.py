@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Physical memory that several caches share, with a floor and a ceiling each.
+"""Physical memory that several caches share, each with a floor and a ceiling.
 
 Several engines may share a budget, each in a thread that makes calls back to back. With
 `threading.RLock`, the thread that has just released the lock takes it again before another wakes
-up. We measured, with two caches, a call that maps nothing wait for a thousand calls of the other
-cache.
+up. With two caches, we measured a call that maps nothing waiting for a thousand calls of the other.
 
 Bytes that a cache uses and that are reserved for it:
 
@@ -87,7 +86,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
                 with self._gate:
                     taken.extend(map(self.acquire, (True,)))
             return True
-        # raised by a signal handler: the block is not entered, so release the lock
+        # a signal handler raised: the block is not entered, so release the lock
         except BaseException:
             if taken:
                 self.release()
@@ -97,7 +96,7 @@ class FairLock(RLock):  # type: ignore[misc]  # final only for type checkers
 # Fraction of a GPU's free memory that a cache uses by default; kernels, libraries and graphs need
 # the remainder. `Policy.memory_share` is less, since it also leaves room for activations.
 _PART_OF_CARD = 0.9
-_HEADROOM = 256 << 20  # bytes granted ahead of need, if on a ledger; at most 1/16 of the budget
+_HEADROOM = 256 << 20  # bytes taken from a ledger ahead of need; at most 1/16 of the budget
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ class Budget(Closable):
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of a page in every tensor of each cache; with less, a request may never run."""
+        """Size of one page per tensor of all caches; with less, a request may never run."""
         return max(self.context.info.granule, sum(share._column for share in self._shares))
 
     def close(self) -> None:
@@ -350,12 +349,15 @@ class Budget(Closable):
     # ---- the ledger ------------------------------------------------------------------------------
 
     def _tend(self) -> bool:
-        """Runs a tick of the thread: returns or takes memory, reports. False: stop the thread."""
+        """Runs one tick of the thread: gives back or takes memory, and reports the use.
+
+        Returns False to stop the thread.
+        """
         with self.lock, self.journal:
             ledger = self._ledger
             if ledger is None:
                 return False
-            if not self.context.is_open:  # its pages were freed with it
+            if not self.context.is_open:  # the caches' pages were freed with it
                 ledger.close()
                 return False
             self._poll()
@@ -375,7 +377,7 @@ class Budget(Closable):
 
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
-            # makes every cache one of its `others`
+            # belongs to no cache, so `others` lists all of them
             everyone = Share(self, self._shares[0].pager, 0)
             everyone.begin_unmaps(nbytes, {})
             if (missing := nbytes - everyone.returning()) > 0:
@@ -413,7 +415,7 @@ class Share:
 
     @property
     def used(self) -> int:
-        """Bytes of the cache's physical pages."""
+        """Size of the cache's physical pages in bytes."""
         return self.reclaimer.device_pages * self.layout.page_size
 
     @property
@@ -424,7 +426,7 @@ class Share:
     def room(self) -> int:
         """Returns the bytes that the cache could take now without reclaiming from others."""
         budget, taken = self.budget, 0
-        for one in budget._shares:  # a loop for speed: every step calls this
+        for one in budget._shares:  # a plain loop, for speed: every step runs it
             used = one.reclaimer.device_pages * one.layout.page_size
             taken += used if one.pager is self.pager or used > one.floor else one.floor
         return (budget.total_bytes if budget._ledger is None else budget.granted_bytes) - taken
@@ -457,7 +459,7 @@ class Share:
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """Returns what `room` would be once the other caches and the ledger gave all they can."""
+        """Returns what `room` would be if the other caches and the ledger gave all they can."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
@@ -519,7 +521,7 @@ class Share:
         `keep`: slots, and the pages per tensor that each must keep. `now`: see
         `Reclaimer.unmap`.
         """
-        # first slots whose unmap need not wait for GPU work
+        # Begin with slots whose unmap need not wait for GPU work.
         if now and not self.pager.reclaimer.table.lockstep:
             late = sum(one.reclaimer.late * one.layout.page_size for one in self._rest())
             self._begin_unmaps(nbytes + late, keep, idle=True, now=now)
@@ -537,7 +539,7 @@ class Share:
                 missing = nbytes - self.returning()
                 spare = slot.spare_beyond(keep[slot]) if slot in keep else slot.spare
                 columns = min(spare, one._excess() // column, -(-missing // column))
-                # its spare pages are in a 2 MiB entry that its owner still uses in part
+                # The owner still uses part of the 2 MiB entry that maps the spare pages.
                 if not spare:
                     continue
                 if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
@@ -570,7 +572,7 @@ class Share:
 
     @property
     def _column(self) -> int:
-        """Bytes of one page per tensor: the unit in which slots and prefixes free memory."""
+        """Bytes in one page per tensor, the unit in which slots and prefixes free memory."""
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
@@ -638,7 +640,7 @@ class OnLedger(Participant):
             self.ask(0)
 
     def ask(self, nbytes: int) -> None:
-        """Posts the bytes that a request is short of; 0: no longer short."""
+        """Posts the bytes that a request is short of, or 0 once it is no longer short."""
         account = self.account
         nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
         if nbytes > 0 or self._asked:
@@ -646,7 +648,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Returns name and number of driver mappings of each other engine that has any."""
+        """Returns the name and number of driver mappings of every other engine that has any."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [

@@ -62,7 +62,7 @@ __all__ = ["GroupView", "KVCache"]
 class GroupView(Facet):
     """One group of equal layers of a cache: its tensors, addresses and reports.
 
-    Requests belong to the cache. Raises BadHandle once the cache is closed.
+    Requests span all groups of the cache. Raises BadHandle once the cache is closed.
 
     Attributes:
         config: configuration of these layers.
@@ -180,7 +180,7 @@ class KVCache(MustClose):
     Thread-safe; calls run one at a time. The cache owns its reservation, and its context unless
     `context` or `budget` is given. Usable as a context manager. If a cache (or `LayeredCache`) is
     garbage-collected without `close`, it warns (ResourceWarning) and its memory and addresses stay
-    allocated until the process exits or, with a context that was passed in, until that is closed.
+    allocated until the process exits or, if a context was passed in, until that context is closed.
 
     Args:
         config: shape, limits and policy.
@@ -200,22 +200,22 @@ class KVCache(MustClose):
 
     caches: tuple[GroupView, ...]
     """The groups of equal layers: one, or several in a `LayeredCache`, in the order in which its
-    layers first use them. For tensors, layouts and reports."""
+    layers first use them. Each has its own tensors, layout and reports."""
 
     memory: CacheMemory
     """Memory: how much calls need, how much is available, and the limit."""
 
     slots: CacheSlots
-    """For programs that choose slots themselves, or keep records of them."""
+    """Calls for programs that choose slots themselves, or keep records of them."""
 
     internals: Internals
-    """For code built on the cache: its lock, its journal, and registration of users."""
+    """The cache's lock, its journal and registration of users, for code built on the cache."""
 
     context: Context
     """The context that the pages belong to."""
 
     budget: Budget | None
-    """The budget shared with other caches; None: not shared."""
+    """The budget shared with other caches, or None."""
 
     def __init__(
         self,
@@ -675,7 +675,7 @@ class KVCache(MustClose):
             compact: also moves pages of running requests and recorded prefixes together, so that
                 the memory between them is returned (`Context.compact`). None: only if nothing can
                 be using the pages that move, that is, in a context that the cache owns while no
-                request is active or after a `step` of zeros only. True: always; this waits for all
+                request is active or after a `step` of all zeros. True: always; this waits for all
                 work on the device, and no work may be launched on the cache until it returns.
                 False: never.
             stream: with `compact`, the stream of the last work on running requests, as in `step`.
@@ -711,19 +711,19 @@ class KVCache(MustClose):
     def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
         """Remaps a request's full 2 MiB blocks with page table entries of that size.
 
-        For requests that grew page by page. A prefill gets such entries from the start, and in a
-        cache of more than 8 GiB every `step` promotes the requests that it lengthens. Addresses and
-        rows stay the same. The next `step` joins blocks whose pages are physically contiguous. The
-        other blocks are copied in the background by a later call, after the work on `stream` so
-        far, while the GPU keeps reading the old pages; the `step` after that replaces the old
-        pages. Such a `step` waits for the work on its stream, since no work may touch the pages
-        while they are replaced. Shared pages, and blocks for which memory is short, are left
+        Intended for requests that grew page by page. A prefill gets such entries from the start,
+        and in a cache of more than 8 GiB every `step` promotes the requests that it lengthens.
+        Addresses and rows stay the same. The next `step` joins blocks whose pages are physically
+        contiguous. The other blocks are copied in the background by a later call, after the work on
+        `stream` so far, while the GPU keeps reading the old pages; the `step` after that replaces
+        the old pages. Such a `step` waits for the work on its stream, since no work may touch the
+        pages while they are replaced. Shared pages, and blocks for which memory is short, are left
         unchanged.
 
         Args:
             reqid: the request. The work that writes its rows must have been launched, and no row of
                 a full block may be written again while `SlotInfo.moving_pages` is not 0.
-            wait: wait until all of that is done.
+            wait: wait until the promotion is complete.
             stream: as in `free_reqid`.
 
         Returns:
@@ -731,7 +731,7 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, or it is free; or no slot can have such a block, because
-                it is shorter, the context has no large entries (`Caps.LARGE_ENTRIES`), or all
+                slots are shorter, the context has no large entries (`Caps.LARGE_ENTRIES`), or all
                 layers have a window or a state.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
             VMemError: the driver failed; nothing has changed, except that in a `LayeredCache` some
@@ -780,7 +780,8 @@ class KVCache(MustClose):
             OutOfMemory: the memory is full (`host_limit`, `peer_limit`, the cache's own limit, or
                 the machine's limit); nothing has changed, except that unowned pages may have been
                 reclaimed.
-            TooManyMappings: the move needs more mappings than the context has left; as above.
+            TooManyMappings: the move needs more mappings than the context has left; nothing has
+                changed, except as for OutOfMemory.
             NotRecoverable: rollback failed; the message names the reqid that must be freed.
             VMemError: the driver failed; nothing has changed, except that in a `LayeredCache` the
                 pages of some groups may have moved. A failure in the background is raised by the

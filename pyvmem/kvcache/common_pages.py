@@ -105,7 +105,7 @@ class CommonPages:
         with owner.lock, owner.journal:
             groups = (group,) = owner.open()
             slot = group.slot(reqid, taken=False)
-            group.reclaimer.lend(self._span)  # keep the pages: the slot may hold the last reference
+            group.reclaimer.lend(self._span)  # keeps the pages if the slot's reference is the last
             if slot.active:
                 free(groups, reqid, None, None, None)
             group.sharing.empty([slot])

@@ -32,7 +32,7 @@ a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
 """A step that adds more tokens than this to a request counts as a prefill or a chunk of a prefill;
-any other counts as decoding, including speculative decoding."""
+any other step counts as decoding, including speculative decoding."""
 
 MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
 """Upper bounds of `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len`."""
@@ -86,10 +86,10 @@ class KVCacheConfig:
         num_layers: layers of the model that have keys and values.
         num_kv_heads: key/value heads of a layer (on this device).
         head_dim: elements of one head.
-        dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
+        dtype: element type: a name (see `DTYPE_BYTES`) or a `torch.dtype`.
         max_batch: number of slots, which limits concurrent requests.
         max_seq_len: maximum tokens of a slot; addresses for all of them are reserved.
-        page_size: bytes of a page, a power of two; 0: the context's granule.
+        page_size: page size in bytes, a power of two; 0: the context's granule.
         group_size: number of layers that share one K and one V tensor, a divisor of `num_layers`.
             1: each layer has its own tensors; `num_layers`: vAttention's megacache. A row of a
             tensor is ``group_size * num_kv_heads * head_dim`` elements. If layers share a tensor in
@@ -110,7 +110,7 @@ class KVCacheConfig:
             a prefix.
         window_tile: number of rows before the window that stay mapped. Must cover what a kernel
             reads there, since it reads whole tiles, and the tokens that an engine may truncate.
-            `step` does not join (`KVCache.promote`) the pages of this many last rows.
+            `step` does not join (`KVCache.promote`) the pages of the last `window_tile` rows.
         state: the layers keep one row per request instead of one per token. The row is mapped from
             the first token on, and every token updates it. For linear attention, state-space models
             and convolutions. Requests are still measured in tokens. Forks copy the state; it cannot
@@ -135,9 +135,9 @@ class KVCacheConfig:
         memory_floor: bytes that the other caches of its `Budget` must leave for it.
         host_limit: maximum host memory that `KVCache.move` uses, in bytes, for all layers together;
             0: only the machine's limit.
-        peer_limit: the same for all peer devices together.
+        peer_limit: the same limit for all peer devices together.
         host_prefixes: host memory for evicted prefixes, in bytes, for all layers together; 0: their
-            rows are lost. The least recently used make room for new prefixes, and
+            rows are lost. The least recently used prefixes make room for others, and
             `KVCache.alloc_prefix` copies prefixes back. The memory is allocated when needed,
             page-locked if the cache is on a GPU, and kept until the cache is closed. Requires
             numpy; cannot be used with a window, a state or several ranks.
@@ -161,7 +161,7 @@ class KVCacheConfig:
             tensor. This saves driver calls and mappings. Pages beyond its need are mapped but
             unowned (`CacheStats`: cached); the request gets them next, and they are unmapped when
             memory is short. If mappings run out before memory (`ContextInfo.max_mappings`), runs
-            get longer automatically. 0: one page at a time, whatever the limit.
+            get longer automatically. 0: one page at a time, regardless of the limit.
         ahead_tokens: `KVCache.step` starts mapping, in the background, the next pages of each
             request in the step that has pages for fewer than this many more tokens (at most a
             page's worth). A later step then need not wait for the driver call, even if the driver
@@ -273,12 +273,12 @@ class KVCacheConfig:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Size of one element in bytes."""
         return DTYPE_BYTES[str(self.dtype)]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's row in one tensor, summed over the layers that share it."""
+        """Size in bytes of a token's row in one tensor, over all layers that share the tensor."""
         return self.group_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @classmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`ParallelKVCache`: one cache per rank, equal results on every rank, no communication per step.
+"""`ParallelKVCache`: one cache per rank, with equal results and without communication per step.
 
 When the caches are created, the ranks agree on the number of pages of each cache: the minimum that
 any rank could allocate on its device. Every rank keeps that memory from then on. After that each
@@ -12,8 +12,8 @@ rank decides by itself, and all decide the same, because results depend only on 
   only calls change;
 - calls that share, swap or admit first wait for growth that a `step_async` started.
 
-Driver mappings are an exception: how many a request's pages need depends on their physical
-placement. A rank that runs out of them in a `step` raises TooManyMappings, and `check_step` undoes
+Driver mappings are an exception: their number depends on the physical placement of a request's
+pages. A rank that runs out of them in a `step` raises TooManyMappings, and `check_step` undoes
 the step on every rank; `agreed_step` does both.
 
 `num_free_pages` and most of `stats` do depend on the progress of background batches: an engine that
@@ -107,7 +107,7 @@ class RanksDiffer(VMemError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why no call can be made. Not an exception: its traceback would keep tensors alive.
+    """The reason a rank rejects calls. Not an exception: its traceback would keep tensors alive.
 
     Attributes:
         rank: the failed rank; -1: the ranks differ.
@@ -133,7 +133,7 @@ class Failure:
 
     @classmethod
     def from_status(cls, maximum: int) -> Failure | None:
-        """Decodes a maximum of `status`; None: no failure."""
+        """Decodes the ranks' maximum of `status`; returns None if no rank failed."""
         return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
 
     def error(self) -> VMemError:
@@ -156,7 +156,7 @@ class Failure:
 
 
 class Ranks:
-    """A process group, with one collective: `maxima`.
+    """A process group with a single collective, `maxima`.
 
     Args:
         group: None: the default group, which must be initialised.
@@ -327,8 +327,8 @@ class RankManager(Manager):
 
     Attributes:
         failure: why it rejects calls; None: no known failure.
-        out_of_mappings: text of the error if the last `step` ran out of mappings, for `check_step`
-            to undo it; "": it did not.
+        out_of_mappings: text of the error if the last `step` ran out of mappings and `check_step`
+            must undo it; otherwise "".
     """
 
     failure: Failure | None = None
@@ -376,7 +376,7 @@ class ParallelKVCache(KVCache):
     and rejections are compared like results. Every other exception *poisons* the rank: from then on
     every call raises it, until `recover`, and the other ranks learn of it in `check_step`.
 
-    One shortage depends on the physical placement of a rank's pages: that of mappings. If a `step`
+    Only a shortage of mappings depends on the physical placement of a rank's pages. If a `step`
     runs out of mappings on a rank, it raises TooManyMappings there; the rank must still call
     `check_step`, where every rank undoes the step.
 
@@ -451,8 +451,8 @@ class ParallelKVCache(KVCache):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Returns memory that not all ranks have to the device, and creates the cache with the
-        remainder."""
+        """Gives memory that not all ranks have back to the device, and creates the cache with
+        the remainder."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -476,7 +476,7 @@ class ParallelKVCache(KVCache):
     ) -> _T:
         """Makes a call and adds its result or failure to the digest, with its tokens `ids`.
 
-        `settles`: completes the growth of a `step_async` first. Pages promised by a growth in
+        `settles`: first complete the growth of a `step_async`. Pages promised by a growth in
         flight have no owner yet, so whether memory is short would depend on its progress.
         """
 
@@ -517,7 +517,7 @@ class ParallelKVCache(KVCache):
         except BaseException as error:
             if isinstance(error, TooManyMappings) and name == "step":
                 self._manager.out_of_mappings = str(error)
-                self._note(name, 0)  # same digest as on the ranks that succeeded
+                self._note(name, 0)  # gives the digest of the ranks that succeeded
             elif _is_refusal(error):
                 self._note(name, type(error).__name__)
             else:
@@ -542,7 +542,7 @@ class ParallelKVCache(KVCache):
 
     @property
     def failed(self) -> VMemError | None:
-        """The error that every call raises; None: this rank knows of no failure."""
+        """The error that every call raises, or None if this rank knows of no failure."""
         failure = self._manager.failure
         return failure.error() if failure else None
 
@@ -589,7 +589,7 @@ class ParallelKVCache(KVCache):
             reason, manager.out_of_mappings = manager.out_of_mappings, ""
             if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
-                    # until the step is undone
+                    # The rank stays poisoned until the step is undone.
                     self._poison(_Broken("interrupted"), "undoing a step")
                     self._take_back()
                     manager.failure = None
@@ -603,7 +603,7 @@ class ParallelKVCache(KVCache):
             if failure is None:
                 return
             if manager.failure is None or manager.failure.status != failure.status:
-                # otherwise keep this rank's own record, which has more detail
+                # A rank that failed itself keeps its own record, which has more detail.
                 manager.failure = failure
             raise manager.failure.error()
 
@@ -719,10 +719,10 @@ class ParallelKVCache(KVCache):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step_async`. A second call before `step` first completes the earlier one.
 
-        Unlike `KVCache.step_async` it waits, since every rank must return the same: for growth that
-        an earlier call started; for the GPU work of earlier owners of the slots that grow; and,
-        when memory is short, for the GPU work of freed requests and for copies of promotions until
-        enough pages are free.
+        Unlike `KVCache.step_async` it waits, since every rank must return the same result. It
+        waits for growth that an earlier call started; for the GPU work of earlier owners of the
+        slots that grow; and, when memory is short, for the GPU work of freed requests and for
+        copies of promotions until enough pages are free.
 
         If this rank is out of mappings, nothing is started, and the next `step` raises.
         """
@@ -757,7 +757,7 @@ class ParallelKVCache(KVCache):
                 )
             event = record(stream, group.device)
             for slot in group.table:
-                with suppress(TooManyMappings):  # a `step_async` growth that failed and was undone
+                with suppress(TooManyMappings):  # a failed `step_async` growth, which was undone
                     group.pager.release(slot)
             for slot in group.table:
                 if slot.active:
@@ -869,7 +869,7 @@ class ParallelKVCache(KVCache):
         with self._lock, self._journal:
             have = [0] * (len(group.table) + 1)
             status = 0
-            self._poison(_Broken("interrupted"), "recover")  # until every rank is reset
+            self._poison(_Broken("interrupted"), "recover")  # lasts until every rank is reset
             manager.out_of_mappings = ""
             try:
                 have = self._reset(stream)
@@ -890,7 +890,7 @@ class ParallelKVCache(KVCache):
         (group,) = groups = Manager.open(self._manager)
         event = record(stream, group.device)
         for slot in group.table:
-            with suppress(VMemError):  # a growth that failed was rolled back
+            with suppress(VMemError):  # a failed growth was rolled back
                 group.pager.release(slot)
             if slot.active:
                 group.release(slot, event)
@@ -911,7 +911,7 @@ class ParallelKVCache(KVCache):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, stream: Any = None) -> None:
-        """Closes the cache on this rank, as `KVCache.close`, and its context."""
+        """Closes the cache on this rank, like `KVCache.close`, and then its context."""
         if not self._closed:
             super().close(stream)
         if self._own is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Captures the caller's GPU work, as of the time of a call, in events.
+"""Events that mark the caller's GPU work at the time of a call.
 
-A stream gets more work after `free_reqid`, and reclaiming must not wait for that, so the call
-records an event. An event (or an `FdEvent`) passed by the caller is used as it is.
+A stream gets more work after `free_reqid`, and reclaiming must not wait for it, so the call
+records an event. An event (or an `FdEvent`) passed by the caller is used as is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class _HeldFd(FdEvent):
-    """A duplicate of the caller's file descriptor, which the caller may close right away."""
+    """A duplicate of the caller's file descriptor, so that the caller can close the original."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class _HeldFd(FdEvent):
 
 
 def record(stream: Any, device: int | None) -> Any:
-    """Returns an event for all work so far on `stream`; None: there is no work to wait for.
+    """Returns an event for all work on `stream` so far, or None if there is none to wait for.
 
     Args:
         stream: an object that stands for GPU work (streams.py); on the host, None and streams are
@@ -81,7 +81,7 @@ class PriorWork:
         device: CUDA ordinal of the cache, None on host.
 
     Attributes:
-        over: True if known to be complete; always True on the host, except for an `FdEvent`.
+        over: True if the work is known to be complete; on the host always, except for an `FdEvent`.
 
     Raises:
         NotGpuWork: `stream` does not stand for GPU work.
@@ -105,7 +105,7 @@ class PriorWork:
         return self
 
     def record(self) -> Any:
-        """Returns the event for the work, the same in every call; None if the work is complete.
+        """Returns the event for the work, the same in every call, or None if it is complete.
 
         Raises:
             InvalidArgument: the stream is being captured. BadHandle: the file descriptor is closed.
@@ -185,11 +185,11 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
     if device is None or not work.is_stream or isinstance(event, FdEvent):
         wait_for(event)
         return
-    handle = getattr(event, "cuda_event", None)  # torch's
+    handle = getattr(event, "cuda_event", None)  # only torch's events have it
     if handle is None:
         refuse_captured(stream, device)
         core_stream(work, device).wait(event)
-    elif handle:  # 0: it was never recorded
+    elif handle:  # 0: the event was never recorded
         found = torch_stream(work, device)
         refuse_captured_handle(found.cuda_stream)
         event.wait(found)

@@ -158,10 +158,11 @@ class CacheSlots(Facet):
             requests.claim(self._open(), reqid)
 
     def is_taken(self, reqid: int) -> bool:
-        """Returns whether a request has the slot.
+        """Returns whether a request owns the slot.
 
         Raises:
-            InvalidArgument: the slot does not exist."""
+            InvalidArgument: the slot does not exist.
+        """
         with self._lock, self._journal:
             return self._open()[0].slot(reqid, taken=False).active
 
@@ -174,7 +175,7 @@ class CacheSlots(Facet):
             return groups[0].table.free_count
 
     def owner(self, reqid: int) -> int | None:
-        """Returns the number of a slot's current owner, unique for this slot; None: it is free.
+        """Returns the number of a slot's current owner, unique for this slot; None if it is free.
 
         `owner`, `owners` and `seq_len` are for callers that keep their own records of requests:
         they only read numbers, so they work even while the `journal` recovers an interrupted call.
@@ -210,7 +211,7 @@ class CacheSlots(Facet):
         """Returns whether a `step` of a request to `seq_len` tokens would neither map nor wait.
 
         True once a growth that `step_async` started is complete, even before a `step` grants its
-        pages; also if it failed, which the next `step` reports.
+        pages. Also True if the growth failed; the next `step` reports the failure.
 
         Args:
             reqid: a slot in use.
@@ -249,7 +250,7 @@ class CacheSlots(Facet):
         Allocates every slot. `CommonPages.renew` prepares a slot for its next request.
 
         Args:
-            tokens: number of common rows, rounded up to whole pages that end with a row.
+            tokens: number of common rows, rounded up so that the last page ends with a row.
 
         Raises:
             InvalidArgument: `tokens` is out of range, or a slot is in use. NotSupported: the back
@@ -315,6 +316,6 @@ class Internals(Facet):
             tree = self._open()[0].prefixes.tree
             found = tree.changes_after(tree.told if after is None else operator.index(after))
         if found:
-            # only now: if interrupted before, the next call returns them again
+            # Set last: if this call is interrupted earlier, the next one returns them again.
             tree.told = found[-1].number
         return found

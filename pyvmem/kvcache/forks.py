@@ -72,7 +72,7 @@ class _Fork:
         Args:
             ops: the batch.
             edits: the list to add edits to; see `Outcome`.
-            room: free bytes of the budget, if known.
+            room: bytes free in the budget, if known.
             ahead: map more pages than these rows need, as for growing requests (runs.py).
         """
         group, parent, slots = self.group, self.parent, self.slots
@@ -184,9 +184,10 @@ def fork_all(
     work: PriorWork,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
-    """Implements `KVCache.fork_many`: one batch for all groups; None if short.
+    """Implements `KVCache.fork_many`, in one batch for all groups.
 
-    The first group chooses the slots unless `into` names them.
+    Returns None if slots or memory are short. The first group chooses the slots unless `into` names
+    them.
     """
     sync_free_slots(groups)
     groups[0].sharing.require(FORK, "fork")
@@ -246,7 +247,7 @@ def fork_all(
 
 
 def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
-    """Allocates the slots and runs the batch; False if memory is short, with nothing changed.
+    """Allocates the slots and runs the batch. Returns False, changing nothing, if memory is short.
 
     Tries with surplus pages first, then without.
 
@@ -275,7 +276,7 @@ def _fork(parts: Sequence[_Fork], needs: Needs) -> bool:
             found = [part.mark_broken(error) for part in parts]
             raise next((one for one in found if one is not error), error) from error
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
-            if not ahead and not reclaim_after(needs, {}, error):  # otherwise retry without surplus
+            if not ahead and not reclaim_after(needs, {}, error):  # else retry without surplus
                 return False
     for part in parts:
         if part.job is not None and part.group.pager.runs.limit:

@@ -58,7 +58,7 @@ __all__ = [
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
-_NEWCOMERS = 8  # one slot in this many is kept free of recorded rows
+_NEWCOMERS = 8  # one slot in this many keeps no prefix, so that new prompts find an empty slot
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Group:
 
     Attributes:
         used_tokens: sum of `rows`.
-        token_bytes, page_bytes: bytes of a token's rows, or of a page per tensor, over all tensors.
+        token_bytes, page_bytes: total size in bytes of a token's rows, or of a page per tensor.
         clock: number of completed steps.
         mover: replaces pages with copies, possibly in other memory, at the same addresses.
         prefixes: recorded prefixes, shared by all groups of the cache.
@@ -215,8 +215,7 @@ class Group:
             self.window = Window(self.reclaimer, self.mover, config, unit, release, ops)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window, self.scratch)
-        # Per slot: its owner, and the pages per tensor that `step_async` left for a later call to
-        # map.
+        # By slot: the owner, and the pages per tensor that `step_async` left for a later call.
         self.left: dict[Slot, tuple[int, int]] = {}
         self.named = False
         self.idle_step_work: list[Any] = []
@@ -533,7 +532,7 @@ class Group:
     def reclaim_idle(self) -> None:
         """Starts unmapping pages of free slots that the policy (`KVCacheConfig`) does not keep."""
         reclaimer, config = self.reclaimer, self.config
-        self.reclaim_due = True  # in case an exception interrupts this
+        self.reclaim_due = True  # in case an exception interrupts this call
         stale = not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
@@ -555,7 +554,7 @@ class Group:
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.mover.close()
         for slot in self.table:
-            with suppress(VMemError):  # a growth that failed was rolled back
+            with suppress(VMemError):  # a failed growth was rolled back
                 self.pager.release(slot)
             if slot.active:
                 self.release(slot, event)
@@ -588,8 +587,8 @@ def prepare(groups: Sequence[Group]) -> None:
     wants, taken = [], 0
     for group in groups:
         table, reclaimer, pages = group.table, group.reclaimer, group._eager_pages
-        group.unprepared = True  # in case an exception interrupts this
-        # all slots with kept prefixes are stale
+        group.unprepared = True  # in case an exception interrupts this call
+        # Slots with kept prefixes are stale, too.
         stale = table.columns.count(Kind.STALE, Kind.ROWS_LOST)
         few = stale and table.free_count < group._newcomers + stale
         waits = bool(few) and not reclaimer.spare_slots(group._newcomers)
@@ -609,7 +608,7 @@ def prepare(groups: Sequence[Group]) -> None:
             grow(wants, background=True, reclaim=False)
         except (TooManyBatches, OutOfMemory):  # the next call retries
             pass
-        except VMemError as error:  # the caller already has its slots, so the next step raises this
+        except VMemError as error:  # raised by the next step: the caller already has its slots
             groups[0].reclaimer.errors.append(error)
 
 

@@ -69,15 +69,16 @@ class Pager:
 
     Attributes:
         columns: the slot records for C code, with the rows that slots hold and have pages for.
-        capacity: per slot, the number of rows that fit the granted pages; 0 for free slots.
+        capacity: per slot, the number of rows that fit in the granted pages; 0 for free slots.
         growths: batches in flight, or finished but not yet completed by `settle`.
         granted_pages: pages per tensor granted to requests, summed over slots. Counts a shared page
             once per slot, and also pages that left a window.
         runs: chooses run lengths.
         ahead: a request with pages for fewer than `ahead` more rows gets more pages in the
             background.
-        page_bytes: bytes of one page in all tensors.
-        ops: the batch in which growths of all groups are built; `array`: its operations in C.
+        page_bytes: total size in bytes of one page per tensor.
+        ops: the batch in which growths of all groups are built.
+        array: the C array of the operations in `ops`.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Pager:
             )
         found = self.columns.scan(lens)
         if isinstance(found, int):
-            try:  # integers of numpy or torch, or not integers
+            try:  # the lengths may be integers of numpy or torch
                 lens = [operator.index(value) for value in lens]
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
@@ -284,7 +285,7 @@ class Pager:
 
         Args:
             stream: the stream that will use the pages.
-            on_cpu: wait on the CPU for fills and for earlier owners' work, whatever `stream` is.
+            on_cpu: wait on the CPU for fills and for earlier owners' work, regardless of `stream`.
             lens: lengths of all slots; growths that no slot needs for these lengths are skipped.
 
         Raises:
@@ -404,8 +405,9 @@ class Pager:
     def fewer_mappings(
         self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
     ) -> bool:
-        """Frees mappings by joining runs or, failing that, unmapping unowned pages. False: none
-        freed.
+        """Frees mappings by joining runs or, failing that, unmapping unowned pages.
+
+        Returns False if none were freed.
 
         `keep`: see `Reclaimer.make_room`; None: unmap nothing.
         """
@@ -453,7 +455,7 @@ class Pager:
                 self.reclaimer.errors.append(error)
 
     def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
-        """Returns the error to raise for a completed growth; None: ignore it.
+        """Returns the error to raise for a completed growth, or None to ignore the error.
 
         A shortage is ignored: a background growth allocates late, so other users of the context may
         have taken the memory first. The growth was undone, and a step that needs the pages retries
@@ -492,7 +494,7 @@ class Pager:
         reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
         edits = self._retire_edits(job)
         if job.filling is not None and _failed(job.filling):
-            zeroed -= job.filling_pages  # only the fills of pages that were already mapped
+            zeroed -= job.filling_pages  # the fills of pages that were mapped before
         if job.mapping is not None and _failed(job.mapping):
             if isinstance(error, NotRecoverable):
                 reclaimer.mark_broken(job.pieces)
@@ -723,7 +725,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     if len(ops):
         try:
             mapper.commit(edits, ops, ticket=mapping, late=True, waits=first.counters.waits)
-        # another user of the context may have taken them
+        # another user of the context may have taken the memory
         except (OutOfMemory, TooManyMappings) as error:
             return error
         except NotRecoverable:
@@ -772,9 +774,10 @@ def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
 
 
 def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
-    """Returns the bytes needed in addition to the groups' idle pages; None: above a group's limit.
+    """Returns the bytes needed in addition to the groups' idle pages.
 
-    `later`: also count as idle the pages that `reclaim_for` would wait for.
+    Returns None if the need exceeds a group's limit. `later`: also count as idle the pages that
+    `reclaim_for` would wait for.
     """
     new = 0
     for pager, pages in needs:
@@ -787,8 +790,8 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 
 
 def _others(needs: Needs) -> Share | None:
-    """Returns the share of the budget whose `others` excludes all of these groups; None: no
-    budget."""
+    """Returns the share of the budget whose `others` excludes all of these groups, or None
+    without a budget."""
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
         return share
@@ -807,7 +810,7 @@ def can_reclaim_for(needs: Needs, keep: Mapping[Slot, int]) -> bool:
     copies: list[Sequence[Mover | Share]] = [[], [pager.mover for pager, _ in needs]]
     if others is not None:
         copies.append([others])
-    # cancels promotions of one set after another, only while memory is still short
+    # Cancel promotions one set at a time, and only while memory is still short.
     for group in copies:
         stopped = [one.stop_promoting() for one in group]
         if stopped and True not in stopped:
@@ -836,7 +839,7 @@ def reclaim_for(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -
         if first.room <= room and not _reclaim(needs, keep, more=more):
             for pager, _ in needs:
                 pager.reclaimer.raise_errors()
-            if first.table.lockstep:  # the other ranks did get these pages
+            if first.table.lockstep:  # an error, because the other ranks did get their pages
                 raise OutOfMemory(
                     "unowned pages could not be freed", errno=errno.ENOMEM, op="KVCache"
                 )
@@ -874,8 +877,8 @@ def reclaim_after(
 
 
 def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
-    """Reclaims what each group is short of, then what the groups together are. False: nothing
-    freed."""
+    """Reclaims what each group lacks, then what the groups together lack. Returns False if
+    nothing was freed."""
     back, nbytes, first = False, 0, needs[0][0].reclaimer
     for pager, pages in needs:
         reclaimer = pager.reclaimer

@@ -74,7 +74,7 @@ class HostPrefixes:
         unit_pages: pages per tensor of a unit, in each group.
 
     Attributes:
-        limit: maximum bytes of all cells; 0: prefixes are not kept in host memory.
+        limit: maximum size of all cells in bytes; 0: prefixes are not kept in host memory.
         step: number of units allocated, or stored by an idle cache, at a time.
         stored, loaded: bytes copied so far.
         dropped: bytes of rows that were lost because their cell was reused or they could not be
@@ -115,7 +115,7 @@ class HostPrefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are kept."""
+        """Size of the kept rows in bytes."""
         return len(self._rows) * self._cell
 
     # ---- storing ---------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class HostPrefixes:
             parts = (part for span in each for part in span.parts)
             if new and not any(prune(part.block.events) for part in parts):
                 self._store(each, keys, new)
-            # reversed, so that cells of a prompt's last units are reused first
+            # In reverse order, so that the cells of a prompt's last units are reused first.
             for key in reversed(keys):
                 if key in self._rows:
                     self._rows.move_to_end(key)
@@ -233,7 +233,7 @@ class HostPrefixes:
 
     def _take(self, count: int) -> list[int]:
         """Takes up to `count` cells that no key refers to, reusing the least recently used."""
-        # an interrupted call lost track of some
+        # an interrupted call lost track of some cells
         if len(self._free) + len(self._rows) < len(self._cells):
             self._free = self._unused()
         found: list[int] = []

@@ -19,7 +19,7 @@ __all__ = ["IDLE_SECONDS", "IdleThread"]
 _log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # default of `KVCacheConfig.idle_seconds` if the cache owns its context
-_LOOKS = 4  # checks per idle_seconds, so trimming is late by at most a quarter of that
+_LOOKS = 4  # checks per idle_seconds, so trimming is late by at most 1 / _LOOKS of this time
 _PAUSE_S = 0.001  # pause between two pieces of work, so that a waiting call gets the lock
 
 
@@ -97,7 +97,8 @@ class IdleThread:
         """Repeats a piece of work, taking the lock each time, until there is nothing more to do.
 
         Returns:
-            True if it is complete or cannot be completed; False: the next check continues it.
+            True if the work is complete or cannot be completed; False if the next check must
+            continue it.
         """
         more: bool | None = True
         while more:
@@ -116,8 +117,8 @@ class IdleThread:
 
     @staticmethod
     def _store(manager: Manager) -> bool | None:
-        """Evicts prefixes to host memory. True: maybe more to do. False: done. None: GPU work is
-        running."""
+        """Evicts prefixes to host memory. Returns True if more may be left to do, False when done,
+        None while GPU work is running."""
         config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
         if not config.host_prefixes or not config.idle_prefixes:
             return False
@@ -131,7 +132,8 @@ class IdleThread:
         None while unmaps are in flight."""
         groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
         how = "host" if prefixes else False
-        done = [begin_trim(group, how, kept=prefixes) for group in groups]  # in each
+        # Begin in every group before checking the results.
+        done = [begin_trim(group, how, kept=prefixes) for group in groups]
         if not all(done):
             return None
         manager.context.trim(0)
@@ -142,8 +144,8 @@ class IdleThread:
 
     @staticmethod
     def _compact(manager: Manager) -> bool | None:
-        """Compacts a slab if that is safe. True: maybe more to do. False: done. None: GPU work is
-        running."""
+        """Compacts a slab if that is safe. Returns True if more may be left to do, False when done,
+        None while GPU work is running."""
         wanted = manager.groups[0].config.idle_compact
         if wanted is False or not manager.owns_context:
             return False

@@ -71,7 +71,7 @@ def stats(group: Group) -> CacheStats:
     """Returns the current state and the counters of a group."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
     counters.peak_mapped = max(counters.peak_mapped, reclaimer.device_pages)
-    active_pages, used = group.note_use()  # an interrupted call may have skipped this
+    active_pages, used = group.note_use()  # an interrupted call may have skipped it
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     waits = counters.waits.struct
@@ -199,7 +199,7 @@ def check(group: Group) -> list[str]:
         if not slot.active and group.rows[slot.index]:
             found.append(f"{name}: free, but holds {group.rows[slot.index]} tokens")
         if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.unmaps):
-            found.append(f"{name}: its batch is in no list")
+            found.append(f"{name}: its batch is not listed as in flight")
         if not slot.broken:
             found.extend(_check_pages(group, slot))
             found.extend(check_places(group, slot))
@@ -219,26 +219,26 @@ def check(group: Group) -> list[str]:
         or reclaimer.device_pages % layout.num_tensors
     ):
         found.append(
-            f"{held} + {returning} pages per tensor counted, {reclaimer.device_pages} pages held"
+            f"pages: recorded {reclaimer.device_pages}, counted {held} + {returning} per tensor"
         )
     if granted != pager.granted_pages:
-        found.append(f"{granted} pages per tensor granted, {pager.granted_pages} counted")
+        found.append(f"granted pages per tensor: recorded {pager.granted_pages}, counted {granted}")
     if returning != reclaimer.coming:
-        found.append(f"{returning} pages per tensor in unmaps, {reclaimer.coming} counted")
+        found.append(f"unmaps, pages per tensor: recorded {reclaimer.coming}, counted {returning}")
     if slid != reclaimer.slid:
-        found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
+        found.append(f"pages per tensor outside windows: recorded {reclaimer.slid}, counted {slid}")
     found.extend(check_away(group))
     if reclaimer.device_pages > reclaimer.limit:
-        found.append(f"{reclaimer.device_pages} pages held, the limit is {reclaimer.limit}")
+        found.append(f"{reclaimer.device_pages} pages held, above the limit of {reclaimer.limit}")
     if reclaimer.share is not None:
         found.extend(reclaimer.share.check())
     if group.used_tokens != sum(group.rows):
-        found.append(f"{sum(group.rows)} tokens, {group.used_tokens} counted")
+        found.append(f"tokens: recorded {group.used_tokens}, counted {sum(group.rows)}")
     now = stats(group)
     if now.free_pages + now.cached_pages + now.active_pages != now.total_pages:
         found.append(
             f"free {now.free_pages} + cached {now.cached_pages} + active {now.active_pages} pages "
-            f"are not {now.total_pages}"
+            f"do not add up to {now.total_pages}"
         )
     return found
 
@@ -363,9 +363,9 @@ def check_away(group: Group) -> list[str]:
     found = []
     own = group.own_off_device()
     if group.reclaimer.own_off_device not in (None, own):
-        found.append(f"requests own {own[0]} pages per tensor off the device")
+        found.append(f"off-device pages per tensor of requests: counted {own[0]}, not as recorded")
     recorded = group.reclaimer.off_device
     for tier in {*counted, *recorded}:
         if (pages := counted[tier] * tensors) != recorded[tier]:
-            found.append(f"{recorded[tier]} pages in {tier}, counted {pages}")
+            found.append(f"pages in {tier}: recorded {recorded[tier]}, counted {pages}")
     return found

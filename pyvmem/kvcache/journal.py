@@ -40,10 +40,10 @@ _MADE.cell.called = 1
 
 
 class Made(Protocol):
-    """A handle or a reservation that a call has made in the context."""
+    """A handle or a reservation that a call has created in the context."""
 
     def abandon(self) -> None:
-        """Releases the object, if it was created and has not been released."""
+        """Releases the object, if it was created and has not been released yet."""
 
 
 class Recoverable(Protocol):
@@ -61,9 +61,9 @@ class Journal:
 
     Attributes:
         entries: the log; see the module's docstring.
-        unrecorded: handles and reservations that the call makes, each added before it is made and
-            removed by the edits that store it in the records. Those still present when the call
-            ends are released.
+        unrecorded: handles and reservations that the call creates, each added before its creation
+            and removed by the edits that store it in the records. Those still present when the
+            call ends are released.
         recoverables: the groups whose records it recovers.
     """
 
@@ -94,7 +94,7 @@ class Journal:
     # ---- around a call ---------------------------------------------------------------------------
 
     def __enter__(self) -> bool:
-        """Begins a section. False: nested in another section, and part of it.
+        """Begins a section. Returns False if it is nested in another section and joins it.
 
         Raises:
             Reentered: called by a finalizer or a signal handler in the middle of a call.
@@ -116,7 +116,7 @@ class Journal:
     ) -> None:
         if self._caller is not sys._getframe(1):
             return
-        self._caller = sys._getframe(0)  # lets the next call detect that this was interrupted
+        self._caller = sys._getframe(0)  # lets the next call detect that this one was interrupted
         if kind is None or issubclass(kind, VMemError):
             self.entries.clear()
             if self.unrecorded:
@@ -152,7 +152,7 @@ class Journal:
         entries.clear()
 
     def _give_back(self) -> None:
-        """Releases handles and reservations that the call made but did not record."""
+        """Releases handles and reservations that the call created but did not record."""
         while self.unrecorded:
             made = next(reversed(self.unrecorded))
             with suppress(VMemError):  # already consumed or dropped

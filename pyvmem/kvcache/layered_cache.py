@@ -25,7 +25,7 @@ __all__ = ["LayeredCache", "cache_of", "check_arguments"]
 
 
 class LayeredCache(KVCache):
-    """A `KVCache` with one group per class of equal layers; they share reqids and the `step`.
+    """A `KVCache` with one group per class of equal layers; the groups share reqids and steps.
 
     The groups share a budget. A call that changes a request takes effect in all groups or none.
     Slots are chosen by best fit in the group of the first layer. Prefixes are recorded in one tree,
@@ -146,8 +146,8 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """Creates a `KVCache` if all layers are equal, otherwise a `LayeredCache`; arguments as for the
-    latter."""
+    """Creates a `KVCache` if all layers are equal, otherwise a `LayeredCache`, whose arguments it
+    takes."""
     layers = [*layers]
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))

@@ -56,23 +56,23 @@ class Layout:
     """Sizes and offsets of a cache, in bytes, rows (tokens) and pages.
 
     Attributes:
-        page_size: bytes of a page.
+        page_size: page size in bytes.
         block: number of pages that a 2 MiB entry maps; 0: 2 MiB entries cannot be used.
         num_tensors: two (K, then V) for every `group_size` layers, or one (`tensors_per_layer`).
-        row_bytes: bytes of a token's row, or of the state, in one tensor.
+        row_bytes: size in bytes of a token's row, or of the state, in one tensor.
         state: a slot is a single row, however many tokens the request holds.
         max_rows: maximum tokens of a slot.
         slot_pages: pages per tensor of a full slot.
         slot_bytes: distance between slots in a tensor.
         tensor_bytes: distance between tensors.
-        total_bytes: bytes of the reservation.
+        total_bytes: size of the reservation in bytes.
         overread: number of rows past the length that are always mapped.
-        guard: number of further rows mapped past the length of a prefill.
+        guard: number of additional rows mapped past the length of a prefill.
         capacity: function from a number of pages per tensor to the longest sequence that fits.
 
     Args:
         config: the shapes.
-        page_size: bytes of a page.
+        page_size: page size in bytes.
         entries: the context has 2 MiB entries for small pages (`Caps.LARGE_ENTRIES`).
 
     Raises:
@@ -118,7 +118,7 @@ class Layout:
         if self.total_bytes > _MAX_ADDRESSES:
             raise invalid(
                 f"{config.max_batch} slots of {self.max_rows} rows of {self.row_bytes} bytes in "
-                f"{self.num_tensors} tensors need {self.total_bytes} bytes of addresses; a "
+                f"{self.num_tensors} tensors need {self.total_bytes} bytes of address space; a "
                 f"process has {_MAX_ADDRESSES}",
                 size=self.total_bytes,
                 limit=_MAX_ADDRESSES,
@@ -126,8 +126,8 @@ class Layout:
 
     def __repr__(self) -> str:
         return (
-            f"<Layout of {counted(self.num_tensors, 'tensor')}: {self.row_bytes} bytes a row, "
-            f"pages of {format_bytes(self.page_size)}, {format_bytes(self.slot_bytes)} a slot>"
+            f"<Layout of {counted(self.num_tensors, 'tensor')}: {self.row_bytes} bytes per row, "
+            f"pages of {format_bytes(self.page_size)}, {format_bytes(self.slot_bytes)} per slot>"
         )
 
     def bytes_for(self, seq_len: int) -> int:

@@ -48,7 +48,7 @@ class Manager:
         table: class of the table that chooses slots.
 
     Attributes:
-        context: the context of all groups; set at the latest by `make`.
+        context: the context of all groups; set by `make` if not before.
         groups: the groups; empty before `make`.
         lock, journal: entered by every call, in this order.
         owns_context: True if the context is closed with the cache.
@@ -203,7 +203,7 @@ class Manager:
 
     def _give_back(self, work: PriorWork | None = None) -> None:
         """Closes the groups and the owned context; may be called again."""
-        # otherwise its memory was freed with it, or belongs to the parent process
+        # The memory of a closed context is already freed, or belongs to the parent process.
         if self.context.is_open:
             for group in self.groups:
                 group.close(work)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The only access of a cache to its context's mapping calls.
+"""The only module through which a cache makes its context's mapping calls.
 
     mapper.commit(edits, ops, after)    # one C call: runs the batch and, on success, the edits
 
 If the batch fails, or an asynchronous exception prevents it, the records are unchanged; once it has
-succeeded they have all edits, whatever happens next (journal.py).
+succeeded, they contain all edits, whatever happens next (journal.py).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Mapper:
         """Copies pieces of `size` bytes between mapped addresses and host memory, synchronously.
 
         Args:
-            size: bytes of each piece.
+            size: size of each piece in bytes.
             addresses: device addresses of the pieces: a list or a numpy array.
             host: buffers that hold the pieces back to back.
             out: copy to host memory, not from it.
@@ -136,7 +136,10 @@ class Mapper:
     def _by_kernel(
         self, size: int, addresses: Sequence[int], host: Sequence[memoryview], out: bool
     ) -> bool:
-        """Copies with the copy kernel, which is fast for scattered pages; False if unavailable."""
+        """Copies with the copy kernel, which is fast for scattered pages.
+
+        Returns False if the kernel is unavailable.
+        """
         try:
             import numpy as np
 
@@ -185,24 +188,24 @@ class Scratch:
             journal = self._mapper.journal
             journal.change([[self, "_kept", None], [journal.unrecorded, kept, None]])
             if kept.nbytes >= nbytes:
-                return kept  # otherwise the end of the call frees it
+                return kept  # if too small, it is freed when the call ends
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
-        """Returns unmapped addresses for reuse, unless they had to be abandoned."""
+        """Takes back unmapped addresses for reuse, unless they had to be abandoned."""
         self._mapper.journal.change(self.give_edits(addresses))
 
     def give_edits(self, addresses: Reservation) -> list[list[Any]]:
         """Returns the edits of `give`."""
-        if self._kept is None and addresses.is_open:  # otherwise the end of the call frees them
+        if self._kept is None and addresses.is_open:  # otherwise they are freed when the call ends
             return [[self, "_kept", addresses], [self._mapper.journal.unrecorded, addresses, ...]]
         return []
 
     def give_mapped(
         self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
     ) -> None:
-        """Unmaps the first `nbytes` and returns the addresses for reuse; retries a failed unmap
+        """Unmaps the first `nbytes` and takes back the addresses for reuse; retries a failed unmap
         later.
 
         `edits` are applied in either case.

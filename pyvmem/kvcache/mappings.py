@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def who_has_mappings(groups: Sequence[Group]) -> str:
-    """Describes who holds mappings, as far as context, budget and ledger know.
+    """Describes who holds mappings, as far as the context, the budget and the ledger know.
 
     A cache's mappings are estimated from its map calls, so the numbers are slightly high. If the
     limit is the machine's and not the driver's, only the context's total is reported.
@@ -54,7 +54,7 @@ def warn_out_of_mappings(groups: Sequence[Group]) -> None:
         _log,
         "mappings",
         "no mapping is left, so requests cannot grow until some end: %s; %s; larger pages need "
-        "fewer",
+        "fewer mappings",
         reasons[0],
         who_has_mappings(groups),
     )

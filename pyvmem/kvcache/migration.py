@@ -42,7 +42,7 @@ from pyvmem.memory.reservation import Reservation
 __all__ = ["Mover", "Promoter"]
 
 REACH = 8 << 30
-"""Bytes that a GPU's TLBs cover with entries of 64 KB (benchmarks/kernels, on a full card). In a
+"""Bytes that a GPU's TLBs cover with 64 KB entries (benchmarks/kernels, on a full card). In a
 smaller cache, larger entries save no time, while joining costs some."""
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Mover:
         cancelled: cancelled moves whose scratch pages are freed when their copies are complete.
         joined: by slot index, the first pages of joined blocks that have not changed since, each
             with the number of blocks that the slot had at that time.
-        copied: the same for blocks that a promotion copied.
+        copied: like `joined`, for blocks that a promotion copied.
         device: CUDA ordinal; None if the pages are CPU memory.
     """
 
@@ -104,8 +104,8 @@ class Mover:
             raise
 
     def _counts(self, here: int, off_device: Mapping[Tier, int]) -> list[list[Any]]:
-        """Returns the edits that subtract scratch pages per tensor from the counts; negative: add
-        them."""
+        """Returns the edits that subtract scratch pages per tensor from the counts; negative
+        numbers add them."""
         counters, edits = (
             self._counters,
             self._reclaimer.free_edits(here, off_device, reclaimed=False),
@@ -170,7 +170,7 @@ class Mover:
         batch."""
         slot, counters, pages, large_end = move.slot, self._counters, 0, move.slot.large_end
         off_device: Counter[Tier] = Counter()
-        for low, high, _ in move.stretches:  # count the old pages, which are freed
+        for low, high, _ in move.stretches:  # count the old pages, which will be freed
             pages += high - low
             off_device.update(slot.tier_map.off_device(low, high))
             large_end = slot.large_end_with(low, high, large_end)
@@ -245,7 +245,7 @@ class Mover:
         return edits
 
     def make_way(self, slot: Slot, page: int) -> bool:
-        """Cancels a move that changes pages below `page`. False: its copies are still running."""
+        """Cancels a move that changes pages below `page`. Returns False if its copies still run."""
         move = self.moves.get(slot)
         if move is not None and move.begins_before(page):
             self.abandon(slot)
@@ -474,7 +474,7 @@ class Promoter:
         self._layout = layout = reclaimer.layout
         self._unit = layout.block
         self._kept = config.window_tile
-        # no copies if ranks must agree, since they would free them at different times
+        # Ranks that must agree make no copies: they would free them at different times.
         self._copies = not reclaimer.table.lockstep
         # Per slot, the length at which to check again. Only a hint: it may delay a promotion, not
         # prevent it.

@@ -136,7 +136,7 @@ class TierMap:
 
     @property
     def off_device_end(self) -> int:
-        """The end of the last off-device page; 0: all pages are on the device."""
+        """The end of the last off-device page; 0 if all pages are on the device."""
         return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:
@@ -165,10 +165,10 @@ class Block:
         users: for each page, how many of these holders are requests.
         events: GPU work that wrote the pages and may not be complete.
         tier: the tier that the pages are in.
-        off_device: True if that is not device memory.
+        off_device: True if `tier` is not device memory.
         gone: for each page, whether it was returned to the pool.
 
-    `holders`: number of requests that hold and use all pages from the start.
+    `holders`: number of requests that initially hold and use all pages.
     """
 
     __slots__ = ("events", "gone", "handle", "off_device", "pages", "refs", "tier", "users")
@@ -314,7 +314,7 @@ class SharedPages:
                 for block, low, high in span.parts:
                     numbers = getattr(block, name)
                     alone = len(spans) == len(span.parts) == 1
-                    if not alone:  # parts may overlap, so count in a copy
+                    if not alone:  # the spans' parts may overlap, so count in a copy
                         numbers = copies[block] = copies.get(block) or numbers[:]
                     before = numbers[low:high]
                     after = list(map(add, before, repeat(count)))
@@ -437,22 +437,22 @@ class SharedPages:
                     want[block][page] += 1
             for block, counts in want.items():
                 if getattr(block, name) != counts:
-                    found.append(f"a block has {name} {getattr(block, name)}, counted {counts}")
+                    found.append(f"block {name}: recorded {getattr(block, name)}, counted {counts}")
         late = sum(part.high - part.low for part in self.unheld)
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
-            found.append(f"{live} shared pages per tensor counted, but others are live")
+            found.append(f"counted {live} shared pages per tensor, not as many as are live")
         here = [block for block in self.blocks if not block.off_device]
         if self.pages != sum(block.live for block in here):
-            found.append(f"{self.pages} shared pages per tensor, but the blocks differ")
+            found.append(f"recorded {self.pages} shared pages per tensor, not as many as are live")
         parts = [part for span in used for part in span.parts]
         for name, off_device in (("uses", False), ("off_device_uses", True)):
             uses = sum(high - low for block, low, high in parts if block.off_device == off_device)
             if getattr(self, name) != uses:
-                found.append(f"{getattr(self, name)} {name} of shared pages, counted {uses}")
+                found.append(f"shared {name}: recorded {getattr(self, name)}, counted {uses}")
         busy = sum(sum(map(bool, block.users)) for block in here)
         if busy != self.used:
-            found.append(f"{self.used} shared pages in use per tensor, counted {busy}")
+            found.append(f"shared pages in use per tensor: recorded {self.used}, counted {busy}")
         return found
 
     def off_device(self) -> dict[Tier, int]:

@@ -81,8 +81,8 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     want = [(group.pager, [(slot, group.layout.pages_for(length))]) for group, slot in both]
     if grow(want, background=False):
         for group in groups:
-            group.pager.settle(on_cpu=True)  # a growth that ran out of memory was rolled back
-    keys = prefixes.in_host(match)  # `grow` may have evicted prefixes that replaced some
+            group.pager.settle(on_cpu=True)  # a growth that runs out of memory is rolled back
+    keys = prefixes.in_host(match)  # evictions by `grow` may have replaced some units
     length = held + len(keys) * prefixes.unit
     if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
         return held
@@ -90,7 +90,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     for group, slot in both:
         group.enter(slot, length)
         group.note_use()
-    # if not recorded, the request just keeps the pages for itself
+    # If they cannot be recorded, the request keeps the pages for itself.
     with suppress(TooManyMappings, OutOfMemory, NotSupported):
         prefixes.record(slots[0], match.ids, PriorWork(None, None))
     return length
@@ -168,8 +168,8 @@ def _begin_with(
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
-    """Returns, per group, the free kept slot with most of a prefix mapped; None: no slot has
-    any."""
+    """Returns, per group, the free kept slot with most of a prefix mapped, or None if no slot
+    has any of it mapped."""
     stale = groups[0].table.stale
     if not stale:
         return None
@@ -190,10 +190,10 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 
 
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
-    """Returns, per group, the free slot that will be empty soonest; None: no slot is free.
+    """Returns, per group, the free slot that will be empty soonest.
 
-    Also None if emptying it would wait for an earlier owner's GPU work. Several ranks do wait,
-    since the progress of that work may differ between them.
+    Returns None if no slot is free, or if emptying it would wait for an earlier owner's GPU work.
+    Several ranks do wait, since the progress of that work may differ between them.
     """
     found = groups[0].table.emptiest(1)
     if not found:

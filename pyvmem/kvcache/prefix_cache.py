@@ -465,7 +465,7 @@ class PrefixCache:
         """Returns a group's pages of units [first, last), with a reference for the tree."""
         unit = self.unit_pages[place]
         if place in self._sliding:
-            return Span((), unit)  # see `_fill`
+            return Span((), unit)  # `_fill` adds the pages of windows
         span = slot.span.slice(first * unit, last * unit)
         self._groups[place].reclaimer.shared.hold(span)
         return span
@@ -533,8 +533,8 @@ class PrefixCache:
         return units * self.unit
 
     def _end(self, place: int, parts: Sequence[tuple[_Spans, int]], units: int) -> int:
-        """Returns the largest number of units, up to `units`, after which a group has its window;
-        0: none."""
+        """Returns the largest number of units, up to `units`, after which a group has its window,
+        or 0."""
         unit, layout = self.unit_pages[place], self._layouts[place]
         runs: list[tuple[int, int]] = []  # maximal ranges of present pages
         end = 0
@@ -688,7 +688,7 @@ class PrefixCache:
         return back if found else None
 
     def _unpin_all(self) -> bool:
-        """Removes all slots' pins; False, with nothing changed, if that would not free any page."""
+        """Removes all slots' pins. Returns False, changing nothing, if that would free no page."""
         kept = self.leases.kept()
         for place in range(len(self._groups)):
             if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):

@@ -55,7 +55,7 @@ MAX_ID = (1 << 32) - 1
 class TokenIds:
     """A sequence of token ids in the form that `PrefixTree` compares. Immutable.
 
-    Make it once per prompt to use it in several calls: converting the ids takes longer than
+    Create it once per prompt to use it in several calls: converting the ids takes longer than
     comparing them (`vmem bench prefixes` measures both).
 
     Args:
@@ -91,8 +91,8 @@ class TokenIds:
 
     @classmethod
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
-        """Creates ids from native 32-bit words. Raises InvalidArgument if not a multiple of 4
-        bytes."""
+        """Creates ids from native 32-bit words. Raises InvalidArgument if `data` is not a multiple
+        of 4 bytes."""
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
@@ -219,7 +219,7 @@ class Span(Protocol):
     def split(self: S, units: int) -> tuple[S, S]:
         """Splits into spans of the first `units` units and of the remaining units, both not empty.
 
-        The two have the same pages as the original, which is not used again. Must not fail, or
+        Together they hold the pages of the original, which is not used again. Must not fail, or
         `PrefixTree.evict` would lose spans already evicted.
         """
         ...

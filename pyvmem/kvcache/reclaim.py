@@ -38,7 +38,7 @@ __all__ = ["Reclaimer", "wait_for_unmaps"]
 
 _log = logging.getLogger(__name__)
 
-_SLICE_S = 0.0005  # how long to wait for one of several unmaps before checking the next
+_SLICE_S = 0.0005  # time to wait for one of several unmaps before checking the next
 
 
 class Evictable(Protocol):
@@ -108,7 +108,7 @@ class Share(Protocol):
         """Posts a shortage of `nbytes` to other processes, if the budget cannot cover it."""
 
     def engines(self) -> list[tuple[str, int]]:
-        """Returns name and number of driver mappings of each other engine in the ledger."""
+        """Returns the name and number of driver mappings of every other engine in the ledger."""
 
     def check(self) -> list[str]:
         """Returns contradictions in the budget's records, as text."""
@@ -247,7 +247,7 @@ class Reclaimer:
 
         No GPU work may be running in the slot: splitting a 2 MiB entry unmaps it briefly.
         """
-        if slot.job is not None:  # can only be an unmap of pages past the 2 MiB entry
+        if slot.job is not None:  # the batch can only be an unmap past the 2 MiB entry
             self.finish(slot.job)
         self._ops.clear()
         self._add_unmap(self._ops, slot, keep, slot.mapped)
@@ -266,7 +266,7 @@ class Reclaimer:
             self.failed(slot, error)
 
     def try_unmap(self, slot: Slot, keep: int, now: bool = False) -> bool:
-        """Calls `unmap`. False: the batch could not be queued, and the pages stay mapped."""
+        """Calls `unmap`. Returns False, leaving the pages mapped, if the batch cannot be queued."""
         try:
             self.unmap(slot, keep, now)
         except (TooManyBatches, OutOfMemory):
@@ -311,12 +311,12 @@ class Reclaimer:
         ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
-        """Records that pages of a slot could not be unmapped; None: pages that left windows."""
+        """Records that pages could not be unmapped; `slot` None: pages that left windows."""
         self.errors.append(error)
         whose = "windows" if slot is None else f"reqid {slot.index}"
         warn(_log, "unmap", "pages of %s could not be unmapped: %s", whose, error)
         if slot is not None and isinstance(error, NotRecoverable):
-            self.table.mark_broken(slot)  # excludes its pages from the counts
+            self.table.mark_broken(slot)  # excludes the slot's pages from the counts
 
     def poll(self) -> None:
         """Records the results of finished unmaps."""
@@ -333,7 +333,7 @@ class Reclaimer:
             self._finish(unmap, None)
 
     def _finish(self, unmap: Unmap | Slide, timeout: float | None = 0.0) -> None:
-        """Waits up to `timeout` seconds for an unmap and records its result; None: no limit."""
+        """Waits up to `timeout` seconds (None: forever) for an unmap and records its result."""
         if isinstance(unmap, Slide):
             self._finish_slide(unmap, timeout)
             return
@@ -350,14 +350,14 @@ class Reclaimer:
             return
         except VMemError as error:
             self.failed(slot, error)
-            # it was rolled back: the pages are still mapped
+            # the unmap was rolled back: the pages are still mapped
             if not isinstance(error, NotRecoverable):
                 edits += (
                     [slot, "head", unmap.head],
                     [slot, "kept", False],
                     [slot, "tier_map", slot.tier_map.put(*unmap.tier_map.noted)],
                     [slot, "mapped", unmap.high],
-                    # `dirty` may have increased since
+                    # `dirty` may have increased since the unmap began
                     [slot, "dirty", max(slot.dirty, unmap.dirty)],
                     [slot, "span", span + slot.span],
                 )
@@ -400,7 +400,7 @@ class Reclaimer:
                 if slot.broken:
                     span = span + share
                     continue
-                # It was rolled back: the pages are still mapped.
+                # The unmap was rolled back: the pages are still mapped.
                 tier_map = slot.tier_map.put(*slide.tier_map.get(slot, ALL_ON_DEVICE).noted)
                 outside = tier_map.off_device(low + share.pages, head)
                 off_device.subtract(outside)
@@ -564,7 +564,7 @@ class Reclaimer:
     def make_room(
         self, pages: int, keep: Mapping[Slot, int], own: int = 0, prefixes: bool = True
     ) -> bool:
-        """Reclaims up to `pages` physical pages and waits for them. False: none were freed.
+        """Reclaims up to `pages` physical pages and waits for them. Returns False if it freed none.
 
         Slots' pages are reclaimed before prefixes are evicted: regaining a page costs a driver
         call, regaining a prefix means computing it again. In both steps, this cache comes before
@@ -626,7 +626,7 @@ class Reclaimer:
         """
         self.release_stale(now=now)
         pending = self.returning
-        if now and not self.table.lockstep:  # first slots whose unmap need not wait for GPU work
+        if now and not self.table.lockstep:  # begin with unmaps that need not wait
             late = self.late
             idle = (slot for slot in self.table.victims() if not slot.events)
             pending = late + self._begin_unmaps(idle, pages, pending - late, keep, now=now)
@@ -673,15 +673,15 @@ class Reclaimer:
 
     @property
     def room(self) -> int:
-        """Free bytes of the budget, ignoring the cache's own limit; without a budget, of the
-        limit."""
+        """Bytes free in the budget, ignoring the cache's own limit; without a budget, bytes free
+        below that limit."""
         if self.share is None:
             return (self.limit - self.device_pages) * self.layout.page_size
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
         """Returns the unowned device pages per tensor, excluding pages being unmapped."""
-        # Includes the surplus of slots with an unmap in flight, which can be unmapped after that.
+        # Includes the surplus of slots with an unmap in flight, to be unmapped after that one.
         spare = self.table.columns.spare
         for slot in keep:
             job = slot.job
@@ -726,14 +726,14 @@ class Reclaimer:
                 return
 
     def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
-        """Starts unmapping slots freed at `step` or earlier. False: some unmaps could not be
-        started.
+        """Starts unmapping slots freed at `step` or earlier. Returns False if some unmaps could
+        not be started.
 
         Unmaps all their pages, except `keep` per tensor of the slot prepared for the next request.
         """
         complete = True
         for slot in self.table.pick(Kind.CACHED):
-            if slot.freed_at > step:  # all further slots were freed later
+            if slot.freed_at > step:  # all following slots were freed later
                 break
             rest = keep if slot is prepared and not slot.stale else 0
             if slot.mapped > rest and not slot.broken:
@@ -741,9 +741,9 @@ class Reclaimer:
         return complete
 
     def release_stale(self, now: bool = False, kept: bool = False) -> bool:
-        """Starts unmapping stale slots that are not kept. False: some unmaps could not be started.
+        """Starts unmapping stale slots that are not kept; `kept`: also those that are.
 
-        `kept`: also unmap kept slots.
+        Returns False if some unmaps could not be started.
         """
         complete = True
         for slot in self.table.stale:
@@ -776,8 +776,8 @@ class Reclaimer:
     def spare_slots(self, count: int) -> bool:
         """Starts unmapping kept slots, longest free first, until `count` free slots are not kept.
 
-        So a request of another conversation gets a slot that need not be emptied first. False: some
-        unmaps could not be started.
+        So a request of another conversation gets a slot that need not be emptied first. Returns
+        False if some unmaps could not be started.
         """
         self.poll()
         table = self.table
@@ -797,7 +797,7 @@ def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool])
         pending = [(one, unmap) for one in reclaimers for unmap in one.unmaps]
         if not pending:
             return
-        # Their GPU work may finish in any order, so wait for each only briefly.
+        # The unmaps may complete in any order, so wait for each only briefly.
         for one, unmap in pending:
             one._finish(unmap, None if len(pending) == 1 else _SLICE_S)
             if enough():

@@ -26,7 +26,7 @@ def sync_free_slots(groups: Sequence[Group]) -> None:
         for group in groups:
             for index in broken:
                 slot = group.table[index]
-                # a running request must free its pages first
+                # A slot in use is retired once its request has freed its pages.
                 if not slot.broken and not slot.active:
                     group.table.mark_broken(slot)
 
@@ -68,7 +68,7 @@ def free(
     if tokens is not None:
         owner = slots[0].owner
 
-        # on abort, free the request: its rows may already be recorded, so it must not write them
+        # An abort frees the request, which must not write rows that may already be recorded.
         def finish() -> None:
             if slots[0].active and slots[0].owner == owner:
                 release(groups, slots, event)

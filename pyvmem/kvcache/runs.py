@@ -2,7 +2,7 @@
 """Chooses the length of the runs by which requests grow.
 
 A driver call makes one mapping of a physical run, and a context's mappings are limited
-(`ContextInfo.max_mappings`): on ``stock`` to 237,568, which is 15 GB if each maps a page of 64 KB.
+(`ContextInfo.max_mappings`): on ``stock`` to 237,568, which cover 15 GB if each maps a 64 KB page.
 So a request that needs a page gets more than it needs:
 
     0 ................. granted ...... mapped
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _RUN_BYTES = 2 << 20  # covered by one GPU page table entry; longer runs save little
 SCARCE_AT = 8  # once 1 / SCARCE_AT of the mappings is used, runs get longer
-_LOOKS = 64  # mappings are counted again after growth by 1 / _LOOKS of the limit
+_LOOKS = 64  # mappings are recounted after growth by 1 / _LOOKS of the limit
 _JOINS = 512  # maximum driver calls for joining in a step, unless it would otherwise return -1
 _LEAST = 4  # minimum map calls per tensor for which joining pays off
 
@@ -58,7 +58,7 @@ class Runs:
         limit: maximum number of mappings of the context; 0: no limit.
         joins: True if steps must call `join` when more than `join_at` mappings are used.
         spreads: True if growths must call `provide` first.
-        refused: text of the error if the last growth ran out of mappings; "": it did not.
+        refused: text of the error if the last growth ran out of mappings; otherwise "".
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Runs:
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
         columns.runs.longest = self._chunk if self._fraction else 1
         columns.runs.fraction = self._fraction
-        # A small cache gains nothing from entries of 2 MiB.
+        # A small cache gains nothing from 2 MiB entries.
         large = reclaimer.limit * layout.page_size >= migration.REACH
         reclaimer.block = layout.block if large else 0
         self.spreads = reclaimer.block > 0
@@ -116,7 +116,7 @@ class Runs:
 
         Args:
             kept: physical pages that the growth must leave free.
-            room: free bytes of the budget, if known.
+            room: bytes free in the budget, if known.
         """
         runs, reclaimer = self._columns.runs, self._reclaimer
         free = reclaimer.limit - reclaimer.device_pages
@@ -146,7 +146,7 @@ class Runs:
         if self._spare >= open_pages:
             return
         limit = min(reclaimer.limit - reclaimer.device_pages, reclaimer.room // layout.page_size)
-        # a quarter more, so that stats are rarely read
+        # Ask for a quarter more, so that the pool's statistics are rarely read.
         want = min(pages + open_pages * 5 // 4, limit)
         free = self._context.stats().free_bytes // layout.page_size
         if free < min(pages + open_pages, limit):
@@ -158,8 +158,8 @@ class Runs:
         self._spare = free - pages
 
     def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
-        """Returns the pages per tensor to map for each slot, at least its need; None: exactly its
-        need.
+        """Returns the pages per tensor to map for each slot, at least as many as it needs, or
+        None to map exactly these.
 
         `room`: see `read_free`.
         """

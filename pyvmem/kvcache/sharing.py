@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shares pages: makes a slot's pages shared, and maps them in other slots."""
+"""Sharing of pages: turns a slot's pages into shared pages and maps them in other slots."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Sharing:
     # ---- making a slot's pages shared ------------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Makes a running request's pages up to `pages` shared, by remapping them read-only in
-        place.
+        """Turns a running request's pages up to `pages` into shared pages, by remapping them
+        read-only in place.
 
         No GPU work may touch the slot, and no batch may be in flight on it. `unit_pages`: see
         `Span`.
@@ -95,7 +95,7 @@ class Sharing:
         for handle, low, high, tier in pieces:
             new.append(Block(handle, high - low, list(events), tier))
             parts.append(Part(new[-1], 0, high - low))
-            # remapping in few calls may have made large entries
+            # remapping in few calls may have created large entries
             large_end = slot.large_end_with(low, high, large_end)
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],
@@ -158,8 +158,8 @@ class Sharing:
     def is_shortage(self, error: BaseException) -> bool:
         """Returns whether a failure of `empty` or of `lend` counts as a shortage of memory.
 
-        They do not need memory of the cache, only memory for records and page tables. With several
-        ranks, only one of them may be short of that, so there it is an error.
+        Neither needs memory of the cache, only memory for records and page tables. With several
+        ranks, perhaps only one is short of such memory, so the failure is an error.
         """
         short = isinstance(error, (OutOfMemory, TooManyBatches, TooManyMappings))
         return short and not self.table.lockstep
@@ -183,7 +183,7 @@ class Sharing:
             ops.map(
                 address, (high - low) * size, block.handle, low * size, tensors, stride, True,
                 replace=replace, split=replace,
-                offset_stride=size * block.pages,  # distance between tensors in the handle
+                offset_stride=size * block.pages,  # distance between two tensors in the handle
             )  # fmt: skip
             address += (high - low) * size
 
@@ -207,7 +207,7 @@ class Sharing:
         """Makes `reader` wait for the GPU work that wrote the pages."""
         for block, *_ in span.parts:
             if block.events:
-                # not an edit, since it stays valid if the call fails
+                # Not an edit, since pruning stays valid if the call fails.
                 block.events = prune(block.events)
                 for event in block.events:
                     order_after(event, reader, self.device)

@@ -132,7 +132,7 @@ class Slot(Row):
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
     def splittable_beyond(self, keep: int) -> int:
-        """Returns the further pages that could be unmapped if no GPU work used the slot."""
+        """Returns how many more pages could be unmapped if no GPU work used the slot."""
         if not self.active or self.granted >= self.large_end or self.rows_lost:
             return 0
         if isinstance(self.job, Growth):
@@ -301,8 +301,7 @@ class SlotTable:
         return None
 
     def to_prepare(self, pages: int) -> Slot | None:
-        """Returns a free slot in which to map `pages` pages per tensor ahead; None: no slot is
-        suitable.
+        """Returns a free slot in which to map `pages` pages per tensor ahead, or None.
 
         Chooses the slot with the fewest mapped pages, but at least `pages`; failing that, the slot
         with the most among those without a batch in flight. Ties as in `best_fit`; never a stale
@@ -357,7 +356,7 @@ class SlotTable:
             yield from (slot for slot in later if slot.job is None)
 
 
-# Plain tuples, since `step_async`, which must take microseconds, makes dozens of them.
+# Plain tuples, since `step_async`, which must take microseconds, creates dozens of them.
 Piece: TypeAlias = tuple[Slot, int, int]
 """Pages [low, high) of a slot, in every tensor."""
 Grant: TypeAlias = tuple[Slot, int, int]
@@ -368,8 +367,8 @@ Grant: TypeAlias = tuple[Slot, int, int]
 class Growth:
     """New pages and zero-fills for a `step`, or for eager pages.
 
-    It has at most two batches: `mapping` maps new pages and makes the fills that need not wait, all
-    or nothing; `filling` makes the fills that must follow earlier owners' GPU work. None: not
+    It has at most two batches: `mapping` maps new pages and runs the fills that need not wait, all
+    or nothing; `filling` runs the fills that must follow earlier owners' GPU work. None: not
     needed, or done. `handover` holds earlier owners' GPU work that the new owner's stream must wait
     for, for pages that are not zero-filled. An `ahead` growth grants nothing, since no caller
     requested it. The failure of a `quiet` growth is not raised, since no caller requested it or
@@ -398,7 +397,7 @@ class Growth:
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
 
     def deserted(self) -> list[Slot]:
-        """Returns the slots in which no owner is waiting for it, so that its pages are spare."""
+        """Returns the slots in which no owner is waiting for the growth, so its pages are spare."""
         if not self.awaited:
             return self.slots
         waiting = {slot for slot, owner, _ in self.grants if slot.owner == owner}
@@ -514,7 +513,7 @@ class Move:
 
     @property
     def pages(self) -> int:
-        """The number of pages per tensor that it copies or remaps."""
+        """The number of pages per tensor that the move copies or remaps."""
         runs = sum(high - low for low, high in self.runs)
         return runs + sum(high - low for low, high, _ in self.stretches)
 
@@ -531,12 +530,12 @@ class Move:
         return found
 
     def begins_before(self, page: int) -> bool:
-        """True if it changes a page below `page`."""
+        """True if the move changes a page below `page`."""
         starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
         return min(starts, default=page) < page
 
     def ends_after(self, page: int) -> bool:
-        """True if it changes `page` or a later page."""
+        """True if the move changes `page` or a later page."""
         ends = [high for _, high in self.runs] + [high for _, high, _ in self.stretches]
         return max(ends, default=0) > page
 

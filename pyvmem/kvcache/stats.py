@@ -20,14 +20,14 @@ __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 class CacheStats:
     """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
 
-    Calls and background batches are counted when complete: of a call that is rejected, fails or is
+    Calls and background batches are counted when complete: for a call that is rejected, fails or is
     interrupted, only the work that it did is counted.
 
     Attributes:
         total_pages: pages that the cache may use; always free + cached + active. With a `Budget`,
             this is the current number, which is lower while other caches hold more than their
             floors.
-        free_pages: pages that it could allocate without reclaiming any.
+        free_pages: pages that the cache could allocate without reclaiming any.
         cached_pages: unowned mapped pages: pages of free slots, surplus pages of running requests,
             pages that a growth in flight is mapping, pages being unmapped, and recorded prefixes
             that no request uses.
@@ -36,13 +36,13 @@ class CacheStats:
         active_pages: pages that requests own; a shared page is counted once.
         shared_pages: active or cached pages that are mapped read-only or recorded.
         moving_pages: cached pages that are the targets of copies in progress.
-        host_pages, peer_pages: pages in host memory and on peer devices; no other number here
-            counts them.
+        host_pages, peer_pages: pages in host memory and on peer devices; included in no
+            other number here.
         prefix_pages, prefix_tokens: recorded shared pages, and their tokens.
-        prefix_host_bytes: bytes of evicted prefixes' rows in host memory.
-        mapped_bytes: bytes of cached and active pages.
-        used_bytes: bytes of rows that requests hold; shared rows count once.
-        wasted_bytes: bytes of active pages that do not hold tokens (internal fragmentation).
+        prefix_host_bytes: size of evicted prefixes' rows in host memory.
+        mapped_bytes: size of cached and active pages.
+        used_bytes: size of the rows that requests hold; shared rows count once.
+        wasted_bytes: bytes in active pages that do not hold tokens (internal fragmentation).
         peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: maxima so far.
         active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached slots are free
             and have pages.
@@ -197,7 +197,7 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
     names = [one.name for one in fields(CacheStats) if one.name != "wait_counts"]
     sums = {name: sum(getattr(one, name) for one in each) for name in names}
     sums |= {name: getattr(first, name) for name in _SAME}
-    # each group by itself reports all of the room, or what its own limit leaves
+    # Each group reports all of the room as free, or less if its own limit is lower.
     free = min(room, sums["free_pages"])
     critical = min(first.driver_ns, sums["critical_driver_ns"])
     return CacheStats(
@@ -222,7 +222,8 @@ class Counters:
     """Running counts behind `CacheStats`.
 
     Attributes:
-        last_prompt: tokens, recorded tokens and whether it resumed, of the last request's prompt.
+        last_prompt: for the last request's prompt, its tokens, the recorded tokens, and whether
+            these were still mapped in the slot.
         waiting: creates a context manager that counts the time inside it as waiting, and driver
             time during it as critical.
     """

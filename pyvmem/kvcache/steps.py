@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Steps: map the pages that requests need, in all groups of layers or none.
 
-One batch maps the pages of all groups: that of `extend` (growth.py) in most steps, or of `grow` if
-a slot needs more than one map operation or memory is short. The caller holds the cache's lock.
+One batch maps the pages of all groups: in most steps `extend` (growth.py) runs it, but `grow` does
+if a slot needs more than one map operation or memory is short. The caller holds the cache's lock.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     entries = groups[0].journal.entries
     for group, rows, total, _ in begun:
         columns, counters, reclaimer = group.pager.columns, group.counters, group.reclaimer
-        entries += (  # not edits, which cost three times as much: every step runs this
+        entries += (  # every step runs this, and edits would cost three times as much
             (setattr, group, "used_tokens", group.used_tokens),
             (setattr, group, "clock", group.clock),
             (setattr, columns, "held_rows", columns.held_rows),
@@ -113,7 +113,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         if names and group.pager.ahead:
             group.pager.grow_ahead()
         if group.table.lockstep:
-            # not left to garbage collection, whose timing differs between ranks
+            # End leases here: garbage collection runs at different times on different ranks.
             group.prefixes.leases.end_all()
         if group.reclaim_due:
             group.reclaim_idle()
@@ -199,7 +199,8 @@ def _settle(group: Group, stream: Any) -> None:
 
 
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
-    """Starts mapping the pages that slots need, in all groups or none. False: short."""
+    """Starts mapping the pages that slots need, in all groups or none. Returns False if memory or
+    mappings are short."""
     for group, _ in begun:
         if group.pager.growths or group.left:
             break
@@ -228,9 +229,9 @@ def _not_promised(group: Group, short: list[int]) -> list[_Want]:
 def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
     """Maps what fits now and starts reclaiming memory for the remaining pages. Never blocks.
 
-    A later call maps the remaining pages, or the `step` waits for them. False if, according to the
-    records, even reclaiming would not free enough. A growth completes as a whole, so slots that
-    must wait for an earlier owner's GPU work get a separate growth.
+    A later call maps the remaining pages, or the `step` waits for them. Returns False if, according
+    to the records, even reclaiming would not free enough. A growth completes as a whole, so slots
+    that must wait for an earlier owner's GPU work get a separate growth.
     """
     before = _left_to_a_step(groups, wants)
     now = [one for one in wants if not one[0].pager.is_held_up(one[1])]
@@ -242,7 +243,7 @@ def _grow_or_leave(groups: Sequence[Group], wants: list[_Want]) -> bool:
         return False
     ready = now + before
     fits = fit(_needs(groups, ready))
-    if not fits:  # only some slots grow now; the others get reclaimed pages later
+    if not fits:  # grow some slots now; the others get reclaimed pages later
         now = _select_fitting(groups, now)
     slow = {slot for group, slot, _ in now if group.pager.is_slow(slot)}
     if _grow(groups, [one for one in now if one[1] not in slow]):
@@ -314,7 +315,7 @@ def _select_fitting(groups: Sequence[Group], wants: Sequence[_Want]) -> list[_Wa
             break
         chosen.add(index)
     some = [one for one in wants if one[1].index in chosen]
-    return some if fit(_needs(groups, some)) else []  # a group is at its limit
+    return some if fit(_needs(groups, some)) else []  # empty if a group is at its limit
 
 
 def _begin_to_reclaim(groups: Sequence[Group], wants: Sequence[_Want], more: int = 0) -> bool:

@@ -35,7 +35,7 @@ class SwappedRequest(Closable):
 
     Attributes:
         seq_len: tokens of the request.
-        nbytes: bytes of host memory.
+        nbytes: size of the host memory in bytes.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SwappedRequest(Closable):
     def close(self, journal: Journal | None = None) -> None:
         """Drops the request and its host memory. Idempotent.
 
-        `journal`: if given, the close is undone if the call in progress is (`Internals.journal`).
+        `journal`: `Internals.journal`, to undo the close if the call in progress is undone.
         """
         if journal is not None:
             journal.change([[self, "_rows", None]])

@@ -102,7 +102,7 @@ def move(
     except VMemError:
         cancel()
         raise
-    begun.clear()  # from here on, the next step completes the move if this call is interrupted
+    begun.clear()  # from here on, an interrupted move is completed by the next step
     if wait:
         try:
             for group, slot in both:
@@ -167,7 +167,7 @@ def _pages_of(
         return 0, slot.granted if whole else 0
     low = -(-first * layout.row_bytes // layout.page_size)
     high = last * layout.row_bytes // layout.page_size
-    # nothing is written during the move, so the last page can move as well
+    # With `wait`, nothing is written during the move, so the last page can move, too.
     if wait and last == held:
         high = -(-last * layout.row_bytes // layout.page_size)
     high = min(high, slot.granted)
@@ -182,7 +182,7 @@ def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: in
             raise _tier_full(group, tier, pages, group.reclaimer.free * size)
         return
     host = tier.location is Location.HOST
-    # limits all groups together
+    # the limit covers all groups together
     limit = group.config.host_limit if host else group.config.peer_limit
     if not limit:
         return

@@ -53,7 +53,7 @@ def trim(
     for group in groups:
         group.reclaimer.raise_errors()
     back = max(0, before - context.stats().slab_bytes)
-    _log.debug("trim: %d bytes given back to the device, %d had been taken", back, before)
+    _log.debug("trim: %d of %d bytes given back to the device", back, before)
     return back
 
 

@@ -75,7 +75,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 
 
 def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
-    """Implements `CacheMemory.for_truncate`: bytes of new pages that a truncation needs."""
+    """Implements `CacheMemory.for_truncate`: the size of the new pages that a truncation needs."""
     each = planned(groups, reqid, length)
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
 
@@ -125,12 +125,12 @@ class Truncation:
         keep: number of pages that the request keeps.
         shared: pages below this stay shared.
         copied: pages [shared, copied) are replaced with copies.
-        stride: bytes of the copies in each tensor.
+        stride: size of the copies per tensor, in bytes.
         new_pages: number of physical pages of the copies.
-        end: first page to unmap if `unmaps`.
+        end: first page to unmap if `unmaps` is True.
         unmaps: True if pages must be unmapped immediately.
         ownerless: True if pages stay mapped but become unowned.
-        addresses: scratch addresses of the copies; None until reserved, and once they are in
+        addresses: scratch addresses of the copies; None before they exist and once they are in
             the slot.
     """
 
@@ -216,7 +216,7 @@ class Truncation:
             edits += (
                 [self, "addresses", None],
                 [group.journal.unrecorded, copies, ...],
-                # the batch consumes it; without this, an interruption would warn of a leak
+                # The batch consumes `copies`; this keeps an interruption from reporting a leak.
                 [copies, "_done", True],
                 *group.scratch.give_edits(self.addresses),
             )
@@ -321,7 +321,8 @@ def _cut(each: Sequence[Truncation], work: PriorWork) -> bool:
 
 
 def _copy_all(copies: Sequence[Truncation]) -> bool:
-    """Copies the kept parts of shared pages; False if memory is short, with nothing changed."""
+    """Copies the kept parts of shared pages. Returns False, changing nothing, if memory is
+    short."""
     if not reclaim_for([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group

@@ -90,7 +90,7 @@ def when_clear(
                 try:
                     waits = find_blockers(groups, *args, **kwargs)
                 except (VMemError, TypeError, IndexError):
-                    waits = []  # `call` will fail in the same way and raise
+                    waits = []  # `call` will raise the same error
             if not waits:
                 return call(groups, *args, **kwargs)
         for wait in waits:
@@ -162,7 +162,7 @@ def before_fork(
                 waits += work.pending()
     table = groups[0].table
     chosen = into
-    if chosen is None:  # the call will prefer slots without pages in the first group
+    if chosen is None:  # the call prefers slots that have no pages in the first group
         chosen = table.columns.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)[:count]
         if len(chosen) < count:
             chosen = list(map(attrgetter("index"), table.emptiest(count)))
@@ -260,7 +260,7 @@ def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -
     """Lists the blockers of `KVCache.promote`; `work`: the request's last GPU work."""
     if wait:
         return before_swap_out(groups, reqid, work)
-    # If the slot's promotion is in flight, the call only returns its size.
+    # If a promotion of the slot is in flight, the call only returns the promotion's size.
     both = _both(groups, reqid)
     return [wait for group, slot in both if slot not in group.mover.moves for wait in _job(slot)]
 

@@ -73,8 +73,8 @@ class Window:
         self._window = config.window
         self._kept = config.window + config.window_tile
         self._first = self._goes_at(1)
-        # Per slot: the length at which the next page leaves, and the smallest length to truncate
-        # to.
+        # Per slot: the length at which the next page leaves the window, and the smallest length
+        # that a truncation can keep.
         self._next = [self._first] * config.max_batch
         self._least = [0] * config.max_batch
 
@@ -120,10 +120,10 @@ class Window:
             slot = table.slots[index]
             held = old[index]
             if lens[index] <= held:
-                continue  # not grown: the work on its rows may not be launched yet
+                continue  # the slot does not grow, so work on its rows may not be launched yet
             if slot.job is not None:
                 if not table.lockstep:
-                    continue  # left to the next step
+                    continue  # the next step unmaps its pages
                 self._release(slot)
             head = (held - held % self._unit - self._kept) * row // size
             if mover.moves and not mover.make_way(slot, head):
@@ -162,11 +162,11 @@ class Window:
             due: the result of `due` for this window.
             ops: where the unmap operations are written.
             ticket: the batch's ticket.
-            quiet: another group reports its failure.
+            quiet: another group reports the batch's failure.
         """
         reclaimer, owners = self.reclaimer, []
         slots, indexes, lows, heads = [], [], [], []
-        # Computed once for all slots that share the same pages.
+        # Spans are computed once for all slots that share the same pages.
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
         keeping, kept = [], []
@@ -279,7 +279,8 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
 
 
 def _begin(found: Sequence[tuple[Window, list[_Due]]], after: Sequence[Any]) -> bool:
-    """Submits one batch with all due unmaps. False: the queue is full, nothing has changed."""
+    """Submits one batch with all due unmaps. Returns False, changing nothing, if the queue is full
+    or short of memory."""
     first = found[0][0]
     ops, mapper = first.ops, first.reclaimer.mapper
     ticket, count = Ticket(mapper.context), 0

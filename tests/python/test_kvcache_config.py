@@ -107,7 +107,7 @@ def test_a_memory_limit_below_one_page_in_every_tensor(context: Context) -> None
 
 def test_more_addresses_than_a_process_has(context: Context) -> None:
     before = context.stats()
-    with pytest.raises(InvalidArgument, match="bytes of addresses; a process has") as caught:
+    with pytest.raises(InvalidArgument, match="bytes of address space; a process has") as caught:
         KVCache(
             KVCacheConfig(1 << 14, 1 << 16, 1 << 16, "float64", 1 << 16, 1 << 30, group_size=1),
             context,

@@ -77,7 +77,7 @@ def test_repr_of_the_parts_of_a_cache() -> None:
         config = KVCacheConfig(2, 4, 64, max_batch=4, max_seq_len=4096)
         with KVCache(config, budget=budget) as cache:
             assert repr(budget) == "<Budget of 32.0M for 1 cache>"
-            layout = "<Layout of 4 tensors: 512 bytes a row, pages of 64.0K, 2.0M a slot>"
+            layout = "<Layout of 4 tensors: 512 bytes per row, pages of 64.0K, 2.0M per slot>"
             assert repr(cache.layout) == layout
             assert repr(cache.caches[0]) == f"<GroupView of 2 layers: {layout}>"
 
