@@ -4,15 +4,15 @@
     import pyvmem
 
     with pyvmem.Context() as ctx, ctx.reserve(1 << 30) as reservation:
-        kv = reservation.tensor((1024, 8, 128), "bfloat16")   # addresses, no memory
+        kv = reservation.tensor((1024, 8, 128), "bfloat16")   # addresses without memory
         pages = ctx.create(64 << 10)                          # one 64 KiB page
-        reservation.map(0, pages)                             # the first rows exist now
+        reservation.map(0, pages)                             # the first rows now exist
         kv[:32] = 1
         del kv
         pages.release()
 
-`Context` opens a back end, `OpBatch` and `Ticket` change many mappings as one, `KVCache` is the
-cache for serving engines built on them.
+`Context` opens a back end, `OpBatch` and `Ticket` change many mappings at once, and `KVCache` is
+the cache for serving engines built on top of them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ __version__: str = _native.version()
 
 
 def __getattr__(name: str) -> Any:
-    # A cache needs torch, which the core does without.
+    # Caches need torch; the core does not.
     if name in _OF_CACHES:
         return getattr(importlib.import_module(_OF_CACHES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

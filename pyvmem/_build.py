@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Builds the extension module ``pyvmem._vmem`` from libvmem's sources (cffi, API mode).
 
-The declarations are libvmem/include/vmem.h itself, stripped of comments and preprocessor lines, so
-no second copy can become outdated; in API mode the C compiler checks every structure,
-enumeration and prototype against the header. Run by setup.py, never imported by the package.
+The declarations are those of libvmem/include/vmem.h, stripped of comments and preprocessor lines,
+so no second copy can become outdated; in API mode, the C compiler checks every structure,
+enumeration and prototype against the header. setup.py runs this module; the package never imports
+it.
 """
 
 import re
@@ -30,7 +31,7 @@ void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int
 
 
 def library_version() -> str:
-    """Reads the version from its single source, VMEM_VERSION in vmem.h."""
+    """Returns the version, whose only source is VMEM_VERSION in vmem.h."""
     match = re.search(r'#define VMEM_VERSION "([^"]+)"', HEADER.read_text(encoding="utf-8"))
     if match is None:
         raise RuntimeError(f"{HEADER} does not define VMEM_VERSION")
@@ -38,10 +39,10 @@ def library_version() -> str:
 
 
 def declarations(header: str) -> str:
-    """Turns the text of vmem.h into declarations that cffi reads.
+    """Converts the text of vmem.h to declarations that cffi can parse.
 
     Integer macros become ``#define NAME ...``: the compiler supplies their values. A macro used as
-    an array length is replaced by its number, which the compiler checks with the structure.
+    an array length is replaced by its value, which the compiler checks along with the structure.
     """
     text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", header, flags=re.DOTALL)
     text = re.sub(r"#ifdef __cplusplus.*?#endif", "", text, flags=re.DOTALL)

@@ -26,9 +26,9 @@ static uint64_t ceil_div(uint64_t number, uint64_t by) { return (number + by - 1
 
 /* ---- the slots ---- */
 
-struct row { /* the fields of a Slot of slots.py, except those that C does not read */
+struct row { /* the fields of a Slot (slots.py) that C reads */
   PyObject ob_base;
-  /* Scans of all slots read these 64 bytes. */
+  /* Scans over all slots read these 64 bytes. */
   char active, broken, writer, rows_lost, kept;
   uint64_t mapped, granted, head, dirty;
   PyObject *job, *span, *tier_map; /* NULL only while the slot is being created or collected */
@@ -72,12 +72,12 @@ static uint64_t number(PyObject *owner, const char *name) {
 /* Reads slots one after the other, with the GIL held. Caches the previous slot's objects, since many slots share
  * them. */
 struct look {
-  PyObject *span, *tier_map;              /* the previous slot's */
-  uint64_t shared, off_device_end, noted; /* read from them: two page counts, and the number of intervals */
+  PyObject *span, *tier_map;              /* objects of the previous slot */
+  uint64_t shared, off_device_end, noted; /* read from these objects: two page counts and the number of intervals */
   PyObject *stretches;                    /* borrowed */
 };
 
-/* Bounds of an interval of `TierMap.noted`. */
+/* Reads the bounds of an interval in `TierMap.noted`. */
 static void interval(PyObject *stretches, Py_ssize_t at, uint64_t *low, uint64_t *high) {
   PyObject *one = PySequence_GetItem(stretches, at);
   *low = PyLong_AsUnsignedLongLong(PyTuple_GetItem(one, 0));
@@ -89,7 +89,7 @@ static void look_again(struct look *look, const struct row *row) {
   if (look->span != row->span) look->shared = number(row->span, "pages");
   if (look->tier_map != row->tier_map) {
     look->stretches = PyObject_GetAttrString(row->tier_map, "noted");
-    Py_DECREF(look->stretches); /* the slot keeps it alive */
+    Py_DECREF(look->stretches); /* the slot keeps the object alive */
     uint64_t low;
     look->noted = (uint64_t)PySequence_Size(look->stretches);
     look->off_device_end = 0;
@@ -125,7 +125,7 @@ static uint32_t kinds(struct look *look, const struct row *row) {
 
 /* True if a slot has all flags of `all` and none of `none`. */
 static int matches(struct look *look, const struct row *row, uint32_t all, uint32_t none) {
-  if (all & PYVMEM_FREE && (row->active || row->broken)) return 0; /* fast for most slots */
+  if (all & PYVMEM_FREE && (row->active || row->broken)) return 0; /* a quick test that rejects most slots */
   if (all & PYVMEM_STALE && !stale(look, row)) return 0;
   return (kinds(look, row) & (all | none)) == all;
 }
@@ -230,8 +230,8 @@ uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t
 }
 
 /*
- * Counts the device pages of slots beyond those of their owners. Does not count the unused pages of a partly used
- * large entry, slots with a growth in flight, and slots that lost rows.
+ * Counts the device pages of slots beyond those of their owners. Excludes the unused pages of a partly used large
+ * entry, slots with a growth in flight, and slots that lost rows.
  */
 uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
   struct look look = {0};
@@ -304,7 +304,7 @@ int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct p
 }
 
 /*
- * Chooses for each slot how many pages to map, at least `pages`. Slots that have enough are
+ * Chooses the number of pages to map for each slot, at least `pages`. Slots that have enough are
  * unchanged. Returns the surplus pages of all slots.
  */
 uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_columns *columns, uint64_t count,
@@ -416,7 +416,7 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
   return 0;
 }
 
-/* Records a planned growth as mapped and granted. */
+/* Records the pages of a planned growth as mapped and granted. */
 static void commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
                    const struct pyvmem_growth *growth) {
   for (uint64_t i = 0; i < growth->count; i++) {
@@ -434,7 +434,7 @@ static void commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
   }
 }
 
-/* Never counts more driver time than the wait took: other threads use the context, too. */
+/* Caps the driver time at the length of the wait: other threads use the context, too. */
 void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns) {
   unsigned power = ns > 1 ? 64 - (unsigned)__builtin_clzll(ns - 1) : 0;
   waits->count++;
@@ -466,7 +466,7 @@ void pyvmem_wait_end(struct pyvmem_waits *waits, const struct pyvmem_wait *wait,
   pyvmem_wait_add(waits, ns, driver > wait->driver_ns ? driver - wait->driver_ns : 0);
 }
 
-/* Writes one UNMAP for each item: pages [low, high) of a slot, in every tensor. */
+/* Writes one UNMAP per item: pages [low, high) of a slot, in every tensor. */
 void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint64_t *slot, const uint64_t *low,
                    const uint64_t *high, struct vmem_op *ops) {
   for (uint64_t i = 0; i < count; i++)
@@ -481,7 +481,7 @@ void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint6
 
 /*
  * Runs the `n` map operations of growths that were planned together, as one batch, and records them
- * as mapped and granted; `outcome` holds the edits to all other records.
+ * as mapped and granted; `outcome` holds the edits to the other records.
  *
  * Returns the result of vmem_batch. If it is not 0, nothing changed, and the caller must first read the error and
  * then call pyvmem_wait_end on `wait`.

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Tensors over addresses, by DLPack. The structures are those of DLPack 1.x and of the unversioned form
- * before it (dmlc/dlpack, include/dlpack/dlpack.h). No code in this file accesses the memory that they describe.
- * A managed tensor owns one reference to a Python object, which keeps the reservation alive.
+ * Tensors over addresses, through DLPack. The structures are those of DLPack 1.x and of the earlier, unversioned form
+ * (dmlc/dlpack, include/dlpack/dlpack.h). No code in this file accesses the memory that they describe.
+ * A managed tensor owns a reference to a Python object that keeps the reservation alive.
  */
 #if !defined(Py_LIMITED_API) && !defined(_CFFI_NO_LIMITED_API)
 #define Py_LIMITED_API 0x030a0000
@@ -66,7 +66,7 @@ static void delete_versioned(struct dl_managed_versioned *managed) {
   free(managed);
 }
 
-/* A capsule that was never consumed still has its original name; its tensor must be deleted here. */
+/* A capsule that still has its original name was never consumed; its tensor must be deleted here. */
 static void destroy_plain(PyObject *capsule) {
   if (PyCapsule_IsValid(capsule, "dltensor")) delete_plain(PyCapsule_GetPointer(capsule, "dltensor"));
 }
@@ -78,8 +78,8 @@ static void destroy_versioned(PyObject *capsule) {
 
 /*
  * Returns a new reference to a capsule with a new tensor; NULL, with MemoryError set, if the heap is exhausted.
- * Called with the GIL held, unlike the other functions that cffi declares. It creates tensor and capsule in one call,
- * since a signal's exception between two calls would leave a tensor with no owner, or with two.
+ * Called with the GIL held, unlike the other functions that cffi declares. Creates tensor and capsule in one call:
+ * between two calls, an exception from a signal handler would leave a tensor with no owner, or with two.
  */
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
                             uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned) {

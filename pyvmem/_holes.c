@@ -1,20 +1,18 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Reads of rows without pages, on the back end "host": raise an exception instead of killing the
- * process.
+ * Handles reads of rows without pages on the "host" back end: raises an exception instead of killing the process.
  *
- * The read may be anywhere: in a kernel of torch on one of OpenMP's threads, in numpy, in memcpy.
- * A handler cannot longjmp out of such code, so the handler of SIGSEGV lets the read complete, with zeros
- * (vmem_reveal), records it, and has the interpreter call holes.py in the main thread, which
- * makes holes fault again and raises.
+ * The read may be anywhere: in a torch kernel on an OpenMP thread, in numpy, in memcpy. A handler cannot longjmp out of
+ * such code, so the SIGSEGV handler lets the read return zeros (vmem_reveal), records it, and has the interpreter call
+ * holes.py in the main thread, which makes holes fault again and raises.
  *
  * The handler assumes that a fault in a reservation comes from an instruction of the thread itself
  * that reads a tensor, and that no thread reads tensors while it holds a lock of libvmem or the lock
- * below, so the handler may take these locks. It does so only once it knows that the faulting address is
- * watched. Other faults, and signals sent by kill or raise, go to the previous handler.
+ * below, so the handler may take these locks. It takes them only if the faulting address is watched. Other faults, and
+ * signals sent by kill or raise, go to the previous handler.
  *
- * A write to a hole, or to a page that requests share, cannot complete: its bytes have no memory.
- * It is reported on stderr before it kills the process.
+ * A write to a hole, or to a page that requests share, cannot complete, as there is no memory for its bytes. It is
+ * reported on stderr before it kills the process.
  */
 #if !defined(Py_LIMITED_API) && !defined(_CFFI_NO_LIMITED_API)
 #define Py_LIMITED_API 0x030a0000
@@ -32,11 +30,11 @@
 
 #include "_holes.h"
 
-#define KEPT 32u     /* most reads that are recorded; further ones are dropped */
-#define DISPLACED 8u /* most handlers that we replaced and chain to */
-/* an access that faults this many times in a row, though the address reads as zeros, is a write */
+#define KEPT 32u     /* maximum number of recorded reads; further reads are dropped */
+#define DISPLACED 8u /* maximum number of handlers replaced and chained to */
+/* an access that faults this many times in a row, although reads now return zeros, is a write */
 #define TRIES 4u
-#define WAITS 10000u /* most sleeps of 0.1 ms, while another call changes the page */
+#define WAITS 10000u /* maximum number of 0.1 ms sleeps while another call changes the page */
 #define WAIT_NS 100000l
 
 struct range {
@@ -47,7 +45,7 @@ struct range {
 
 static struct {
   pthread_mutex_t lock;
-  bool asked, off; /* VMEM_HOLES was read; its value is "fault" */
+  bool asked, off; /* asked: VMEM_HOLES was read; off: its value is "fault" */
   struct range *ranges;
   size_t n, cap;
   struct sigaction before[DISPLACED]; /* oldest first */
@@ -86,7 +84,7 @@ static int call_python(void *unused) {
   return done ? 0 : -1;
 }
 
-/* If the interpreter's list of pending calls is full, the next read tries again. */
+/* If the interpreter's queue of pending calls is full, the next read tries again. */
 static void call_soon(void) {
   if (!Py_IsInitialized() || __atomic_exchange_n(&guard.told, true, __ATOMIC_RELAXED)) return;
   if (Py_AddPendingCall(call_python, NULL)) __atomic_store_n(&guard.told, false, __ATOMIC_RELAXED);
@@ -172,7 +170,7 @@ static void pass_on(int sig, siginfo_t *info, void *context, size_t which) {
     return;
   }
   if (before.sa_handler == SIG_IGN && info->si_code <= 0) return;
-  /* A fault recurs when this returns; a sent signal must be sent again. */
+  /* A fault recurs when this function returns; a sent signal must be sent again. */
   sigaction(sig, &before, NULL);
   if (info->si_code <= 0) raise(sig);
 }
@@ -180,8 +178,8 @@ static void pass_on(int sig, siginfo_t *info, void *context, size_t which) {
 static void on_fault(int sig, siginfo_t *info, void *context) {
   int err = errno;
   size_t handlers = __atomic_load_n(&guard.handlers, __ATOMIC_ACQUIRE);
-  /* A signal that was sent, and not raised by a fault, goes to the oldest handler: a chained handler may have sent it
-   * to pass a fault on, as faulthandler does. */
+  /* A signal that was sent rather than raised by a fault goes to the oldest handler: a chained handler may have sent it
+   * to pass on a fault, as faulthandler does. */
   if (info->si_code <= 0)
     pass_on(sig, info, context, 0);
   else if (last.depth || !resolve((uint64_t)(uintptr_t)info->si_addr)) {
@@ -202,7 +200,7 @@ static void install(void) {
   sigaction(SIGSEGV, &mine, NULL);
 }
 
-/* ---- what Python calls -------------------------------------------------------------------------- */
+/* ---- called from Python -------------------------------------------------------------------------- */
 
 static bool read_by_cpu(vmem_t vm) {
   struct vmem_info info = {.size = sizeof(info)};
@@ -229,7 +227,7 @@ void pyvmem_holes_watch(vmem_t vm, uint64_t addr, uint64_t bytes) {
     guard.off = wish && !strcmp(wish, "fault");
     guard.asked = true;
   }
-  drop(addr, bytes); /* left by a closed context */
+  drop(addr, bytes); /* the range was left by a closed context */
   if (guard.n == guard.cap) {
     size_t cap = guard.cap ? 2 * guard.cap : 16;
     struct range *more = guard.off ? NULL : realloc(guard.ranges, cap * sizeof(*more));

@@ -8,7 +8,7 @@
 #include "_outcome.h"
 /* clang-format on */
 
-/* Sets the attribute or item `key` of `owner`; with Ellipsis: removes it. */
+/* Sets the attribute or item `key` of `owner`, or removes it if the value is Ellipsis. */
 static int assign(PyObject *owner, PyObject *key, PyObject *value) {
   int gone = value == Py_Ellipsis;
   if (PyUnicode_Check(key)) return PyObject_GenericSetAttr(owner, key, gone ? NULL : value);
@@ -16,7 +16,7 @@ static int assign(PyObject *owner, PyObject *key, PyObject *value) {
   return gone ? PyObject_DelItem(owner, key) : PyObject_SetItem(owner, key, value);
 }
 
-/* Returns the attribute or item `key` of `owner`; Ellipsis if it is missing. */
+/* Returns the attribute or item `key` of `owner`, or Ellipsis if it is missing. */
 static PyObject *find(PyObject *owner, PyObject *key) {
   PyObject *found = NULL;
   if (PySet_Check(owner)) {
@@ -124,8 +124,8 @@ int pyvmem_reserve(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, con
 }
 
 int pyvmem_free(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint32_t flags) {
-  if (outcome->called && !outcome->code) return 0; /* freed by an earlier call: the addresses may be in use again */
-  /* before the call: once freed, the addresses may be reserved again */
+  if (outcome->called && !outcome->code) return 0; /* an earlier call freed the addresses, which may be in use again */
+  /* must precede the call: once freed, the addresses may be reserved again */
   uint64_t watched = pyvmem_holes_forget(addr);
   int code = vMemFree(vm, addr, flags);
   if (code && watched) pyvmem_holes_watch(vm, addr, watched);

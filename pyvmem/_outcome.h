@@ -1,27 +1,27 @@
 /* SPDX-License-Identifier: MIT */
-/* Calls of vmem.h that write their outcome to the caller's memory before they return to Python: an
- * exception that a signal raises there (Ctrl-C) discards the return value, but not the outcome. cffi
+/* Wrappers of vmem.h functions that write their outcome to the caller's memory before they return to Python, where an
+ * exception from a signal handler (Ctrl-C) discards the return value, but not the outcome. cffi
  * reads the part after the includes (see _build.py). Each function returns the result of its
  * counterpart in vmem.h. */
 #include <vmem.h>
 
 struct pyvmem_outcome {
   int32_t called;  /* 1: the call was made and has returned */
-  int32_t code;    /* its return value */
-  uint64_t value;  /* the ticket, handle or address that it returned; 0 = none */
+  int32_t code;    /* the call's return value */
+  uint64_t value;  /* the ticket, handle or address that the call returned; 0 = none */
   uintptr_t edits; /* list of [owner, key, value]: applied if the call succeeds, before it returns; 0: none */
 };
 
-/* Records a call's return value and the handle that it made. If the call succeeded, applies the edits and
- * clears outcome->edits.
+/* Records a call's return value and the handle that it created. If the call succeeded, applies the edits and clears
+ * outcome->edits.
  *
  * If the key of an edit is a str, the edit sets an attribute of the owner, bypassing its __setattr__; otherwise it sets
  * an item, or adds the key to a set. The value Ellipsis removes the attribute, item or key. If the owner is a list and
- * the key a str, the value is a list, too: each owner's attribute is set to the value at the same index. In the edit,
- * each value is replaced by the previous one (Ellipsis: there was none), so that no finalizer runs before the caller
- * drops the edits. */
+ * the key a str, the value is a list, too: each owner's attribute is set to the value at the same index. The edit then
+ * holds the previous value instead (Ellipsis: there was none), so that no finalizer runs before the caller drops the
+ * edits. */
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value);
-/* Applies edits without a call, or undoes them. `change` is a list [applied, edits]; the flag makes repeated
+/* Applies edits without a call, or undoes them. `change` is a list [applied, edits]; the flag `applied` makes repeated
  * calls harmless. */
 void pyvmem_change(uintptr_t change, int back);
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * torch's allocator interface over vmem: vmem_malloc and vmem_free, for CUDAPluggableAllocator.
+ * torch's allocator interface on top of vmem: vmem_malloc and vmem_free, for CUDAPluggableAllocator.
  *
- * torch finds the two functions by name in this extension and passes no pointer of ours to them, so the
- * context of each device is kept here, one pool per device for the whole process. Tensors are placed by
- * torch's caching allocator, which asks for segments (2 MiB, 20 MiB, or more) and keeps them.
+ * torch finds the two functions by name in this extension and passes no user pointer, so each device's context is kept
+ * here: one pool per device for the whole process. torch's caching allocator places tensors; it asks for segments (2
+ * MiB, 20 MiB, or more) and keeps them.
  *
- * A block is one segment. It has its own reservation, and is mapped or paused. A paused block keeps its addresses
- * but has no memory; `save` points to its contents, NULL if they were discarded.
+ * A block is a segment. It has its own reservation and is either mapped or paused. A paused block keeps its addresses
+ * but has no memory; `save` points to its contents, or is NULL if they were discarded.
  *
- * A pool's lock is held across driver calls, so that a thread that frees through torch finds a block
- * either mapped or paused. pyvmem/torch_pool/pool.py is the only caller of the other functions.
+ * A pool's lock is held across driver calls, so that another thread that frees through torch always finds a block
+ * either mapped or paused. Only pyvmem/torch_pool/pool.py calls the other functions.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -31,16 +31,16 @@ struct block {
   uint64_t addr, bytes; /* the reservation; `bytes` is a multiple of the page size */
   uint32_t tag;
   int paused;
-  int freed; /* torch has freed the block, which it does only once, but unmapping it failed */
+  int freed; /* torch has freed the block (it will not do so again), but unmapping it failed */
   const unsigned char *save;
 };
 
 static struct pool {
   pthread_mutex_t lock;
-  vmem_t vm; /* 0: no context is registered */
+  vmem_t vm; /* 0 = no context is registered */
   uint64_t page;
   uint32_t reserve_flags;
-  struct pyvmem_torch_gpu gpu; /* all 0: no GPU */
+  struct pyvmem_torch_gpu gpu; /* all zero = no GPU */
   struct block *blocks;
   uint64_t mallocs, frees, failures;
   char error[640];
@@ -55,7 +55,7 @@ EXPORT void vmem_free(void *ptr, size_t size, int device, void *stream);
 
 static int is_of(const struct block *b, uint32_t tag) { return tag == PYVMEM_TORCH_ALL || b->tag == tag; }
 
-/* Copies an error to last_error, since torch's interface cannot return it. */
+/* Copies an error to last_error, as torch's interface cannot return it. */
 static void note(struct pool *p, const char *what, uint64_t addr, uint64_t bytes) {
   p->failures++;
   snprintf(p->error, sizeof(p->error), "%s(%#" PRIx64 ", %" PRIu64 " bytes): %s", what, addr, bytes, vmem_last_error());
@@ -92,8 +92,7 @@ static int make_block(struct pool *p, uint64_t size, struct block **out) {
   return 0;
 }
 
-/* Waits for the device's work. The calling thread may have no current context, if it only drops a
- * tensor. */
+/* Waits for the device's work. A calling thread that only drops a tensor may have no current context. */
 static int synchronize(const struct pyvmem_torch_gpu *gpu) {
   const char *function = "cuCtxPushCurrent";
   int status = ((int (*)(void *))(uintptr_t)gpu->push)((void *)(uintptr_t)gpu->context);
@@ -108,7 +107,7 @@ static int synchronize(const struct pyvmem_torch_gpu *gpu) {
   return vm_fail(-EIO, "%s returned %d; the memory stays mapped", function, status);
 }
 
-/* Frees a block's memory. Like cudaFree, first waits for the GPU: work on the block may be unfinished. */
+/* Frees a block's memory. Like cudaFree, first waits for the GPU, as work on the block may be unfinished. */
 static int end_block(struct pool *p, struct block *b) {
   if (!b->paused && p->gpu.synchronize) {
     int err = synchronize(&p->gpu);
@@ -117,7 +116,7 @@ static int end_block(struct pool *p, struct block *b) {
   return vMemFree(p->vm, b->addr, VMEM_FREE_UNMAP);
 }
 
-/* Retries the blocks that torch has freed and whose memory could not be freed. Returns the last failure, else 0. */
+/* Retries to free the blocks that torch has freed but whose unmapping failed. Returns the last error, else 0. */
 static int end_freed(struct pool *p) {
   struct block **at = &p->blocks, *b;
   int err, failed = 0;
@@ -137,7 +136,7 @@ static int end_freed(struct pool *p) {
   return failed;
 }
 
-/* ---- what torch calls -------------------------------------------------------------------------- */
+/* ---- called by torch -------------------------------------------------------------------------- */
 
 /* Returns a new block of zeroed pages under the thread's tag; NULL on failure. */
 void *vmem_malloc(ssize_t size, int device, void *stream) {
@@ -159,12 +158,12 @@ void *vmem_malloc(ssize_t size, int device, void *stream) {
   return b ? (void *)(uintptr_t)b->addr : NULL;
 }
 
-/* A block that cannot be freed stays mapped, is counted as a failure, and later calls retry it. */
+/* A block that cannot be freed stays mapped and is counted as a failure; later calls retry it. */
 void vmem_free(void *ptr, size_t size, int device, void *stream) {
   uint64_t addr = (uint64_t)(uintptr_t)ptr;
   struct block **at, *b;
   struct pool *p;
-  (void)stream; /* torch waits for work on other streams by its events; end_block waits for this stream */
+  (void)stream; /* torch waits for work on other streams with its own events; end_block waits for this stream */
   if (!ptr || device < 0 || device >= VMEM_MAX_DEVICES) return;
   p = &pools[device];
   pthread_mutex_lock(&p->lock);
@@ -185,7 +184,7 @@ void vmem_free(void *ptr, size_t size, int device, void *stream) {
   pthread_mutex_unlock(&p->lock);
 }
 
-/* ---- what torch_pool/pool.py calls -------------------------------------------------------------- */
+/* ---- called by torch_pool/pool.py -------------------------------------------------------------- */
 
 uint32_t pyvmem_torch_tag(uint32_t tag) {
   uint32_t before = thread_tag;
@@ -250,7 +249,7 @@ int pyvmem_torch_close(struct pyvmem_outcome *outcome, int device) {
   return pyvmem_note(outcome, err, 0);
 }
 
-/* Builds a batch with one operation for each paused block of the tag or, with `paused` 0, for each mapped one. The
+/* Builds a batch with one operation for each paused block of the tag or, if `paused` is 0, for each mapped block. The
  * caller frees the array. */
 static int ops_of(struct pool *p, uint32_t tag, int paused, uint32_t kind, struct vmem_op **ops, size_t *count) {
   struct block *b;
@@ -331,7 +330,7 @@ int pyvmem_torch_resume(int device, uint32_t tag) {
   return err;
 }
 
-/* The block that contains a range, or NULL. The pool's lock is held. */
+/* Returns the block that contains a range, or NULL. The pool's lock is held. */
 static const struct block *find(const struct pool *p, uint64_t addr, uint64_t bytes) {
   const struct block *b;
 

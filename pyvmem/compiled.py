@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Writes rows from code that `torch.compile` compiles.
+"""Writes rows from code compiled with `torch.compile`.
 
-torch's compilers turn a write into a new tensor and copy all of it back. For a cache's tensor, that
-accesses unmapped addresses and kills the process, so compiled graphs must not write to it. A
-`Writer` holds the tensor, and its `write` compiles to an operator that takes the writer's ticket
-and finds the tensor when it runs:
+torch's compilers turn a write into a new tensor and copy all of it back. For a cache's tensor, the
+copy accesses unmapped addresses and kills the process, so compiled graphs must not write to such a
+tensor. A `Writer` holds the tensor, and its `write` compiles to an operator that takes the writer's
+ticket and finds the tensor at run time:
 
     keys = Writer(cache.k(layer))           # once, outside compiled code
 
@@ -12,8 +12,8 @@ and finds the tensor when it runs:
     def forward(...):
         keys.write(new, slots, positions)   # new: [tokens, num_kv_heads, head_dim]
 
-`pyvmem.attention.Attention` does the same for its `write` and its call. Outside compiled code, each
-costs as much as the plain call. Needs torch.
+`pyvmem.attention.Attention` does the same for writing and attending. Outside compiled code, this
+adds no cost. Needs torch.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _numbers = itertools.count(1)
 
 
 def ticket(owner: Any) -> torch.Tensor:
-    """Returns a tensor that represents an object in compiled code: its number, as a graph input.
+    """Returns a tensor that stands for an object in compiled code: its number, as a graph input.
 
-    The object is held weakly. A number that is a constant of the code would force a recompilation
-    for every new object, such as the next step's batch.
+    The object is held weakly. If the number were a constant in the code, every new object, such as
+    the next step's batch, would force a recompilation.
     """
     number = next(_numbers)
     _owners[number] = owner
@@ -68,7 +68,7 @@ def ticket(owner: Any) -> torch.Tensor:
 
 
 def holder(ticket: torch.Tensor) -> Any:
-    """Returns the object of a ticket.
+    """Returns the object behind a ticket.
 
     Raises:
         BadHandle: the object no longer exists.
@@ -81,7 +81,7 @@ def holder(ticket: torch.Tensor) -> Any:
 
 
 # ---- operators -----------------------------------------------------------------------------------
-# They look up their objects in host memory, so a CUDA graph must not capture them.
+# The operators look up their objects in host memory, so a CUDA graph must not capture them.
 
 _TAGS = tuple(
     getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
@@ -141,15 +141,15 @@ def as_operator() -> bool:
 
 
 def refuse(what: str, *, recorded: bool = False) -> None:
-    """Raises if in-place writes would be wrong, or torch's own error would be less clear.
+    """Raises if in-place writes would be wrong or torch's own error would be less clear.
 
     Args:
-        what: name of the call. recorded: the call also maps memory, so it must not be traced or
-            rerun.
+        what: name of the call.
+        recorded: the call also maps memory, so it must not be traced or rerun.
 
     Raises:
-        NotSupported: under `torch.func`'s transforms, such as vmap and grad; with `recorded` also
-            under `torch.jit.trace` and `torch.export`, and in a backward pass.
+        NotSupported: the call is under a `torch.func` transform, such as vmap or grad; with
+            `recorded`, also if under `torch.jit.trace` or `torch.export`, or in a backward pass.
     """
     why = ""
     if _transforms() is not None:
@@ -173,15 +173,15 @@ _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 class Writer:
     """Writes rows of a cache's tensor, in compiled code or not.
 
-    It keeps the tensor alive, so `close` it before the cache. In compiled code no gradient is
-    recorded.
+    The writer keeps the tensor alive, so `close` it before the cache. In compiled code, no gradient
+    is recorded.
 
     Args:
         tensor: the result of `KVCache.k` or `v`, ``[max_batch, max_seq_len, ...]``, or a state of
             `LayeredCache.states`, ``[max_batch, ...]``.
 
     Attributes:
-        tensor: the same, for reading outside compiled code.
+        tensor: the tensor, for reading outside compiled code.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -200,8 +200,9 @@ class Writer:
         """Writes ``rows[i]`` at the given indices, which must be mapped.
 
         Args:
-            rows: in the tensor's type, on its device.
-            where: int64 tensors: each row's slot, and for keys and values its position in the slot.
+            rows: the rows, in the tensor's dtype and on its device.
+            where: int64 tensors: each row's slot and, for keys and values, its position in the
+                slot.
         """
         if as_operator():
             write(ORDER, self._ticket, 0, [rows, *where])
@@ -209,7 +210,7 @@ class Writer:
             self.put(rows, where)
 
     def put(self, rows: torch.Tensor, where: Sequence[torch.Tensor]) -> None:
-        """`write` for uncompiled code."""
+        """Implements `write` for uncompiled code."""
         refuse("Writer.write")
         if self._bytes:
             rows = rows.to(self.tensor.dtype).view(torch.uint8)
@@ -225,13 +226,13 @@ class Writer:
 
 
 def apart(why: str) -> Callable[[_F], _F]:
-    """Returns a decorator that makes compiled code break the graph and call the function eagerly.
+    """Returns a decorator that makes compiled code break the graph to call the function eagerly.
 
     Args:
         why: the message that torch reports if ``fullgraph=True`` forbids the graph break.
     """
     off: Any = torch.compiler.disable
-    # torch 2.6 has no argument `reason`.
+    # torch 2.6 has no `reason` argument.
     said = {"reason": why} if "reason" in inspect.signature(off).parameters else {}
     decorate: Callable[[_F], _F] = off(**said)
     return decorate

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Exceptions: a class for each kind of error of libvmem (see the list at the top of vmem.h).
+"""Exceptions: a class for each kind of libvmem error (see the list at the top of vmem.h).
 
-All except `Reentered` derive from `VMemError`; if Python has a class for such an error
-(`ValueError`, `MemoryError`, `TimeoutError`, ...), the class derives from that too. A call that
-raises has changed nothing, except with `NotRecoverable`, whose text says what was lost.
+All except `Reentered` derive from `VMemError`, and also from Python's class for such an error if
+there is one (`ValueError`, `MemoryError`, `TimeoutError`, ...). A call that raises has changed
+nothing, except with `NotRecoverable`, whose message says what was lost.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class VMemError(Exception):
 
     Attributes:
         errno: positive errno, as defined in vmem.h; 0 if there is none.
-        errno_name: its symbol, for example ``"ENOMEM"``.
-        status: the driver's own status (CUresult or RM status), 0 if there is none.
+        errno_name: the symbol of `errno`, for example ``"ENOMEM"``.
+        status: the driver's own status (CUresult or RM status); 0 if there is none.
         status_name: the symbol of `status`, for example ``"NV_ERR_NO_MEMORY"``, or ``""``.
         op: the function that failed, for example ``"vMemMap"``.
         addr: first address of the range in question, or 0.
@@ -117,7 +117,7 @@ class NotSupported(VMemError):
 
 
 class BadHandle(VMemError):
-    """EBADF: a closed or freed object, an object of another context, or a dropped ticket."""
+    """EBADF: an object is closed, freed or of another context, or a ticket was dropped."""
 
 
 class ForkedProcess(VMemError):
@@ -129,31 +129,31 @@ class NotReserved(VMemError):
 
 
 class AlreadyMapped(VMemError):
-    """EEXIST: map over a live mapping."""
+    """EEXIST: part of the range is already mapped."""
 
 
 class NotMapped(VMemError):
-    """EFAULT: an unmap of, or access to, an address that is not mapped."""
+    """EFAULT: the address to unmap or access is not mapped."""
 
 
 class AccessDenied(VMemError, PermissionError):  # type: ignore[misc]  # errno is int in both
-    """EACCES: this user may not open a device node."""
+    """EACCES: the user lacks permission to open a device node."""
 
 
 class ReadOnly(AccessDenied):
-    """EACCES: a write to a read-only mapping."""
+    """EACCES: the range to write is mapped read-only."""
 
 
 class OutOfRange(VMemError):
-    """ERANGE: beyond the end of the handle."""
+    """ERANGE: the offset or size is beyond the end of the handle."""
 
 
 class Busy(VMemError):
-    """EBUSY: live mappings, live tensors, or a range that another call is changing."""
+    """EBUSY: mappings or tensors are live, or another call is changing the range."""
 
 
 class OutOfMemory(VMemError, MemoryError):
-    """ENOMEM: out of device or heap memory, or the context's limit is reached."""
+    """ENOMEM: device or heap memory is exhausted, or the context's limit is reached."""
 
 
 class TooManyMappings(VMemError):
@@ -161,11 +161,11 @@ class TooManyMappings(VMemError):
 
 
 class TooManyBatches(VMemError):
-    """EAGAIN: too many unfinished batches."""
+    """EAGAIN: too many batches are unfinished."""
 
 
 class TooManyTickets(TooManyBatches):
-    """ENOBUFS: too many tickets are outstanding; the text names the oldest finished one."""
+    """ENOBUFS: too many tickets are outstanding; the message names the oldest finished ticket."""
 
 
 class Suspended(VMemError):
@@ -177,22 +177,22 @@ class Timeout(VMemError, TimeoutError):  # type: ignore[misc]  # errno is int in
 
 
 class BackendUnavailable(VMemError):
-    """ENODEV: the back end cannot be used on this machine; the text says why."""
+    """ENODEV: the back end cannot be used on this machine; the message says why."""
 
 
 class DriverError(VMemError):
-    """EIO: the driver refused a valid request; see `VMemError.status_name`."""
+    """EIO: the driver rejected a valid request; see `VMemError.status_name`."""
 
 
 class NotRecoverable(VMemError):
-    """ENOTRECOVERABLE: rollback of a failed batch failed; its range is unusable until close."""
+    """ENOTRECOVERABLE: rolling back a failed batch failed; its range is unusable until close."""
 
 
 class Reentered(RuntimeError):
-    """A signal, log or finalizer callback called a cache while a call on it was running.
+    """A signal handler, log handler or finalizer called a cache during another call on it.
 
-    Nothing changed. Not a `VMemError`: the interrupted call has not failed. If it propagates from a
-    signal handler, it aborts that call as Ctrl-C does.
+    Nothing changed. Not a `VMemError`, as the interrupted call has not failed. If this error
+    propagates from a signal handler, it aborts the interrupted call like Ctrl-C.
 
     Attributes:
         op: the function that was called.
@@ -237,8 +237,8 @@ _CLASSES: Final[dict[int, type[VMemError]]] = {
 def error_class(errno: int, op: str = "") -> type[VMemError]:
     """Returns the class for a positive errno.
 
-    Two errnos have two meanings in vmem.h, which `op` distinguishes: only opening and probing open
-    a device node (EACCES), and only submitting can hit the batch limit (EAGAIN).
+    Two errnos have two meanings each in vmem.h, which `op` distinguishes: only opening and probing
+    open a device node (EACCES), and only submitting can hit the batch limit (EAGAIN).
     """
     if errno == _errno.EAGAIN and op.startswith(("vMem", "vmem_")) and op != "vmem_submit":
         return Suspended

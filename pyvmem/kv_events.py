@@ -8,16 +8,16 @@
     publisher.publish(events.batch())       # for vLLM's publishers, if it is installed
 
 A block is a sharing unit of the cache (`KVCache.sharing_unit`). Its hash covers its tokens, all
-tokens before them and the namespace, so equal prefixes have equal hashes in every process. For a
-namespace that is not a string, its `repr` is hashed, which must be the same in every process for
-equal namespaces. Namespaces of `pyvmem.engine` are identified by their names: a block that is in a
-closed namespace and in its successor is reported as removed once it is in neither. The fields are
-those of ``vllm.distributed.kv_events``; `KVEvents.batch` returns objects of vLLM's own classes.
+earlier tokens and the namespace, so equal prefixes have equal hashes in every process. A namespace
+that is not a string is hashed by its `repr`, which must be the same in every process for equal
+namespaces. Namespaces of `pyvmem.engine` are identified by name: a block in a closed namespace and
+in its successor is reported as removed once it is in neither. The fields are those of
+``vllm.distributed.kv_events``; `KVEvents.batch` returns objects of vLLM's own classes.
 
-The longest run of consecutive blocks that a router finds is an upper bound for what the cache
-finds. The two are equal, except in two cases. With sliding-window layers, a match can end only
-where the last window is still recorded, which may not be the case where a prompt diverges in the
-middle of a recorded prompt. And blocks of a closed namespace are not found by its successor.
+The longest run of consecutive blocks that a router finds is an upper bound on the cache's match.
+The two are equal, with two exceptions. With sliding-window layers, a match can end only where the
+last window is still recorded, which may not be so where a prompt diverges in the middle of a
+recorded prompt. Also, the successor of a closed namespace does not find its blocks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ MEDIUM = "GPU"
 
 @dataclass(frozen=True)
 class BlockStored:
-    """Blocks were recorded: prompts may now begin with them.
+    """Reports recorded blocks: prompts may now begin with them.
 
     Attributes:
-        block_hashes: hashes of each block.
-        parent_block_hash: hash of the block before them; None: they begin a prompt.
-        token_ids: token ids of all these blocks.
+        block_hashes: hash of each block.
+        parent_block_hash: hash of the preceding block; None: the blocks begin a prompt.
+        token_ids: token ids of all the blocks.
         block_size: tokens per block.
         lora_id: not used.
         medium: the kind of memory that holds the rows.
-        lora_name: the namespace's name, or its `repr` if it is not a string; None: no namespace.
+        lora_name: the namespace's name, or its `repr` if not a string; None: no namespace.
     """
 
     block_hashes: list[int]
@@ -61,7 +61,7 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks were removed."""
+    """Reports removed blocks."""
 
     block_hashes: list[int]
     medium: str | None = MEDIUM
@@ -69,7 +69,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """All blocks were removed: earlier events are void."""
+    """Reports that all blocks were removed: earlier events are void."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -90,7 +90,7 @@ class _Cache(Protocol):
 def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int]:
     """Returns the 64-bit hash of every full block of `unit` tokens, in order.
 
-    `namespace` is hashed by its `repr`; a namespace of `pyvmem.engine`, by its name.
+    Hashes `namespace` by its `repr`, but a namespace of `pyvmem.engine` by its name.
     """
     ids = TokenIds.of(tokens, namespace)
     width = unit * 4
@@ -103,19 +103,19 @@ def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int
 
 
 def _named(namespace: Hashable) -> Hashable:
-    """Returns the name that identifies a namespace in all processes; None: default namespace."""
+    """Returns the name that identifies a namespace in all processes; None for the default."""
     if isinstance(namespace, Generation):
         namespace = (None,) if namespace.name is None else namespace.name
-    # A member of an Enum of strings equals the plain string, and the cache treats them as equal.
+    # A member of a string Enum equals the plain string, and the cache treats the two as equal.
     return str.__str__(namespace) if isinstance(namespace, str) else namespace
 
 
 class _Told(NamedTuple):
-    """State of a reader: what has been reported to it.
+    """State of a reader: the changes reported so far.
 
     Attributes:
-        number: number of the last change that was reported.
-        copies: for each block, how many namespaces with the same name have it.
+        number: number of the last reported change.
+        copies: for each block, the number of namespaces of the same name that contain it.
     """
 
     number: int
@@ -125,7 +125,7 @@ class _Told(NamedTuple):
 class KVEvents:
     """Reads the events of a cache.
 
-    The first `poll` begins with `AllBlocksCleared` and reports everything recorded before. Use one
+    The first `poll` begins with `AllBlocksCleared` and reports everything recorded so far. Use one
     reader per cache: each event is reported once.
 
     Args:
@@ -137,18 +137,18 @@ class KVEvents:
         self._cache = cache
         self._rank = data_parallel_rank
         self._told: _Told | None = None
-        cache.internals.prefix_changes(-1)  # starts collecting them
+        cache.internals.prefix_changes(-1)  # starts collecting changes
 
     def __repr__(self) -> str:
         return f"<KVEvents of {self._cache!r}>"
 
     def poll(self) -> list[KVEvent]:
-        """Returns the events since the last call, in order. BadHandle: the cache is closed.
+        """Returns the events since the last call, in order. Raises BadHandle on a closed cache.
 
-        If an exception interrupts a call, its events are reported by the next one.
+        If an exception interrupts a call, the next call reports its events.
         """
         events, told = self._untold()
-        self._told = told  # set last: nothing is lost if an exception comes before
+        self._told = told  # set last, so that an exception before this line loses nothing
         return events
 
     def _untold(self) -> tuple[list[KVEvent], _Told]:
@@ -165,7 +165,7 @@ class KVEvents:
         return events, _Told(changes[-1].number, copies)
 
     def batch(self, now: float | None = None) -> Any:
-        """Polls, and returns the events as a ``KVEventBatch`` for vLLM's `EventPublisher`.
+        """Calls `poll` and returns the events as a ``KVEventBatch`` for vLLM's `EventPublisher`.
 
         Raises:
             ImportError: vLLM is not installed.
@@ -183,9 +183,9 @@ class KVEvents:
 
 
 def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
-    """Returns the events of a change, and updates `copies`.
+    """Returns the events of a change and updates `copies`.
 
-    Blocks that other namespaces of the same name also have cause no event."""
+    Blocks that other namespaces of the same name also contain cause no event."""
     hashes, name = block_hashes(change.ids, unit), _named(change.ids.namespace)
     blocks = hashes[change.first :]
     if name is not None:
@@ -194,7 +194,7 @@ def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
         return []
     if not change.stored:
         return [BlockRemoved(blocks)]
-    first = len(hashes) - len(blocks)  # blocks that other namespaces have are always leading ones
+    first = len(hashes) - len(blocks)  # blocks that other namespaces contain always come first
     return [
         BlockStored(
             blocks,
@@ -207,7 +207,7 @@ def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
 
 
 def _first_or_last(blocks: list[int], stored: bool, copies: dict[int, int]) -> list[int]:
-    """Returns the blocks that no namespace had before, or none has now; updates `copies`."""
+    """Returns the blocks that are new to, or now gone from, all namespaces; updates `copies`."""
     found = []
     for one in blocks:
         before = copies.pop(one, 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A cuda.core MemoryResource over vmem pages: ``cuda.core`` Buffers with 64 KiB granularity.
 
-Needs the package ``cuda-core`` (1.x, or 0.3 under its name ``cuda.core.experimental``). The
+Needs the package ``cuda-core`` (1.x, or 0.3, where it is named ``cuda.core.experimental``). The
 interface is cuda.core's ``_memory/_buffer.pyi``: ``allocate(size, *, stream)``,
 ``deallocate(ptr, size, *, stream)``, ``Buffer.from_handle``.
 """
@@ -41,20 +41,21 @@ if TYPE_CHECKING:
 
 __all__ = ["VMemResource"]
 
-# Most reservations kept for reuse, all sizes together: a new one may cost a driver call.
+# Maximum number of reservations of all sizes kept for reuse: a new one may cost a driver call.
 _KEPT = 64
-_UNKNOWN: Any = object()  # unknown GPU work: an exception prevented the recording of an event
+_UNKNOWN: Any = object()  # unknown GPU work: an exception prevented recording an event
 
 
 class _Block:
-    """A reservation reused by buffers of the same size, and its current contents.
+    """A reservation that buffers of the same size reuse, and its current contents.
 
     Attributes:
         nbytes: length of the reservation.
-        made: the reservation is complete and usable. free: it holds neither a buffer nor pages.
+        made: true if the reservation is complete and usable.
+        free: true if it holds neither a buffer nor pages.
         array: the current buffer's array.
-        mapping, unmapping: tickets of the batches that map and unmap its pages; not yet submitted
-            at first.
+        mapping, unmapping: tickets of the batches that map and unmap its pages, initially not
+            submitted.
     """
 
     def __init__(self, context: Context, nbytes: int) -> None:
@@ -78,7 +79,7 @@ def _address(ptr: Any) -> int:
 
 
 def _succeeded(ticket: Ticket) -> bool:
-    """Waits for a batch; returns true if it was submitted and succeeded."""
+    """Waits for a batch. Returns true if it was submitted and succeeded."""
     try:
         if ticket.sent:
             ticket.wait()
@@ -92,13 +93,13 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
 
     Each buffer has its own reservation, rounded up to the granule. Its pages are mapped before
     `allocate` returns, and zeroed before later work of the stream; they are unmapped after the work
-    submitted to the stream before `deallocate`. A context manager. The caller owns the context,
-    which must outlive the resource. Thread-safe.
+    submitted to the stream before `deallocate`. Usable as a context manager. The caller owns the
+    context, which must outlive the resource. Thread-safe.
 
     Args:
-        context: allocates the pages. On ``host`` buffers are CPU memory and streams are ignored.
-        page_size: bytes of a page, 0 = the context's granule.
-        dirty: do not zero pages; a buffer may show an earlier buffer's bytes.
+        context: allocates the pages. On ``host``, buffers are CPU memory and streams are ignored.
+        page_size: bytes per page; 0 = the context's granule.
+        dirty: do not zero pages; a buffer may hold data of an earlier buffer.
 
     Raises:
         InvalidArgument: the context does not support pages of that size.
@@ -117,7 +118,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._ended: deque[_Block | None] = deque()  # left by a failed or interrupted `allocate`
         self._left: deque[tuple[int, int, Any]] = deque()  # left by a failed `deallocate`
         self._going: list[_Block] = []
-        # free blocks by size; may contain others
+        # free blocks by size; may also contain blocks in use
         self._kept: defaultdict[int, list[_Block]] = defaultdict(list)
         self._closed = False
 
@@ -147,7 +148,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
 
     @property
     def device_id(self) -> int:
-        """CUDA ordinal, -1 on ``host``."""
+        """CUDA ordinal; -1 on ``host``."""
         device = self._context.cuda_device
         return -1 if device is None else device
 
@@ -162,12 +163,13 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         """Returns a Buffer of `size` bytes.
 
         Args:
-            size: bytes; 0 returns a buffer without memory.
-            stream: cuda.core Stream that may use it immediately, and orders its deallocation.
+            size: in bytes; 0 returns a buffer without memory.
+            stream: cuda.core Stream that may use the buffer immediately, and that orders its
+                deallocation.
 
         Raises:
             NotGpuWork: `stream` is not a stream; nothing changed.
-            OutOfMemory: not enough pages; nothing changed.
+            OutOfMemory: too few pages are free; nothing changed.
             BadHandle: the resource or the context is closed.
         """
         if self._closed:
@@ -218,7 +220,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return Buffer.from_handle(addr, size, self)
 
     def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
-        """Frees a buffer's pages after the work submitted to `stream`; called by Buffer.close.
+        """Frees a buffer's pages after the work submitted to `stream`. Buffer.close calls this.
 
         Args:
             ptr: the buffer's handle.
@@ -239,7 +241,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
                 return
             with self._lock:
                 self._end_buffer(ptr, size, stream)
-        # On any error cuda.core drops the buffer, and hides the error from its caller.
+        # On any error, cuda.core drops the buffer and hides the error from its caller.
         except (InvalidArgument, BadHandle, TypeError):
             raise
         except VMemError:
@@ -286,7 +288,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._live.pop(addr, None)
 
     def _free_block(self, nbytes: int) -> _Block:
-        """Returns a free block of that size, or a new block without addresses."""
+        """Returns a free block of this size, or a new block without addresses."""
         kept = self._kept[nbytes]
         while kept:
             if kept[-1].free:
@@ -300,13 +302,13 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return block
 
     def _reap(self) -> None:
-        """Cleans up after interrupted calls, and marks blocks with unmapped pages as free.
+        """Cleans up after interrupted calls and marks blocks whose pages are unmapped as free.
 
         May be called again after an exception: every step is idempotent.
         """
         while self._left:
             addr, size, stream = self._left[0]
-            with suppress(InvalidArgument):  # already freed, by its own call or another
+            with suppress(InvalidArgument):  # already freed, by that call or by another
                 try:
                     if stream is not _UNKNOWN:
                         self._end_buffer(addr, size, stream)
@@ -329,7 +331,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._going = [block for block in self._going if not self._is_over(block)]
 
     def _is_over(self, block: _Block) -> bool:
-        """Returns true if a block's pages are unmapped, and marks it as free then."""
+        """Returns true, and marks the block as free, if its pages are unmapped."""
         if not block.free and not block.unmapping.done():
             return False
         if not block.free:

@@ -5,7 +5,7 @@
     telemetry.add(cache, "llama")
 
     telemetry.text()                        # Prometheus text; needs no package
-    telemetry.serve(9464)                   # the same over HTTP: /metrics, and /caches as JSON
+    telemetry.serve(9464)                   # over HTTP: /metrics as text, /caches as JSON
     prometheus_client.REGISTRY.register(telemetry)      # or among an engine's own metrics
     telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SHORTEST, _LONGEST = 10, 34  # buckets cover waits from 1 us to 17 s
-_SAME_S = 0.05  # all instruments of a collection share numbers up to this old
+_SAME_S = 0.05  # all instruments of a collection share numbers up to this age
 _PREFIX = "pyvmem_"
 
 
@@ -52,7 +52,7 @@ class _Context(Protocol):
 
 
 class _Cache(Protocol):
-    """The interface of a cache, which all caches of `pyvmem.kvcache` implement."""
+    """The interface that `Telemetry` needs; all caches of `pyvmem.kvcache` implement it."""
 
     @property
     def context(self) -> _Context: ...
@@ -81,7 +81,7 @@ class Family:
 
 @dataclass(frozen=True)
 class _Metric:
-    """Defines how a family is computed from a cache's numbers."""
+    """Defines how to compute a family from a cache's numbers."""
 
     name: str
     kind: str
@@ -124,7 +124,7 @@ _METRICS = (
     _Metric(
         "bytes",
         "gauge",
-        "Bytes that are mapped, that hold rows of requests, and that are granted but hold no rows.",
+        "Bytes mapped (mapped), holding requests' rows (used), or granted without rows (wasted).",
         "kind",
         _of(mapped="mapped_bytes", used="used_bytes", wasted="wasted_bytes"),
     ),
@@ -155,12 +155,12 @@ _METRICS = (
         "",
         _one("prefix_host_bytes"),
     ),
-    _Metric("segments", "gauge", "Pieces of mappings in the cache.", "", _one("segments")),
+    _Metric("segments", "gauge", "Mapped segments of the cache.", "", _one("segments")),
     _Metric("mappings", "gauge", "Driver mappings of the context.", "", _one("mappings")),
     _Metric(
         "large_entries",
         "gauge",
-        "Entries of 2 MiB of the GPU's page tables in the context.",
+        "2 MiB entries of the GPU's page tables in the context.",
         "",
         _one("large_entries"),
     ),
@@ -240,7 +240,7 @@ _METRICS = (
     _Metric(
         "driver_seconds",
         "counter",
-        "Time in the driver, while a call of the cache waited (critical) or not (background).",
+        "Time in the driver, while a cache call waited (critical) or in the background.",
         "path",
         lambda stats: {
             "critical": stats.critical_driver_ns / 1e9,
@@ -256,7 +256,7 @@ _CONTEXT_BYTES = ("slab", "used", "free", "dirty", "quarantined")
 
 
 def _waits(stats: CacheStats, labels: Mapping[str, str]) -> Iterator[Sample]:
-    """Yields the histogram of waits with cumulative buckets, as in Prometheus."""
+    """Yields the histogram of waits, with cumulative buckets as in Prometheus."""
     for power in range(_SHORTEST, _LONGEST + 1):
         count = sum(stats.wait_counts[: power + 1])
         yield Sample("_bucket", {**labels, "le": repr((1 << power) / 1e9)}, count)
@@ -266,7 +266,7 @@ def _waits(stats: CacheStats, labels: Mapping[str, str]) -> Iterator[Sample]:
 
 
 class Telemetry:
-    """Reports the numbers of several caches; see the module. Thread-safe."""
+    """Exports the numbers of several caches; see the module's docstring. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = reentrant_lock()
@@ -280,9 +280,9 @@ class Telemetry:
         """Reports a cache from now on, under the label ``cache="name"``.
 
         Raises:
-            InvalidArgument: the name is in use by another open cache, or cannot be encoded (a lone
+            InvalidArgument: another open cache has this name, or it cannot be encoded (a lone
                 surrogate).
-            TypeError: `cache` is not a cache, or its name not a string.
+            TypeError: `cache` is not a cache, or `name` is not a string.
         """
         expect("name", name, str)
         try:
@@ -308,7 +308,7 @@ class Telemetry:
                     continue
             except (BadHandle, ForkedProcess):
                 pass
-            self._caches.pop(name, None)  # an interrupting handler may have removed it
+            self._caches.pop(name, None)  # a handler that interrupted this call may have removed it
         return found
 
     def families(self) -> tuple[Family, ...]:
@@ -326,7 +326,7 @@ class Telemetry:
             for name, cache, *_ in each
         ]
         samples = tuple(Sample("", one, 1) for one in labels)
-        text = "Always 1; the labels say what the cache runs on."
+        text = "Always 1; the labels name the cache's back end, device and driver."
         made.append(Family(f"{_PREFIX}cache_info", "gauge", text, samples))
         for metric in _METRICS:
             suffix = "_total" if metric.kind == "counter" else ""
@@ -344,7 +344,7 @@ class Telemetry:
         text = "Bytes that the cache's context has allocated from the driver (slab), by use."
         made.append(Family(f"{_PREFIX}context_bytes", "gauge", text, samples))
         samples = tuple(s for name, _, stats, _ in each for s in _waits(stats, {"cache": name}))
-        text = "How long calls of the cache waited for mapping, filling or reclaiming."
+        text = "Time that cache calls waited for mapping, filling or reclaiming."
         made.append(Family(f"{_PREFIX}wait_seconds", "histogram", text, samples))
         return tuple(made)
 
@@ -408,7 +408,7 @@ class Telemetry:
     # -----------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Any]:
-        """Returns every cache as data for JSON: its numbers, and its slots if it has a snapshot."""
+        """Returns each cache as data for JSON: its numbers, and its slots if it has a snapshot."""
 
         def slots(cache: _Cache) -> list[SlotInfo]:
             snapshot: Callable[[], list[SlotInfo]] | None = getattr(cache, "snapshot", None)
@@ -435,7 +435,8 @@ class Telemetry:
                 no authentication.
 
         Raises:
-            InvalidArgument: `port` is not a port number. OSError: the port is unavailable.
+            InvalidArgument: `port` is not a port number.
+            OSError: the port is unavailable.
         """
         port = bounded("port", port, 0, 65535, op="Telemetry")
         return Server(self, address, port)
@@ -458,10 +459,10 @@ def prometheus_text(families: Iterable[Family]) -> str:
 
 
 class Server(HTTPServer):
-    """A server thread. A context manager that stops it.
+    """A server that runs in a thread. Usable as a context manager, which stops it.
 
     Attributes:
-        port: the port that it listens on.
+        port: the port on which the server listens.
     """
 
     def __init__(self, telemetry: Telemetry, address: str, port: int) -> None:

@@ -28,7 +28,7 @@ def fail(
 
 
 def last_error(code: int, op: str) -> VMemError:
-    """Returns the calling thread's last error as an exception; `code`: the call's return value."""
+    """Returns the thread's last error as an exception, given the call's return value `code`."""
     record = sized("struct vmem_error *")
     if lib.vmem_get_error(record) != 0 or record.code != code:
         return error_class(-code, op)(f"{op}: {os.strerror(-code)}", errno=-code, op=op)
@@ -73,12 +73,12 @@ def sized(declaration: str, op: str = "", **fields: Any) -> Any:
 
 
 def text_of(chars: Any) -> str:
-    """Converts a C string to a str; a driver's names may be invalid UTF-8."""
+    """Converts a C string to a str. Names from a driver may be invalid UTF-8."""
     text: str = ffi.string(chars).decode("utf-8", "replace")
     return text
 
 
 def constant(name: str) -> int:
-    """Returns the value of a VMEM_ constant as compiled in."""
+    """Returns the compiled value of a VMEM_ constant."""
     value: int = getattr(lib, name)
     return value

@@ -2,7 +2,7 @@
 """Scans all slots, in C (_columns.c).
 
 found = columns.scan(lengths)                    # slots short of pages for these lengths
-grown = columns.plan(ops)                        # writes their map operations, if those suffice
+grown = columns.plan(ops)                        # writes their map operations, if mapping suffices
 extend(vm, [columns], ops, n, outcome, waits)    # runs the batch and updates the slots
 """
 
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
         @property
         def stale(self) -> bool: ...
 
-else:  # ctypes, since cffi would release the GIL
+else:  # ctypes, as cffi would release the GIL
     _type = ctypes.PYFUNCTYPE(ctypes.py_object)
     Row = _type(int(ffi.cast("uintptr_t", ffi.addressof(lib, "pyvmem_row_type"))))()
 
 
 class Kind:
-    """Bits that describe a slot, for `Columns.pick`; _columns.h says what each means."""
+    """Bits that describe a slot, for `Columns.pick`; _columns.h defines each."""
 
     FREE = constant("PYVMEM_FREE")
     STALE = constant("PYVMEM_STALE")
@@ -65,7 +65,7 @@ class Kind:
 
 
 class Waits:
-    """Counts and durations of the waits in a cache's calls; C adds to them.
+    """Counts and durations of the waits in a cache's calls, updated by C.
 
     Attributes:
         struct: ``struct pyvmem_waits``.
@@ -77,14 +77,14 @@ class Waits:
         self.struct: Any = ffi.new("struct pyvmem_waits *")
 
     def add(self, ns: int, driver_ns: int) -> None:
-        """Counts a wait of `ns` nanoseconds, including `driver_ns` in the driver."""
+        """Counts a wait of `ns` nanoseconds, of which `driver_ns` were spent in the driver."""
         lib.pyvmem_wait_add(self.struct, ns, driver_ns)
 
 
 class Waiting:
     """Counts a wait, from construction to the end of its ``with`` block.
 
-    A class rather than a generator, for speed: every step that needs several map calls creates one.
+    A class rather than a generator for speed: every step that needs several map calls creates one.
     """
 
     __slots__ = ("_vm", "_wait", "_waits")
@@ -106,9 +106,9 @@ class Grown(NamedTuple):
 
     Attributes:
         ops: number of operations written.
-        added: pages per tensor that it maps, summed over all slots.
-        reused: pages per tensor that it grants and that were already mapped.
-        granting: pages per tensor that it grants.
+        added: pages per tensor that the growth maps, summed over all slots.
+        reused: pages per tensor that the growth grants and that were already mapped.
+        granting: pages per tensor that the growth grants.
     """
 
     ops: int
@@ -123,8 +123,8 @@ class Planned(NamedTuple):
     Attributes:
         slots: indices of the slots.
         mapped: pages per tensor before the growth.
-        goals, pages: mapped and granted pages per tensor after it.
-        large_end: `Slot.large_end` after it.
+        goals, pages: mapped and granted pages per tensor after the growth.
+        large_end: `Slot.large_end` after the growth.
     """
 
     slots: list[int]
@@ -141,7 +141,7 @@ class Columns:
         rows: the slots, which this object keeps alive.
 
     Attributes:
-        held_rows: rows that each slot holds. `scan` never writes into the array assigned here.
+        held_rows: rows that each slot holds. `scan` never writes to the array assigned here.
         needs: rows for which the last `scan` wanted pages, including a prefill's over-read rows.
         capacity: rows for which each slot has pages.
         calls, joined: see `kvcache.runs.Runs`.
@@ -187,16 +187,16 @@ class Columns:
         setattr(struct, name, at)
 
     def scan(self, lengths: list[int]) -> tuple[array[int], int, list[int]] | int:
-        """Computes every slot's rows after a step, and finds the slots that need more pages.
+        """Computes every slot's rows after a step and finds the slots that need more pages.
 
-        A slot keeps its rows if its length is below their number.
+        A slot whose length is below its number of rows keeps its rows.
 
         Returns:
-            The rows of each slot, in an array that the next `scan` overwrites unless it is assigned
-            to `held_rows`; their sum; and the indices of slots short of pages, in ascending order.
-            For bad lengths, an int instead: the index of an entry that is not an int from 0 to
-            2**64 - 1; or the number of slots plus the index of an entry that exceeds the slot's
-            limit or is above 0 for a free slot.
+            The number of rows of each slot, in an array that the next `scan` overwrites unless it
+            is assigned to `held_rows`; their sum; and the indices of slots short of pages, in
+            ascending order. If a length is bad, an int instead: the index of an entry that is not
+            an int from 0 to 2**64 - 1; or the number of slots plus the index of an entry that
+            exceeds the slot's limit or is above 0 for a free slot.
         """
         count = len(self.capacity)
         if len(lengths) != count:
@@ -224,7 +224,7 @@ class Columns:
         """Returns slots with pages for fewer than `ahead` more rows, for the next `plan`.
 
         Args:
-            ahead: rows.
+            ahead: number of rows.
             room: limit on the pages per tensor that these slots need in total.
         """
         (first, at_first), (_, at_second) = self._rows
@@ -237,7 +237,7 @@ class Columns:
         """Writes the map operations for the slots returned by the last `scan` or `near`.
 
         Args:
-            ops: struct vmem_op[], with room for one operation per slot.
+            ops: ``struct vmem_op[]``, with room for one operation per slot.
 
         Returns:
             None if a slot needs more than one map operation, or if too few pages are free.
@@ -287,17 +287,17 @@ class Columns:
         return int(lib.pyvmem_pick(self._at, every, none, ffi.NULL))
 
     def fit(self, pages: int, every: int, none: int = 0) -> int | None:
-        """Returns the slot of `pick` with the fewest mapped pages, but at least `pages`; failing
-        that, the one with the most.
+        """Picks the slot with the fewest mapped pages, but at least `pages`, or else with the most.
 
-        Ties go to the least recently used; None: no slot.
+        Considers the slots that `pick` returns. Ties go to the least recently used. Returns None if
+        there is no slot.
         """
         found: int = lib.pyvmem_fit(self._at, every, none, pages)
         return found if found < len(self.capacity) else None
 
     @property
     def spare(self) -> int:
-        """Returns the device pages per tensor that slots can give up; counts pages being unmapped.
+        """Returns the device pages per tensor that slots can give up or are unmapping.
 
         Excludes slots with a growth in flight.
         """
@@ -314,11 +314,11 @@ def extend(
         columns: the `Columns` of each group of layers.
         ops: ``struct vmem_op[]`` with the operations of all groups.
         count: number of operations.
-        outcome: receives the result; holds the edits to all other records.
-        waits: the call's time is added to it.
+        outcome: receives the result; holds the edits to the other records.
+        waits: the counter to which the call's time is added.
 
     Raises:
-        VMemError: the batch failed; nothing has changed.
+        VMemError: the batch failed; nothing changed.
     """
     groups = ffi.new("struct pyvmem_grown[]", len(columns))
     for group, one in zip(groups, columns, strict=True):
@@ -333,5 +333,5 @@ def extend(
 
 
 def _pointer(column: array[int] | bytearray) -> Any:
-    """Returns a pointer to an array's items; the array cannot be resized while it lives."""
+    """Returns a pointer to an array's items; while it lives, the array cannot be resized."""
     return ffi.from_buffer("uint8_t[]" if isinstance(column, bytearray) else "uint64_t[]", column)

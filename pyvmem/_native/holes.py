@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reads of holes that the SIGSEGV handler recorded: the functions of _holes.h."""
+"""Wraps the functions of _holes.h: reads of holes recorded by the SIGSEGV handler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ again: Callable[[], None] = lib.pyvmem_holes_again
 """Makes the interpreter call `pyvmem.memory.holes.tell` again soon."""
 
 conceal: Callable[[], None] = lib.pyvmem_holes_conceal
-"""Unmaps the memory shown at holes that were read, so that the next read faults again."""
+"""Unmaps the memory at holes that were read, so that the next read faults again."""
 
 
 def taken() -> Iterator[Any]:

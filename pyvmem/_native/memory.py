@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Mapping, batches, memory contents and the pool: one function per function of vmem.h."""
+"""Mapping, batches, contents and the pool: wraps functions of vmem.h one to one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def new_ops(capacity: int) -> Any:
 
 
 def new_after(items: list[tuple[int, int]]) -> tuple[Any, int]:
-    """Returns an array of struct vmem_after and its length, from (kind, handle) pairs."""
+    """Converts (kind, handle) pairs to an array of struct vmem_after; returns it and its length."""
     array = ffi.new("struct vmem_after[]", len(items))
     for entry, (kind, handle) in zip(array, items, strict=True):
         entry.kind = kind
@@ -72,7 +72,7 @@ def batch(
     outcome: Outcome | None = None,
     waits: Waits | None = None,
 ) -> None:
-    """Runs operations as one batch in the calling thread; its time is added to `waits`."""
+    """Runs operations as one batch in the calling thread, and adds its time to `waits`."""
     made = outcome or Outcome()
     if waits is not None:
         wait: Any = ffi.new("struct pyvmem_wait *")
@@ -94,7 +94,7 @@ def submit(
     *,
     outcome: Outcome | None = None,
 ) -> int:
-    """Queues a batch for the worker; returns its ticket, which is kept until `ticket_drop`."""
+    """Queues a batch for the worker. Returns its ticket, which lives until `ticket_drop`."""
     made = outcome or Outcome()
     code = lib.pyvmem_submit(made.cell, vm, ops, count, after[0], after[1], flags)
     if code != 0:
@@ -103,7 +103,7 @@ def submit(
 
 
 def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
-    """Waits for a batch and raises its error; returns False if it is not finished in time."""
+    """Waits for a batch and raises its error. Returns False if it does not finish in time."""
     code = lib.vmem_wait(vm, ticket, timeout_ns)
     if code == 0:
         return True
@@ -113,7 +113,7 @@ def wait(vm: int, ticket: int, timeout_ns: int) -> bool:
 
 
 def ticket_drop(vm: int, ticket: int) -> None:
-    """Drops a ticket and its batch's result; does nothing if it was already dropped."""
+    """Drops a ticket and its batch's result; does nothing if already dropped."""
     lib.vmem_ticket_drop(vm, ticket)
 
 
@@ -148,7 +148,7 @@ def warm(vm: int, size: int) -> None:
 
 
 def trim(vm: int, keep: int) -> int:
-    """Gives empty slabs back to the driver while `keep` bytes stay free; returns their size."""
+    """Gives empty slabs back to the driver, keeping `keep` bytes free; returns their bytes."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_trim, vm, keep, out)
     freed: int = out[0]
@@ -156,7 +156,7 @@ def trim(vm: int, keep: int) -> int:
 
 
 def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
-    """Gives back `want` bytes, moving pages out of sparsely used slabs; returns the bytes freed."""
+    """Gives back `want` bytes, moving pages out of sparse slabs. Returns the bytes given back."""
     out = ffi.new("uint64_t *")
     call(lib.vmem_compact, vm, want, after[0], after[1], 0, out)
     freed: int = out[0]

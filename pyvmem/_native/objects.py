@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Contexts, reservations and pages: one function per function of vmem.h."""
+"""Contexts, reservations and pages: wraps functions of vmem.h one to one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def close(vm: int, *, outcome: Outcome | None = None) -> None:
 
 
 discard: Callable[[int], int] = lib.vmem_close
-"""Closes a context. The bare C function: no signal's exception can be raised before the call."""
+"""Closes a context. The bare C function: no signal handler can raise before the call."""
 
 
 def query(vm: int) -> Any:
@@ -135,7 +135,7 @@ def memory_query(vm: int, location: int, device: int) -> Any:
 
 
 def reserve(vm: int, size: int, flags: int, align: int, *, outcome: Outcome | None = None) -> int:
-    """Reserves addresses; returns the first."""
+    """Reserves addresses; returns the first address."""
     opts = sized("struct vmem_reserve_opts *", "vMemReserve", flags=flags, align=align)
     made = outcome or Outcome()
     call(lib.pyvmem_reserve, made.cell, vm, size, opts)
@@ -164,7 +164,7 @@ def create(
     *,
     outcome: Outcome | None = None,
 ) -> int:
-    """Creates pages; returns their handle."""
+    """Creates pages and returns their handle."""
     opts = sized(
         "struct vmem_create_opts *",
         "vMemCreate",

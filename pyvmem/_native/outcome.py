@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a call that a signal's exception may have interrupted (_outcome.h)."""
+"""The result of a call that an exception from a signal handler may interrupt (_outcome.h)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Outcome", "cell_of", "change", "change_back"]
 
 
 class Outcome:
-    """Memory to which a call writes its result before it returns, so the result is never lost.
+    """Memory to which a call writes its result before it returns, so that it is never lost.
 
-    Python runs signal handlers between two bytecode instructions, never inside C. So either the
-    call was not made, or its complete result is stored here and its edits are applied.
+    Python runs signal handlers between two bytecode instructions, never inside C. Therefore either
+    the call was not made, or its complete result is stored here and its edits are applied.
 
     Args:
         edits: see `of`.
@@ -36,14 +36,14 @@ class Outcome:
             self.cell.edits = id(edits)
 
     def of(self, edits: list[list[Any]]) -> Outcome:
-        """Makes a later call apply edits before it returns, if it succeeds. Returns self.
+        """Makes a later call apply edits before it returns if it succeeds. Returns self.
 
         Args:
             edits: ``[owner, name, value]`` sets an attribute, bypassing the owner's `__setattr__`;
                 ``[owners, name, values]`` sets it for each owner in a list; ``[items, key, value]``
-                sets an item (the key must not be a str); in a set it adds the key. The value `...`
-                removes the attribute, item or key. C replaces each value by the previous one
-                (`...`: there was none).
+                sets an item (the key must not be a str) or, if `items` is a set, adds the key. The
+                value `...` removes the attribute, item or key. C replaces each value with the
+                previous value (`...`: there was none).
         """
         self.edits = edits
         self.cell.edits = id(edits)
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def value(self) -> int:
-        """The ticket, handle or address that the call created; 0: none, or not called yet."""
+        """The ticket, handle or address that the call created; 0 if none, or if not called yet."""
         value: int = self.cell.value
         return value
 
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def cell_of(outcome: Outcome | None) -> Any:
-    """Returns the cell for a call's outcome; a throwaway cell for None."""
+    """Returns the cell of a call's outcome, or a throwaway cell for None."""
     return (outcome or Outcome()).cell
 
 
@@ -75,7 +75,7 @@ def change(made: list[Any]) -> None:
     """Applies edits (see `Outcome.of`) without a call.
 
     Args:
-        made: ``[False, edits]``; False becomes True.
+        made: ``[False, edits]``; this call changes False to True.
     """
     lib.pyvmem_change(id(made), 0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Torch's allocator interface: one function per function of _torch_alloc.h."""
+"""torch's allocator interface: wraps the functions of _torch_alloc.h one to one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Primary(Protocol):
         """The CUcontext."""
 
     def address(self, function: str) -> int:
-        """Returns the address of a function of libcuda."""
+        """Returns the address of a libcuda function."""
 
 
 def open(
@@ -36,8 +36,8 @@ def open(
 ) -> None:
     """Makes `vm` the context for torch's allocations on a device.
 
-    `primary`: the context whose GPU work every free waits for; must live until `close`. None: frees
-    do not wait.
+    Every free waits for the GPU work of `primary`, which must live until `close`; None: frees do
+    not wait.
     """
     gpu = ffi.NULL
     if primary is not None:
@@ -58,11 +58,11 @@ tag: Callable[[], int] = lib.pyvmem_torch_tag_now
 """The tag of the calling thread's allocations."""
 
 set_tag: Callable[[int], int] = lib.pyvmem_torch_tag
-"""Sets the calling thread's tag; returns the previous one. A C function, so it is atomic."""
+"""Sets the calling thread's tag and returns the previous tag. A C function, so atomic."""
 
 
 def pause(device: int, tag: int, save: Any, outcome: Outcome | None = None) -> None:
-    """Unmaps a tag's blocks; `save`: a writable buffer for their contents, or None."""
+    """Unmaps a tag's blocks, saving their contents to `save`, a writable buffer, unless None."""
     if save is None:
         call(lib.pyvmem_torch_pause, cell_of(outcome), device, tag, ffi.NULL, 0)
     else:
@@ -76,12 +76,12 @@ def resume(device: int, tag: int) -> None:
 
 
 def owns(device: int, addr: int, size: int) -> bool:
-    """Returns whether a range is within one block."""
+    """Returns true if a range is within one block."""
     return bool(lib.pyvmem_torch_owns(device, addr, size))
 
 
 def saved(device: int, addr: int, size: int) -> int:
-    """Returns the address of the saved contents of a paused block's range; 0: not saved."""
+    """Returns the address of a range's saved contents in a paused block; 0 if not saved."""
     return int(lib.pyvmem_torch_saved(device, addr, size))
 
 

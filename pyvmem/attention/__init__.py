@@ -2,19 +2,19 @@
 """Attention over the slots of a cache, with third-party kernels.
 
     attend = Attention(cache)                       # picks a kernel; print(attend.choice)
-    batch = attend.batch(reqids, q_lens, kv_lens)   # once a step, after cache.step
+    batch = attend.batch(reqids, q_lens, kv_lens)   # once per step, after cache.step
     for layer in range(layers):
         attend.write(layer, key, value, batch)      # the new tokens' rows
         out = attend(q, layer, batch)
 
-A slot is contiguous in virtual memory, so these are calls of ordinary kernels, and nothing is
-gathered; a paged kernel takes a slot with the trivial block table 0, 1, 2, ... `KERNELS` lists how
-far each kernel reads past a request's length; a call that could read an unmapped row is refused.
-`attention` does all of this in one call. Under `torch.compile`, `Attention.write` and the call
-become operators (`pyvmem.compiled`), which record no gradient.
+A slot is contiguous in virtual memory, so unmodified kernels can read it without a gather; a paged
+kernel reads it through the trivial block table 0, 1, 2, ... `KERNELS` lists how far each kernel
+reads past a request's length; a call that could read an unmapped row is rejected. `attention` does
+all of this in one call. Under `torch.compile`, writing and attending become custom operators
+(`pyvmem.compiled`), which record no gradients.
 
-The layers of a `pyvmem.kvcache.LayeredCache` may differ in heads, head size or window, or store a
-latent (MLA); kernels are chosen per form of layer. Needs torch.
+The layers of a `pyvmem.kvcache.LayeredCache` may differ in number of heads, head size or window, or
+store a latent (MLA); kernels are chosen separately for each form of layer. Needs torch.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ class Attention:
     """Attention kernels bound to the tensors of a cache.
 
     Args:
-        cache: close this object before the cache. Layers that keep a state or nothing are not
-            served.
+        cache: its layers with keys and values; other layers are ignored. Close this object before
+            the cache.
         kernel: "auto", or one of `KERNELS` for all layers.
         windows: per layer, the number of tokens a token attends to, if fewer than the cache keeps;
             None: all tokens that the cache keeps.
-        v_head_dim: for a cache with one tensor per layer (MLA's latent): how many elements of a
-            row, from the first, are the values.
-        scales: for 8-bit keys and values: per layer a pair (keys, values), each a number or one per
-            KV head; None: 1. See `pyvmem.attention.scales`.
+        v_head_dim: for a cache with one tensor per layer (MLA's latent): the number of leading
+            elements of a row that are the values.
+        scales: for 8-bit keys and values: per layer a pair (keys, values), each a number or one
+            number per KV head; None: all scales are 1. See `pyvmem.attention.scales`.
 
     Attributes:
-        choice: the first layer's kernels for prefills and for decoding, and why the others were not
+        choice: the first layer's kernels for prefill and for decoding, and why the others were not
             chosen.
-        choices: the same for each form of layers, in the order of their first layers.
+        choices: one such choice per form of layer, ordered by the first layer of each form.
 
     Raises:
-        InvalidArgument: the kernel cannot be used on this cache; the text says why.
+        InvalidArgument: the kernel cannot be used on this cache; the message says why.
     """
 
     def __init__(
@@ -132,13 +132,14 @@ class Attention:
         )
 
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
-        """Creates a step's batch, which all layers use, after checking its lengths. See `Batch`.
+        """Creates the batch of a step, for all layers, after checking its lengths. See `Batch`.
 
         It uses the `decode` kernels of `choices` if no request has more than `PREFILL_TOKENS` new
-        tokens, else the `name` ones, or `decode` if the latter could read unmapped rows.
+        tokens. Otherwise it uses the `name` kernels, unless they could read unmapped rows.
 
         Raises:
-            OverRead: both could. InvalidArgument: as for `Batch`.
+            OverRead: both kernels could read unmapped rows.
+            InvalidArgument: as for `Batch`.
         """
         decode = [choice.decode for choice in self.choices]
         prefill = [choice.name for choice in self.choices]
@@ -172,10 +173,10 @@ class Attention:
             layer: index of a layer of the cache.
             key: ``[tokens, num_kv_heads, head_dim]``; for a latent, whole rows.
             value: ``[tokens, num_kv_heads, v_head_dim]``; for a latent, None.
-            batch: a batch that this object made.
+            batch: a batch from this object's `batch`.
 
         Raises:
-            InvalidArgument: another shape, type or device.
+            InvalidArgument: a tensor has the wrong shape, dtype or device.
         """
         if as_operator():
             rows = [key] if value is None else [key, value]
@@ -228,24 +229,24 @@ class Attention:
         scale: float | None = None,
         up: UpProjections | None = None,
     ) -> torch.Tensor:
-        """Attends causally from the new tokens to their own requests.
+        """Computes causal attention of each new token over its own request.
 
         Args:
-            q: ``[tokens, num_heads, head_dim]``, in the cache's type (8-bit caches: bfloat16);
-                `num_heads` is a multiple of the KV heads.
+            q: ``[tokens, num_heads, head_dim]``, in the cache's dtype (8-bit caches: bfloat16);
+                `num_heads` is a multiple of the number of KV heads.
             layer: index of a layer of the cache; its new rows must have been written.
-            batch: a batch that this object made.
+            batch: a batch from this object's `batch`.
             scale: scale of the scores; None: ``head_dim ** -0.5``.
-            up: for a latent, the up-projections of its keys and values. `q` then holds the heads'
-                own queries, ``nope + rotary`` elements, and the result their values. Requests with
-                many new tokens have their rows expanded (`pyvmem.attention.latent`).
+            up: for a latent, the up-projections of its keys and values. Each query then has ``nope
+                + rotary`` elements, and the result holds up-projected values. For requests with
+                many new tokens, keys and values are expanded first (`pyvmem.attention.latent`).
 
         Returns:
-            ``[tokens, num_heads, v_head_dim]``, in the type of `q`; `v_head_dim` is that of `up`,
+            ``[tokens, num_heads, v_head_dim]``, in the dtype of `q`; `v_head_dim` comes from `up`,
             if given.
 
         Raises:
-            InvalidArgument: another shape, type or device.
+            InvalidArgument: a tensor has the wrong shape, dtype or device.
         """
         if as_operator():
             given = [batch.ticket, q, *(() if up is None else up)]
@@ -286,7 +287,7 @@ class Attention:
         return out
 
     def _check_up(self, layer: int, one: _Layer, heads: int, up: UpProjections) -> int:
-        """Checks `up`; returns the number of elements of a head's query, nope and rotary."""
+        """Checks `up`; returns the query's elements per head, nope and rotary."""
         form, slots = self._forms[one.form], one.k.tensor.shape
         if not form.latent or slots[2] != 1:
             raise invalid(
@@ -305,7 +306,7 @@ class Attention:
         return self._forms[self._layer(layer).form].latent
 
     def window(self, layer: int) -> int:
-        """Returns the layer's sliding window in tokens, including the current one; 0: no window."""
+        """Returns the layer's window in tokens, including the current token; 0 for no window."""
         return self._forms[self._layer(layer).form].window
 
     def _layer(self, layer: int) -> _Layer:
@@ -321,7 +322,7 @@ class Attention:
         """Drops the cache's tensors, so that the cache can be closed."""
         self._layers = []
         if any("flex" in (choice.name, choice.decode) for choice in self.choices):
-            gc.collect()  # the compiler's traces keep their inputs in reference cycles
+            gc.collect()  # torch.compile's traces hold their inputs in reference cycles
 
     def _check_batch(self, batch: Batch) -> None:
         expect("batch", batch, Batch)
@@ -361,11 +362,11 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """Runs `Attention` for one call. For code that need not be fast: each call checks the lengths.
+    """Computes attention in one call. Slower than `Attention`: checks the lengths each time.
 
     Args:
         q: the requests' new tokens, concatenated, ``[tokens, heads, head_dim]``.
-        cache: holds the rows; those of the new tokens must already be written.
+        cache: the cache to read. The new tokens' rows must already be written.
         layer: index of the layer in the cache.
         reqids: see `Batch`.
         q_lens: see `Batch`.

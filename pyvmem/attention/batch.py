@@ -30,12 +30,12 @@ class OverRead(InvalidArgument):
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive requests in consecutive slots with equal lengths: one dense batch.
+    """A dense batch: consecutive requests of equal length in consecutive slots.
 
     Attributes:
         start: index of the first request's first token in the batch.
         slot: the first request's slot. count: number of requests.
-        q_len, kv_len: lengths of every request.
+        q_len, kv_len: lengths of each request.
     """
 
     start: int
@@ -45,18 +45,18 @@ class Run:
     kv_len: int
 
     def first(self, window: int) -> int:
-        """The first row inside the window; a window of 0 covers all rows."""
+        """Returns the first row inside the window; a window of 0 covers all rows."""
         return EXACT.first(self.kv_len, self.q_len, window)
 
 
 class Part(NamedTuple):
-    """The layers of one form, as a batch uses them.
+    """The data a batch needs about the layers of one form.
 
     Attributes:
-        caches: the caches whose rows are read.
+        caches: the caches to read.
         kernel: the kernel to call, from `pyvmem.attention.KERNELS`.
         reads: the rows it may read.
-        window: tokens a token attends to; 0: all.
+        window: number of tokens a token attends to; 0: all.
     """
 
     caches: tuple[GroupView, ...]
@@ -66,28 +66,29 @@ class Part(NamedTuple):
 
 
 class Batch:
-    """The new tokens of a step's requests, one request after the other; the same for all layers.
+    """The new tokens of a step's requests, one request after the other. All layers share it.
 
-    The last ``q_lens[i]`` of a request's ``kv_lens[i]`` tokens are the new ones: 1 in decoding, all
-    in a prefill, some in a chunked prefill. A token attends to its own request up to itself.
+    Of a request's ``kv_lens[i]`` tokens, the last ``q_lens[i]`` are new: one in decoding, all in a
+    prefill, some in a chunked prefill. A token attends to the tokens of its own request up to
+    itself.
 
     Args:
         parts: one per form of layer, at least one; all their caches must have been stepped to these
             lengths.
         reqids: the requests' slots, without duplicates.
-        q_lens: new tokens of each request, at least 1.
-        kv_lens: tokens of each request, including the new ones.
+        q_lens: number of new tokens of each request, at least 1.
+        kv_lens: number of tokens of each request, including the new ones.
         device: device of the tensors below, the caches' device.
 
     Attributes:
         parts, reqids, q_lens, kv_lens: as given.
-        kernel, reads: the first part's.
-        tokens: the number of new tokens, all requests together; max_q, max_kv: the largest lengths.
-        ticket: represents the batch in compiled code.
+        kernel, reads: those of the first part.
+        tokens: total number of new tokens; max_q, max_kv: the largest `q_lens` and `kv_lens`.
+        ticket: the tensor that stands for the batch in compiled code.
 
     Raises:
-        InvalidArgument: lengths that do not fit together, more tokens than a slot has pages for, or
-            a window that begins in unmapped rows: these must not be read.
+        InvalidArgument: the lengths are inconsistent, a request has more tokens than its slot has
+            pages for, or a window begins in unmapped rows.
         OverRead: a kernel could read unmapped rows past the lengths or before the window.
     """
 
@@ -115,18 +116,19 @@ class Batch:
         self.ticket = ticket(self)
 
     def advance(self, reqids: Sequence[int], kv_lens: Sequence[int]) -> None:
-        """Sets new lengths in the same tensors, with the same number of new tokens per request.
+        """Updates the lengths in place; each request keeps its number of new tokens.
 
-        For a CUDA graph, which is captured once and reads `slots`, `positions`, `ranks`, `index`,
-        `used`, `starts` and `block_table` at every replay; only FlashAttention-3's calls can be
-        captured, since they take no length from the host. Runs on the current stream.
+        Serves CUDA graphs: a graph is captured once and reads `slots`, `positions`, `ranks`,
+        `index`, `used`, `starts` and `block_table` at every replay. Only FlashAttention-3's calls
+        can be captured, as they take no length from the host. Runs on the current stream.
 
         Args:
             reqids: the requests' slots; their number must not change.
-            kv_lens: tokens of each request, including the new ones.
+            kv_lens: number of tokens of each request, including the new ones.
 
         Raises:
-            InvalidArgument: as for a new batch, or the number of requests differs; nothing changed.
+            InvalidArgument: as for a new batch, or the number of requests differs. The batch is
+                unchanged.
         """
         if len(reqids) != len(self.reqids):
             raise invalid(f"{len(reqids)} reqids; the batch has {len(self.reqids)}", op="Attention")
@@ -227,22 +229,22 @@ class Batch:
             )
 
     def _int32(self, values: Sequence[int]) -> torch.Tensor:
-        with torch.inference_mode(False):  # `advance` writes it, in inference mode or not
+        with torch.inference_mode(False):  # so `advance` can write it outside inference mode
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """Each new token's slot, int64 ``[tokens]``."""
+        """The slot of each new token, int64 ``[tokens]``."""
         return self._where[0]
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Each new token's row in its slot, int64 ``[tokens]``."""
+        """The row of each new token in its slot, int64 ``[tokens]``."""
         return self._where[1]
 
     @cached_property
     def ranks(self) -> torch.Tensor:
-        """Each new token's index among its request's new tokens, int64 ``[tokens]``."""
+        """The index of each new token among its request's new tokens, int64 ``[tokens]``."""
         return self._where[2]
 
     @cached_property
@@ -277,11 +279,11 @@ class Batch:
         return self._int32(starts)
 
     def block_table(self, blocks: Blocks) -> torch.Tensor:
-        """The requests' blocks, int32 ``[requests, blocks.per_slot]``; the same for all layers."""
+        """The requests' block numbers, int32 ``[requests, blocks.per_slot]``, for all layers."""
         table = self._tables.get(blocks)
         if table is None:
             shape = (len(self.reqids), blocks.per_slot)
-            with torch.inference_mode(False):  # `advance` writes it, in inference mode or not
+            with torch.inference_mode(False):  # so `advance` can write it outside inference mode
                 table = torch.empty(shape, dtype=torch.int32, device=self.device)
             self._number(blocks, table)
             self._tables[blocks] = table
@@ -293,7 +295,7 @@ class Batch:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The batch, split into as few dense batches as possible in its order."""
+        """The batch, split into as few dense batches as possible without reordering it."""
         runs: list[Run] = []
         start = 0
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):

@@ -79,14 +79,14 @@ def _fa3() -> tuple[Any, str]:
 
 
 def fa3_call() -> Any:
-    """Returns FlashAttention-3's entry point, which reads any addresses.
+    """Returns FlashAttention-3's entry point, which accepts any device address.
 
-    ``call(q, k, v, batch, scale, table=None, window=0, descales=None)``; `descales` are those of
-    q, k and v, each float32 ``[requests, num_kv_heads]``. It uses `starts`, `used`, `max_q` and,
-    without a block table, `index` of `batch`.
+    ``call(q, k, v, batch, scale, table=None, window=0, descales=None)``; `descales` holds the
+    descale factors of q, k and v, each float32 ``[requests, num_kv_heads]``. The call uses
+    `starts`, `used`, `max_q` and, without a block table, `index` of `batch`.
 
     Raises:
-        RuntimeError: no package provides it; the text says why.
+        RuntimeError: no installed package provides it; the message says why.
     """
     call, why = _fa3()
     if call is None:
@@ -104,7 +104,7 @@ def _in_vllm() -> Path | None:
 
 
 def _vllm_call(op: Any) -> tuple[Any, str]:
-    """Returns a call of vLLM's op by argument names, since its schema grows with each release."""
+    """Wraps vLLM's op to pass arguments by name, as its schema grows with each release."""
     arguments = op.default._schema.arguments
     names = {argument.name for argument in arguments}
     needed = {"q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
@@ -138,7 +138,7 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
         }
         if table is None:
             values["kv_batch_idx"] = batch.index
-            values["max_seqlen_k"] = k.shape[1]  # the op reads the length of a slot from this
+            values["max_seqlen_k"] = k.shape[1]  # the op takes the slot length from this
         else:
             values["page_table"] = table
             values["max_seqlen_k"] = table.shape[1] * k.shape[1]
@@ -193,9 +193,10 @@ def fa3(
     scales: Scales | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Runs one call; it reads whole tiles of up to 192 rows, or with `table` only up to the length.
+    """Calls the kernel once. It reads whole tiles of up to 192 rows; with `table`, only valid rows.
 
-    `scales`: for 8-bit keys and values. `table`: block numbers; `k` and `v` are then blocks.
+    `scales` are for 8-bit keys and values. With `table` (block numbers), `k` and `v` are views of
+    blocks.
     """
     descales = None
     if scales is not None:
@@ -231,11 +232,10 @@ def fa3_paged(
     window: int = 0,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Runs one call over the slots as blocks, with a trivial block table; reads no row past a
-    length.
+    """Calls the paged kernel on the slots, viewed as blocks; reads no row past a length.
 
     The table is as wide as the batch needs, since the op chooses its splits by that width. In a
-    CUDA graph it is as wide as a slot, for every possible length.
+    CUDA graph, it covers a whole slot, to allow every length.
     """
     blocks = Blocks.of(k.shape[1], k.stride(0), k.stride(1))
     table = batch.block_table(blocks)
@@ -267,10 +267,10 @@ def why_not_fa2(form: Form, device: torch.device) -> str:
 def fa2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Runs one kernel call, which reads no row past a length (``seqused_k``).
+    """Calls the kernel once; it reads no row past a length (``seqused_k``).
 
-    The op does not index slots: it gets all slots as one long sequence, in which request i starts
-    at ``cum_seq_k[i]``.
+    The op has no slot index, so it gets all slots as one long sequence: request i starts at
+    ``cum_seq_k[i]``.
     """
     pitch = k.stride(0) // k.stride(1)
     rows = (k.shape[0] - 1) * pitch + k.shape[1]

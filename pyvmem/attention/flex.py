@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""torch's FlexAttention: compiled for the whole batch on a GPU, request by request on the CPU."""
+"""torch's FlexAttention: compiled for a whole batch on a GPU; eager, per request, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "flex", "why_not"]
 
-_SHAPES = 128  # most shapes of models and batches compiled in a process; beyond that torch raises
-# limits of head_dim on a GPU, from Triton's matrix multiply and its tiles
+_SHAPES = 128  # limit on shapes compiled in a process; torch raises beyond it
+# limits on head_dim on a GPU, set by Triton's matrix multiply and its tiles
 _NARROWEST, _WIDEST = 16, 256
 BLOCK = 128  # rows in a block of FlexAttention's mask; it always reads whole blocks
 
@@ -47,14 +47,14 @@ def why_not(form: Form, device: torch.device) -> str:
 def flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Runs compiled over blocks of 128 rows on a GPU, eagerly over the valid rows on the CPU."""
+    """Runs compiled over blocks of 128 rows on a GPU, or eagerly over the valid rows on the CPU."""
     return (_compiled if q.device.type == "cuda" else _eager)(q, k, v, batch, scale, window)
 
 
 def _eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
-    """Attends request by request over views that end at its length: eager code reads all rows."""
+    """Attends for each request over a view cut at its length, as eager code reads all rows."""
     from torch.nn.attention.flex_attention import flex_attention
 
     gqa = q.shape[1] != k.shape[2]
@@ -99,11 +99,10 @@ def _kernel() -> Any:
 def _compiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
-    """Runs one call over all slots between the batch's first and last; the mask skips slots without
-    a request.
+    """Makes one call over the range of slots that contains the batch. The mask skips other slots.
 
-    Queries are padded to the longest request's. The mask leaves out blocks past a request's length
-    and, with a window, those before it, so only the last block is read beyond the length.
+    Queries are padded to the longest request's. The mask excludes blocks past a request's length
+    and, with a window, blocks before it, so no row beyond the last block is read.
     """
     low, high = min(batch.reqids), max(batch.reqids) + 1
     rows = min(k.shape[1], -(-batch.max_kv // BLOCK) * BLOCK)
@@ -126,7 +125,7 @@ def _compiled(
 
 
 def _options(rows: int, sharing: int) -> dict[str, Any]:
-    """Kernel options for `rows` queries per request, where `sharing` query heads share a KV head.
+    """Returns kernel options for `rows` queries per request and `sharing` query heads per KV head.
 
     For queries shorter than a block, torch picks its decoding kernel, whose single tile holds the
     rows of all heads that share a KV head. If they exceed a block of the mask, torch 2.13 and older
@@ -136,7 +135,7 @@ def _options(rows: int, sharing: int) -> dict[str, Any]:
 
 
 def _mask(batch: Batch, low: int, high: int, rows: int, window: int = 0) -> Any:
-    """The block mask, computed from the lengths and cached in the batch per window."""
+    """Computes the block mask from the lengths; the batch caches it per window."""
     if ("flex", window) in batch.made:
         return batch.made["flex", window]
     from torch.nn.attention.flex_attention import BlockMask

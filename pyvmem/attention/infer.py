@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer: one call per request in prefills; otherwise its paged call with the trivial block
-table.
+"""FlashInfer: one call per request in a prefill, else a paged call with the trivial block table.
 
 Written for flashinfer-python 0.6.14, whose wheel includes its headers; a kernel is compiled on its
 first call, which needs nvcc, a C++ compiler and ninja. Its batched call for contiguous rows
-(ragged) expects requests without gaps between them, but slots have gaps, so it is used only for a
-step of one long prompt.
+(ragged) requires requests without gaps between them. Slots have gaps, so this call is used only for
+a step that consists of one long prompt.
 
-Both calls for contiguous rows get a view that ends with the request, so nothing past it is read.
-The paged call loads row by row below the length (``fa2`` kernels).
+Both calls for contiguous rows get a view that ends with the request, so they read nothing past it.
+The paged call (``fa2`` kernels) checks each row it loads against the length.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ __all__ = ["flashinfer", "why_not"]
 
 _WORKSPACE = 256 << 20
 _HEAD_DIMS = (64, 128, 256)
-# A lone prompt of at least this many new tokens takes the ragged call: it is 1.08 times as fast
-# there on an H200. At 2K or 8K it is 0.98 to 1.03 times as fast, and planning it costs more than
-# that.
+# A single prompt of at least this many new tokens uses the ragged call, which is 1.08 times as fast
+# at that length on an H200. At 2K or 8K it is 0.98 to 1.03 times as fast, and planning it costs
+# more than it gains.
 _LONG = 65536
 
 
@@ -56,7 +55,7 @@ def why_not(form: Form, device: torch.device) -> str:
 def flashinfer(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Decodes in one call, or makes one call per request if any has more than one new token."""
+    """Makes one call for the batch, or one per request if any has more than one new token."""
     if batch.max_q <= PREFILL_TOKENS:
         return _paged(q, k, v, batch, scale, window)
     if len(batch.reqids) == 1 and batch.max_q >= _LONG and not window:
@@ -81,13 +80,13 @@ def flashinfer(
 
 
 class _Wrapper:
-    """FlashInfer's wrapper for batched calls; planned again when the batch's lengths change."""
+    """FlashInfer's wrapper for batched calls; replanned when the batch's lengths change."""
 
     def __init__(self, kind: str, backend: str, device: torch.device) -> None:
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
         prefill: Any = importlib.import_module("flashinfer.prefill")
         self.it = getattr(prefill, kind)(workspace, "NHD", backend=backend)
-        # the `made` of the batch that it was planned for; replaced when lengths change
+        # the `made` of the batch last planned for; a batch replaces it when its lengths change
         self.planned: Any = None
 
 
@@ -145,7 +144,7 @@ def _plan(
     window: int,
     dtype: torch.dtype,
 ) -> None:
-    """Plans a call: lengths in blocks on the CPU, block numbers on the device."""
+    """Plans a call. Passes lengths in blocks on the CPU, block numbers on the device."""
     counts = [-(-length // BLOCK) for length in batch.kv_lens]
     last = [
         length - (count - 1) * BLOCK for length, count in zip(batch.kv_lens, counts, strict=True)

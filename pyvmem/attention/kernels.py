@@ -4,14 +4,14 @@
 A kernel reads either exactly the valid rows or whole tiles (`Reads`). FlashAttention-3's contiguous
 call loads tiles of up to 192 rows (``tile_size.h`` of its ``hopper`` folder) with TMA, bounded by
 the tensor and not by the request's length; FlexAttention reads blocks of 128. The rows past the
-length must then be mapped and finite: use `KVCacheConfig.overread_rows`, or a sparse cache if that
-is enough (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
+length must then be mapped and finite: set `KVCacheConfig.overread_rows`, or use a sparse cache if
+it suffices (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
 blocks, and SDPA over a view of the valid rows read only valid rows.
 
 "auto" chooses a kernel for each phase. For decoding it picks a kernel that reads only valid rows:
 the paged call over the trivial block table of a contiguous slot is at least as fast as the
-contiguous call. For a prefill it picks the contiguous call, which is 6 to 25 % faster there, if the
-cache maps the rows that it may read.
+contiguous call. For a prefill it picks the contiguous call, which is 6 to 25 % faster, if the cache
+maps every row that this call may read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Run(Protocol):
     """The signature of a kernel."""
 
     def __call__(self, q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0) -> Any:
-        """Returns ``[tokens, heads, v_head_dim]`` from queries and a layer's whole K and V.
+        """Returns ``[tokens, heads, v_head_dim]`` from queries and all slots' K and V.
 
         The kernels of `FP8_KERNELS` also accept ``scales``.
         """
@@ -55,12 +55,12 @@ class _Kernel:
 
 
 def _tiles_before(device: torch.device) -> Reads:
-    """Reads that stop at the length, but load the whole tile in which a window begins."""
+    """Returns reads that stop at the length but load the whole tile in which a window begins."""
     return Reads(before=191)
 
 
 def _fa2_reads(device: torch.device) -> Reads:
-    """As `_tiles_before`; decoding with head_dim up to 64 uses tiles of 256 rows."""
+    """Like `_tiles_before`, but decoding with head_dim up to 64 uses tiles of 256 rows."""
     return Reads(before=255)
 
 
@@ -89,13 +89,13 @@ KERNELS: dict[str, _Kernel] = {
     "flex": _Kernel(_why_not_flex, flex.flex, _flex_reads),
     "sdpa": _Kernel(_why_not_sdpa, sdpa.sdpa, lambda device: EXACT),
 }
-# FlashInfer is used only if named: its first call compiles for a minute or more.
+# "auto" never picks FlashInfer: its first call compiles for a minute or more.
 _PREFILL = {"cuda": ("fa3", "fa3-paged", "fa2", "flex", "sdpa"), "cpu": ("sdpa", "flex")}
 _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", "flex")}
 
 
 def overread_rows(kernel: str, device: torch.device) -> int:
-    """The `KVCacheConfig.overread_rows` that a kernel of `KERNELS` needs on a device.
+    """Returns the `KVCacheConfig.overread_rows` that a kernel of `KERNELS` needs on a device.
 
     If the kernel is to serve all batches, `KVCacheConfig.overread_decode` must be set as well.
     """
@@ -109,7 +109,7 @@ class Choice:
     """The chosen kernels, and why the others were not.
 
     Attributes:
-        name: one of `KERNELS`, for prefills, chunked ones included.
+        name: one of `KERNELS`, for prefills, chunked or not.
         why_not: for every kernel, why it cannot be used on this cache; "" if it can.
         decode: one of `KERNELS`, for batches with at most `PREFILL_TOKENS` new tokens per request.
     """
@@ -133,8 +133,8 @@ def probe(cache: KVCache | Form, device: torch.device) -> dict[str, str]:
 def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") -> Choice:
     """Picks the named kernel, or the first usable ones for prefill and for decoding.
 
-    A kernel that reads whole tiles is usable only for prefills, unless the cache keeps the
-    over-read rows mapped in decoding as well (`KVCacheConfig.overread_decode`).
+    A kernel that reads whole tiles is usable only for prefills, unless the cache keeps the rows it
+    over-reads mapped during decoding as well (`KVCacheConfig.overread_decode`).
 
     The choice is logged once per process (logger ``pyvmem.attention``).
 
@@ -144,7 +144,7 @@ def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") ->
         kernel: "auto", or one of `KERNELS`.
 
     Raises:
-        InvalidArgument: no such kernel, or it cannot be used; the text says why.
+        InvalidArgument: no such kernel, or it cannot be used; the message says why.
     """
     check_name(kernel)
     form = _form_of(cache)

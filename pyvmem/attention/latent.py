@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""MLA: heads that attend over one latent per token, given the up-projections of keys and values.
+"""MLA: attention over one latent per token, given the up-projections of keys and values.
 
 A head's keys are its up-projection of the latent, followed by the row's rotary elements; its values
-are another up-projection. There are two ways to compute them, equal up to rounding:
+are another up-projection. Attention can be computed in two ways, equal up to rounding:
 
 - *absorbed*: the keys' projection is applied to the queries and the values' to the result, so that
   attention runs over the latents as the cache stores them. Each (token, row) pair costs more
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UpProjections", "attend", "expands_from"]
 
-_ELEMENTS = 1 << 26  # most elements of expanded keys at a time: heads are processed in blocks
+_ELEMENTS = 1 << 26  # limit on expanded elements at a time: heads are processed in blocks
 
 
 class UpProjections(NamedTuple):
@@ -45,7 +45,7 @@ class UpProjections(NamedTuple):
 
 
 def expands_from(up: UpProjections) -> int:
-    """The number of new tokens from which expanding a request's rows is cheaper.
+    """Returns the number of new tokens from which expanding a request's rows is cheaper.
 
     If `new` tokens attend to `rows` rows each, a head does these multiplications: absorbed,
     ``2 * rank + rotary`` per pair; expanded, ``nope + rotary + v_head_dim`` per pair, and
@@ -66,18 +66,18 @@ def attend(
     window: int,
     up: UpProjections,
 ) -> torch.Tensor:
-    """Attends to latents; absorbs the up-projections, or expands rows where that is cheaper.
+    """Computes attention over latents, absorbed or, for requests where it is cheaper, expanded.
 
     Returns ``[tokens, num_heads, v_head_dim]``.
 
     Args:
-        run: attends over latents.
+        run: the kernel that attends over latents.
         q: the new tokens of `batch`, ``[tokens, num_heads, nope + rotary]``.
         k: a layer's rows, ``[slots, rows, 1, rank + rotary]``.
         v: the same without the rotary elements.
         batch: the requests.
         scale: scale of the scores.
-        window: tokens that a token sees; 0: all.
+        window: number of tokens a token attends to; 0: all.
         up: the layer's up-projections, of the same dtype as `q`.
     """
     least = expands_from(up)
@@ -105,9 +105,9 @@ def attend(
 
 
 def _fewer(batch: Batch, least: int) -> tuple[torch.Tensor, Batch] | None:
-    """Returns the tokens and a batch of the requests with fewer than `least` new ones.
+    """Returns the tokens and a batch of the requests with fewer than `least` new tokens.
 
-    Made once per step.
+    Computed once per step.
     """
     key = ("latent", least)
     if key not in batch.made:

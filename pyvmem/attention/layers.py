@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Layer descriptions for kernels: where the rows are and which of them a token attends to."""
+"""Descriptions of layers for kernels: where the rows are and which rows a token attends to."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Form:
 
     Attributes:
         keys: the group of layers whose tensors hold the keys.
-        values: the group that holds the values; `keys`, unless values have another size.
-        head_dim: elements of a key's head.
-        v_head_dim: elements of a value's head.
-        window: tokens that a token attends to, including itself; 0: all up to itself.
+        values: the group whose tensors hold the values; same as `keys`, unless the value size
+            differs.
+        head_dim: elements per head of a key.
+        v_head_dim: elements per head of a value.
+        window: number of tokens a token attends to, including itself; 0: all tokens up to itself.
         latent: the layer has one tensor, and the first `v_head_dim` elements of a row are its
             values (MLA).
     """
@@ -53,14 +54,14 @@ def forms_of(
     """Returns the form of every layer; None for a layer without keys and values.
 
     Args:
-        cache: its layers, in order.
-        windows: tokens that each layer's tokens attend to, if fewer than the cache keeps; None: all
-            that it keeps. Ignored for a layer without keys.
-        v_head_dim: elements of the values in a latent.
+        cache: the cache whose layers to describe.
+        windows: per layer, the number of tokens a token attends to, if fewer than the cache keeps;
+            None: all tokens that the cache keeps. Ignored for a layer without keys.
+        v_head_dim: number of leading elements of a latent that are the values.
 
     Raises:
-        InvalidArgument: a layer with one tensor and no `v_head_dim`, more elements than a row has,
-            or a window wider than what the cache keeps.
+        InvalidArgument: a layer has one tensor and `v_head_dim` is missing or larger than a row, or
+            a window is wider than the cache keeps.
     """
     if not hasattr(cache, "layer_views"):  # not isinstance: a ParallelKVCache qualifies, too
         raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")

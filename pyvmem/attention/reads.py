@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Arithmetic for the rows a kernel reads of a slot, and for slots viewed as paged blocks."""
+"""Computes the rows of a slot that a kernel reads, and block numbers for slots viewed as pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reads:
 
     Attributes:
         block: the length is rounded up to a multiple of this many rows.
-        tile: rows that may be read beyond that.
+        tile: rows that may be read beyond the rounded length.
         before: rows that may be read before a window's first row, because whole tiles are loaded.
     """
 
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
         rows: rows per block.
         unit: elements between the starts of consecutive blocks of the view.
         slot, step: units between consecutive slots, and between consecutive blocks of a slot.
-        per_slot: blocks needed to cover a slot.
+        per_slot: number of blocks that cover a slot.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, rows_per_slot: int, slot_stride: int, row_stride: int, rows: int = BLOCK) -> Blocks:
-        """Computes the blocks for these strides, in elements."""
+        """Computes the blocks for the given strides, which are in elements."""
         unit = math.gcd(slot_stride, rows * row_stride)
         step = rows * row_stride // unit
         return cls(rows, unit, slot_stride // unit, step, -(-rows_per_slot // rows))
@@ -81,7 +81,7 @@ class Blocks(NamedTuple):
         return (slots - 1) * self.slot + (self.per_slot - 1) * self.step
 
     def wanted(self, length: int) -> int:
-        """Returns the block table's width: a power of two, so that few occur, or `per_slot`."""
+        """Returns the block table's width: a power of two, so few widths occur, or `per_slot`."""
         needed = -(-length // self.rows)
         return min(1 << (needed - 1).bit_length(), self.per_slot)
 

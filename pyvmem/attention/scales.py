@@ -3,7 +3,7 @@
 
 The value of a stored element is the element times its scale. Each layer has its scales, one per KV
 head or one for all, fixed when `Attention` is created: engines read them from a checkpoint. Query
-scales are computed on the device in each call: the largest element maps to the type's maximum.
+scales are computed on the device in each call: the largest element maps to the dtype's maximum.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def scales_of(
 
     Args:
         given: for each layer, the scales of its keys and of its values: a number, or one per KV
-            head; None: 1 everywhere.
+            head; None: all are 1.
         heads: KV heads of each layer.
         device: the scales' device.
 

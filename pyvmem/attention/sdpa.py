@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["causal", "sdpa"]
 
-_SCORES = 1 << 26  # most scores of a block of tokens
-# torch's matrix product with float32 results (2.8 and later; only on GPUs)
+_SCORES = 1 << 26  # limit on the scores of a block of tokens
+# matrix product with a float32 result, in torch 2.8 and later, on GPUs only
 _TO_FLOAT = hasattr(torch.ops.aten.bmm, "dtype")
 
 
@@ -38,9 +38,10 @@ def sdpa(
 def causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Attends from ``[requests, tokens, heads, dim]``, the last of ``[requests, rows, ...]``.
+    """Attends from queries ``[requests, tokens, heads, dim]`` to rows ``[requests, rows, ...]``.
 
-    A token sees the last `window` rows up to its own; 0: all of them.
+    The tokens are the last of the rows. Each attends to the last `window` rows up to its own; 0:
+    all.
     """
     new, rows, heads = q.shape[1], k.shape[1], q.shape[2]
     if new == 1 and k.shape[2] == 1:
@@ -55,12 +56,12 @@ def causal(
     mask = None
     narrow = window and rows > window
     if 1 < new < rows or (narrow and new > 1):
-        # A window or a later chunk: is_causal would align the mask at the upper left.
+        # is_causal aligns the mask at the upper left: wrong for a window or a later chunk.
         mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
         if narrow:
             mask = mask.triu(rows - new - window + 1)
     grouped = heads != k.shape[2]
-    # no fused kernel supports both GQA and values of another size
+    # no fused kernel supports GQA together with values of another size
     if grouped and v.shape[3] != q.shape[3]:
         k, v = (
             one.repeat_interleave(heads // one.shape[2], 2)
@@ -93,9 +94,9 @@ def _by_blocks(
     For values narrower than keys, as in MLA: SDPA's fast kernels do not support 576 elements, its
     slow one keeps the scores of all tokens and a copy of the rows for each head, and its
     memory-efficient one gave wrong results after the first 32 tokens of a masked chunk (torch 2.11
-    on an H100). Besides `out`, this needs memory for a block's scores (2 ** 26, or one token's if
-    that is more), twice in float32 and once in the type of the values; and for the keys in float32
-    if torch cannot multiply narrower matrices to float32.
+    on an H100). Besides `out`, this needs memory for a block's scores (2 ** 26 of them, or one
+    token's if more), twice in float32 and once in the values' dtype, and for the keys in float32 if
+    torch cannot multiply narrower matrices to float32.
     """
     (new, heads, dim), (rows, groups) = q.shape, k.shape[:2]
     each = heads // groups

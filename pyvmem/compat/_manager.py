@@ -23,10 +23,10 @@ __all__ = ["Manager", "OutOfKVBlocks", "close_retired"]
 
 
 class OutOfKVBlocks(OutOfMemory, RuntimeError):
-    """A step needs more pages than the cache has. Also a RuntimeError, as in the artifact."""
+    """A step needs more pages than the cache has. A RuntimeError, too, as in the artifact."""
 
 
-# Caches that have ended and have no memory, but whose addresses the program's tensors still use.
+# Caches that have ended and hold no memory. The program's tensors still use their addresses.
 _retired: list[KVCache] = []
 
 
@@ -45,13 +45,13 @@ atexit.register(close_retired)
 
 
 class Manager:
-    """A cache whose caller may choose ids, and whose tensors exist before it has memory.
+    """A cache that lets its caller choose ids and that creates its tensors before it has memory.
 
     Attributes:
         cache: the cache; it has its own context.
         megacache: all layers share one K and one V tensor.
-        lengths: tokens of each id, as passed to `alloc` and `step`; 0 if it is free.
-        common: pages that all ids share; None before `map_common`.
+        lengths: number of tokens of each id, as passed to `alloc` and `step`; 0 for a free id.
+        common: the pages that all ids share; None before `map_common`.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Manager:
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int]) -> None:
-        """Frees ids whose length is now 0, truncates shortened requests, claims new ids, and maps.
+        """Applies new lengths: frees ids of length 0, truncates, claims new ids, and maps pages.
 
         Claiming and mapping are all or nothing.
         """
@@ -206,12 +206,12 @@ class Manager:
         self.lengths = lengths
 
     def _truncate(self, index: int, length: int) -> None:
-        """Truncates a request, but never the common pages."""
+        """Truncates a request; always keeps the common pages."""
         rows = length
         if self.common is not None:
             rows = max(rows, self.common.rows)
         if rows < self.cache.snapshot()[index].seq_len:
-            # never copies a page: the request's own pages are not shared
+            # copies no page, since the request's own pages are not shared
             self.cache.truncate(index, rows)
         self.lengths[index] = length
 
@@ -223,7 +223,7 @@ class Manager:
                 self.cache.truncate(index, slot.seq_len)
 
     def map_ahead(self) -> None:
-        """Starts mapping one more token per request; the next step reports a shortage."""
+        """Starts mapping one more token's rows per request; the next step reports a shortage."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]
@@ -238,7 +238,7 @@ class Manager:
         self.cache.memory.reclaim_free(keep)
 
     def _taken(self, index: int) -> bool:
-        """Returns true if a request has the id."""
+        """Returns true if the id is in use."""
         idle = self.common is not None and index in self.common.idle
         return not idle and self.cache.slots.is_taken(index)
 
@@ -278,9 +278,9 @@ class Manager:
     # ---- end and reports -------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Ends all requests and frees the memory; `close_retired` closes the cache.
+        """Ends all requests and frees their memory; `close_retired` closes the cache.
 
-        May be called again if it failed.
+        If it fails, it may be called again.
         """
         if self.cache not in _retired:
             _retired.append(self.cache)

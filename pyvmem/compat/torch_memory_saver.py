@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The module torch_memory_saver, which trainers use to release idle memory, over `VMemPool`.
+"""A drop-in for torch_memory_saver, which trainers use to release idle memory, on `VMemPool`.
 
     from pyvmem.compat.torch_memory_saver import torch_memory_saver
     # or, for an unmodified program, before its own ``import torch_memory_saver``:
@@ -11,19 +11,19 @@
     torch_memory_saver.resume("weights")
 
 The names and arguments are those of github.com/fzyzcjy/torch_memory_saver with
-``hook_mode="torch"``. For some features the original preloads a library that intercepts every CUDA
-allocation; torch's allocator interface cannot provide these, and they raise `NotSupported`:
-``hook_mode="preload"``, `memory_margin_bytes`.
+``hook_mode="torch"``. Some of the original's features preload a library that intercepts every CUDA
+allocation. torch's allocator interface cannot do this, so they raise `NotSupported`:
+``hook_mode="preload"`` and `memory_margin_bytes`.
 
 Differences:
 
-- `configure_subprocess` changes nothing: there is no library to preload. A spawned process must
+- `configure_subprocess` has no effect: there is no library to preload. A spawned process must
   call `install` itself.
-- `cuda_graph` captures, and warns that the graph's own memory is not paused: torch allocates it
-  during capture, when no page can be mapped and zeroed.
+- `cuda_graph` captures, but warns that the graph's own memory is not paused: torch allocates it
+  during capture, when pages cannot be mapped and zeroed.
 - `pause` raises `Busy` for a tag whose region is active.
-- Driver errors raise exceptions, and contents stay in place or in their backup; they never kill the
-  process.
+- Driver errors raise exceptions and never kill the process. Contents stay in place or in their
+  backup.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _refuse(what: str) -> NoReturn:
 class TorchMemorySaver:
     """Regions of torch memory that can be paused. Thread-safe, as `VMemPool` is.
 
-    The first call that needs the pool opens it, over the context passed to `configure` or over a
-    new one.
+    The first call that needs the pool opens it, on the context passed to `configure` or on a new
+    context.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class TorchMemorySaver:
         self._context: Context | None = None
         self._own: list[Context] = []  # at most one
         self._pools: list[VMemPool] = []  # at most one
-        # per tag: the values of enable_cpu_backup of its regions
+        # for each tag, the `enable_cpu_backup` values of its regions
         self._tags: dict[str, set[bool]] = {}
         self._active = threading.local()
 
@@ -97,8 +97,8 @@ class TorchMemorySaver:
         with self._lock:
             if not self._pools:
                 context = self._context
-                # A single C call makes and records each of them: a signal's exception cannot come
-                # between.
+                # `extend` creates and stores each object in one C call: a signal handler cannot
+                # raise in between.
                 try:
                     if context is None:
                         if not self._own or not self._own[0].is_open:
@@ -107,7 +107,7 @@ class TorchMemorySaver:
                     self._pools.extend(map(VMemPool, (context,)))
                 except BaseException:
                     if not self._pools:
-                        # the traceback keeps an array alive; the next call reuses the context
+                        # the traceback holds an array; the next call reuses the context
                         with suppress(Busy):
                             self._close_own()
                     raise
@@ -135,12 +135,12 @@ class TorchMemorySaver:
 
     @contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Tags this thread's allocations in the ``with`` block for `pause`.
+        """Tags this thread's allocations in a ``with`` block, so that `pause` can free them.
 
         Args:
-            tag: name of the region; several regions may have the same tag.
-            enable_cpu_backup: `pause` keeps the contents in host memory, page-locked if possible;
-                otherwise they become zeros.
+            tag: names the region; several regions may have the same tag.
+            enable_cpu_backup: `pause` saves the contents in host memory, page-locked if possible.
+                Without a backup, `resume` maps zeros.
 
         Raises:
             Busy: the region is inside another, or its tag is paused.
@@ -160,7 +160,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Lets torch allocate as usual in a ``with`` block within a region; not paused by `pause`.
+        """Lets torch allocate memory that `pause` ignores, in a ``with`` block inside a region.
 
         Raises:
             InvalidArgument: no region is active in this thread.
@@ -184,7 +184,7 @@ class TorchMemorySaver:
         """Frees the memory of a tag's regions, or of all regions; ignores an unknown tag.
 
         Raises:
-            VMemError: from `VMemPool.pause`; `resume` maps the regions that were paused before.
+            VMemError: `VMemPool.pause` failed; `resume` maps the regions that were already paused.
         """
         regions = {_name(one, backup): backup for one, backup in self._regions(tag)}
         if regions:
@@ -206,7 +206,7 @@ class TorchMemorySaver:
         with self._lock:
             tags = list(self._tags) if tag is None else [tag]
             known = [(one, backup) for one in tags for backup in self._tags.get(one, ())]
-            # regions with a backup first, since they may fail
+            # regions with a backup first, as the backup may fail
             return sorted(known, key=lambda region: not region[1])
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
@@ -218,7 +218,7 @@ class TorchMemorySaver:
 
         Raises:
             InvalidArgument: the tensor is not contiguous, not paused, or has no backup.
-            BadHandle: no region was ever used.
+            BadHandle: no region has been used yet.
         """
         import torch
 
@@ -266,12 +266,12 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """0; cannot be set."""
+        """Always 0; cannot be set."""
         return 0
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
-        """Raises NotSupported: a margin requires the interception of CUDA calls."""
+        """Raises NotSupported: a margin requires intercepting CUDA calls."""
         _refuse(f"memory_margin_bytes={value}")
 
     @contextmanager
@@ -302,9 +302,9 @@ class TorchMemorySaver:
 
 
 def _name(tag: str, backup: bool) -> str:
-    """Returns the pool's tag for a region: one with a backup is paused differently.
+    """Returns the pool's tag for a region. Regions with and without a backup get different tags.
 
-    Both get a suffix, so that they cannot collide with a caller's tag.
+    Both tags have a suffix, so that they cannot collide with a caller's tag.
     """
     return f"{tag}+backup" if backup else f"{tag}+zeros"
 

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: MIT
-"""The Python module of the vAttention artifact, over `pyvmem.KVCache`.
+"""A drop-in for the Python module of the vAttention artifact, on `pyvmem.KVCache`.
 
     import pyvmem.compat.vattention as vattention     # or, for an unmodified program:
     pyvmem.compat.vattention.install()                # before its own ``import vattention``
 
-The same functions, argument order, tensor shapes and return values as the pybind11 module of
-github.com/microsoft/vattention (``vattention.cu``, ``apis.h``). As there, the state is global: a
-process has one cache from `init_kvcache` to `cleanup`, and may then create another. A *KV block* is
-one page in every tensor.
+Functions, argument order, tensor shapes and return values are those of the pybind11 module of
+github.com/microsoft/vattention (``vattention.cu``, ``apis.h``). As in the artifact, the state is
+global: a process has one cache from `init_kvcache` to `cleanup`, and may create another afterwards.
+A *KV block* is one page in every tensor.
 
 Deliberate differences:
 
-- Physical memory has opaque, checked handles. A freed id's pages are unmapped after
+- Physical memory is identified by opaque, checked handles. A freed id's pages are unmapped after
   its GPU work, and zeroed before another request gets them.
-- Driver errors raise exceptions; they never kill the process. A step that fails for lack of memory
-  (`OutOfKVBlocks`, also a RuntimeError as in the artifact) has mapped nothing.
-- `alloc_new_batch_idx` is best fit: the free id with the fewest mapped pages that are enough, else
-  the id with the most.
+- Driver errors raise exceptions; they never kill the process. A step that runs out of memory maps
+  nothing and raises `OutOfKVBlocks`, which is a RuntimeError, as in the artifact.
+- `alloc_new_batch_idx` is best fit: it picks the free id with the fewest mapped pages among those
+  with enough, else the one with the most.
 - `step_async` waits for background work before it changes anything, and reclaims idle
   pages in the background when less than a tenth of the memory is free.
 - `cleanup` frees the memory immediately, and the addresses once no tensor over them is alive.
 - Pages may have any size that the back end supports, and the `max_context_length` rows of a request
-  need not be a multiple of it. If they are, the tensors are contiguous, as the artifact's are. If
-  they are not (the artifact refuses such shapes), the distance between two requests, ``stride(0)``,
-  is greater than ``max_context_length * stride(1)``.
-- The pages of `map_common_pages` are written through one id; a write through any other faults.
+  need not be a multiple of it. If they are, the tensors are contiguous, as the artifact's are.
+  Otherwise (the artifact rejects such shapes) the distance between two requests, ``stride(0)``,
+  exceeds ``max_context_length * stride(1)``.
+- The pages of `map_common_pages` are writable through one id; a write through any other id faults.
 - Any number of processes may use it, on any number of devices. The back end is "auto" unless
   `configure` or ``$VMEM_VATTENTION_BACKEND`` names another.
 
@@ -104,7 +104,7 @@ def install() -> ModuleType:
 
 
 def configure(backend: str | None) -> None:
-    """Sets the back end of the next `init_kvcache`; None: the environment's, else "auto"."""
+    """Sets the back end of the next `init_kvcache`; None: from the environment, else "auto"."""
     global _backend
     _backend = backend
 
@@ -123,14 +123,14 @@ def init_kvcache(
     page_size: int,
     megacache: bool = False,
 ) -> list[torch.Tensor]:
-    """Creates the tensors on reserved addresses, without memory (`reserve_physical_pages`).
+    """Creates the tensors on reserved addresses; `reserve_physical_pages` allocates their memory.
 
     Args:
         device: CUDA ordinal.
-        page_size: bytes. A bool, as in the artifact's demos and earlier versions, says whether to
-            use its UVM driver: True means pages of 64 KiB, False pages of 2 MiB.
-        megacache: one K and one V tensor for all layers; caches of more than 8 GiB should use
-            pages of 2 MiB: with smaller ones attention takes several times as long.
+        page_size: in bytes. The artifact's demos and earlier versions pass a bool (whether to use
+            its UVM driver): True means pages of 64 KiB, False means 2 MiB.
+        megacache: one K and one V tensor for all layers; caches of more than 8 GiB should then use
+            pages of 2 MiB, as attention takes several times as long with smaller pages.
 
     Returns:
         The K tensors of all layers, then the V tensors, each ``[max_batch_size,
@@ -169,24 +169,24 @@ def init_kvcache(
                 print(f"vattention: {manager.tokens_per_block} tokens per KV block")
             _manager = manager
         except BaseException:
-            # the traceback may keep tensors alive; `close_retired` closes the cache later
+            # the traceback may hold tensors; `close_retired` closes the cache later
             manager.end()
             raise
         return tensors
 
 
 def reserve_physical_pages(free_memory: int) -> int:
-    """Allocates physical memory for the cache; a later call with more adds the difference.
+    """Allocates physical memory for the cache; a later call with a larger size adds the difference.
 
     Args:
         free_memory: bytes, rounded down to ``2 * num_layers`` pages.
 
     Returns:
-        The cache's number of physical pages, all tensors together.
+        The cache's total number of physical pages, over all tensors.
 
     Raises:
-        InvalidArgument: less than one page for every layer's K and V. OutOfMemory: the device does
-            not have that much; nothing changed.
+        InvalidArgument: `free_memory` is less than one page for every layer's K and V.
+            OutOfMemory: the device has too little memory; nothing changed.
     """
     with _lock:
         return _the().reserve(operator.index(free_memory))
@@ -222,7 +222,7 @@ def free_batch_idx(reqId: int) -> None:  # the artifact's name
 
 
 def num_free_kvblocks() -> int:
-    """Returns the number of KV blocks that the requests' lengths do not need, mapped or not."""
+    """Returns the number of KV blocks, mapped or not, that the requests' lengths do not need."""
     with _lock:
         return _the().free_blocks()
 
@@ -234,8 +234,8 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
     """Maps the pages that the requests need now.
 
     Args:
-        seq_lens: tokens by id. An id need not come from `alloc_new_batch_idx`. An id with 0
-            tokens is freed; an id with fewer tokens than before loses its last rows.
+        seq_lens: number of tokens of each id. An id need not come from `alloc_new_batch_idx`. An id
+            with 0 tokens is freed; an id with fewer tokens than before loses its last rows.
         eager_reclaim: unmap the pages of free ids immediately.
 
     Raises:
@@ -249,7 +249,7 @@ def step(seq_lens: Sequence[int], eager_reclaim: bool) -> None:
 
 
 def step_async(seq_lens: Sequence[int]) -> None:
-    """Does a `step`, then maps memory for one more token per request in the background."""
+    """Runs `step`, then maps memory for one more token per request in the background."""
     with _lock:
         _the().step(seq_lens)
         _the().map_ahead()
@@ -258,16 +258,16 @@ def step_async(seq_lens: Sequence[int]) -> None:
 
 
 def map_common_pages(num_tokens: int) -> None:
-    """Maps the same pages for the first `num_tokens` tokens of every id, such as a system prompt.
+    """Maps the same pages for the first `num_tokens` tokens of every id (e.g. a system prompt).
 
-    Called once, before the first request. The pages hold zeros; id 0, which the next
-    `alloc_new_batch_idx` returns, writes them until its request ends. All other ids read them, each
-    at its own address, where they are mapped read-only: a write faults. The artifact maps them
-    writable for all ids, which overwrite each other's rows.
+    May be called once, before the first request. The pages hold zeros; id 0, which the next
+    `alloc_new_batch_idx` returns, can write them until its request ends. All other ids have them
+    mapped read-only, each at its own address; a write there faults. The artifact maps them writable
+    for all ids, so these can overwrite each other's rows.
 
-    Rows up to the end of the last of these pages are common; a request's own rows follow, and its
-    length counts both. The pages stay mapped until `cleanup`: the end of a request frees only its
-    own pages, and `free_batch_idx` then waits for its GPU work.
+    All rows of these pages are common; a request's own rows follow, and its length includes the
+    common rows. The pages stay mapped until `cleanup`: `free_batch_idx` frees only the request's
+    own pages, and now waits for its GPU work.
 
     Args:
         num_tokens: number of common tokens; 0 does nothing.
@@ -287,7 +287,7 @@ def map_common_pages(num_tokens: int) -> None:
 
 
 def set_deferred_reclamation(val: bool) -> None:
-    """Sets whether idle pages stay mapped; if not, `step_async` unmaps all but the next id's."""
+    """Sets whether idle pages stay mapped; if not, `step_async` unmaps all except the next id's."""
     global _deferred
     _deferred = bool(val)
 
@@ -299,7 +299,7 @@ def set_verbose(val: bool) -> None:
 
 
 def show_kvcache_config() -> None:
-    """Prints the cache's shape and sizes, if verbose."""
+    """Prints the cache's shape and sizes if verbose."""
     with _lock:
         lines = _the().describe()
     if _verbose:
@@ -307,7 +307,7 @@ def show_kvcache_config() -> None:
 
 
 def show_allocator_state() -> None:
-    """Prints free KV blocks and every id's length and pages, if verbose."""
+    """Prints the number of free KV blocks and each id's length and pages if verbose."""
     with _lock:
         lines = _the().picture()
     if _verbose:

@@ -7,7 +7,7 @@ once the last of them is retired.
 
     unbacked -- begin, run, finish --> backed -- retire, sent, confirm --> unbacked
 
-A growth takes three calls, so that the one that maps runs without the lock:
+A growth takes three calls, so that mapping runs without the lock:
 
     growth = backing.begin(count)       # picks blocks and reserves their bytes in the quota
     growth.run(workers)                 # maps on every rank, all or nothing
@@ -33,17 +33,17 @@ __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 _NONE, _MAPPED, _MAPPING, _UNMAPPING = range(4)  # states of a page
 _UNBACKED, _GROWING, _BACKED = range(3)  # states of a block
 _POLL = 0.05  # s between attempts to reserve the null block's memory
-_AGAIN = 1.0  # s: an idle engine asked for memory again within this time frees twice as much
+_AGAIN = 1.0  # s: if asked again within this time, an idle engine frees twice as much
 
 
 class Quota(Protocol):
-    """The bytes that an engine may map on each device; see `pyvmem.elastic.quota`."""
+    """A limit on the bytes that an engine maps on each device; see `pyvmem.elastic.quota`."""
 
     def room(self) -> int:
         """Returns the bytes that `take` would grant now."""
 
     def take(self, nbytes: int, handles: int) -> bool:
-        """Reserves `nbytes` more bytes, in `handles` driver mappings; false if denied."""
+        """Reserves `nbytes` more bytes, in `handles` driver mappings. Returns false if denied."""
 
     def end_pending(self, nbytes: int) -> None:
         """See `Account.end_pending`."""
@@ -108,8 +108,8 @@ class Counters:
     Attributes:
         grown_blocks, grown_bytes, growths: blocks backed, bytes mapped, growths done.
         retired_blocks, retired_bytes, releases: blocks retired, bytes unmapped, releases sent.
-        refusals: growths that the quota cut short or refused.
-        failures: growths and releases that the driver refused.
+        refusals: growths that the quota reduced or denied.
+        failures: growths and releases that failed in the driver.
         last_failure: message of the last failure.
     """
 
@@ -134,8 +134,8 @@ class Backing:
     Attributes:
         geometry: geometry of the engine.
         quota: grants the bytes before they are mapped.
-        unbacked: number of blocks without memory, not counting growing ones.
-        mapped_bytes: bytes that are mapped, being mapped, or being unmapped.
+        unbacked: number of unbacked blocks, not counting growing ones.
+        mapped_bytes: bytes mapped, including those being mapped or unmapped.
         unmapping_bytes: the part of `mapped_bytes` that is being unmapped.
         outbox: releases not yet sent to any rank.
         counters: totals since the start.
@@ -152,13 +152,13 @@ class Backing:
         kinds = range(len(self.geometry.classes))
         pages = [self.geometry.num_pages(kind) for kind in kinds]
         self._state = [np.zeros(count, dtype=np.uint8) for count in pages]
-        # Number of backed or growing blocks that touch each page.
+        # For each page, the number of backed or growing blocks that touch it.
         self._users = [np.zeros(count, dtype=np.int64) for count in pages]
         self._blocks = bytearray(self.geometry.num_blocks)  # the state of each block
         self._blocks[0] = _GROWING
         self._block_states = np.frombuffer(self._blocks, dtype=np.uint8)  # a view of `_blocks`
         self.unbacked = self.geometry.num_blocks - 1
-        self._asked, self._asked_at = 0, -_AGAIN  # last result of `owed`, and its time
+        self._asked, self._asked_at = 0, -_AGAIN  # last result of `owed` and its time
         self._sent: dict[int, Release] = {}
         self._last = 0
         self._null = Growth([0], runs_of([self.geometry.pages(kind, 0) for kind in kinds]), 0)
@@ -170,7 +170,7 @@ class Backing:
         """Begins the growth of the null block, which the ranks have already mapped.
 
         Raises:
-            MemoryError: the quota has too little room.
+            MemoryError: the quota does not have enough room.
         """
         if not self.quota.take(self._null.nbytes, self._handles(self._null)):
             raise MemoryError(
@@ -228,7 +228,7 @@ class Backing:
         changing = [int(np.count_nonzero(state >= _MAPPING)) for state in self._state]
         unbacked = np.flatnonzero(self._block_states == _UNBACKED)
         # Blocks on pages in flight are dropped below. At most `sharing` + 2 blocks touch a page, so
-        # enough candidates are left.
+        # enough candidates remain.
         most = count + sharing + (sharing + 2) * sum(changing)
         blocks = unbacked[:most]
         for kind in filter(changing.__getitem__, kinds):
@@ -251,10 +251,10 @@ class Backing:
         return growth, picked < len(blocks)
 
     def _pages(self, kind: int, blocks: Any) -> tuple[Any, Any]:
-        """Returns the pages that `blocks` touch in a class, and for each page its block's index.
+        """Returns the pages that `blocks` touch in a class, and the index of each page's block.
 
-        A vectorized `Geometry.pages`. The pages are listed block by block, so for ascending blocks
-        they ascend, too.
+        A vectorized `Geometry.pages`. Pages are listed block by block: ascending blocks give
+        ascending pages.
         """
         size, page = self.geometry.classes[kind].block_bytes, self.geometry.page_size
         first, end = blocks * size // page, ((blocks + 1) * size - 1) // page + 1
@@ -284,7 +284,8 @@ class Backing:
         if growth is not self._null:
             self._block_states[growth.blocks] = _GROWING
             self.unbacked -= len(growth.blocks)
-        # Counted before mapping, so that retiring a neighbouring block cannot free a shared page.
+        # Count users before mapping, so that retiring a neighbouring block cannot free a shared
+        # page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
         self.mapped_bytes += growth.nbytes
@@ -308,7 +309,7 @@ class Backing:
         self.quota.give(growth.nbytes)
         self._block_states[growth.blocks] = _UNBACKED
         self.unbacked += len(growth.blocks)
-        # These pages were kept for this growth although all other blocks on them have been retired.
+        # Other blocks on these pages were retired during the growth, which kept the pages mapped.
         self._release([[p for p in pages if self._state[k][p] == _MAPPED]
                      for k, pages in enumerate(unused)])  # fmt: skip
         return []
@@ -318,10 +319,10 @@ class Backing:
     def retire(self, blocks: list[int]) -> int:
         """Marks backed blocks as unbacked; the engine's free list must no longer contain them.
 
-        Queues in `outbox` a release of the pages that no other block uses.
+        Puts a release of the pages that no other block uses into `outbox`.
 
         Returns:
-            Bytes of these pages.
+            The bytes of these pages.
 
         Raises:
             AssertionError: a block is not backed, or is the null block.
@@ -352,7 +353,7 @@ class Backing:
     def emptied_first(
         self, blocks: Iterable[int], most: int, *, at_least: bool = False
     ) -> list[int]:
-        """Returns up to `most` blocks of `emptied_by`, in whole groups, highest addresses first.
+        """Returns up to `most` blocks from `emptied_by`, in whole groups, highest addresses first.
 
         Growth takes the lowest addresses, so this keeps used memory contiguous.
 
@@ -407,7 +408,7 @@ class Backing:
     def owed(self, excess: int, now: float, idle: bool, floor: int) -> int:
         """Returns the bytes to free now, given the `excess` that the quota reports.
 
-        An idle engine that is asked again within a second frees twice as much as before; otherwise
+        An idle engine that is asked again within a second frees twice as much as before. Otherwise
         each request of the other engine would have to wait for memory.
 
         Args:
@@ -437,7 +438,7 @@ class Backing:
         return self._blocks[block] == _BACKED
 
     def live_bytes(self, blocks: Iterable[int]) -> int:
-        """Returns the bytes of all pages that these blocks touch."""
+        """Returns the total bytes of the pages that these blocks touch."""
         total = 0
         for kind in range(len(self.geometry.classes)):
             pages = {page for block in blocks for page in self.geometry.pages(kind, block)}

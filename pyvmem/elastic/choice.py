@@ -13,9 +13,9 @@ The times were measured on an H100 and an H200 (benchmarks/kernels). They begin 
 and 16 GiB, so the threshold is 8 GiB.
 
 Since vLLM 0.32, all layers of a block may be contiguous (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). If
-the size of such a block is a multiple of 2 MB, the block has large pages to itself: none is shared,
-no prefix has to move, and one call maps it. The pool does not request this layout: on a full H100
-it makes each decode step 1.2 to 1.4 % longer, in stock vLLM as well
+such a block's size is a multiple of 2 MB, the block shares no large page with another: no prefix
+has to move, and one call maps the block. The pool does not request this layout: on a full H100 it
+makes each decode step 1.2 to 1.4 % longer, in stock vLLM as well
 (results/logs/h100-vllm-layouts.log).
 """
 
@@ -29,7 +29,7 @@ from pyvmem.plumbing.units import format_bytes
 __all__ = ["LARGE", "SMALL", "choose_page"]
 
 SMALL, LARGE = 64 << 10, 2 << 20
-_FAST = 8 << 30  # up to this many mapped bytes, small pages cost no time
+_FAST = 8 << 30  # up to this many mapped bytes, small pages cost no extra time
 _PART = 32  # two large pages per tensor may cost at most 1/32 of the memory that can be mapped
 
 
@@ -41,7 +41,7 @@ def choose_page(
     Args:
         num_blocks: blocks in each tensor.
         sizes: bytes of each tensor.
-        most: maximum bytes that can be mapped at a time.
+        most: maximum bytes that can be mapped at once.
         asked: ``VMEM_PAGE_SIZE`` in bytes; 0 if it is unset.
         limit: ``VMEM_LIMIT`` in bytes; None if it is unset.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Checks an engine's source for the symbols that a plug-in uses, without importing the engine.
 
-This decides whether an unknown version is tried or refused, and compares two releases. A plug-in
-uses a symbol in one of four ways:
+The result decides whether an unknown version is tried or rejected; it also compares two releases. A
+plug-in uses a symbol in one of four ways:
 
     replaced     our function runs instead of the engine's, on its class or on one object
     overridden   a method of our subclass overrides it and calls it
@@ -30,7 +30,7 @@ class Symbol:
         module: relative to the engine's package.
         name: ``function``, ``Class`` or ``Class.member``.
         use: replaced, overridden, called or read.
-        why: the reason, in a few words.
+        why: the reason for the use, in a few words.
         takes: parameters that we pass or rely on, in order.
         calls: calls that its body must contain, since our code runs inside them.
     """

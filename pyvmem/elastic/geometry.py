@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Maps the blocks of an engine's KV cache to physical pages.
 
-vLLM allocates one tensor per layer (or one for a few layers, or one for all of them) and cuts each
-into `num_blocks` equal parts, blocks outermost: block i of a tensor is the bytes from ``i * n`` to
-``(i + 1) * n``. Tensors with the same n form a class: their blocks are on the same pages.
+vLLM allocates one tensor per layer, per few layers or for all layers, and divides each into
+`num_blocks` equal blocks (the outermost dimension): block i of a tensor is the bytes from ``i * n``
+to ``(i + 1) * n``. Tensors with the same n form a class: their blocks lie on pages with the same
+indices.
 
     class 0, n = 24 KiB, pages of 64 KiB     | page 0          | page 1          | page 2 ...
                                              | 0  | 1  | 2  : 2 | 3  | 4  | 5 : 5| ...
@@ -51,12 +52,12 @@ class TensorClass:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The blocks, tensors and pages of an engine; the same on all tensor-parallel ranks.
+    """Describes the blocks, tensors and pages of an engine; equal on all tensor-parallel ranks.
 
     Attributes:
         num_blocks: blocks in each tensor, including the null block.
-        page_size: bytes of a page.
-        classes: sorted by `block_bytes`, ascending.
+        page_size: bytes per page.
+        classes: the tensor classes, by ascending `block_bytes`.
     """
 
     num_blocks: int
@@ -90,21 +91,21 @@ class Geometry:
         return -(-self.num_blocks * self.classes[kind].block_bytes // self.page_size)
 
     def page_bytes(self, kind: int) -> int:
-        """Returns the bytes of one page of a class, in all its tensors together."""
+        """Returns the total bytes of one page of a class, over all its tensors."""
         return self.page_size * self.classes[kind].tensors
 
     def run_bytes(self, runs: Iterable[Run]) -> int:
-        """Returns the bytes of the pages of these runs, in all tensors together."""
+        """Returns the total bytes of the pages in these runs, over all tensors."""
         return sum(self.page_bytes(run.kind) * run.length for run in runs)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, in all tensors together."""
+        """Total bytes of one block, over all tensors."""
         return sum(one.block_bytes * one.tensors for one in self.classes)
 
     @cached_property
     def _sharing(self) -> int:
-        """Index of the largest class whose blocks share pages; -1 if no class's blocks do."""
+        """Index of the largest class whose blocks share pages; -1 if there is none."""
         shared = [
             (one.tensors * one.block_bytes, kind)
             for kind, one in enumerate(self.classes)
@@ -117,20 +118,20 @@ class Geometry:
         """The pair that maps blocks to groups: block b is in group ``b * unit[0] // unit[1]``.
 
         A group consists of the blocks that begin in the same page. If blocks share no pages, each
-        block forms a group by itself.
+        block is a group of its own.
         """
         if self._sharing < 0:
             return 1, 1
         return self.classes[self._sharing].block_bytes, self.page_size
 
     def touching(self, group: int) -> range:
-        """Returns the blocks that touch a group's page, which can be unmapped if all are empty."""
+        """Returns the blocks that touch a group's page, which can be unmapped if all are idle."""
         size, page = self.group_unit
         return range(group * page // size, min(-(-(group + 1) * page // size), self.num_blocks))
 
     @cached_property
     def group_bytes(self) -> int:
-        """The minimum number of bytes that are freed when a group becomes empty.
+        """The minimum number of bytes freed when a group becomes empty.
 
         The first and last group may free less.
         """
@@ -146,7 +147,7 @@ class Geometry:
         return max(1, min(found, default=1))
 
     def most_bytes(self, blocks: int) -> int:
-        """Returns the bytes that `blocks` consecutive blocks need in the worst alignment."""
+        """Returns the bytes that `blocks` consecutive blocks need at the worst alignment."""
         total = 0
         for kind, one in enumerate(self.classes):
             spill = 0 if one.block_bytes % self.page_size == 0 else 1
@@ -161,7 +162,7 @@ class Geometry:
         return self.most_bytes(-(-pages * page // size))
 
     def first_bytes(self, blocks: int) -> int:
-        """Returns the bytes that the first `blocks` blocks need, the minimum for this number."""
+        """Returns the bytes that the first `blocks` blocks need, the minimum for that number."""
         return sum(
             min(-(-blocks * one.block_bytes // self.page_size), self.num_pages(kind))
             * self.page_bytes(kind)
@@ -174,7 +175,7 @@ def blocks_are_outermost(
 ) -> bool:
     """Returns true if each block is contiguous in a layer's view of its tensor.
 
-    `Geometry` requires that. Some attention back ends put all keys before all values instead.
+    `Geometry` requires contiguous blocks. Some attention back ends put all keys before all values.
 
     Args:
         shape, strides: shape and strides of the view, in elements.
@@ -191,7 +192,7 @@ def blocks_are_outermost(
 
 
 def runs_of(pages: Sequence[Iterable[int]]) -> list[Run]:
-    """Returns the fewest runs that cover the given page indices, listed per class."""
+    """Returns the smallest list of runs that covers the given page indices of each class."""
     runs: list[Run] = []
     for kind, indices in enumerate(pages):
         first = end = -1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Chooses which idle block is handed out next, so that whole pages become free.
+"""Chooses which idle block to hand out next, so that whole pages become free.
 
 A group consists of the blocks that share pages (`Geometry.group_unit`):
 
@@ -25,12 +25,12 @@ class IdleBlocks:
     """The set of idle blocks; `take` removes those of the fullest groups first.
 
     Args:
-        unit: `Geometry.group_unit`: block b belongs to group ``b * unit[0] // unit[1]``.
+        unit: as `Geometry.group_unit`: block b belongs to group ``b * unit[0] // unit[1]``.
     """
 
     def __init__(self, unit: tuple[int, int]) -> None:
         self._size, self._page = unit
-        # idle blocks by group; dicts serve as ordered sets
+        # maps a group to its idle blocks; the inner dicts serve as ordered sets
         self._of: dict[int, dict[int, None]] = {}
         self._buckets: list[dict[int, None]] = [{} for _ in range(-(-unit[1] // unit[0]) + 1)]
         self._some = 0  # bit n is set if bucket n is not empty
@@ -72,7 +72,7 @@ class IdleBlocks:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Adds blocks that became idle; blocks already in the set are ignored."""
-        if self.one_block:  # faster: there may be thousands of groups
+        if self.one_block:  # a faster path, as there may be thousands of groups
             new = {block: {block: None} for block in blocks if block not in self._of}
             self._of.update(new)
             self._buckets[1].update(dict.fromkeys(new))
@@ -91,7 +91,7 @@ class IdleBlocks:
         """Removes blocks from the set.
 
         Raises:
-            KeyError: a block is not in the set; those before it have been removed.
+            KeyError: a block is not in the set; the blocks before it have been removed.
         """
         for block in blocks:
             group = block * self._size // self._page
@@ -106,7 +106,7 @@ class IdleBlocks:
 
         Args:
             count: number of blocks.
-            spare: groups from which no block is taken.
+            spare: groups to skip.
         """
         found: list[int] = []
         some = self._some

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """The KV memory of a rank: tensors on a reservation, and the pages that back them.
 
-All tensors share one reservation. The tensors of a class (`geometry`) are equally spaced, so a run
-of pages in all of them is a single operation of a batch.
+All tensors share one reservation. The tensors of a class (`geometry`) are equally spaced, so one
+batch operation covers a run of pages in all of them.
 
-A page is unmapped only after all steps that were scheduled before its release, since they may
-access it. The scheduler names the last of them. Steps are launched in order on one stream, so an
-event recorded after that step's launch covers all of them. Only libvmem's worker thread waits for
-the event.
+A page is unmapped only after all steps that were scheduled before its release, as they may access
+it. The scheduler passes the number of the last such step. Steps are launched in order on one
+stream, so an event recorded after that step's launch covers the earlier steps, too. Only libvmem's
+worker thread waits for the event.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _ALIGN = 2 << 20
 class Copies(Protocol):
     """Asynchronous copies outside the engine's steps.
 
-    Their pages stay mapped until they complete.
+    The pages that they access stay mapped until they complete.
     """
 
     def events(self) -> tuple[Any, ...]:
-        """Returns events that complete once all started copies have completed."""
+        """Returns events that complete when all started copies are done."""
 
     def fence(self, stream: Any) -> None:
         """Makes a stream wait for all started copies."""
@@ -69,7 +69,8 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
         backend: name of the back end, or ``"auto"``.
         device: index of the CUDA device.
         page_size: bytes; 0 for the back end's smallest.
-        reserve: bytes of free pages that the context keeps; empty slabs beyond go to the device.
+        reserve: bytes of free pages that the context keeps; empty slabs beyond this go back to the
+            device.
 
     Raises:
         ValueError: the back end does not support this page size.
@@ -88,7 +89,7 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
 
 
 def device_total(cuda_device: int | None) -> int:
-    """Returns the total bytes of a CUDA device; None: of host memory, within the cgroup limit."""
+    """Returns a CUDA device's total bytes; for None, host memory's, within the cgroup limit."""
     if cuda_device is None:
         with Context("host") as context:
             return context.memory().total_bytes
@@ -101,18 +102,18 @@ class KVMemory:
     """The KV tensors of a rank, whose pages are mapped and unmapped while the engine runs.
 
     Lives in the worker's process. Any thread may call `grow`, `release`, `finished`, `move` and
-    `compact`; `step_begins`, `step_ends`, `copy` and `fence` are for the thread that launches
-    steps.
+    `compact`; only the thread that launches steps may call `step_begins`, `step_ends`, `copy` and
+    `fence`.
 
     Args:
         context: allocates the pages; closed by `close`.
         num_blocks: blocks in each tensor.
         sizes: bytes of each tensor.
         multiple: tensors of a class are spaced at a multiple of this many bytes.
-        visible: CUDA's own copies must accept the addresses.
+        visible: make the addresses usable by CUDA's own copies.
 
     Raises:
-        TooManyMappings: `visible`, and the tensors exceed the card's free memory.
+        TooManyMappings: `visible` is set, and the tensors exceed the GPU's free memory.
     """
 
     def __init__(
@@ -131,19 +132,19 @@ class KVMemory:
         self._finished: dict[int, str] = {}
         self._launched = 0  # last step whose work is entirely on the stream
         self._stream: Any = None
-        self.copies: Sequence[Copies] = ()  # the pages that they access must stay mapped
+        self.copies: Sequence[Copies] = ()  # pages that these access must stay mapped
         self._spans: list[int] = []
         self._begins: list[int] = []  # offset of the first tensor of each class
         self._closed = False
-        self._users = 0  # running calls that need the memory
-        # the device's account, if the scheduler is on another machine
+        self._users = 0  # number of running calls that need the memory
+        # the device's account; set if the scheduler is on another machine
         self.account: Account | None = None
         self.headroom = 0  # bytes of the device reserved for activations
-        self.draining = False  # `drain` waits for the scheduler
+        self.draining = False  # `drain` is waiting for the scheduler
         self._drained = threading.Event()
         self._next = [0] * len(self.geometry.classes)
-        # Addresses that only kernels access need not be visible to CUDA's copies. If the back end
-        # has plain reservations, too, the visible ones must fit in the card's free memory.
+        # Addresses that only kernels access need not be visible to CUDA's copies. On back ends that
+        # also have plain reservations, visible ones must fit in the GPU's free memory.
         on_gpu = context.cuda_device is not None
         plain = on_gpu and Caps.PLAIN in context.info.caps
         seen = True if visible and on_gpu else False if plain else None
@@ -178,7 +179,7 @@ class KVMemory:
         return self._spans[kind]
 
     def buffer(self) -> Any:
-        """Returns an int8 tensor over the entire reservation, including gaps between tensors."""
+        """Returns an int8 tensor over the whole reservation, including gaps between tensors."""
         return self._reservation.tensor((self._reservation.nbytes,), "int8")
 
     def _each(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
@@ -191,11 +192,11 @@ class KVMemory:
     # ---- mapping ---------------------------------------------------------------------------------
 
     def grow(self, runs: Sequence[Run]) -> None:
-        """Maps new zeroed pages, all or none, and waits until they are mapped.
+        """Maps new zeroed pages, all or none. Returns once they are mapped.
 
         Raises:
             BadHandle: the memory is closed.
-            VMemError: the driver refused; nothing changed.
+            VMemError: the driver failed; nothing changed.
         """
         with self._in_use() as is_open:
             if not is_open:
@@ -214,7 +215,7 @@ class KVMemory:
     def _unmaps(self, runs: Sequence[Run]) -> OpBatch:
         ops = OpBatch(len(runs))
         for addr, size, count, stride in self._each(runs):
-            # holes: a release that failed on another rank is repeated here, too.
+            # holes: a release that failed on another rank is repeated on this rank as well.
             ops.unmap(addr, size, count, stride, holes=True)
         return ops
 
@@ -224,19 +225,19 @@ class KVMemory:
         Args:
             number: identifies the release in the result of `finished`.
             runs: the pages.
-            after_step: last step that may access them.
+            after_step: number of the last step that may access the pages.
         """
         with self._lock:
             self._parked.append(_Unmap(number, runs, after_step))
         self._unpark()
 
     def step_begins(self, stream: Any) -> None:
-        """Must be called before a step is launched on `stream`; None on the CPU."""
+        """Must be called before a step is launched on `stream` (None on the CPU)."""
         with self._lock:
             self._stream = stream
 
     def step_ends(self, step: int) -> None:
-        """Must be called after a step's launch, when all its work is on the stream."""
+        """Must be called after a step's launch, once all its work is on the stream."""
         with self._lock:
             self._launched = max(self._launched, step)
             parked = bool(self._parked)
@@ -273,7 +274,7 @@ class KVMemory:
             one.fence(self._stream)
 
     def finished(self) -> dict[int, str]:
-        """Returns the releases that finished since the last call: ``""`` or the error message."""
+        """Maps each release that finished since the last call to ``""`` or the error message."""
         with self._lock:
             still = []
             for one in self._under_way:
@@ -291,7 +292,7 @@ class KVMemory:
             return found
 
     def move(self, copies: Sequence[tuple[int, int]], step: int) -> bool:
-        """Copies blocks in all tensors, after the work of step `step` and before the next step's.
+        """Copies blocks in all tensors, ordered after step `step` and before the next step.
 
         No step may be launched during the call.
 
@@ -309,10 +310,10 @@ class KVMemory:
             return True
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks as `move` does, before the work of the step that is being launched.
+        """Copies blocks like `move`, ordered before the step that is being launched.
 
-        Copies all bytes of a block. If several layers share a region, vLLM's own copy omits the
-        bytes that the first of them does not use.
+        Copies all bytes of a block. If several layers share a region, vLLM's own copy omits bytes
+        that the first of these layers does not use.
         """
         import torch
 
@@ -358,10 +359,10 @@ class KVMemory:
 
     @contextmanager
     def lent(self) -> Iterator[Any]:
-        """Yields a function that maps the pages of blocks until the ``with`` block ends.
+        """Yields a function that maps the pages of given blocks until the ``with`` block ends.
 
         vLLM warms up with blocks that no scheduler has allocated. Their pages are unmapped when the
-        ``with`` block ends, after the stream's work.
+        ``with`` block ends, after the work on the stream.
         """
         mapped: list[set[int]] = [set() for _ in self.geometry.classes]
         null = [set(self.geometry.pages(kind, 0)) for kind in range(len(mapped))]
@@ -389,7 +390,7 @@ class KVMemory:
     def free(self) -> int | None:
         """Returns the bytes that can be mapped now, or None on the CPU.
 
-        This is the free memory of the device plus that of the context, minus `headroom`.
+        The result is the free memory of the device and of the context, minus `headroom`.
         """
         if self.context.cuda_device is None:
             return None
@@ -399,7 +400,7 @@ class KVMemory:
         return free + self.context.stats().free_bytes - self.headroom
 
     def fingerprint(self) -> str:
-        """Returns a digest of the mapped pages; it is equal on ranks that map the same pages."""
+        """Returns a digest of the mapped pages, equal on ranks that map the same pages."""
         found = hashlib.sha256()
         at = 0
         while at < self._reservation.nbytes:
@@ -411,7 +412,7 @@ class KVMemory:
         return found.hexdigest()
 
     def total(self) -> int:
-        """Returns the total bytes of the device; on the CPU, of host memory in the cgroup."""
+        """Returns the device's total bytes; on the CPU, host memory's, within the cgroup limit."""
         return self.context.memory().total_bytes
 
     def compact(self, nbytes: int, step: int) -> int:
@@ -452,8 +453,8 @@ class KVMemory:
     def close(self) -> None:
         """Unmaps all pages, and frees the addresses unless tensors still use them. Idempotent.
 
-        If other calls are running, the last of them does the work when it returns: the scheduler's
-        keeper thread outlives the worker and may be copying.
+        If other calls are running, the last of them closes the memory when it returns: the
+        scheduler's keeper thread outlives the worker and may be copying.
         """
         with self._lock:
             if self._closed:
@@ -484,7 +485,7 @@ class KVMemory:
 
 
 _unclosed: list[Context] = []
-"""Contexts that could not be closed, since vLLM's layers still hold tensors of them."""
+"""Contexts that could not be closed, as vLLM's layers still hold their tensors."""
 
 
 def _closes(context: Context) -> bool:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Exports the numbers of `vmem top` on an inference engine's own ``/metrics``.
 
-The API server and the KV cache run in different processes, so the numbers are read from the ledger.
+The API server and the KV cache run in different processes, so the server reads the numbers from the
+ledger.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Collector:
 
 
 def _engines() -> Iterator[tuple[str, EngineInfo]]:
-    """Yields the published engines, each with its device; none if the ledgers are unreadable."""
+    """Yields each published engine with its device; nothing if the ledgers are unreadable."""
     try:
         for device, some in engines_in(default_folder()).items():
             yield from ((device, one) for one in some if one.identity in _identities)
@@ -65,7 +66,7 @@ def _engines() -> Iterator[tuple[str, EngineInfo]]:
 def _add_to(multiprocess: Any) -> None:
     """Makes a multiprocess collector class also collect our metrics.
 
-    SGLang's server exports through this class; so does vLLM's if there are several API servers.
+    SGLang exports metrics through this class, and so does vLLM with several API servers.
     """
     collect = multiprocess.collect
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tracks a sliding maximum over time."""
+"""Tracks the maximum over a sliding window of time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Peak"]
 
 
 class Peak:
-    """Tracks the largest of the numbers noted in the last few seconds.
+    """Tracks the largest number noted in the last few seconds.
 
     Args:
         seconds: length of the window.

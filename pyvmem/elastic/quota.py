@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Limits the bytes that an engine may map on each device, by the engine's limit and the ledger."""
+"""Limits the bytes that an engine maps on each device, by the engine's limit and the ledger."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class DeviceAccount(Protocol):
 
 
 class LocalQuota:
-    """A quota without a ledger, given by a fixed limit and the free memory of the device.
+    """A quota without a ledger: a fixed limit, and the device's free memory.
 
     Args:
         limit: maximum bytes per rank.
-        free: returns the free bytes of the device, or None if they are unknown.
+        free: returns the free bytes of the device, or None if unknown.
     """
 
     def __init__(self, limit: int, free: Callable[[], int | None] = lambda: None) -> None:
@@ -79,7 +79,7 @@ class LocalQuota:
         return max(0, room if free is None else min(room, free - self._pending))
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes for the engine; false, with no effect, if denied."""
+        """Reserves `nbytes` more bytes for the engine. Returns false, with no effect, if denied."""
         if nbytes > self.room():
             return False
         self.used += nbytes
@@ -95,7 +95,7 @@ class LocalQuota:
         self.used -= nbytes
 
     def pressure(self) -> tuple[int, bool]:
-        """Returns the bytes above the limit, and false: there is no other engine to be short."""
+        """Returns the bytes above the limit, and false, as no other engine can lack memory."""
         return max(0, self.used - self.limit), False
 
     @property
@@ -121,7 +121,7 @@ class Signals:
     """Detects new signals of other engines.
 
     Args:
-        count: returns the numbers of asks and gives so far, such as `LedgerQuota.signals`.
+        count: returns the number of asks and of gives so far, for example `LedgerQuota.signals`.
     """
 
     def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
@@ -133,7 +133,7 @@ class Signals:
         return self._differ(self._count(), lacks)
 
     def take(self, lacks: bool) -> bool:
-        """Returns the same as `arrived`, and marks all signals so far as seen."""
+        """Returns the result of `arrived` and marks all signals so far as seen."""
         now = self._count()
         arrived = self._differ(now, lacks)
         self._heard = now
@@ -144,11 +144,11 @@ class Signals:
 
 
 class LedgerQuota:
-    """A quota from the ledgers of all devices of an engine. All byte counts are per rank.
+    """A quota based on the ledgers of all the engine's devices. All byte counts are per rank.
 
     Args:
-        accounts: for each device, an account and the number of ranks on the device.
-        free: returns the minimum of the devices' free bytes, or None if it is unknown.
+        accounts: for each device, its account and the number of ranks on it.
+        free: returns the minimum of the devices' free bytes, or None if unknown.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class LedgerQuota:
         return min(account.room(free) // ranks for account, ranks in self._accounts)
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes per rank, on all devices or on none; false if denied."""
+        """Reserves `nbytes` more bytes per rank, on all devices or none; false if denied."""
         free = self._free()
         taken: list[tuple[DeviceAccount, int]] = []
         for account, ranks in self._accounts:
@@ -201,7 +201,7 @@ class LedgerQuota:
     def pressure(self) -> tuple[int, bool]:
         """Returns the bytes that each rank should free, and whether to stop admitting requests.
 
-        The bytes exceed the limit, or another engine needs them. The flag is true if another
+        These bytes exceed the limit, or another engine needs them. The flag is true if another
         engine is short of memory while this engine has more than its fair share.
         """
         free = self._free()
@@ -214,7 +214,7 @@ class LedgerQuota:
         return any(account.asleep for account, _ in self._accounts)
 
     def want(self, nbytes: int) -> None:
-        """Reports that a request is short of `nbytes` bytes per rank; 0 withdraws the report."""
+        """Reports that a request lacks `nbytes` bytes per rank; 0 withdraws the report."""
         for account, ranks in self._accounts:
             account.want(nbytes * ranks)
 
@@ -238,18 +238,19 @@ class LedgerQuota:
 def join_device(
     device: str, folder: Path | None, name: str, *, unique: bool, capacity: int, **terms: int
 ) -> Account:
-    """Opens an account for an engine in the ledger of a device of this machine.
+    """Opens an engine's account in the ledger of a local device.
 
     Args:
         device: UUID of the device, or ``"host"``.
-        folder: folder of the ledgers; None for the default.
+        folder: the ledgers' folder; None for the default.
         name: name of the engine.
         unique: fail if the name is taken; otherwise a number is appended to it.
-        capacity: bytes for all engines, used if the ledger has to be created; 0: all of the device.
+        capacity: bytes for all engines together, used if the ledger is created; 0: the device's
+            total.
         terms: further arguments of `Ledger.join`.
 
     Raises:
-        VMemError: from `Ledger` and `Ledger.join`.
+        VMemError: `Ledger` or `Ledger.join` failed.
     """
     ledger = Ledger(device, capacity, folder)
     number = 1

@@ -2,22 +2,22 @@
 """Parses the environment variables of an engine's elastic pool.
 
     VMEM_VLLM=1          vLLM uses the pool; VMEM_SGLANG=1: SGLang does
-    VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
-    VMEM_PAGE_SIZE       bytes of a page; default: 2M on the back end cuda or if a lot of memory
+    VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto on a GPU, host on a CPU
+    VMEM_PAGE_SIZE       bytes per page; default: 2M on the cuda back end or if a lot of memory
                          can be mapped; otherwise 64K
-    VMEM_LIMIT           maximum bytes of one GPU for the KV cache; default: the GPU's memory
-    VMEM_FLOOR           bytes of each GPU that other engines must leave to this one; default 0
+    VMEM_LIMIT           maximum bytes per GPU for the KV cache; default: the GPU's memory
+    VMEM_FLOOR           bytes per GPU that other engines must leave to this engine; default 0
     VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit,
                          and more after steps that needed more; 0: none
     VMEM_IDLE            seconds after which unused memory is released; default 1
     VMEM_PREFIX          maximum bytes of idle prefixes; default: no limit
     VMEM_NAME            the engine's name, for `vmem top` and `vmem limit`; default: the model's
     VMEM_LEDGER          folder of the ledger that engines share; "off": no ledger
-    VMEM_CAPACITY        bytes for all engines of a device together; default: the ledger's
+    VMEM_CAPACITY        total bytes for all engines on a device; default: the ledger's
     VMEM_HOST_LIMIT      maximum bytes of host memory for KV offloading, for all engines with this
                          VMEM_LEDGER together; default: no limit
-    VMEM_VISIBLE=1       CUDA's own copies accept the KV cache's addresses, which some vLLM
-                         connectors need; all such memory must fit in the card's free memory
+    VMEM_VISIBLE=1       makes the KV cache's addresses usable by CUDA's own copies, which some vLLM
+                         connectors need; all such memory must fit in the GPU's free memory
 
 Sizes take K, M, G, T (powers of 1024): 20G, 1.5G, 512M.
 """
@@ -68,7 +68,7 @@ class Settings:
         capacity: bytes; 0 for the ledger's.
         host_limit: bytes; 0 for no limit.
         ledger: folder of the ledgers; ``""`` for the default, None to use no ledger.
-        visible: CUDA's own copies accept the KV cache's addresses.
+        visible: make the KV cache's addresses usable by CUDA's own copies.
     """
 
     backend: str = ""
@@ -88,7 +88,7 @@ class Settings:
     def folder(self) -> Path:
         """The folder of the ledgers.
 
-        Sockets are created in it even if the engine uses no ledger.
+        Sockets are created in this folder even if the engine uses no ledger.
         """
         return Path(self.ledger) if self.ledger else default_folder()
 
@@ -110,8 +110,7 @@ class Settings:
 
     @classmethod
     def asks_visible(cls, env: Mapping[str, str] = os.environ) -> bool:
-        """Returns true if CUDA's own copies must accept the addresses, or do so anyway (back end
-        cuda).
+        """Returns true if the addresses must work with CUDA's own copies, or do anyway (``cuda``).
 
         Raises:
             ValueError: VMEM_VISIBLE is neither 1 nor 0.
@@ -157,8 +156,8 @@ class Settings:
         host_limit = size("VMEM_HOST_LIMIT") or 0
         if host_limit and ledger is None:
             raise ValueError(
-                f"VMEM_HOST_LIMIT={host_limit}: VMEM_LEDGER=off, and no ledger says what other "
-                "engines have"
+                f"VMEM_HOST_LIMIT={host_limit}: VMEM_LEDGER=off, but the limit needs a ledger "
+                "to count the memory of other engines"
             )
         return cls(
             backend="" if backend == "auto" else backend,
@@ -176,7 +175,7 @@ class Settings:
         )
 
     def check_device(self, total: int) -> None:
-        """Checks limit and floor against `total`: the bytes of a device, or a rank's part of them.
+        """Checks limit and floor against `total`, the bytes of a device or of a rank's part of it.
 
         Raises:
             ValueError: the limit or the floor exceeds `total`.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Decides whether a plug-in supports the installed version of an engine.
 
-A known version is accepted. An unknown one is refused if its source lacks a symbol that the plug-in
-uses, and otherwise accepted with a warning.
+A known version is accepted. An unknown version is rejected if its source lacks a symbol that the
+plug-in uses, and otherwise accepted with a warning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["UnknownVersion", "Versions"]
 
 
 class UnknownVersion(RuntimeError):
-    """The engine's version is too old, or lacks a symbol that the plug-in uses."""
+    """The engine's version is too old or lacks a symbol that the plug-in uses."""
 
 
 class Versions:
@@ -29,7 +29,7 @@ class Versions:
     Args:
         package: the engine's Python package, such as ``vllm``.
         known: maps each known version, ascending, to the tests that were run with it. All have the
-            same number of components; further components of a version are ignored.
+            same number of components; extra components of an installed version are ignored.
         symbols: the symbols that the plug-in uses.
     """
 

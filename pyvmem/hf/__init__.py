@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Plug-ins for transformers (the extra ``serve``).
 
-`VMemCache` is for ``generate``; `vmem_continuous_batching` is for ``generate_batch`` and, through
-``python -m pyvmem.hf.serve``, for ``transformers serve``.
+`VMemCache` serves ``generate``; `vmem_continuous_batching` serves ``generate_batch`` and, through
+``python -m pyvmem.hf.serve``, ``transformers serve``.
 """
 
 from __future__ import annotations

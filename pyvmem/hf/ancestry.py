@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Tracks common prefixes of a batch's rows, so that a reorder copies only the tokens that differ.
+"""Tracks prefixes that a batch's rows share, so that a reorder copies only differing tokens.
 
 Beams descend from each other: when row 2 continues from row 0, both share the tokens up to their
 common ancestor, and only the tokens after it must be copied. For Llama-3-8B in 16 bits a token
 takes 128 KiB over all layers: 4 beams of 4K tokens with a common ancestor 10 tokens back copy at
-most 5 MiB in a step; copying whole rows would be 2 GiB.
+most 5 MiB per step; copying whole rows would take 2 GiB.
 
-`KVCache.fork` would copy at most a part of a page, but it maps and unmaps in every tensor: in this
-example at least 2 x 32 x 4 pairs of calls per step, 38 us each on an H100 with the unmodified
-driver, about 10 ms. It would also need twice the slots, since a batch must remain one strided view,
-and it would make the past read-only, but `crop` followed by `update` rewrites it.
+`KVCache.fork` would copy at most part of a page, but it maps and unmaps in every tensor: in this
+example at least 2 x 32 x 4 pairs of calls per step, at 38 us each on an H100 with the unmodified
+driver, or about 10 ms. It would also need twice the slots, as a batch must remain one strided view,
+and it would make past rows read-only, although `crop` followed by `update` rewrites them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Ancestry"]
 
 
 class Ancestry:
-    """Knows, for any two rows of a layer, how many leading tokens are equal.
+    """Tracks the number of equal leading tokens for any two rows of a layer.
 
     Args:
         count: number of rows; at first they share nothing.
@@ -31,10 +31,10 @@ class Ancestry:
         self._common = [[0] * count for _ in range(count)]
 
     def take(self, source: Sequence[int], length: int) -> int:
-        """Records that row i continues from row ``source[i]``, of `length` tokens.
+        """Records that row i continues from row ``source[i]``; all rows have `length` tokens.
 
         Returns:
-            The first token that must be copied in any row; `length` if there is none.
+            The index of the first token that must be copied in any row; `length` if there is none.
         """
         old = self._common
         first = length

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """`VMemCache`: a transformers cache whose rows are contiguous in virtual memory.
 
-transformers' `DynamicCache` copies the whole past with every token (`torch.cat`); its `StaticCache`
-allocates all memory at once and attends over all of it. Here a row of the batch is a slot of a
-`pyvmem.KVCache` and grows in place; the past is never copied, and attention gets a view of exactly
-the valid tokens. Checked with transformers 5.17.0, 5.23.0 and 5.24.0.
+transformers' `DynamicCache` copies all earlier tokens for each new one (`torch.cat`); its
+`StaticCache` allocates all memory at once and attends over all of it. Here, a batch row is a slot
+of a `pyvmem.KVCache` and grows in place; earlier tokens are never copied, and attention gets a view
+of exactly the valid tokens. Tested with transformers 5.17.0, 5.23.0 and 5.24.0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["VMemCache", "drafting"]
 _VIEWED = frozenset({"gpt_neox_japanese"})
 """Model types whose code merges dimensions of the cached keys with `view`."""
 
-# Any: type checkers see the same class with and without transformers.
+# Any, so that type checkers see the same class with and without transformers.
 _Cache: Any = cache_utils.Cache
 
 
@@ -46,40 +46,42 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         with VMemCache(model.config, max_batch_size=4, max_cache_len=4096) as cache:
             model.generate(**inputs, cache=cache)  # past_key_values=cache before 5.24
 
-    Generates the same tokens as `DynamicCache`. A batch of n rows (batch times beams) takes n
+    Generates the same tokens as `DynamicCache`. A batch of n rows (batch size times beams) uses n
     slots. Heads, dtype and device are taken from the first keys; memory is allocated only then.
     Layers with a sliding window keep the window and, for the truncations of assisted generation,
     ``window_tile`` tokens before it. For MLA, if the model passes the latent to the cache, it is
-    stored as one tensor per layer. Layers of linear attention, state spaces and short convolutions
-    keep their state in the same slots, a row for each request; such a cache cannot be cropped, so
-    assisted generation cannot use it. Rows are written in place, which autograd records as for a
+    stored as one tensor per layer. Layers with linear attention, state spaces or short convolutions
+    keep their state in the same slots, one row per request; such a cache cannot be cropped, so
+    assisted generation cannot use it. Rows are written in place, and autograd records this as for a
     `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive, including tensors
-    of the cache. The cache can be reused after `reset`. Without `close`, memory
-    is freed when the object is garbage-collected.
+    of the cache. The cache can be reused after `reset`. Without `close`, memory is freed when the
+    object is garbage-collected.
 
     Args:
         config: the model's configuration.
         max_batch_size: the maximum number of rows.
-        max_cache_len: the maximum number of tokens of a row, prompt and answer together. Addresses
-            are reserved for all of them; memory is mapped as rows grow.
+        max_cache_len: the maximum number of tokens per row, including prompt and answer. Addresses
+            are reserved for the maximum; memory is mapped as rows grow.
         backend: as for `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the cache.
         budget: memory of that context to share with other caches, such as a draft model's
             (`drafting`); it must outlive the cache.
-        contiguous: pass models copies of the past, at the cost of `DynamicCache`, for code that
-            calls `view` on it: the heads of a token are adjacent here, so a view cannot merge batch
-            and heads. None: only for the types of models in transformers that need it, and for
-            code from the Hub (``trust_remote_code``), which cannot be checked. Pass False for such
-            code if it does not need copies, and True for your own code if it does.
+        contiguous: pass contiguous copies of all tokens to the model, at the cost of
+            `DynamicCache`. Some code needs them because it calls `view`: a token's heads are
+            adjacent in this cache, so `view` cannot merge batch and heads. None: copy only for
+            model types in transformers that need it, and for code from the Hub
+            (``trust_remote_code``), which cannot be checked. Pass False for such code if it needs
+            no copies, True for your own code if it does.
         **options: other fields of `pyvmem.KVCacheConfig`, such as ``page_size`` and
             ``memory_limit``.
 
     Raises:
-        InvalidArgument: an unknown option or back end, a value out of range, a ``group_size`` that
-            does not divide the layers of each kind, or a layer whose state the configuration does
-            not describe. TypeError: `context` or `budget` has the wrong type. NotSupported: a model
-            with an encoder, with layers that have both a state and keys and values, or without
-            any layer with keys and values.
+        InvalidArgument: an option or back end is unknown, a value is out of range, ``group_size``
+            does not divide the layers of each kind, or the configuration does not describe a
+            layer's state.
+        TypeError: `context` or `budget` has the wrong type.
+        NotSupported: the model has an encoder, has layers with both a state and keys and values, or
+            has no layer with keys and values.
     """
 
     def __init__(
@@ -136,11 +138,11 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
     @property
     def kvcache(self) -> KVCache | None:
-        """The underlying cache, for its `stats`, not to be stepped; None before the first keys."""
+        """The underlying cache, for its `stats` (do not step it); None before the first keys."""
         return self._rows.cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMemCache:
-        """Returns an independent cache with the same tokens, for reusing a prompt."""
+        """Returns an independent cache with the same tokens, to reuse a prompt."""
         settings = self._rows.settings
         other = VMemCache(
             self._config,
@@ -175,9 +177,9 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
         with drafting(draft, draft_cache):
             model.generate(**inputs, assistant_model=draft, cache=cache)
 
-    ``generate`` creates the draft's cache itself and accepts none, so the draft model is patched to
-    use this one. The target's cache is passed as usual; with one `Budget` for both, each can use
-    the memory that the other does not need. `cache` is emptied first.
+    ``generate`` always creates the draft model's cache itself, so the draft model is patched to use
+    `cache`, which is emptied first. The target model's cache is passed as usual. If both caches
+    share a `Budget`, each can use the memory that the other does not need.
     """
     original = assistant._prepare_cache_for_generation
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The cache for continuous batching in transformers 5.17.
 
-In this version the scheduler itself counts blocks and requests more of them. A block is one token
-here, so its arithmetic counts tokens; free memory is also reported in tokens, rounded down to whole
-pages of every tensor. Parallel answers are not forked but match the prompt recorded by the first
-answer, since 5.17 needs to know the number of forks before making them.
+In this version, the scheduler itself counts blocks and requests more of them. Here a block is one
+token, so the scheduler counts tokens; free memory is also reported in tokens, rounded down to whole
+pages of every tensor. Parallel answers are not forked; they match the prompt that the first answer
+recorded, as 5.17 must know the number of forks in advance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SlotCache(SlotCacheBase):
         self._page_tokens = max(1, layout.page_size // layout.row_bytes)
         self._tensors = layout.num_tensors
         self.num_blocks = self.num_pages = self.tokens
-        # Offloading reads this even if it is switched off.
+        # transformers' offloading code reads this attribute even if offloading is switched off.
         self.num_key_value_heads = layout.config.num_kv_heads
         self.head_dim = layout.config.head_dim
         self.key_cache = [None] * layout.config.num_layers
@@ -46,10 +46,10 @@ class SlotCache(SlotCacheBase):
 
     @classmethod
     def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
-        """Rejects what `SlotCacheBase` rejects, and models whose layers differ.
+        """Rejects models like `SlotCacheBase`, and also models whose layers differ.
 
         Raises:
-            NotSupported: see `SlotCacheBase.check`; rows of several sizes or windows.
+            NotSupported: see `SlotCacheBase.check`; also, layers differ in row size or window.
         """
         super().check(options, config, tensor_parallel)
         if len(classes_of(kept_shapes(options, config))[0]) > 1:
@@ -63,23 +63,23 @@ class SlotCache(SlotCacheBase):
     # ---- scheduler and offloading ----------------------------------------------------------------
 
     def allocate_blocks(self, n_blocks: int, request_id: str, allocated_blocks: int) -> int | None:
-        """Maps pages for `n_blocks` more tokens; None if memory is short."""
+        """Maps pages for `n_blocks` more tokens; returns None if memory is short."""
         total = min(allocated_blocks + n_blocks, self.requests.max_seq_len)
         return n_blocks if self.requests.hold(request_id, total) else None
 
     def blocks_needed(self, num_requested_blocks: int, allocated_blocks: int) -> int:
-        """Returns the missing pages, in tokens."""
+        """Returns the number of missing pages, in tokens."""
         pages_for = self.requests.parts[0].layout.pages_for
         return self._page_tokens * (
             pages_for(allocated_blocks + num_requested_blocks) - pages_for(allocated_blocks)
         )
 
     def blocks_in_use(self, request_id: str) -> int:
-        """Returns a request's pages, in tokens."""
+        """Returns the number of a request's pages, in tokens."""
         return self._page_tokens * self.requests.granted(request_id)
 
     def get_num_free_blocks(self) -> int:
-        """Returns the pages still available to requests, in tokens."""
+        """Returns the number of pages still available to requests, in tokens."""
         return self._page_tokens * (self.requests.pages()[0] // self._tensors)
 
     def free_blocks(self, request_id: str) -> None:
@@ -93,11 +93,11 @@ class SlotCache(SlotCacheBase):
     # ---- prefixes and forks ----------------------------------------------------------------------
 
     def mark_shareable_blocks_as_complete(self, state: Any, num_complete_blocks: int) -> None:
-        """Notes that the keys and values of these tokens are computed."""
+        """Records that the keys and values of these tokens are computed."""
         self.note_computed(state, num_complete_blocks)
 
     def compute_max_num_forks(self, source_request_id: str) -> int:
-        """Returns 0: every answer is a request that matches the recorded prompt."""
+        """Returns 0: each answer is a separate request that matches the recorded prompt."""
         return 0
 
     # ---- inputs ----------------------------------------------------------------------------------

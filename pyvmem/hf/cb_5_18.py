@@ -3,9 +3,8 @@
 
 It implements the methods of ``PagedAttentionCache`` and its allocators
 (``generation/continuous_batching/cache.py``) that the scheduler, inputs, offloading and runner use;
-these classes have no abstract base. Their blocks become pages of physical memory here; block
-tables, read and write indices and trash blocks are not needed, since attention uses slots and
-lengths.
+these classes have no abstract base. Here, their blocks are pages of physical memory. Block tables,
+read and write indices and trash blocks are not needed, as attention uses slots and lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["SlotCache"]
 
 
 class _Allocator:
-    """Replaces the allocator of full-attention layers. It is the only allocator."""
+    """Replaces the allocator for full-attention layers; the cache has no other allocator."""
 
     index = 0
     layer_type = FULL
@@ -69,7 +68,7 @@ class SlotCache(SlotCacheBase):
     def update(
         self, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Passes the cache on to attention functions; transformers 5.24 no longer does so."""
+        """Passes the cache to attention functions; transformers 5.24 no longer does so."""
         kwargs["cache"] = self
         return key, value
 
@@ -83,7 +82,7 @@ class SlotCache(SlotCacheBase):
         return self.requests.hold(state.request_id, total)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """Returns how many of the requests, in order, could be given their missing pages."""
+        """Returns how many of the requests, taken in order, can get their missing pages."""
         free = self.requests.pages()[0]
         for count, needed in enumerate(list_blocks_needed):
             free -= sum(needed.values())
@@ -97,15 +96,15 @@ class SlotCache(SlotCacheBase):
         return free / total if relative else free * self.requests.parts[0].layout.page_size
 
     def evict_cached_blocks(self) -> bool:
-        """Returns false: the KV cache itself evicts prefixes, and only when pages are needed."""
+        """Returns false, as the KV cache evicts prefixes itself when pages are needed."""
         return False
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees a request's slot. `no_cache`: does not record its rows."""
+        """Frees a request's slot, without recording its rows if `no_cache`."""
         self.requests.drop(request_id, record=not no_cache)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Frees all slots. `clear_ledgers`: also evicts recorded prefixes."""
+        """Frees all slots; evicts recorded prefixes as well if `clear_ledgers`."""
         self.requests.drop_all(forget=clear_ledgers)
 
     def reset(self) -> None:
@@ -119,7 +118,7 @@ class SlotCache(SlotCacheBase):
         return {FULL: request_len} if self.use_prefix_sharing else {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Notes that the keys and values of these tokens are computed."""
+        """Records that the keys and values of these tokens are computed."""
         self.note_computed(state, complete_blocks.get(FULL, 0) if complete_blocks else 0)
 
     def prepare_fork_request(

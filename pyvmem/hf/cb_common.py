@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The common base of the caches for each transformers version; see cb_5_18.py."""
+"""The base class of the caches for each transformers version; see cb_5_18.py."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _MAX_BATCH_TOKENS = 8192  # transformers' own default
 class SlotCacheBase:
     """Keeps requests in slots instead of transformers' blocks.
 
-    The arguments after the options are those of transformers' ``PagedAttentionCache``.
+    The arguments after `options` are those of transformers' ``PagedAttentionCache``.
 
     Args:
         options: the installed options.
         config: configuration of the text model.
         continuous_batching_config: resolved; ``max_requests_per_batch`` is lowered to the number of
             slots.
-        device, dtype: device and type of the model.
+        device, dtype: device and dtype of the model.
         distributed_helper: describes the devices that the model is split over.
-        model_supports_logits_to_keep: the model computes scores only for the last token of each
-            request; transformers versions without this argument always compute all.
+        model_supports_logits_to_keep: the model can compute logits only for the last token of each
+            request; in transformers versions without this argument, it always computes all.
         tp_plan: not used.
 
     Attributes:
-        block_option: this version's name for the option with the tokens per block, the unit of
-            ``num_blocks``.
+        block_option: the name, in this version, of the option for tokens per block (the unit of
+            ``num_blocks``).
         block_tokens: the value of that option.
         requests: the requests and their slots.
-        token_bytes: bytes of a token in all tensors.
+        token_bytes: bytes per token over all tensors.
         tokens: the cache's capacity in tokens.
         max_batch_tokens: maximum tokens in a forward pass.
         use_prefix_sharing, allow_block_sharing: prompts are recorded for other requests.
@@ -98,7 +98,7 @@ class SlotCacheBase:
         return self.requests.match(request_id, prompt_ids)
 
     def note_computed(self, state: Any, new: int) -> None:
-        """Notes that a forward pass over a request's next `new` tokens is done."""
+        """Records that a forward pass over a request's next `new` tokens is done."""
         if new and self.use_prefix_sharing:
             self.requests.computed(
                 state.request_id,
@@ -115,5 +115,5 @@ class SlotCacheBase:
         read_index: Any,
         write_index: Any,
     ) -> None:
-        """Records the request's place in the batch; the indices stay empty."""
+        """Adds the request to the batch; the indices stay empty."""
         self.requests.queue(request_id, past_length, query_length)

@@ -2,9 +2,9 @@
 """Hooks into the manager, cache and attention of transformers' continuous batching.
 
 transformers has a registry for attention functions, which is used here, but none for caches: a
-manager looks up the name ``PagedAttentionCache`` in the module ``continuous_api`` when it creates
-its cache. That name and ``ContinuousBatchingManager`` are replaced there while the plugin is
-installed. Managers of other models work as before.
+manager looks up ``PagedAttentionCache`` in the module ``continuous_api`` when it creates its cache.
+While the plug-in is installed, that name and ``ContinuousBatchingManager`` are replaced in that
+module. Managers of other models work as before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["ATTENTION", "patch", "unpatch"]
 
-ATTENTION = "vmem"  # our name in transformers' attention registry
+ATTENTION = "vmem"  # the plug-in's name in transformers' attention registry
 
 _api: Any = continuous_api
 _Manager: Any = _api.ContinuousBatchingManager
@@ -60,10 +60,10 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
+    """The attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
 
     Raises:
-        NotSupported: called without a cache of this plug-in, or for attention that is not causal.
+        NotSupported: the cache is not this plug-in's, or the attention is not causal.
     """
     cache = kwargs.get("cache")
     if not isinstance(cache, _slot_cache):
@@ -87,7 +87,7 @@ def _attention(
 def _guard(scheduler: Any, requests: NamedRequests) -> None:
     """Makes a scheduler reject requests that can never fit in memory.
 
-    Otherwise transformers would find nothing left to preempt and would abort all requests. A
+    Otherwise transformers would run out of requests to preempt and abort all requests. A
     request without a limit on new tokens finishes when its slot or all memory is full.
     """
     add, longest = scheduler.add_waiting_request, requests.longest()
@@ -104,14 +104,14 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
                 limit=longest,
                 op="vmem_continuous_batching",
             )
-        # The answers of a forked prompt compute its last token. For a prompt of a single token
-        # that would leave an empty batch, which aborts all requests.
+        # Each answer to a forked prompt computes the prompt's last token again. With a prompt of
+        # one token, the prompt's own batch would be empty, which aborts all requests.
         alone = state.num_children if prompt == 1 else 0
         state.num_children -= alone
         add(state)
         for number in range(alone):
             answer = state.create_equivalent_initial_request()
-            # transformers' naming of forks
+            # how transformers names forks
             answer.request_id = f"{state.request_id}__child#{number}"
             add(answer)
 
@@ -119,14 +119,14 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
 
 
 def _adapters(model: Any) -> tuple[str, ...] | None:
-    """Returns the names of a model's active adapters; None if it has no adapters."""
+    """Returns the names of a model's active adapters; None if it has none."""
     if not getattr(model, "_hf_peft_config_loaded", False):
         return None
     return tuple(model.active_adapters())
 
 
 class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
-    """transformers' manager, which uses slots for models with the plug-in installed."""
+    """transformers' manager; uses slots for models for which the plug-in is installed."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             raise
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Installs our attention in the model until the manager stops."""
+        """Installs the plug-in's attention in the model until the manager stops."""
         if self._vmem is None:
             super().switch_to_cb_friendly_attn(model, *args, **kwargs)
             return
@@ -168,7 +168,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Adds a request as transformers does, but rejects it if no slot can hold it.
+        """Adds a request like transformers, but rejects it if no slot can hold it.
 
         Without a limit on new tokens, a request finishes when its slot or all memory is full. If a
         request does not fit in memory, only that request fails, with an error in its result.
@@ -199,7 +199,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         if self._vmem is None or self.batch_processor is not None:
             return super()._create_batch_processor()
         options = self._vmem
-        # an earlier failure has restored the model's own
+        # a failed start has restored the model's own attention
         self.switch_to_cb_friendly_attn(self.model)
 
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         self._close_cache()
 
     def _give_attention_back(self, model: Any) -> None:
-        """Restores the model as `stop` does, for a manager that fails to start."""
+        """Restores the model like `stop`, for a manager that fails to start."""
         if self._original_attn_impl is not None:
             model.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
@@ -245,8 +245,8 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             self._absorbed.close()
 
     def _close_cache(self) -> None:
-        # A thread that did not finish in time may still use the cache. The cache is then freed with
-        # the manager.
+        # A thread that did not finish in time may still use the cache, which is then freed with the
+        # manager.
         if not self.is_running() and self._vmem_cache is not None:
             cache, self._vmem_cache = self._vmem_cache, None
             self.batch_processor = None

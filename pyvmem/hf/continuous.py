@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""transformers' continuous batching with requests that are contiguous in virtual memory.
+"""transformers' continuous batching with each request contiguous in virtual memory.
 
     with vmem_continuous_batching(model, max_batch=64):
         model.generate_batch(inputs, generation_config)
 
-transformers' own cache is paged: attention gathers every request's whole past into one tensor, or
-calls a paged kernel. Here a request is a slot of a `pyvmem.KVCache`, and the kernels of
+transformers' own cache is paged: attention gathers all tokens of every request into one tensor, or
+calls a paged kernel. Here, a request is a slot of a `pyvmem.KVCache`, and the kernels of
 `pyvmem.attention` read it in place. transformers' scheduler, sampling and server are unchanged:
 chunked prefill, prefix sharing, parallel sampling, and preemption by recomputation work as before.
 CUDA graphs, asynchronous batching and offloading to the host are switched off, with a warning if
@@ -32,7 +32,7 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
 
-#: The supported transformers versions, and the cache for each.
+#: The supported transformers versions and the cache for each.
 CHECKED = {
     "5.17": "pyvmem.hf.cb_5_17",
     **{f"5.{minor}": "pyvmem.hf.cb_5_18" for minor in range(18, 25)},
@@ -73,36 +73,37 @@ def install(
     keep_windows: bool = False,
     **kvcache_options: Any,
 ) -> None:
-    """Makes continuous batching use virtual memory; call it again to change options.
+    """Makes continuous batching use this cache. Call it again to change options.
 
     Existing managers are not changed.
 
     Args:
-        model: only this model; None: every model of the process (an unsupported model is then
-            rejected when its continuous batching begins).
+        model: the model to serve; None: every model in the process (an unsupported model is then
+            rejected when its continuous batching starts).
         max_batch: number of slots, the maximum number of running requests; None:
             ``ContinuousBatchingConfig.max_requests_per_batch``, at most 256.
-        max_seq_len: tokens per slot, for which addresses are reserved; None: the model's
+        max_seq_len: tokens per slot, which determines the reserved addresses; None: the model's
             ``max_position_embeddings``. A longer request is rejected when it is added.
         kernel: see `pyvmem.attention.Attention`.
         backend: as for `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the managers.
-        keep_windows: keep all rows of layers with a sliding window. A recorded prompt then matches
-            every prompt with the same beginning; otherwise, only if the window at the end of the
-            match was recorded. These layers then need as much memory as full attention.
+        keep_windows: keep all rows of layers with a sliding window, so that a recorded prompt
+            matches every prompt with the same beginning. These layers then need as much memory as
+            full attention. If False, a prompt matches only where the window at the end of the match
+            was recorded.
         **kvcache_options: other fields of `pyvmem.KVCacheConfig`. ``memory_limit`` defaults to
             ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, if set, or else to the memory
             that ``max_memory_percent`` allows.
 
     Raises:
-        InvalidArgument: an unknown option or value; a ``group_size`` that does not divide the
-            model's layers of each kind; a model with a persistent manager
-            (destroy it with ``destroy_cached_continuous_batching_manager``). TypeError: `context`
-            has the wrong type.
-        NotSupported: an unsupported version of transformers; a model whose attention is not plain
-            causal attention with optional windows (capped scores, chunks, shared layers, states),
-            or cannot be replaced in transformers; or, with transformers 5.17, a model whose layers
-            differ.
+        InvalidArgument: an option or value is unknown, ``group_size`` does not divide the model's
+            layers of each kind, or the model has a persistent manager (destroy it with
+            ``destroy_cached_continuous_batching_manager``).
+        TypeError: `context` has the wrong type.
+        NotSupported: this version of transformers is not supported; the model's attention is not
+            plain causal attention with optional windows (for example capped scores, chunks, shared
+            layers, states) or cannot be replaced in transformers; or, with transformers 5.17, the
+            model's layers differ.
     """
     global _default
     options = Options(
@@ -129,7 +130,7 @@ def install(
 
 
 def uninstall(model: Any = None) -> None:
-    """Reverts `install` for the same model; does nothing if it was not installed."""
+    """Reverts `install` for a model; does nothing if not installed."""
     global _default
     with _lock:
         if model is None:

@@ -11,16 +11,16 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemNothing"]
 
-# Typed Any, so that type checkers agree with and without transformers installed.
+# Any, so that type checkers see the same class with and without transformers.
 # transformers 5.23 and later recognize such layers by their own base class, DummyLayer.
 _Layer: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
-    """A layer of a `VMemCache` that has no attention, or reads another layer's keys.
+    """A layer of a `VMemCache` that has no attention or reads another layer's keys.
 
-    To transformers it is neither an attention nor a state layer, so other layers are asked for the
-    length.
+    transformers treats it as neither an attention nor a state layer, so it asks other layers for
+    the length.
     """
 
     supports_early_init = False

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Attention over MLA's latent in an unmodified model.
 
-transformers computes every head's keys and values from the latents of all past tokens, in every
-layer and step. Here the attention function receives and caches the latents themselves: one KV head
+In every layer and step, transformers computes every head's keys and values from the latents of all
+earlier tokens. Here the attention function receives and caches the latents themselves: one KV head
 of ``kv_lora_rank + qk_rope_head_dim`` elements, of which the first ``kv_lora_rank`` are the values.
-It also receives the up-projections, and applies them to queries and result or to the rows
+It also receives the up-projections and applies them either to queries and result or to the rows
 (`pyvmem.attention.latent`). The results are the same up to rounding.
 
 The function registered under the model's ``attn_implementation`` gets ``query [1, heads, tokens,
@@ -39,7 +39,7 @@ def is_latent(config: Any) -> bool:
 
 
 def latent_rank(config: Any) -> int:
-    """Returns the number of elements of the latent that values are computed from; 0 without MLA."""
+    """Returns the number of latent elements that values are computed from; 0 without MLA."""
     return int(getattr(config, "kv_lora_rank", None) or 0)
 
 
@@ -74,7 +74,7 @@ def absorbed(model: Any) -> Iterator[None]:
     """Makes attention run over the latent inside the ``with`` block; no effect without MLA.
 
     Raises:
-        NotSupported: the layers of an MLA model are structured differently.
+        NotSupported: the structure of an MLA model's layers differs from DeepSeek-V3's.
     """
     if not is_latent(model.config.get_text_config()):
         yield
@@ -86,7 +86,7 @@ def absorbed(model: Any) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            del module.forward  # makes the class's method visible again
+            del module.forward  # uncovers the class's method
 
 
 def _forward(
@@ -96,7 +96,7 @@ def _forward(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """DeepSeek-V3's forward on ``[1, tokens, hidden]``; the attention function writes the cache."""
+    """DeepSeek-V3's forward for ``[1, tokens, hidden]``; the attention function fills the cache."""
     from transformers import Cache
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A layer of a `VMemCache`: views of the valid tokens, which grow in place."""
+"""A layer of a `VMemCache`: views of the valid tokens that grow in place."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemLayer"]
 
-# Any: type checkers see the same class with and without transformers.
+# Any, so that type checkers see the same class with and without transformers.
 _Layer: Any = cache_utils.CacheLayerMixin
 
 
 class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
-    """A layer with keys and values of a `VMemCache`, which creates it.
+    """A layer with keys and values; `VMemCache` creates it.
 
     `keys` and `values` are read-only views ``[batch, num_kv_heads, length, head_dim]`` of the
     virtual tensors: `reorder_cache` may lose data that other code writes to them. With a sliding
@@ -49,7 +49,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @uncompiled
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates a slot for every row of ``[batch, num_kv_heads, any, head_dim]``."""
+        """Allocates a slot for each batch row of ``[batch, num_kv_heads, any, head_dim]``."""
         self._rows.open(self._index, key_states, value_states)
         self._rows.hold(key_states.shape[0], self._rows.length)
         self._k, self._v = self._rows.tensors(self._index)
@@ -69,9 +69,9 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         `contiguous`, copies are returned.
 
         Raises:
-            InvalidArgument: another batch size, shape, type or device, or more than `max_cache_len`
-                tokens.
-            OutOfMemory: too few pages. In both cases nothing changed.
+            InvalidArgument: the batch size, shape, dtype or device differs, or rows would exceed
+                `max_cache_len` tokens; nothing changed.
+            OutOfMemory: too few pages are free; nothing changed.
         """
         refuse("VMemCache.update", recorded=True)
         if not self.is_initialized:
@@ -103,7 +103,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return max(0, length - self._window + 1) if self._window else 0
 
     def _first(self) -> int:
-        """Returns the first row that all slots still have; earlier rows have left the window."""
+        """Returns the first row that all slots still hold; earlier rows have left the window."""
         return max(self._copied, self._rows.first_row(self._index)) if self._window else 0
 
     def _view(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,10 +117,10 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return shown
 
     def take_from(self, other: VMemLayer) -> None:
-        """Copies another cache's layer, with the same tokens in the same rows.
+        """Copies the layer of another cache that has the same tokens in the same rows.
 
-        The copy is detached: otherwise autograd's graph would keep the other cache's tensors alive
-        as long as anything computed from this one.
+        The copy is detached. Otherwise autograd's graph would keep the other cache's tensors alive
+        as long as any result computed from this layer.
         """
         if other.keys is None or other.values is None:
             return
@@ -138,7 +138,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._show()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns length and offset of the keys for the mask."""
+        """Returns the length and offset of the keys, for the mask."""
         offset = self._offset(self._length)
         return self._length - offset + query_length, offset
 
@@ -148,7 +148,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @property
     def tokens(self) -> int:
-        """The number of tokens per row that need pages, as `get_seq_length`."""
+        """The number of tokens per row that need pages; equal to `get_seq_length`."""
         return self._length
 
     def get_max_length(self) -> int:
@@ -160,8 +160,9 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """Drops the last ``-tokens_to_remove`` tokens; their pages remain mapped.
 
         Raises:
-            InvalidArgument: a positive number; the window of the remaining tokens begins in freed
-                rows in some layer (`KVCacheConfig.window_tile`); or other layers have a state.
+            InvalidArgument: the number is positive; in some layer, the window of the remaining
+                tokens begins in freed rows (`KVCacheConfig.window_tile`); or other layers have a
+                state.
         """
         if tokens_to_remove > 0:
             raise invalid(
@@ -202,7 +203,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         )
 
     def forget(self) -> None:
-        """Drops all tensors, which returns the layer to its state before the first `update`."""
+        """Drops all tensors; the layer is then as before its first `update`."""
         self._k = self._v = self.keys = self.values = None
         self._length = self._copied = 0
         self.is_initialized = False

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""`NamedRequests`: an engine's requests by name, on the interface for serving engines.
+"""`NamedRequests`: an engine's requests by name, built on the interface for serving engines.
 
-It provides what continuous batching needs from a cache: check and make room for a request's tokens,
-free a request, share a prefix, fork, and attend over the current batch. It does not depend on
-transformers; the sibling modules adapt it to each version.
+It provides the cache operations of continuous batching: map pages for a request's tokens, free a
+request, share a prefix, fork, and attend over the current batch. It does not depend on
+transformers; the modules beside it adapt it to each version.
 
 A step of the engine:
 
-    hold(name, tokens)           gives a request of the next batch a slot and pages; False: no room
+    hold(name, tokens)           gives a request of the next batch a slot and pages, if available
     queue(name, past, new)       adds a request to the batch
     attend(layer, q, k, v)       in every layer; the first call after `queue` steps the cache and
                                  starts mapping memory for the next token
-    computed(name, new, tokens)  once the batch's results are known: these rows may be recorded
-    drop(name)                   when a request has finished
+    computed(name, new, tokens)  after the batch has run: allows these rows to be recorded
+    drop(name)                   frees a finished request
 
 Must be called by one thread at a time.
 """
@@ -56,7 +56,7 @@ class _Request:
         request: the cache's request object.
         tokens: number of tokens that it has pages for.
         valid: number of rows whose keys and values are computed.
-        ids: returns the token ids of at least these rows; called when rows are recorded.
+        ids: returns the token ids of at least the valid rows; called when rows are recorded.
         recorded: number of tokens of its prompt recorded so far.
     """
 
@@ -68,12 +68,12 @@ class _Request:
 
 
 class NamedRequests:
-    """Requests by name on a cache that this object takes over.
+    """Manages requests by name on a cache that it takes over.
 
     Without `close`, memory is freed when the object is garbage-collected.
 
     Args:
-        cache: closed by `close`.
+        cache: the cache to take over; `close` closes it.
         kernel: attention kernel, see `pyvmem.attention.Attention`.
         sharing: record prompts for reuse by requests that begin with the same tokens.
         windows: see `Attention`.
@@ -83,12 +83,13 @@ class NamedRequests:
         kvcache: the cache, for its statistics.
         parts: its groups of equal layers.
         choice: the first layer's attention kernel, and why the others were not chosen.
-        sharing: prompts are shared: `sharing` was set, and the back end can map a page twice. If
-            layers have a window, a prefix matches only if its window's rows were recorded.
-        stream: CUDA stream of the model's work; None: torch's current one.
-        namespace: called when a request is given its slot; returns what its keys and values depend
-            on besides its tokens, such as the model's adapters. Prefixes are shared only within a
-            namespace.
+        sharing: true if prompts are shared: `sharing` was set, and the back end can map a page
+            twice. If layers have a window, a prefix matches only if its window's rows were
+            recorded.
+        stream: CUDA stream of the model's work; None: torch's current stream.
+        namespace: called when a request gets its slot; returns a key for everything besides tokens
+            that keys and values depend on, such as the model's adapters. Prefixes are shared only
+            within a namespace.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class NamedRequests:
         self.stream: Any = None
         self.namespace: Callable[[], Hashable] = _no_namespace
         self._requests: dict[str, _Request] = {}
-        self._new: dict[str, Prefix] = {}  # prompts of which nothing is recorded
+        self._new: dict[str, Prefix] = {}  # prompts not yet recorded
 
     def __contains__(self, name: object) -> bool:
         return name in self._requests
@@ -127,14 +128,15 @@ class NamedRequests:
     # ---- room ------------------------------------------------------------------------------------
 
     def hold(self, name: str, tokens: int) -> bool:
-        """Maps pages for `tokens` tokens of a request, after allocating a slot if it has none.
+        """Maps pages for `tokens` tokens of a request; allocates a slot first if it has none.
 
         Returns:
-            False, with nothing changed, if every slot is in use, or memory is short even after
-            all idle pages were reclaimed.
+            False, with nothing changed, if every slot is in use, or if memory is short even after
+            reclaiming all idle pages.
 
         Raises:
-            InvalidArgument: more tokens than a slot can hold. VMemError: as for `KVCache.step`.
+            InvalidArgument: a slot cannot hold that many tokens.
+            VMemError: as for `KVCache.step`.
         """
         cache, longest = self._cache, self.max_seq_len
         if tokens > longest:
@@ -163,14 +165,14 @@ class NamedRequests:
         return held
 
     def _held(self, name: str) -> _Request:
-        """Returns the request with this name; raises InvalidArgument if it has no slot."""
+        """Returns the request with this name; raises InvalidArgument if the request has no slot."""
         known = self._requests.get(name)
         if known is None:
             raise invalid(f"request {name} has no slot", op="vmem_continuous_batching")
         return known
 
     def _map(self, one: _Request, tokens: int) -> bool:
-        guard = any(part.layout.guard for part in self.parts)  # in its last step
+        guard = any(part.layout.guard for part in self.parts)  # due in a prefill's last step
         if guard or tokens > self._cache.capacity(one.request):
             wanted = max(tokens, one.request.length)
             if self._cache.extend({one.request: wanted}, self.stream) is not None:
@@ -196,18 +198,18 @@ class NamedRequests:
         return sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
 
     def pages(self) -> tuple[int, int]:
-        """Returns the physical pages still available to requests, and the total."""
+        """Returns the number of physical pages still available to requests, and the total."""
         free, total = self.kvcache.memory.obtainable()
         return free // self._page, total // self._page
 
     def missing(self, name: str, tokens: int) -> int:
-        """Returns the physical pages that the request still needs to hold `tokens` tokens."""
+        """Returns the number of physical pages that the request still needs for `tokens` tokens."""
         one = self._requests.get(name)
         reqid = None if one is None else one.request.slot
         return self.kvcache.memory.for_request(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
-        """Returns the request's pages in each tensor of the first group; 0 without a slot."""
+        """Returns the request's pages per tensor of the first group; 0 without a slot."""
         if name not in self:
             return 0
         return self.parts[0].snapshot()[self._requests[name].request.slot].granted_pages
@@ -233,14 +235,14 @@ class NamedRequests:
         if one is None:
             return
         if record and self.sharing and one.valid >= self.kvcache.sharing_unit:
-            with suppress(VMemError):  # the rows are not recorded then
+            with suppress(VMemError):  # on failure, the rows are not recorded
                 self._cache.release(one.request, one.ids()[: one.valid], self.stream)
         if one.request.state is not State.ENDED:
             self._cache.release(one.request, stream=self.stream)
         del self._requests[name]
 
     def drop_all(self, forget: bool = False) -> None:
-        """Drops all requests. `forget`: also evicts recorded prefixes and frees idle memory."""
+        """Drops all requests and, with `forget`, evicts recorded prefixes and frees idle memory."""
         for name in list(self._requests):
             self.drop(name, record=not forget)
         if forget:
@@ -252,8 +254,8 @@ class NamedRequests:
         """Gives a request without a slot the longest recorded prefix of its prompt.
 
         Returns:
-            The number of tokens that it now holds, never the entire prompt; 0: no prefix is
-            recorded, or no slot is free.
+            The number of tokens that the request now holds, always fewer than the prompt's; 0 if no
+            prefix is recorded or no slot is free.
         """
         if not self.sharing or name in self._requests:
             return 0
@@ -269,10 +271,10 @@ class NamedRequests:
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
-        """Creates a request from another's first rows; False if memory or slots are short.
+        """Creates a request from a parent's first rows. Returns False if memory or slots are short.
 
         Raises:
-            InvalidArgument: a parent without a slot, a child with a slot, or more tokens than the
+            InvalidArgument: the parent has no slot, the child has one, or `tokens` is more than the
                 parent holds.
         """
         parent = self._held(name)
@@ -291,17 +293,16 @@ class NamedRequests:
         return True
 
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
-        """Notes that a request's next rows are computed; records a prompt when it is complete.
+        """Records that a request's next rows are computed; records the prompt once complete.
 
-        With windowed layers the prompt is recorded after each chunk: another prompt may diverge
-            there,
-        and the rows of that window are still mapped.
+        With windowed layers, the prompt is recorded after each chunk: another prompt may diverge
+            there, and the rows of the chunk's last window are still mapped.
 
         Args:
             name: the request; ignored if it has no slot.
             new: number of rows.
-            ids: returns the request's token ids, at least those of all rows so far.
-            prompt: number of tokens of its prompt.
+            ids: returns the request's token ids, at least for all rows so far.
+            prompt: number of tokens in its prompt.
         """
         one = self._requests.get(name)
         if one is None:
@@ -322,7 +323,7 @@ class NamedRequests:
         """Adds a request to the next batch, with `new` tokens after `past` tokens.
 
         Raises:
-            InvalidArgument: a request without a slot.
+            InvalidArgument: the request has no slot.
         """
         self._held(name)
         self._next.queue(name, past, new)
@@ -336,11 +337,11 @@ class NamedRequests:
         scale: float | None,
         up: UpProjections | None = None,
     ) -> torch.Tensor:
-        """Writes the batch's new rows, then attends causally, each request over its own rows.
+        """Writes the batch's new rows, then computes each request's causal attention over its rows.
 
         Args:
             layer: index of a layer of the cache.
-            q: ``[tokens, num_heads, head_dim]``; tokens after the batch's are padding.
+            q: ``[tokens, num_heads, head_dim]``; tokens beyond the batch are padding.
             k, v: ``[tokens, num_kv_heads, head_dim]``; for a latent, `v` is ignored.
             scale: scale of the scores; None: ``head_dim ** -0.5``.
             up: see `Attention`.
@@ -349,7 +350,7 @@ class NamedRequests:
             The result of `Attention`; zeros for padding.
 
         Raises:
-            InvalidArgument: fewer tokens than were queued, or no batch.
+            InvalidArgument: fewer tokens are passed than were queued, or no batch was queued.
         """
         if self._next.queued:
             requests = {name: one.request for name, one in self._requests.items()}
@@ -358,7 +359,7 @@ class NamedRequests:
         return self._next.attend(layer, q, k, v, scale, up)
 
     def window(self, layer: int) -> int:
-        """Returns the layer's window in tokens; 0: no window."""
+        """Returns the layer's window in tokens; 0 for no window."""
         return self._next.window(layer)
 
     # ---- end -------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A batch built request by request, and its attention in every layer."""
+"""Builds a batch request by request, and runs its attention in every layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("pyvmem.hf")
 
 
 class NextBatch:
-    """Collects requests by name and tokens, then maps them to slots. For `NamedRequests`.
+    """Collects requests for `NamedRequests` by name, then turns them into a batch of slots.
 
     Attributes:
         queued: tuples of name, tokens already present, and new tokens; emptied by `begin`.
@@ -35,7 +35,7 @@ class NextBatch:
         self._cache = cache
         self._attention = attention
         self._batch: Batch | None = None
-        self._seen: set[int] = set()  # layers that have attended
+        self._seen: set[int] = set()  # layers whose rows are written
         self.queued: list[tuple[str, int, int]] = []
 
     def queue(self, name: str, past: int, new: int) -> None:
@@ -49,9 +49,9 @@ class NextBatch:
     def begin(
         self, requests: Mapping[str, Request], tokens: Mapping[Request, int], stream: Any
     ) -> None:
-        """Extends the requests of the queued batch and makes it the current batch.
+        """Extends the queued requests and makes them the current batch.
 
-        Starts mapping pages for one more token each, in the background.
+        Starts mapping pages for one more token per request in the background.
 
         Args:
             requests: the requests by name.
@@ -59,11 +59,12 @@ class NextBatch:
             stream: stream of the model's work.
 
         Raises:
-            OutOfMemory: pages are missing. VMemError: as for `RequestCache.extend`.
+            OutOfMemory: too few pages are free.
+            VMemError: as for `RequestCache.extend`.
         """
         cache = self._cache
-        # The answers of a forked prompt compute its last token, so the prompt itself may have
-        # no token in this batch.
+        # Each answer to a forked prompt computes the prompt's last token, so the prompt itself may
+        # have no token in this batch.
         queued, self.queued = [one for one in self.queued if one[2]], []
         lengths = {one: max(count, one.length) for one, count in tokens.items()}
         if cache.extend(lengths, stream) is not None:
@@ -108,7 +109,7 @@ class NextBatch:
         return out
 
     def window(self, layer: int) -> int:
-        """Returns the layer's window in tokens; 0: no window."""
+        """Returns the layer's window in tokens; 0 for no window."""
         return self._attention.window(layer)
 
     def end(self) -> None:
@@ -118,7 +119,7 @@ class NextBatch:
 
 
 def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
-    """Closes both. If tensors are still alive elsewhere, logs that the cache stays open."""
+    """Closes both. If tensors are alive elsewhere, the cache stays open, and this is logged."""
     attention.close()
     cache.internals.users.clear()
     try:

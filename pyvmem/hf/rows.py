@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The rows of a `VMemCache`: slots 0 to n - 1 of a KV cache made once its shape is known.
+"""The rows of a `VMemCache`: slots 0 to n - 1 of a KV cache, created once its shape is known.
 
-Row i of the batch is always slot i, so that a batch is one strided view of a virtual tensor.
+Row i of the batch is always slot i, so a batch is one strided view of a virtual tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ uncompiled = apart(
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of a `VMemCache`. The rest of its shape follows from the first keys.
+    """The arguments of a `VMemCache`. The other dimensions follow from the first keys.
 
     Attributes:
         text: the language model's configuration.
@@ -116,13 +116,14 @@ class TakesRows:
 
 
 class Rows:
-    """The KV cache behind all layers, and the numbers of rows and tokens that it must hold.
+    """The KV cache behind all layers, and the number of rows and tokens that it must hold.
 
     Attributes:
         cache: None before `open`.
-        shapes, handed: shapes that each layer stores, and that it is passed; empty before `open`.
+        shapes, handed: for each layer, the shapes it stores and the shapes it is passed; empty
+            before `open`.
         count: number of slots in use, from slot 0 on.
-        length: number of tokens for which each of them has pages.
+        length: number of tokens for which each slot has pages.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -131,10 +132,10 @@ class Rows:
         self.shapes: list[Shape] = []
         self.handed: list[Handed | None] = []
         self.count = 0
-        self._taken = 0  # slots that may be in use: exceeds `count` after an interrupted call
+        self._taken = 0  # slots that may be in use; exceeds `count` after an interrupted call
         self.length = 0
-        self._held = 0  # the rows' length in the KV cache, which a crop does not reduce
-        self.layers: list[Any] = []  # the layers of the VMemCache; they hold the cache's tensors
+        self._held = 0  # the rows' length in the KV cache; a crop does not reduce it
+        self.layers: list[Any] = []  # the VMemCache's layers, which hold the cache's tensors
         self._closed = False
         self._where: tuple[int, int, torch.Tensor] | None = None
 
@@ -142,8 +143,8 @@ class Rows:
         """Opens the cache for keys and values ``[batch, num_kv_heads, any, head_dim]``.
 
         Raises:
-            InvalidArgument: their shape, type or device differs from the configuration or the first
-                keys.
+            InvalidArgument: their shape, dtype or device differs from the configuration or from the
+                first keys.
             BadHandle: the cache is closed.
         """
         given = handed_over(key, value)
@@ -171,8 +172,8 @@ class Rows:
             sizes: shape of the state to keep.
 
         Raises:
-            InvalidArgument: a shape, type or device other than the configuration's. BadHandle: the
-                cache is closed.
+            InvalidArgument: the shape, dtype or device differs from the configuration's.
+            BadHandle: the cache is closed.
         """
         cache = self._opened(layer, None, new)
         shape = self.shapes[layer]
@@ -188,7 +189,7 @@ class Rows:
             )
 
     def _opened(self, layer: int, given: Handed | None, first: torch.Tensor) -> KVCache:
-        """Returns the cache; creates it on first use, with the type and device of `first`."""
+        """Returns the cache; creates it on first use, with the dtype and device of `first`."""
         if self._closed:
             raise BadHandle("the VMemCache is closed", errno=errno.EBADF, op="VMemCache")
         if self.cache is not None:
@@ -230,7 +231,8 @@ class Rows:
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a layer's keys and values, ``[slots, max_length, num_kv_heads, head_dim]``.
 
-        Made outside inference and no_grad mode: tensors made inside could not be written outside.
+        Creates them outside inference and no_grad mode: tensors created inside could not be written
+        outside.
         """
         cache = self.cache
         assert cache is not None
@@ -240,7 +242,7 @@ class Rows:
             assert handed is not None
             if shape.v_head_dim:
                 return cache.k(layer), cache.v(layer)
-            rows, wide = cache.k(layer), handed[1]  # MLA: the latent and the rotary part
+            rows, wide = cache.k(layer), handed[1]  # MLA: the latent, the rotary part
             return rows[..., :wide], rows[..., wide:]
 
     def state(self, layer: int, name: str) -> torch.Tensor:
@@ -256,10 +258,10 @@ class Rows:
         return self.parts[places[0].part]
 
     def first_row(self, layer: int) -> int:
-        """Returns a layer's first row that every slot has, and that no later step frees.
+        """Returns a layer's first row that every slot holds and that no later step frees.
 
         Rows before the window and its tile may still be mapped, but the next step that frees pages
-        places the window by the largest length so far, and may free them.
+        may free them: it places the window by the largest length so far.
         """
         part, shape = self._part(layer), self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
@@ -279,8 +281,8 @@ class Rows:
 
         Args:
             layer: a layer with keys and values.
-            length: remaining tokens.
-            first: the layer's first row that all slots have.
+            length: number of remaining tokens.
+            first: the layer's first row that all slots hold.
         """
         shape = self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
@@ -293,7 +295,7 @@ class Rows:
             )
 
     def check_count(self, count: int) -> None:
-        """Raises InvalidArgument for more than `max_batch_size` rows."""
+        """Raises InvalidArgument if `count` exceeds `max_batch_size`."""
         most = self.settings.max_batch
         if count > most:
             raise invalid(
@@ -309,7 +311,7 @@ class Rows:
 
         Raises:
             InvalidArgument: too many rows or tokens; nothing changed.
-            OutOfMemory: too few pages; nothing changed.
+            OutOfMemory: too few pages are free; nothing changed.
         """
         cache, settings = self.cache, self.settings
         assert cache is not None
@@ -335,19 +337,19 @@ class Rows:
         except BaseException:
             self._drop(before)
             raise
-        self.count = rows  # set only once their pages are mapped: `_drop` may be interrupted, too
+        self.count = rows  # set only once the pages are mapped, as `_drop` may be interrupted, too
         self.length = tokens
         self._held = max(self._held, tokens)
         if tokens < settings.max_length:
             with suppress(TooManyBatches):
-                # if it returns -1, a later `hold` reports it
+                # if this returns -1, a later `hold` reports the shortage
                 cache.step_async(self._lengths(rows, tokens + 1))
 
     def where(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Returns positions [first, last) as an index, made once for all layers.
+        """Returns positions [first, last) as an index tensor, cached for all layers.
 
-        A copy by an index runs as a kernel. A plain copy between contiguous tensors is CUDA's
-        memcpy, which rejects the addresses of plain reservations.
+        A copy through an index runs as a kernel. A plain copy between contiguous tensors uses
+        cudaMemcpy, which rejects the addresses of plain reservations.
         """
         if self._where is None or self._where[:2] != (first, last):
             with torch.inference_mode(False):  # autograd may save this index
@@ -366,7 +368,7 @@ class Rows:
             self._drop(count)
 
     def _drop(self, count: int) -> None:
-        """Frees the slots from `count` on. After an exception, the next call continues."""
+        """Frees the slots from `count` on. After an exception, the next call continues the work."""
         assert self.cache is not None
         self.count = count
         if not count:
@@ -407,7 +409,7 @@ class Rows:
         self._closed = True
 
     def close_quietly(self) -> None:
-        """Closes after a `VMemCache` was garbage-collected; stays open while tensors are alive."""
+        """Closes the cache of a garbage-collected `VMemCache`, unless tensors are still alive."""
         with suppress(Busy):
             self.close()
 
@@ -436,4 +438,4 @@ def move_rows(rows: torch.Tensor, first: int, last: int, source: Sequence[int]) 
         return
     to, of = (torch.tensor(part, device=rows.device) for part in zip(*moved, strict=True))
     valid = rows[:, first:last]
-    valid[to] = valid[of]  # indexing copies the right side first
+    valid[to] = valid[of]  # indexing copies the right-hand side first

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         "--vmem-max-batch",
         type=int,
         metavar="N",
-        help="slots: the most running requests",
+        help="number of slots, which limits running requests",
     )
     add("--vmem-max-seq-len", type=int, metavar="TOKENS", help="tokens of a slot")
     add("--vmem-kernel", metavar="NAME", help="attention: auto, fa3, fa2, flex or sdpa")
@@ -44,16 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--vmem-group-size", type=int, metavar="LAYERS", help="layers that share a tensor")
     add("--vmem-memory-limit", type=int, metavar="BYTES", help="physical memory of the cache")
     add("--vmem-overread-rows", type=int, metavar="ROWS", help="191 for fa3, 127 for flex")
-    more = "keep these rows in decoding, too: for fa3 or flex by name"
+    more = "keep these rows in decoding, too; needed if fa3 or flex is named"
     add("--vmem-overread-decode", action="store_const", const=True, help=more)
     return parser
 
 
 def split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Separates our options, under `install`'s names, from transformers' arguments.
+    """Separates the ``--vmem-`` options, under `install`'s names, from transformers' arguments.
 
-    Adds ``--continuous-batching`` if missing. Exits with a message, as argparse does, for a bad
-    value of one of our options.
+    Adds ``--continuous-batching`` if missing. Exits with a message, like argparse, if a ``--vmem-``
+    option has a bad value.
     """
     ours, theirs = _parser().parse_known_args(arguments)
     options = {
@@ -68,7 +68,7 @@ def _refuse_with_400(server: Any) -> None:
     """Makes the server tell the client why a request was rejected.
 
     transformers treats every error of a manager as an internal error and would answer 500 without a
-    message. This has no effect if the module has no ``build_server``.
+    message. Does nothing if the module has no ``build_server``.
     """
     build = getattr(server, "build_server", None)
     if build is None:
@@ -91,18 +91,19 @@ def _refuse_with_400(server: Any) -> None:
 def _named(app: Any, theirs: Sequence[str]) -> bool:
     """Returns true if the parser of ``transformers serve`` finds a model in the arguments.
 
-    Without a model, the server would load every model that a request names, and map memory for it.
+    Without a model argument, the server would load, and map memory for, any model that a request
+    names.
     """
     if "--help" in theirs:
         return True
-    if not hasattr(app, "commands"):  # a typer.Typer in some versions, its group in others
+    if not hasattr(app, "commands"):  # in some versions, `app` is a typer.Typer, not a group
         from typer.main import get_command
 
         app = get_command(app)
     command = app.commands["serve"]
     try:
         found = command.make_context("serve", list(theirs)).params
-    except Exception:  # any error of click, or of typer's copy of it; `serve` reports it itself
+    except Exception:  # an error of click or of typer's copy of it; `serve` reports it itself
         return True
     return bool(found.get("force_model", True))
 
@@ -110,8 +111,8 @@ def _named(app: Any, theirs: Sequence[str]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Installs the plug-in for all models and runs ``transformers serve``; returns its exit status.
 
-    2, with a message: an unsupported version of transformers, a bad option, a missing package, no
-    model, or a model that does not exist. 130: Ctrl-C.
+    Returns 2, after printing a message, if the version of transformers is unsupported, an option is
+    bad, a package is missing, or the model is missing or does not exist; 130 on Ctrl-C.
     """
     options, theirs = split(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING)
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse_with_400(server)
         try:
             app(["serve", *theirs], standalone_mode=False)
-        except RuntimeError as error:  # includes Abort of click, or of typer's copy of it
+        except RuntimeError as error:  # includes Abort from click or from typer's copy of it
             if type(error).__name__ != "Abort":
                 raise
             return 130

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Determines the shapes that the layers of a transformers model store.
 
-Windows and differences between layers come from the configuration. Heads and their sizes come from
-the keys and values that the model passes: these reflect tensor parallelism, and whether a model
-with MLA stores its latent (as keys of the latent's rank and values of the rotary part) or the keys
-and values computed from it.
+Windows and differences between layers come from the configuration. The number of heads and their
+sizes come from the keys and values that the model passes. These reflect tensor parallelism, and
+whether a model with MLA stores its latent (passed as keys; the rotary part is passed as values) or
+the keys and values computed from it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Handed = tuple[int, int, int]
 
 
 def handed_over(key: Any, value: Any) -> Handed:
-    """Returns head count and sizes of keys and values ``[batch, num_kv_heads, any, head_dim]``.
+    """Returns the head count and sizes of keys and values ``[batch, num_kv_heads, any, head_dim]``.
 
     Raises:
-        InvalidArgument: different numbers of heads.
+        InvalidArgument: keys and values have different numbers of heads.
     """
     if key.shape[1] != value.shape[1]:
         raise invalid(
@@ -50,7 +50,8 @@ def plain_scores(what: str, given: Mapping[str, Any]) -> None:
     """Rejects extra arguments of an attention function that change the scores.
 
     Raises:
-        NotSupported: capped scores, sinks or position biases, which no kernel over slots supports.
+        NotSupported: the arguments ask for capped scores, sinks or position biases, which no kernel
+            for slots supports.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if given.get(name) is not None:
@@ -58,9 +59,7 @@ def plain_scores(what: str, given: Mapping[str, Any]) -> None:
 
 
 def twice(layer: int) -> NotSupported:
-    """Returns the error for a layer that attends twice in a pass, over different values
-    (DiffLlama).
-    """
+    """Returns the error for a layer that attends twice per pass to different values (DiffLlama)."""
     return NotSupported(
         f"layer {layer} attends twice in a pass, but a layer has only one row per token",
         op="attention",
@@ -88,18 +87,18 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
 def stored_shapes(
     text: Any, layer: int, given: Handed | None
 ) -> tuple[list[Shape], list[Handed | None]]:
-    """Returns each layer's stored and passed data, derived from the first layer that receives keys.
+    """Returns the shapes each layer stores and is passed, given the first layer that receives keys.
 
     Args:
         text: the language model's configuration.
         layer: that layer.
-        given: the data that it is passed; None: the layer has a state, and the other layers follow
-            the configuration.
+        given: the shape of the data passed to it; None: the layer has a state, and the other layers
+            follow the configuration.
 
     Raises:
         InvalidArgument: the configuration's layers differ, and this layer does not match any of
             them.
-        NotSupported: a latent together with states.
+        NotSupported: the model has both a latent and states.
     """
     told = layer_shapes(text)
     rows = [one for one in told if isinstance(one, LayerShape)]
@@ -129,17 +128,18 @@ def stored_shapes(
 def _stored_rows(
     rows: list[LayerShape], layer: int, mine: LayerShape, given: Handed
 ) -> Callable[[LayerShape], tuple[LayerShape, Handed]]:
-    """Maps each layer's configuration to its stored and passed data.
+    """Returns a function from a layer's configured shape to the shapes it stores and is passed.
 
     Args:
         rows: the shapes of all layers with keys and values.
-        layer, mine, given: a layer, its entry in the configuration, and the data it is passed.
+        layer, mine, given: a layer, its entry in the configuration, and the shape of the data it is
+            passed.
     """
     heads, wide, values = given
     latent = mine.v_head_dim == 0
     alike = len({(one.num_kv_heads, one.head_dim, one.v_head_dim) for one in rows}) == 1
     if latent and heads == 1 and wide + values == mine.head_dim:
-        return lambda one: (one, (1, one.head_dim - values, values))  # the rotary part is last
+        return lambda one: (one, (1, one.head_dim - values, values))  # the rotary part comes last
     if alike:
         return lambda one: (LayerShape(*given, one.window), given)
     if (mine.head_dim, mine.v_head_dim) != (wide, values) or mine.num_kv_heads % heads:

@@ -17,14 +17,14 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemState"]
 
-# Any: type checkers see the same class with and without transformers.
+# Any, so that type checkers see the same class with and without transformers.
 _Layer: Any = cache_utils.LinearAttentionLayer
 
 
 class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
-    """A layer with a state of a `VMemCache`, which creates it.
+    """A layer with a state; `VMemCache` creates it.
 
-    Like transformers' own layer, it writes its states in place, but in the slots of the rows:
+    Like transformers' own layer, it writes its states in place, but they lie in the rows' slots:
     `conv_states` and `recurrent_states` are views ``[batch, ...]``.
     """
 
@@ -41,7 +41,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # the base class has an attribute
-        """True once the layer has slots."""
+        """True if the layer has slots."""
         return hasattr(self, "batch_size")
 
     @uncompiled
@@ -55,7 +55,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """Allocates a slot for every row of the states ``[batch, ...]``.
 
         Raises:
-            InvalidArgument: a shape or type other than the configuration's.
+            InvalidArgument: the shape or dtype differs from the configuration's.
         """
         for name, new in (("conv", conv_states), ("recurrent", recurrent_states)):
             if new is None:
@@ -71,23 +71,23 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @uncompiled
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Updates the state as transformers' own layer does, but in the slots."""
+        """Updates the state like transformers' own layer, but in the slots."""
         refuse("VMemCache.update_conv_state", recorded=True)
         taken: torch.Tensor = super().update_conv_state(*args, **kwargs)
         return taken
 
     @uncompiled
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Updates the state as transformers' own layer does, but in the slots."""
+        """Updates the state like transformers' own layer, but in the slots."""
         refuse("VMemCache.update_recurrent_state", recorded=True)
         taken: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
         return taken
 
     def _show(self, name: str, batch: int) -> None:
         self._rows.hold(batch, max(self.tokens, self._rows.length))
-        # The storage covers only these slots, which all have pages: models write states themselves,
-        # and torch's compiler may copy the entire storage of a tensor that it writes.
-        with torch.inference_mode(False):  # code outside inference mode may write it, too
+        # Limit the storage to these slots, which all have pages: models write states themselves,
+        # and torch.compile may copy the whole storage of a tensor that it writes.
+        with torch.inference_mode(False):  # so that code outside inference mode can write it, too
             view = from_dlpack(self._rows.state(self._index, name)[:batch].detach())
         if name == "conv":
             self.conv_states[0], self.is_conv_states_initialized[0] = view, True
@@ -130,7 +130,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         )
 
     def activate_past_recording(self) -> None:
-        """Raises an error: recording keeps states of earlier tokens for convolutions.
+        """Raises an error: recording would have to keep states of earlier tokens.
 
         Raises:
             NotSupported: always.

@@ -27,7 +27,7 @@ _CPU, _CUDA = 1, 2
 _MAX_NDIM: Final = 64
 _MAX_DIM: Final = 2**63 - 1
 
-# Every version of torch imports these by DLPack; other types are imported as bytes.
+# Every version of torch imports these dtypes by DLPack; other dtypes are imported as bytes.
 _TORCH_DLPACK: Final = frozenset(
     [
         *("bool", "uint8", "bfloat16", "complex64", "complex128"),
@@ -38,17 +38,17 @@ _SAME_SIZE: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class VirtualArray:
-    """A part of a reservation with shape, strides and element type; see `Reservation.array`.
+    """A part of a reservation with a shape, strides and an element type; see `Reservation.array`.
 
-    The reservation cannot be closed while the array, or anything made from it, is alive.
+    The reservation cannot be closed while the array, or an object created from it, is alive.
     """
 
     __slots__ = ("__weakref__", "dtype", "offset", "reservation", "shape", "strides")
 
     reservation: Reservation
-    """The reservation that contains it."""
+    """The reservation that contains the array."""
     shape: tuple[int, ...]
-    """Elements along each dimension."""
+    """Number of elements along each dimension."""
     strides: tuple[int, ...]
     """Strides in elements."""
     dtype: DType
@@ -88,8 +88,8 @@ class VirtualArray:
             )
         if max((*self.shape, *self.strides), default=0) > _MAX_DIM:
             self._bad("a number is above 2**63 - 1", limit=_MAX_DIM)
-        # torch counts elements regardless of strides, and deletes a capsule that it rejects; the
-        # capsule's owner would delete it a second time.
+        # torch checks the element count regardless of strides, and deletes a capsule that it
+        # rejects; the capsule's owner would then delete it again.
         if math.prod(max(n, 1) for n in self.shape) * self.dtype.itemsize > _MAX_DIM:
             self._bad("its elements need more than 2**63 - 1 bytes", limit=_MAX_DIM)
 
@@ -106,7 +106,7 @@ class VirtualArray:
 
     @property
     def nbytes_spanned(self) -> int:
-        """Bytes from the first element to the end of the last element in memory, including gaps."""
+        """Bytes from the start of the first element to the end of the last, including gaps."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=False))
@@ -136,7 +136,7 @@ class VirtualArray:
     # ---- DLPack --------------------------------------------------------------------------------
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Returns DLPack's device type and index: (1, 0) on host, (2, ordinal) on CUDA."""
+        """Returns DLPack's device type and index: (1, 0) on ``host``, (2, ordinal) on CUDA."""
         device = self.reservation.context.cuda_device
         return (_CPU, 0) if device is None else (_CUDA, device)
 
@@ -148,12 +148,12 @@ class VirtualArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Returns a DLPack capsule; a versioned one (1.x) if the consumer supports it.
+        """Returns a DLPack capsule, versioned (1.x) if the consumer supports it.
 
         `stream` is ignored: the array itself has no pending work.
 
         Raises:
-            BufferError: a copy or another device is requested.
+            BufferError: the consumer requests a copy or another device.
         """
         if copy:
             raise BufferError("a virtual array cannot be copied: unmapped parts have no contents")
@@ -184,20 +184,20 @@ class VirtualArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3. Absent (AttributeError) on host, and for types that numpy does not have."""
+        """Version 3. Raises AttributeError on ``host`` and for types that numpy lacks."""
         if self._cpu:
             raise AttributeError("the array is in host memory: it has __array_interface__")
         return {**self._interface(), "stream": None}
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Version 3. Absent (AttributeError) on GPUs, and for types that numpy does not have."""
+        """Version 3. Raises AttributeError on GPUs and for types that numpy lacks."""
         if not self._cpu:
             raise AttributeError("the array is in GPU memory: it has __cuda_array_interface__")
         return self._interface()
 
     def buffer(self) -> memoryview:
-        """Returns a writable memoryview of the array's bytes, which keeps the array alive.
+        """Returns a writable memoryview of the array's bytes. The view keeps the array alive.
 
         Raises:
             NotSupported: the CPU cannot reach this back end's memory.
@@ -233,7 +233,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torch_tensor(array: VirtualArray) -> Any:
-    """Wraps the array as a torch.Tensor by DLPack, without copying or accessing the memory.
+    """Wraps the array as a torch.Tensor through DLPack, without copying or accessing the memory.
 
     Nothing needs to be mapped: torch.from_dlpack does not query the driver about the address (torch
     2.11: aten/src/ATen/DLConvertor.cpp takes the device from the capsule).

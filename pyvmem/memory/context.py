@@ -58,7 +58,7 @@ def find_reservation(addr: int) -> Reservation | None:
 
 
 def _forked() -> None:
-    """Marks all contexts as not open in a forked child: they belong to the parent."""
+    """Marks all contexts as closed in a forked child: they belong to the parent."""
     forget_all()
     for context in list(_opened):
         context.is_open = False
@@ -71,8 +71,8 @@ class ContextRemains(Remains):
     """Closes a context whose owner was lost.
 
     Attributes:
-        unclaimed: nothing in it has been handed out, so it may be closed with its contents. Set by
-            an object that owns its context, until that object's first call.
+        unclaimed: true if the context has handed out nothing, so that it may be closed with its
+            contents. An object that owns its context sets this until its own first call.
     """
 
     def __init__(self, owner: Context, made: Outcome) -> None:
@@ -89,7 +89,7 @@ class ContextRemains(Remains):
 
 
 class Context(AddressSpace, Closable):
-    """An open back end. A context manager that closes it.
+    """An open back end. Usable as a context manager, which closes it.
 
     Every method is thread-safe and raises `BadHandle` after `close` and `ForkedProcess` in a forked
     child. A context that is garbage-collected without `close` causes a ResourceWarning and keeps
@@ -99,8 +99,9 @@ class Context(AddressSpace, Closable):
     Args:
         backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of
             uvm, stock, cuda, host.
-        device: holds the pages: CUDA ordinal in this process, torch.device, cuda.core Device.
-        devices: all devices on which mappings exist; the first one holds the pages. Replaces
+        device: the device that holds the pages: a CUDA ordinal in this process, a torch.device or a
+            cuda.core Device.
+        devices: all devices on which to create mappings; the first device holds the pages. Replaces
             `device`.
         granule: smallest page in bytes, a power of two; 0 = 64 KiB.
         slab_size: bytes per allocation from the driver, a power of two; 0 = the back end's choice.
@@ -109,9 +110,9 @@ class Context(AddressSpace, Closable):
         pool_high: free bytes above this are returned to the driver immediately. 0 = the back end's
             default: 0 on ``host``; elsewhere 1 GiB, plus memory that was needed in the last half
             second. `pyvmem.KEEP_ALL` = only `trim` returns memory.
-        max_mappings: maximum number of driver mappings (`Stats.mappings`). 0: on ``stock`` half of
-            the driver's limit for all processes of the machine, 237,568 (divided by the number of
-            `devices`); elsewhere no limit. ``stock`` accepts up to twice that.
+        max_mappings: maximum number of driver mappings (`Stats.mappings`). 0 = no limit, except on
+            ``stock``: there it means 237,568 (divided by the number of `devices`), half of the
+            driver's limit for all processes of the machine, and up to twice that is accepted.
         large_entries: use page-table entries of 2 MiB for small pages wherever a block of 2 MiB is
             fully mapped (`Caps.LARGE_ENTRIES`). No part of such an entry can be unmapped or
             replaced: `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
@@ -119,9 +120,9 @@ class Context(AddressSpace, Closable):
             reservations of ``uvm``.
 
     Raises:
-        BackendUnavailable: the back end cannot be used on this machine; the text says why.
-        AccessDenied: this user may not open a device node.
-        InvalidArgument: an unknown name, or a size that is not a power of two.
+        BackendUnavailable: the back end cannot be used on this machine; the message says why.
+        AccessDenied: the user lacks permission to open a device node.
+        InvalidArgument: the name is unknown, or a size is not a power of two.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Context(AddressSpace, Closable):
         self._lock = reentrant_lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self._events = KeptEvents()
-        # tickets that were garbage-collected while their batches were unfinished
+        # tickets garbage-collected before their batches finished
         self._forgotten: deque[int] = deque()
         self._warned = False
         end_lost()
@@ -185,7 +186,7 @@ class Context(AddressSpace, Closable):
     """
 
     cuda_device: int | None
-    """CUDA ordinal that holds the pages; None on ``host``."""
+    """CUDA ordinal of the device that holds the pages; None on ``host``."""
 
     info: ContextInfo
     """Properties of the context, also available after `close`."""
@@ -201,19 +202,19 @@ class Context(AddressSpace, Closable):
         return Stats._from_c(_native.get_stats(self.handle))
 
     def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
-        """Returns the physical memory that the context could still allocate, and the total.
+        """Returns the physical memory that the context can still allocate, and the total.
 
         For host memory, including back end "host", this is the machine's available memory, limited
         by the remaining memory of this process's control group and of each of its parents (cgroup
-        version 1 or 2; see `vmem_memory_query` in the manual). Queried in each call.
+        version 1 or 2; see `vmem_memory_query` in the manual). Each call queries it anew.
 
         Args:
             location: as for `create`.
             device: for `Location.PEER`, one of the context's devices.
 
         Raises:
-            NotSupported: the back end cannot allocate pages there. InvalidArgument: not one of the
-                devices.
+            NotSupported: the back end cannot allocate pages there.
+            InvalidArgument: `device` is not one of the context's devices.
         """
         info = _native.memory_query(self.handle, operator.index(location), device_ordinal(device))
         return MemoryInfo(info.free_bytes, info.total_bytes)
@@ -235,18 +236,18 @@ class Context(AddressSpace, Closable):
 
         Args:
             size: a multiple of the granule.
-            visible: True: CUDA's own copies must accept the addresses; False: only kernels need to;
-                None: visible if that fits, else plain, with a `PlainReservationWarning`.
+            visible: True: CUDA's own copies can use the addresses; False: only kernels can; None:
+                visible if that fits, else plain, with a `PlainReservationWarning`.
             sparse: unmapped parts read as zeros.
             align: a power of two; 0 = 2 MiB, or the granule if larger.
-            force: make it visible even beyond the card's free memory.
-            large: pages of 2 MiB will be mapped here, in addition to smaller pages.
+            force: make it visible even if it exceeds the card's free memory.
+            large: 2 MiB pages will be mapped in the reservation, in addition to smaller pages.
             into: the object to initialise as the reservation, for a caller that must hold it before
                 the call; None: create one.
 
         Raises:
             InvalidArgument: the size is 0, unaligned or absurdly large.
-            TooManyMappings: `visible`, and the size exceeds the card's free memory.
+            TooManyMappings: `visible` is set, and the size exceeds the card's free memory.
             NotSupported: the back end does not support such reservations.
         """
         kind = 0 if visible is None else _VISIBLE if visible else _PLAIN
@@ -281,7 +282,7 @@ class Context(AddressSpace, Closable):
             page_size: one of ``info.page_sizes``; 0 = the granule.
             location: where to allocate the pages.
             device: for `Location.PEER`, one of the context's devices.
-            dirty: do not zero the pages; they may hold data of an earlier user of this context.
+            dirty: do not zero the pages; they may hold data from earlier use in this context.
 
         Raises:
             OutOfMemory: the device's memory or the context's limit is exhausted.
@@ -301,17 +302,17 @@ class Context(AddressSpace, Closable):
         return pages
 
     def retain(self, addr: int, size: int) -> Pages:
-        """Returns a new handle to the pages behind a range, which must be fully mapped."""
+        """Returns a new handle to the pages mapped at a range, which must be fully mapped."""
         return self.gather(addr, size, 1, 0)
 
     def gather(
         self, addr: int, size: int, count: int, stride: int, pages: Pages | None = None
     ) -> Pages:
-        """Retains `count` ranges whose starts are `stride` apart, with one handle for all of them.
+        """Retains the pages of `count` ranges, whose starts are `stride` apart, in one handle.
 
-        Range i begins ``i * size`` bytes into the handle, so that one `OpBatch.map` of `count`
-        pieces can map all of them elsewhere. `pages`: the object to initialise as the handle, for
-        a caller that must hold it before the call; None: create one.
+        Range i begins ``i * size`` bytes into the handle, so one `OpBatch.map` of `count` pieces
+        can map all ranges elsewhere. `pages`: the object to initialise as the handle, for a caller
+        that must hold it before the call; None: create one.
         """
         size, count, stride = map(operator.index, (size, count, stride))
         pages = pages or Pages(self, Outcome(), size * count)
@@ -329,7 +330,7 @@ class Context(AddressSpace, Closable):
             return _native.AFTER_NONE, ()
         after = [*after]
         items, keep = after_items(after, self.cuda_device)
-        wait_after(after, lambda: self.is_open)  # if the context is closed, the C call reports it
+        wait_after(after, lambda: self.is_open)  # if closed, the C call reports it
         return items, [keep, after]
 
     def batch(
@@ -345,7 +346,7 @@ class Context(AddressSpace, Closable):
             ops: not changed, and can be used again.
             after: GPU work to wait for first, in this thread (see `pyvmem.memory.streams`).
             outcome: records the result even if an exception interrupts this call.
-            waits: the counter of waits that this call increments.
+            waits: the counter in which this call counts its waits.
 
         Raises:
             NotGpuWork: an item of `after` does not name GPU work.
@@ -382,12 +383,12 @@ class Context(AddressSpace, Closable):
                 the worker finds conflicts or runs out of pages, the ticket fails.
 
         Raises:
-            OutOfMemory: with `late`, the ticket fails instead.
-            TooManyBatches: too many unfinished batches.
-            TooManyTickets: too many live `Ticket` objects have never been waited for.
+            OutOfMemory: too few pages; with `late`, the ticket fails instead.
+            TooManyBatches: too many batches are unfinished.
+            TooManyTickets: too many live tickets have never been waited for.
             NotGpuWork: an item of `after` does not name GPU work.
             InvalidArgument: the ticket is already used, or belongs to another context.
-            VMemError: a bad operation; nothing changed.
+            VMemError: an operation is invalid; nothing changed.
         """
         if not isinstance(ops, OpBatch):
             raise unexpected("ops", ops, "OpBatch")
@@ -418,12 +419,12 @@ class Context(AddressSpace, Closable):
     # ---- pool ----------------------------------------------------------------------------------
 
     def compact(self, nbytes: int | None = None, after: Iterable[Any] = ()) -> int:
-        """Returns memory to the driver: empty slabs, then those at most half used.
+        """Returns memory to the driver: empty slabs, then slabs at most half used.
 
-        Their pages are copied to free pages of fuller slabs, which replace them at every address
-        and in every `Pages`. Call it only at a safe point: from the end of the work in `after`
-        until it returns, no GPU work may access any mapping of the context. Slabs that an
-        unfinished batch uses are skipped.
+        Pages of partly used slabs are copied to free pages of fuller slabs, which replace them at
+        every address and in every `Pages`. Call it only at a safe point: from the end of the work
+        in `after` until it returns, no GPU work may access any mapping of the context. Slabs that
+        an unfinished batch uses are skipped.
 
         Args:
             nbytes: minimum bytes to return, if possible; None: as many as possible.
@@ -446,7 +447,7 @@ class Context(AddressSpace, Closable):
 
     def _known(self) -> list[Reservation]:
         while True:
-            with suppress(RuntimeError):  # a finalizer or signal handler may have changed the set
+            with suppress(RuntimeError):  # a finalizer or signal handler may change the set
                 return list(self._reservations)
 
     # ---- end -----------------------------------------------------------------------------------
@@ -455,7 +456,7 @@ class Context(AddressSpace, Closable):
         """Completes or cancels unfinished batches and releases everything. Idempotent.
 
         Raises:
-            Busy: arrays or tensors over its reservations are alive; nothing changed.
+            Busy: arrays or tensors over the context's reservations are alive; nothing changed.
             ForkedProcess: the context belongs to the parent.
         """
         outcome, before = Outcome(), None
@@ -469,7 +470,7 @@ class Context(AddressSpace, Closable):
                 if not live:
                     before = self.is_open
                     self._closed, self.is_open = True, False  # no tensor can be created after this
-                    live = sum(one.live_arrays for one in self._known())  # created since
+                    live = sum(one.live_arrays for one in self._known())  # created in the meantime
                 if live:
                     _native.fail(
                         errno.EBUSY,
@@ -480,7 +481,7 @@ class Context(AddressSpace, Closable):
             _native.close(self.handle, outcome=outcome)
         except BaseException:
             if before is not None:
-                cell = outcome.cell  # no Python call here: an interrupt could follow it
+                cell = outcome.cell  # avoid a Python call here: an interrupt could follow it
                 self._closed = cell.called == 1 and cell.code == 0
                 self.is_open = before and not self._closed
             raise
@@ -492,7 +493,7 @@ class Context(AddressSpace, Closable):
 
     def _leave(self) -> None:
         if self._closed or self._pid == os.getpid():
-            self.close()  # a forked child that leaves the block owns nothing in the context
+            self.close()  # does nothing in a forked child, which does not own the context
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._pid == os.getpid():

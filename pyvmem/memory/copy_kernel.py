@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT
 """The Triton kernel that copies scattered pieces; importing this needs Triton.
 
-A piece is an address to read, an address to write and a length. Addresses may be in plain
+A piece consists of a source address, a destination address and a length. Addresses may be in plain
 reservations, which CUDA's own copies reject, or in page-locked host memory. A few thread blocks are
 enough: each keeps 32 KiB of loads in flight, and 8 of them saturate PCIe.
 """
 
-# No `from __future__ import annotations`, and no annotations except constexpr: Triton reads them.
+# Triton reads annotations: no `from __future__ import annotations`, none except constexpr.
 import triton
 import triton.language as tl
 
 __all__ = ["copy_pieces"]
 
 
-# `count` differs in every transfer, and must not cause a recompilation.
+# `count` differs in every transfer and must not cause recompilation.
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def copy_pieces(  # type: ignore[no-untyped-def]
     pieces,
@@ -21,10 +21,9 @@ def copy_pieces(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Copies `count` pieces. `pieces`: all sources, then all destinations, then all lengths in
-    bytes.
+    """Copies `count` pieces. `pieces` holds all sources, then destinations, then lengths in bytes.
 
-    With WIDE, all of these are multiples of 16, and words are copied in pairs.
+    WIDE requires all of these to be multiples of 16, and copies words in pairs.
     """
     piece = tl.program_id(0)
     lane = tl.arange(0, STEP)

@@ -21,10 +21,10 @@ class DType:
     """An element type.
 
     Attributes:
-        name: as torch and numpy name it.
+        name: the type's name in torch and numpy.
         itemsize: bytes of one element.
         code: DLPack's type code.
-        typestr: numpy's array-interface string; None if numpy does not have the type.
+        typestr: numpy's array-interface string; None if numpy lacks the type.
     """
 
     name: str
@@ -64,7 +64,7 @@ def find_dtype(dtype: Any) -> DType:
     """Looks up an element type by name, torch.dtype, numpy dtype or numpy scalar class.
 
     Raises:
-        InvalidArgument: the type is unknown; the text lists the known types.
+        InvalidArgument: the type is unknown; the message lists the known types.
     """
     if isinstance(dtype, DType):
         return dtype

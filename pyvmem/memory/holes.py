@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Raises `NotMapped` for reads of unmapped rows on the back end ``host``, instead of a crash.
+"""Turns reads of unmapped rows on the ``host`` back end into `NotMapped` instead of a crash.
 
-The handler of SIGSEGV (`_holes.c`) lets such a read complete, with zeros; then the interpreter
-calls `tell` in the main thread. If a Python thread has read a hole, the exception is raised in that
-thread, at its next bytecode. If a native thread has, such as a worker of torch, it is raised in a
+The SIGSEGV handler (`_holes.c`) lets such a read return zeros; the interpreter then calls `tell` in
+the main thread. If a Python thread has read a hole, the exception is raised in that thread, at its
+next bytecode. If a native thread has read one, such as a torch worker, the exception is raised in a
 Python thread that read a hole at the same time, or else in the main thread.
 
 With ``VMEM_HOLES=fault`` in the environment, SIGSEGV is not handled.
@@ -35,10 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 def tell() -> None:
-    """Raises for the hole that the main thread has read; makes other threads raise for theirs.
+    """Raises for a hole that the main thread has read; makes other threads raise for their holes.
 
     Raises:
-        NotMapped: a hole was read.
+        NotMapped: the main thread, or a native thread, has read a hole.
     """
     if _unseen(sys._getframe(1)):
         _holes.again()
@@ -65,11 +65,11 @@ def _unseen(frame: FrameType | None) -> bool:
 
 
 def _leave(thread: int, read: Any) -> None:
-    """Raises in another thread. Its read may still be running, so the hole still reads as zeros."""
+    """Raises in another thread. It may still be reading, so the hole keeps reading as zeros."""
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
-        """Turns into `NotMapped` in the other thread: Python instantiates it without arguments."""
+        """Becomes a `NotMapped` in the other thread, where Python calls it without arguments."""
 
         def __new__(cls) -> NotMapped:  # type: ignore[misc]  # returns another class
             _holes.conceal()
@@ -94,12 +94,12 @@ def _text(read: Any) -> str:
     return (
         f"a read of {read.addr:#x}, where no page is mapped: {where or 'no element of a tensor'}, "
         f"byte {offset} of the reservation at {read.base:#x}. Rows past a request's length have no "
-        "memory: read cache.k(layer)[slot, :length]. The read gave zeros"
+        "memory: read cache.k(layer)[slot, :length]. The read returned zeros"
     )
 
 
 def _element(arrays: Sequence[VirtualArray], offset: int) -> str:
-    """The first array's element that contains this byte of the reservation."""
+    """Describes the element, of the first array that has one, at this byte of the reservation."""
     for array in arrays:
         index = array.index_of(offset)
         if index is not None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Copies scattered pieces between a context's memory and host memory, during an engine's steps.
+"""Copies scattered pieces between a context's memory and host memory while an engine runs steps.
 
 Used by vLLM's KV offloading on the pool and by `KVCache.swap_out`.
 
-    StreamCopies   on a GPU: a Triton kernel on its own stream, over plain addresses
+    StreamCopies   on a GPU: a Triton kernel on its own stream, which accepts plain addresses
     ThreadCopies   on the CPU: memcpy in its own thread
 
-The copies of an object run in the order in which they are started, after the steps launched before
-them. If the kernel or the memcpy cannot be started, libvmem's staged copies are used: they are
-slow, but need no device memory.
+An object's copies run in the order in which they are started, after the steps launched before them.
+If the kernel or the memcpy cannot be started, libvmem's staged copies are used, which are slow but
+need no device memory.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 THREAD_BLOCKS = 8  # as fast as 64 on an H100, and leaves 124 multiprocessors to the model
-_PART = 64 << 10  # bytes that a thread block copies at a time
-_REGISTERED = 64 << 30  # most bytes page-locked by one call, since drivers have limits
+_PART = 64 << 10  # maximum bytes that a thread block copies at a time
+_REGISTERED = 64 << 30  # maximum bytes page-locked per call, since drivers have limits
 _PORTABLE_AND_MAPPED = 3
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Pieces:
 
 
 def split(pieces: Pieces, part: int = _PART) -> Pieces:
-    """Splits pieces to at most `part` bytes each, so that all thread blocks have work."""
+    """Splits pieces into parts of at most `part` bytes, so that all thread blocks have work."""
     if not len(pieces.sizes) or pieces.sizes.max() <= part:
         return pieces
     counts = -(-pieces.sizes // part)
@@ -81,12 +81,12 @@ def split(pieces: Pieces, part: int = _PART) -> Pieces:
 
 
 class HostMemory:
-    """Anonymous host memory of this process, which is freed however the process exits.
+    """Anonymous host memory of this process, which the system frees however the process exits.
 
     Args:
         nbytes: number of bytes, more than 0.
         locked: page-lock it, so that kernels of all CUDA devices can access it.
-        memory: existing memory of `nbytes` to use; None: allocate it.
+        memory: existing memory of `nbytes` bytes to use; None: allocate memory.
 
     Raises:
         MemoryError: the memory cannot be allocated or page-locked.
@@ -119,7 +119,7 @@ class HostMemory:
 
 
 def _register(addr: int, size: int) -> str:
-    """Page-locks memory; returns the error text, "" on success."""
+    """Page-locks memory; returns the error message, "" on success."""
     import torch
 
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -147,15 +147,15 @@ class Copy:
         self.error: BaseException | None = None
 
     def ready(self) -> bool:
-        """Returns true once it is complete."""
+        """Returns true if the transfer is complete."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Waits until it is complete."""
+        """Waits until the transfer is complete."""
         raise NotImplementedError
 
     def seconds(self) -> float:
-        """Returns its duration."""
+        """Returns the duration of the transfer in seconds."""
         raise NotImplementedError
 
 
@@ -163,18 +163,18 @@ class Copies(Protocol):
     """Starts copies in one direction."""
 
     def now(self) -> Any:
-        """Returns the work launched so far, to pass to `start`; None: nothing to wait for."""
+        """Returns the work launched so far, to pass to `start`; None if none has to be awaited."""
 
     def start(self, pieces: Pieces, after: Any = None) -> Copy:
-        """Starts a copy that runs after all earlier copies and after other work.
+        """Starts a copy that runs after all earlier copies and after given work.
 
         Args:
             pieces: the pieces to copy.
-            after: the work to wait for, from `now`; None: the work launched so far.
+            after: the work to wait for, as returned by `now`; None: the work launched so far.
         """
 
     def events(self) -> tuple[Any, ...]:
-        """Returns events that later work must wait for. On the CPU, waits, and returns none."""
+        """Returns events that later work must wait for. On the CPU, waits and returns no events."""
 
     def fence(self, stream: Any) -> None:
         """Makes a stream wait for the copies started so far."""
@@ -216,11 +216,11 @@ class _Threaded(Copy):
 
 
 class ThreadCopies:
-    """Copies with memcpy in a thread. Steps of vLLM's CPU back end are complete when they return.
+    """Copies with memcpy in a thread. Waits for no step, as CPU steps are complete on return.
 
     Args:
         context: context of the KV tensors.
-        to_host: copy to host memory; False: from it.
+        to_host: copy to host memory; False: from host memory.
     """
 
     def __init__(self, context: Context, to_host: bool) -> None:
@@ -282,7 +282,7 @@ class _Streamed(Copy):
     def __init__(self, nbytes: int, begin: Any, end: Any, kept: Any) -> None:
         super().__init__(nbytes)
         self._begin, self._end = begin, end
-        self._kept = kept  # the descriptors, which the kernel reads
+        self._kept = kept  # the pieces' descriptors, which the kernel reads
 
     def ready(self) -> bool:
         return bool(self._end.query())
@@ -299,11 +299,11 @@ class StreamCopies:
 
     Args:
         context: context of the KV tensors.
-        to_host: copy to host memory; False: from it.
+        to_host: copy to host memory; False: from host memory.
         device: a torch device.
-        thread_blocks: thread blocks of the kernel.
-        after_current: copies wait for the work on torch's current stream; False: they wait for
-            nothing, since the caller has already waited.
+        thread_blocks: number of thread blocks of the kernel.
+        after_current: copies wait for the work on torch's current stream; False: they do not, as
+            the caller has already waited.
 
     Raises:
         ImportError: Triton is not installed.
@@ -327,7 +327,7 @@ class StreamCopies:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
-        """Compiles and loads the kernel ahead of `start`; this may wait for the device."""
+        """Compiles and loads the kernel before the first `start`; this may wait for the device."""
         nothing = np.empty(0, dtype=np.int64)
         for align in (16, 1):
             self._launch(Pieces(nothing, nothing, nothing), align)
@@ -380,7 +380,7 @@ class StreamCopies:
         return kept
 
     def events(self) -> tuple[Any, ...]:
-        """Returns an event after the copies started so far."""
+        """Returns an event that completes after the copies started so far."""
         import torch
 
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -397,7 +397,7 @@ class StreamCopies:
 
 
 def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
-    """Returns a function that creates a rank's `Copies` object, given the direction."""
+    """Returns a function that creates a rank's `Copies` object for a given direction."""
 
     def streamed(to_host: bool) -> Copies:
         copies = StreamCopies(context, to_host, device)
@@ -410,7 +410,7 @@ def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
 
 
 def has_kernel(context: Context) -> bool:
-    """Returns true if `copy_now` can use the kernel, for page-locked memory and with Triton."""
+    """Returns true if `copy_now` can use the kernel, which needs page-locked memory and Triton."""
     if context.cuda_device is None or find_spec("torch") is None:
         return False
     import torch
@@ -421,8 +421,8 @@ def has_kernel(context: Context) -> bool:
 def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
     """Copies from or to page-locked memory with the kernel, synchronously.
 
-    Returns false, with nothing copied, if the kernel cannot run: a CPU context, torch without CUDA,
-    or no Triton.
+    Returns false, with nothing copied, if the kernel cannot run: the context is on the CPU, torch
+    lacks CUDA, or Triton is missing.
     """
     number = context.cuda_device
     if number is None or not has_kernel(context):
@@ -436,6 +436,6 @@ def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
         return False
     try:
         relaxed(lambda: copies.start(pieces))
-    finally:  # even if interrupted: the caller may free the memory afterwards
+    finally:  # wait even if interrupted: the caller may free the memory afterwards
         relaxed(copies.close)
     return True

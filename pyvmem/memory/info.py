@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Enumerations and frozen records that describe contexts, ranges and handles.
 
-The compiler supplies the values of vmem.h. Sizes are in bytes; addresses are device virtual
-addresses (on ``host``: pointers).
+The values of vmem.h come from the compiler. Sizes are in bytes; addresses are device virtual
+addresses (pointers on ``host``).
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ class ContextInfo:
 
     Attributes:
         backend: ``"host"``, ``"cuda"``, ``"stock"`` or ``"uvm"``.
-        caps: its capabilities.
+        caps: the back end's capabilities.
         granule: the smallest page, in bytes.
-        page_sizes: the sizes a page can have, ascending.
+        page_sizes: supported page sizes, ascending.
         slab_size: bytes per allocation from the driver.
         max_segments: limit on Stats.segments (host: vm.max_map_count), 0 = no limit.
         max_mappings: limit on Stats.mappings (see `Context`), 0 = no limit.
-        driver: the driver's version, ``""`` on host.
-        device_name: name of the first device.
+        driver: the driver's version; ``""`` on ``host``.
+        device_name: the name of the first device.
         devices: CUDA ordinals; the first device holds the pages.
-        uuid: UUID of the first device as nvidia-smi writes it, ``""`` on host.
+        uuid: UUID of the first device, in nvidia-smi's format; ``""`` on ``host``.
         uuids: UUIDs of all devices.
-        why: for ``"auto"``, why the back ends tried first cannot be used.
+        why: for ``"auto"``, why the back ends tried before this one cannot be used.
         warning: a message for the operator, such as an unknown driver branch; ``""`` if there is
             none.
     """
@@ -149,7 +149,7 @@ class ContextInfo:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since open (calls, ns) and current state (all other fields): struct vmem_stats.
+    """Counters since open (calls, ns) and the current state (all other fields): struct vmem_stats.
 
     ``slab_bytes`` is ``used_bytes + free_bytes + quarantined_bytes``; an aliased page counts once
     in ``used_bytes`` and once per mapping in ``mapped_bytes``. ``dirty_bytes`` is the part of
@@ -195,10 +195,10 @@ _STATS_FIELDS = tuple(Stats.__dataclass_fields__)
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Current physical memory of a location (struct vmem_memory_info).
+    """Describes a location's physical memory at this time (struct vmem_memory_info).
 
     Attributes:
-        free_bytes: bytes that the context could still allocate from the driver within its
+        free_bytes: bytes that the context can still allocate from the driver within its
             `mem_limit`, not counting its pool's free pages; other processes may allocate them
             first.
         total_bytes: the location's total memory; 0 if the driver does not report it.
@@ -216,9 +216,9 @@ class RangeInfo:
         base: the reservation's first address.
         nbytes: length of the reservation.
         mapped_bytes: bytes mapped in the reservation.
-        segments: number of segments of the reservation.
-        run_bytes: bytes, from the start of the address's granule, that have the same state and are
-            physically contiguous.
+        segments: number of pieces in the reservation, as the back end sees them.
+        run_bytes: length, from the start of the address's granule, of the physically contiguous
+            range in the same state.
         flags: state of the address.
         entry_bytes: size of the page-table entry that maps the address (4 KiB, 64 KiB or 2 MiB); 0:
             not mapped.
@@ -260,7 +260,7 @@ class PagesInfo:
     """Describes the pages behind a handle (struct vmem_handle_info).
 
     Attributes:
-        nbytes: total length of the pages.
+        nbytes: total bytes of the pages.
         page_size: size of each page.
         runs: number of physically contiguous runs.
         mappings: number of live mappings made with this handle.

@@ -15,14 +15,14 @@ from pyvmem.plumbing.validation import expect
 
 __all__ = ["OpBatch"]
 
-# struct vmem_op. One pack_into writes it three times faster than twelve field assignments through
-# cffi; the layout is compared with the compiler's below.
+# struct vmem_op. One pack_into is three times faster than twelve field assignments through cffi.
+# `_check_layout` compares the layout with the compiler's.
 _FIELDS: Final = (
     *("op", "flags", "addr", "bytes", "count", "stride"),
     *("handle", "offset", "location", "device", "page_size", "value"),
     *("src", "src_stride", "src_bytes", "offset_stride"),
 )
-_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQQ16x")  # 16x: the field `reserved`, zeros
+_LAYOUT: Final = struct.Struct("=IIQQQQQQIiQQQQQQ16x")  # 16x: the zeroed field `reserved`
 _PACK: Final = _LAYOUT.pack_into
 OP_BYTES: Final = _LAYOUT.size
 
@@ -62,7 +62,7 @@ class OpBatch:
     """A reusable list of operations for `Context.batch` and `Context.submit`.
 
     Each operation works on `count` pieces of `size` bytes whose starts are `stride` apart, as in a
-    2-D copy. Appending costs well under a microsecond; `clear` keeps the array. `Context.submit`
+    2-D copy. Appending takes well under a microsecond; `clear` keeps the array. `Context.submit`
     copies the batch, so it may be changed right after the call. Not thread-safe.
 
     Args:
@@ -100,7 +100,7 @@ class OpBatch:
         return self._array
 
     def wrote(self, count: int) -> None:
-        """Sets the batch to `count` operations that C has written, none of which consumes pages."""
+        """Sets the number of operations to `count`, which C has written; none may consume pages."""
         end = operator.index(count) * OP_BYTES
         if not 0 <= end <= self._limit:
             _native.fail(
@@ -132,8 +132,7 @@ class OpBatch:
         offset_stride: int = 0,
         split: bool = False,
     ) -> None:
-        """Maps, for each piece i, the pages at ``offset + i * offset_stride`` at ``addr + i *
-        stride``.
+        """Maps, for each i, the pages at ``offset + i * offset_stride`` at ``addr + i * stride``.
 
         Args:
             addr: first address, a multiple of the pages' page size, like `size` and `offset`.
@@ -143,14 +142,15 @@ class OpBatch:
             count: number of pieces.
             stride: bytes between the starts of pieces.
             readonly: writes through this mapping are errors.
-            consume: on success, drop the reference that `pages` holds; the mapping owns the pages.
+            consume: on success, drop the reference that `pages` holds; the mapping then owns the
+                pages.
             replace: map over existing mappings, which must cover the whole range and lose their
                 references. `pages` must have been mapped before. GPU work must not access the range
                 during the batch, except on ``uvm`` if no large page is created or removed
                 (`vmem.h`, VMEM_OP_REPLACE).
             offset_stride: bytes between the pieces' pages within `pages`; 0: `size`.
-            split: with `replace`: split large entries that a piece covers partly. No GPU work may
-                access any of their 2 MiB until the batch is finished.
+            split: with `replace`, split large entries that a piece covers partly. No GPU work may
+                access any part of such an entry's 2 MiB until the batch is finished.
         """
         flags = (_READONLY if readonly else 0) | (_CONSUME if consume else 0)
         if replace:
@@ -200,14 +200,14 @@ class OpBatch:
             size: bytes of one piece.
             count: number of pieces.
             stride: bytes between the starts of pieces.
-            page_size: bytes, 0 = the context's granule.
-            dirty: do not zero the pages; they may show an earlier user's bytes.
+            page_size: in bytes; 0 = the context's granule.
+            dirty: do not zero the pages; they may hold data from earlier use in this context.
             spread: place each run in its own 2 MiB chunk, as long as there are empty chunks.
             location: a `Location`.
             device: CUDA ordinal for `Location.PEER`.
             copy_from: initialise the new pages from this mapped address, which need not be aligned,
                 instead of with zeros. Unmapping it before the batch is finished raises `Busy`.
-            copy_stride: bytes between the sources of the pieces; 0: all copy the same source.
+            copy_stride: bytes between the pieces' sources; 0: all pieces copy the same source.
             copy_bytes: bytes copied per piece; the remaining bytes are zeroed. 0: the entire piece.
         """
         flags = (_DIRTY if dirty else 0) | (_SPREAD if spread else 0)
@@ -241,10 +241,11 @@ class OpBatch:
         holes: bool = False,
         split: bool = False,
     ) -> None:
-        """Unmaps every piece, all of which must be mapped unless `holes`.
+        """Unmaps every piece. Unless `holes`, all of the pieces must be mapped.
 
-        `split`: split large entries that a piece covers partly. No GPU work may access any of
-        their 2 MiB until the batch is finished. Without `split`, this raises `InvalidArgument`.
+        With `split`, splits large entries that a piece covers partly: no GPU work may access any
+        part of such an entry's 2 MiB until the batch is finished. Without `split`, such a piece
+        raises `InvalidArgument`.
         """
         flags = (_HOLES if holes else 0) | (_SPLIT if split else 0)
         end = self._end
@@ -265,8 +266,8 @@ class OpBatch:
     ) -> None:
         """Remaps every piece with the fewest driver calls and entries, as `Context.join` does.
 
-        All of it must be mapped before the batch, unless `holes`. No GPU work may access it until
-        the batch is finished.
+        Unless `holes`, all of the pieces must be mapped before the batch. No GPU work may access
+        them until the batch is finished.
         """
         end = self._end
         if end == self._limit:
@@ -318,7 +319,7 @@ class OpBatch:
 
 
 def _bad_number(error: Exception, **values: int) -> NoReturn:
-    """Raises for the value that is not an unsigned 64-bit int; the batch is unchanged."""
+    """Raises an error that names the value that is not an unsigned 64-bit int."""
     for name, value in values.items():
         if not isinstance(value, int):
             raise TypeError(f"{name}: expected int, not {value!r}") from error

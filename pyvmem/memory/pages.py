@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Handles of one context: physical pages, and tickets of submitted batches."""
+"""Handles in a context: physical pages, and tickets of submitted batches."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SLICE_NS = 200_000_000
 
 
 class Pages(Scoped):
-    """A reference to physical pages, made by `Context.create` or `Context.retain`.
+    """A reference to physical pages, returned by `Context.create` or `Context.retain`.
 
     The pages live as long as a handle or a mapping refers to them. End the reference with `release`
-    or `drop`; leaving a ``with`` block releases it. A reference that is never ended keeps its pages
-    until the context is closed, and causes a ResourceWarning.
+    or `drop`; leaving a ``with`` block releases it. Otherwise it keeps its pages until the context
+    is closed, and causes a ResourceWarning.
     """
 
     __slots__ = ("_context", "_done", "_nbytes", "_outcome")
@@ -50,7 +50,7 @@ class Pages(Scoped):
 
     @property
     def nbytes(self) -> int:
-        """Total length of the pages."""
+        """Total bytes of the pages."""
         return self._nbytes
 
     @property
@@ -60,7 +60,7 @@ class Pages(Scoped):
 
     @property
     def info(self) -> PagesInfo:
-        """Page size, runs, mappings, location.
+        """Page size, runs, mappings and location of the pages.
 
         Raises:
             BadHandle: the handle was released, dropped or consumed by a batch, or the context is
@@ -73,7 +73,7 @@ class Pages(Scoped):
 
         Raises:
             Busy: there are several mappings; nothing changed. Use `Context.unmap`.
-            BadHandle: released, dropped or consumed before.
+            BadHandle: the handle was already released, dropped or consumed.
         """
         _native.release(self._context.handle, self.handle)
         self._done = True
@@ -82,7 +82,7 @@ class Pages(Scoped):
         """Drops only the reference: mappings remain and keep their pages.
 
         Raises:
-            BadHandle: released, dropped or consumed before.
+            BadHandle: the handle was already released, dropped or consumed.
         """
         _native.drop(self._context.handle, self.handle)
         self._done = True
@@ -103,7 +103,7 @@ class Pages(Scoped):
         stride: int = 0,
         outcome: Outcome | None = None,
     ) -> None:
-        """Drops the reference to parts: `count` pieces of `size` bytes, the first at `offset`.
+        """Drops the reference to parts of the pages: `count` pieces, the first at `offset`.
 
         Pages without other references return to the pool; the remaining pages keep their offsets.
         The handle itself is valid until it is dropped.
@@ -117,8 +117,8 @@ class Pages(Scoped):
             outcome: records the result even if an exception interrupts this call.
 
         Raises:
-            OutOfRange: a piece is beyond the end, or was dropped before; nothing changed.
-            BadHandle: released, dropped or consumed before.
+            OutOfRange: a piece is beyond the end or was already dropped; nothing changed.
+            BadHandle: the handle was already released, dropped or consumed.
         """
         _native.drop_range(
             self._context.handle, self.handle, offset, size, count, stride, outcome=outcome
@@ -129,7 +129,7 @@ class Pages(Scoped):
             self.release()
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
-        # Objects whose constructor failed have no _done.
+        # An object whose constructor failed has no `_done`.
         made = not getattr(self, "_done", True) and self._outcome.happened
         if made and self._context.is_open:
             _warn(f"pages never released: {self!r}", ResourceWarning, source=self)
@@ -139,19 +139,19 @@ class Pages(Scoped):
 
 
 class Ticket:
-    """A batch on the worker thread.
+    """A batch submitted to the worker thread.
 
-    The result remains available however many batches follow: libvmem keeps it until this object has
-    read it. `wait` and `done` may be called repeatedly and by several threads; an exception such as
-    KeyboardInterrupt in a call has no effect on later calls. Closing or garbage-collecting the
-    object does not cancel its batch.
+    The result remains available regardless of later batches: libvmem keeps it until this object has
+    read it. `wait` and `done` may be called repeatedly and by several threads; an exception during
+    a call, such as KeyboardInterrupt, has no effect on later calls. Closing or garbage-collecting
+    the object does not cancel its batch.
 
     Attributes:
         outcome: progress of the submitting call, valid even if an exception interrupted it.
     """
 
-    # _result: None: unknown; True: success; else the batch's error. It is set before libvmem's
-    # ticket is dropped: a thread that finds the ticket dropped can read the result here.
+    # _result: None if unknown, True on success, else the batch's error. Set before libvmem's ticket
+    # is dropped, so that a thread that finds the ticket dropped can read the result here.
     __slots__ = (
         "__weakref__", "_consumed", "_context", "_dropped", "_held", "_result", "outcome",
     )  # fmt: skip
@@ -166,7 +166,7 @@ class Ticket:
 
     @property
     def handle(self) -> int:
-        """libvmem's ticket; 0: the batch has not been submitted."""
+        """libvmem's ticket; 0 if the batch has not been submitted."""
         handle: int = self.outcome.cell.value
         return handle
 
@@ -182,7 +182,7 @@ class Ticket:
             timeout: seconds; None: no limit; 0 or less: poll.
 
         Raises:
-            Timeout: not finished in time.
+            Timeout: the batch did not finish in time.
             BadHandle: the context is closed, or `close` was called, before the result was known.
             VMemError: the batch's error; the entire batch was undone.
         """
@@ -203,7 +203,7 @@ class Ticket:
     def _ask(self, timeout_ns: int) -> bool:
         """Waits up to `timeout_ns`; returns true if the result is known.
 
-        Safe to repeat if interrupted.
+        May be repeated if interrupted.
         """
         if self._result is None:
             try:
@@ -243,11 +243,11 @@ class Ticket:
 
         Args:
             stream: a stream as in ``after``; None: the current stream. For an event, which cannot
-                be made to wait, and on ``host``, this is the same as `wait`.
+                wait, and on ``host``, this is the same as `wait`.
 
         Raises:
-            NotGpuWork: it is neither a stream nor an event. InvalidArgument: the stream is being
-                captured.
+            NotGpuWork: `stream` is neither a stream nor an event.
+            InvalidArgument: the stream is being captured.
             VMemError: the batch's error.
         """
         device = self._context.cuda_device
@@ -276,7 +276,7 @@ class Ticket:
 
 
 def drop_forgotten(vm: int, numbers: deque[int]) -> None:
-    """Drops the tickets whose objects were garbage-collected before their result was known."""
+    """Drops tickets whose objects were garbage-collected before the result was known."""
     while numbers:
         # Other threads may run this, too: a number is removed only after its ticket is dropped, so
         # no ticket is missed.

@@ -30,7 +30,7 @@ _UNMAP = _native.constant("VMEM_FREE_UNMAP")
 
 
 class PlainReservationWarning(UserWarning):
-    """No visible reservation fits, so a plain one was created: CUDA's own copies reject it."""
+    """A plain reservation was created, as no visible one fits: CUDA's own copies reject it."""
 
 
 def warn_plain(size: int) -> None:
@@ -47,12 +47,12 @@ def warn_plain(size: int) -> None:
 
 
 class Reservation(Closable):
-    """A range of virtual addresses, made by `Context.reserve`.
+    """A range of virtual addresses, returned by `Context.reserve`.
 
-    Offsets are in bytes from its start. Tensors, arrays and buffers over it keep it (and its
-    context) alive, and `close` raises `Busy` while any of them is alive. As a context manager, it
-    is unmapped and closed at the end of the block. A reservation that is garbage-collected without
-    `close` remains until the context is closed, and causes a ResourceWarning.
+    Offsets are in bytes from its start. Tensors, arrays and buffers over it keep it and its context
+    alive, and `close` raises `Busy` while any of them is alive. At the end of a ``with`` block it
+    is unmapped and closed. A reservation that is garbage-collected without `close` remains until
+    the context is closed, and causes a ResourceWarning.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class Reservation(Closable):
 
     addr: int = property(  # type: ignore[assignment]  # as `Pages.handle`: steps read it
         attrgetter("_outcome.cell.value"),
-        doc="The first address; 0 until it is reserved.",
+        doc="The first address; 0 before the addresses are reserved.",
     )
 
     def __init__(self, context: Context, outcome: Outcome) -> None:
@@ -90,12 +90,12 @@ class Reservation(Closable):
 
     @property
     def nbytes(self) -> int:
-        """Length of the reservation."""
+        """Length of the reservation in bytes."""
         return self._info.nbytes
 
     @property
     def visible(self) -> bool:
-        """True if CUDA's own copies accept the addresses; False on host."""
+        """True if CUDA's own copies accept the addresses; False on ``host``."""
         return RangeFlags.VISIBLE in self._info.flags
 
     @property
@@ -111,8 +111,8 @@ class Reservation(Closable):
     @property
     def live_arrays(self) -> int:
         """The number of live arrays, tensors and buffers over the reservation."""
-        # Not `len`: if a signal's exception suppressed a weak reference's callback, the dictionary
-        # still counts its dead array.
+        # Not `len`: if an exception from a signal handler suppressed a weak reference's callback,
+        # the dictionary still counts the dead array.
         return sum(one() is not None for one in self._arrays.valuerefs())
 
     def arrays(self) -> list[VirtualArray]:
@@ -120,9 +120,7 @@ class Reservation(Closable):
         return [array for one in self._arrays.valuerefs() if (array := one()) is not None]
 
     def _at(self, offset: int, size: int, op: str) -> int:
-        """Returns the address at `offset`; raises if `size` bytes from there exceed the
-        reservation.
-        """
+        """Returns the address at `offset`; raises unless `size` bytes from there are inside."""
         if self._closed or self._closing:
             self._raise_closed(op)
         offset, size = operator.index(offset), operator.index(size)
@@ -151,7 +149,7 @@ class Reservation(Closable):
         *,
         readonly: bool = False,
     ) -> None:
-        """Maps `pages` (or `size` bytes of them from `pages_offset` on) at `offset`."""
+        """Maps `pages`, or `size` bytes of them from `pages_offset` on, at `offset`."""
         expect("pages", pages, Pages)
         length = pages.nbytes - pages_offset if size is None else size
         addr = self._at(offset, length, "vMemMap")
@@ -162,12 +160,12 @@ class Reservation(Closable):
         self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
 
     def join(self, offset: int = 0, size: int | None = None) -> int:
-        """Remaps in one piece pages that were mapped one by one; see `Context.join`."""
+        """Remaps pages that were mapped one by one as one piece; see `Context.join`."""
         length = self.nbytes - offset if size is None else size
         return self._context.join(self._at(offset, length, "vmem_join"), length)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Copies bytes out of the device."""
+        """Copies bytes from the device."""
         return self._context.read(self._at(offset, size, "vmem_read"), size)
 
     def write(self, offset: int, data: Any) -> None:
@@ -176,7 +174,7 @@ class Reservation(Closable):
         self._context.write(self._at(offset, size, "vmem_write"), data)
 
     def fill(self, offset: int, size: int, value: int = 0) -> None:
-        """Fills a range with one byte."""
+        """Fills a range with a byte value."""
         self._context.fill(self._at(offset, size, "vmem_fill"), size, value)
 
     def query(self, offset: int = 0) -> RangeInfo:
@@ -194,18 +192,18 @@ class Reservation(Closable):
     ) -> VirtualArray:
         """Returns an array over the addresses, for any library (through ``__dlpack__`` and others).
 
-        Memory is neither read nor written, and need not be mapped until elements are used. On the
-        CPU, reading an unmapped element raises `NotMapped` and writing one kills the process; on a
-        GPU, both break the CUDA context.
+        This call neither reads nor writes memory, which need not be mapped until elements are used.
+        On the CPU, reading an unmapped element raises `NotMapped`, and writing it kills the
+        process; on a GPU, both break the CUDA context.
 
         Args:
             shape: elements along each dimension.
             dtype: a name (``"bfloat16"``), torch.dtype or numpy dtype.
-            strides: in elements, as torch counts them; None = contiguous.
+            strides: in elements, as in torch; None = contiguous.
             offset: offset of the first element in bytes, a multiple of the element size.
 
         Raises:
-            InvalidArgument: the array does not fit (the text has both sizes), or is malformed.
+            InvalidArgument: the array does not fit (the message gives both sizes) or is malformed.
             BadHandle: the reservation or its context is closed.
         """
         array = VirtualArray(self, shape, dtype, strides, offset)
@@ -228,15 +226,14 @@ class Reservation(Closable):
 
         Arguments and errors are those of `array`. Needs torch.
         """
-        # Import torch before creating the array: without numpy, torch keeps alive the stack that
-        # first imports it, and an array in the locals of those frames would live until the process
-        # exits.
+        # Import torch before creating the array: without numpy, torch keeps alive the frames that
+        # first import it, and an array in their locals would live until the process exits.
         import torch  # noqa: F401
 
         return torch_tensor(self.array(shape, dtype, strides, offset))
 
     def buffer(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
-        """Returns a writable memoryview of bytes; only on ``host``, where the CPU can access them.
+        """Returns a writable memoryview of bytes; only on ``host``, as the CPU must have access.
 
         Raises:
             NotSupported: the CPU cannot reach this back end's memory.
@@ -258,12 +255,12 @@ class Reservation(Closable):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, *, unmap: bool = False) -> None:
-        """Frees the addresses. Does nothing when called again or once the context is closed.
+        """Frees the addresses. Does nothing if called again or if the context is closed.
 
         Waits for a concurrent call by another thread.
 
         Args:
-            unmap: unmap what is still mapped, instead of raising Busy.
+            unmap: unmap pages that are still mapped instead of raising Busy.
 
         Raises:
             Busy: arrays, tensors or mappings are alive; nothing changed.
@@ -277,7 +274,7 @@ class Reservation(Closable):
                 self._context.stats()  # raises ForkedProcess
             live = self.live_arrays
             self._closing = not live  # from here on no tensor can be created
-            live = live or self.live_arrays  # created by a signal handler in between
+            live = live or self.live_arrays  # a signal handler may have created one in between
             if live:
                 self._closing = False
                 _native.fail(
@@ -290,7 +287,8 @@ class Reservation(Closable):
                 )
         flags = _UNMAP if unmap else 0
         try:
-            # One thread at a time: `outcome` says whether the reservation has already been freed.
+            # Only one thread at a time may free: `outcome` says whether the reservation is already
+            # freed.
             with self._ending:
                 _native.free(self._context.handle, self.addr, flags, outcome=outcome)
         except VMemError:
@@ -299,7 +297,7 @@ class Reservation(Closable):
         self._closed = True
 
     def leave(self) -> None:
-        """Leaves the freeing to the context's `close`."""
+        """Marks the reservation as closed; the context's `close` frees it."""
         self._closed = True
 
     def abandon(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The address-based methods of a context: mapping, contents, the pool, checks."""
+"""The methods of a context that take addresses: mapping, contents, the pool, checks."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class AddressSpace:
     def map(
         self, addr: int, size: int, pages: Pages, offset: int = 0, *, readonly: bool = False
     ) -> None:
-        """Maps ``pages[offset:offset + size]`` at `addr`, accessible on every device of the
-        context.
+        """Maps ``pages[offset:offset + size]`` at `addr`, for every device of the context.
 
         Raises:
-            AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: nothing changed.
+            AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: the arguments do not
+                fit; nothing changed.
         """
         expect("pages", pages, Pages)
         flags = _MAP_READONLY if readonly else 0
         _native.map(self.handle, addr, size, pages.handle, offset, flags)
 
     def unmap(self, addr: int, size: int) -> None:
-        """Unmaps a range, which must be fully mapped. May cut mappings, but not large entries.
+        """Unmaps a range, which must be fully mapped. It may cut mappings, but not large entries.
 
         No unfinished GPU work may access it; `batch` and `submit` can wait for such work.
         """
@@ -54,10 +54,10 @@ class AddressSpace:
     # ---- contents ------------------------------------------------------------------------------
 
     def read(self, addr: int, size: int) -> bytes:
-        """Copies `size` bytes at `addr` out of the device.
+        """Copies `size` bytes at `addr` from the device.
 
         Raises:
-            NotMapped: a byte is not mapped.
+            NotMapped: part of the range is not mapped.
         """
         if size > _LARGE_READ:
             info = self.query(addr)
@@ -76,10 +76,10 @@ class AddressSpace:
         return bytes(_native.ffi.buffer(buffer, size))
 
     def read_into(self, addr: int, data: Any) -> None:
-        """Fills `data`, a writable buffer, from the device; it may be pinned host memory.
+        """Fills `data`, a writable buffer, from the device. The buffer may be pinned host memory.
 
         Raises:
-            NotMapped: a byte is not mapped.
+            NotMapped: part of the range is not mapped.
         """
         buffer = _native.ffi.from_buffer(data, require_writable=True)
         _native.read(self.handle, buffer, addr, len(buffer))
@@ -88,8 +88,8 @@ class AddressSpace:
         """Copies a bytes-like object to `addr`.
 
         Raises:
-            NotMapped: a byte is not mapped.
-            ReadOnly: a byte is mapped read-only.
+            NotMapped: part of the range is not mapped.
+            ReadOnly: part of the range is mapped read-only.
         """
         buffer = _native.ffi.from_buffer(data)
         _native.write(self.handle, addr, buffer, len(buffer))
@@ -109,37 +109,37 @@ class AddressSpace:
         _native.warm(self.handle, whole("nbytes", nbytes))
 
     def trim(self, keep: int = 0) -> int:
-        """Returns empty slabs to the driver, but keeps `keep` free bytes. Returns their bytes."""
+        """Gives empty slabs back to the driver, keeping `keep` bytes free. Returns their bytes."""
         return _native.trim(self.handle, whole("keep", keep))
 
     def join(self, addr: int, size: int) -> int:
-        """Remaps in one piece each run that was mapped page by page; returns the driver calls made.
+        """Remaps as one piece each run mapped page by page. Returns the number of driver calls.
 
-        With `large_entries` (`Context`), each complete block is mapped by a large entry. Call it
-        only at a safe point: no GPU work may access the range. `OpBatch.join` does the same as part
-        of a batch, ordered after other work.
+        If the context has `large_entries`, each complete 2 MiB block is mapped by a large entry.
+        Call it only at a safe point: no GPU work may access the range. `OpBatch.join` does the same
+        as part of a batch, ordered after other work.
         """
         return _native.join(self.handle, addr, operator.index(size))
 
     # ---- tests ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Checks every internal invariant; slow.
+        """Checks every internal invariant. Slow.
 
         Raises:
-            DriverError: an invariant is violated; the text describes the first violation.
+            DriverError: an invariant is violated; the message describes the first violation.
         """
         _native.check(self.handle)
 
     def inject(
         self, kinds: Inject | int, skip: int = 0, count: int = 1, error: int = errno.EIO
     ) -> None:
-        """Makes driver calls of these kinds fail: the first `skip` pass, the next `count` fail.
+        """Makes driver calls of these kinds fail: `skip` calls pass, then `count` calls fail.
 
         Args:
-            kinds: which calls.
+            kinds: the calls to fail.
             skip: number of calls that pass.
             count: number of calls that fail; 0 stops the injection.
-            error: positive errno that they fail with.
+            error: positive errno with which the calls fail.
         """
         _native.inject(self.handle, operator.index(kinds), skip, count, error)

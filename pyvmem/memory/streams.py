@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Converts other libraries' GPU work and devices for libvmem.
+"""Converts GPU work and devices of other libraries for libvmem.
 
-Objects that name GPU work, for all arguments ``stream`` and ``after``:
+Objects that name GPU work, accepted as ``stream`` and ``after`` arguments:
 
     torch.cuda.Stream, cuda.core Stream, anything with __cuda_stream__    the stream's work so far
-    None, CurrentStream                                  torch's current stream's work so far
+    None, CurrentStream                                  the work of torch's current stream so far
     torch.cuda.Event, cuda.core Event                    the work before the event was recorded
     FdEvent                                              work until its descriptor polls readable
 
-`work_of` alone classifies them, and rejects everything else. The caller must not record an event
-again before its work is complete: it would then stand for other work.
+`work_of` alone classifies them and rejects everything else. The caller must not record an event
+again before its work is complete, as the event would then represent other work.
 
 CUDA graphs: a stream that is being captured has no work to wait for, and cannot be made to wait for
 work outside the capture. Calls that would need either are rejected (InvalidArgument), and the
-capture continues. So call a cache before or after a capture, not within it. Querying whether work
-is complete is allowed during a capture in any thread and mode (`relaxed`).
+capture continues. Therefore call a cache before or after a capture, not within it. Querying whether
+work is complete is allowed during a capture in any thread and mode (`relaxed`).
 
-This module does not import torch or cuda.core: an object can only be theirs if they are loaded.
+This module does not import torch or cuda.core: their objects exist only if they are loaded.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ _FD: Final = _native.constant("VMEM_AFTER_FD")
 
 
 class FdEvent(Closable):
-    """Work that is finished when a descriptor polls readable: an eventfd, a sync_file, a pipe.
+    """Work that is finished when a descriptor (eventfd, sync_file, pipe) polls readable.
 
-    Works on every back end; on ``host`` it represents GPU work. The caller keeps ownership of the
-    descriptor; libvmem duplicates it before waiting, so it may be closed right after a call.
+    Works on every back end; on ``host`` it represents GPU work. The caller owns the descriptor;
+    libvmem duplicates it before waiting, so it may be closed right after a call.
     """
 
     __slots__ = ("_own", "fd")
@@ -86,7 +86,7 @@ class FdEvent(Closable):
 
     @classmethod
     def create(cls) -> FdEvent:
-        """Creates an eventfd, not readable until `set`; closed by `close` or with the object."""
+        """Creates an eventfd that polls readable after `set`; it is closed with the object."""
         event = cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         event._own = True
         return event
@@ -121,25 +121,25 @@ CurrentStream: Final = _CurrentStream()
 
 
 class KeptEvents:
-    """Keeps events alive until the batches that wait for them are finished, as vmem.h requires."""
+    """Keeps events alive until the batches that wait for them have finished, as vmem.h requires."""
 
     def __init__(self) -> None:
         self._lock = reentrant_lock()
         self._kept: deque[tuple[Ticket, list[Any]]] = deque()
 
     def keep(self, ticket: Ticket, events: list[Any]) -> None:
-        """Keeps what `after_items` returned for a batch that will be submitted with `ticket`.
+        """Keeps the events from `after_items` for a batch that will be submitted with `ticket`.
 
-        Drops entries of finished batches. The ticket is kept, too: once libvmem's ticket is
-        dropped, there is no way to tell whether the batch is finished.
+        Drops entries of finished batches. The ticket is kept, too: without libvmem's ticket, it is
+        impossible to tell whether the batch has finished.
         """
         with self._lock:
             kept = self._kept
-            # Checks two entries per new entry, round-robin, so that a batch that never finishes
-            # does not block the others.
+            # Check two entries per new entry, round-robin, so that a batch that never finishes does
+            # not block the others.
             for one in list(islice(kept, 2)):
                 if one[0]._over():
-                    with suppress(ValueError):  # a call from a finalizer may have removed it
+                    with suppress(ValueError):  # a finalizer's call may have removed it
                         kept.remove(one)
                 else:
                     kept.rotate(-1)
@@ -147,19 +147,19 @@ class KeptEvents:
             kept.append((ticket, events))
 
     def clear(self) -> None:
-        """Drops all events; all batches must be finished."""
+        """Drops all events. All batches must have finished."""
         with self._lock:
             self._kept.clear()
 
 
 def device_ordinal(device: Any) -> int:
-    """Returns the CUDA ordinal of an int, a ``torch.device`` (or its string) or cuda.core Device.
+    """Returns the CUDA ordinal of an int, a torch.device (or its string) or a cuda.core Device.
 
     A device without an index (``"cuda"``) is torch's current device; ``"cpu"`` is 0, for ``host``.
 
     Raises:
         TypeError: `device` is of another type.
-        InvalidArgument: a string that does not name a CUDA device.
+        InvalidArgument: the string does not name a CUDA device.
     """
     if isinstance(device, int):
         if device < 0:
@@ -203,7 +203,7 @@ class Kind(enum.Enum):
 
 
 class Work(NamedTuple):
-    """An object that names GPU work, classified.
+    """A classified object that names GPU work.
 
     Attributes:
         kind: stream, event or descriptor.
@@ -219,13 +219,13 @@ class Work(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        """True if the object can be made to wait for other work."""
+        """True if the object can wait for other work."""
         return self.kind in (Kind.CURRENT, Kind.STREAM)
 
 
 _CURRENT: Final = Work(Kind.CURRENT, "torch", 0, CurrentStream)
-_SLICE_MS: Final = 100  # maximum duration of one wait
-_LEGACY: Final = 1  # CU_STREAM_LEGACY, another name of stream 0
+_SLICE_MS: Final = 100  # length of a slice of a wait
+_LEGACY: Final = 1  # CU_STREAM_LEGACY, another name for stream 0
 
 
 def work_of(given: Any, what: str = "stream") -> Work:
@@ -236,8 +236,8 @@ def work_of(given: Any, what: str = "stream") -> Work:
         what: the name of the caller's argument, for the error.
 
     Raises:
-        NotGpuWork: the object is not in that list; also raised on ``host``.
-        InvalidArgument: an `FdEvent` whose descriptor is negative or too large.
+        NotGpuWork: the object is not in that list. Raised on ``host``, too.
+        InvalidArgument: an `FdEvent` has a negative or too large descriptor.
     """
     if given is None or given is CurrentStream:
         return _CURRENT
@@ -265,7 +265,7 @@ def work_of(given: Any, what: str = "stream") -> Work:
 
 
 def check(stream: Any) -> None:
-    """Validates a stream, for calls that change something before they use it."""
+    """Validates a stream, for calls that change state before they use the stream."""
     if stream is not None:
         work_of(stream)
 
@@ -294,14 +294,15 @@ def _refusal(given: Any, what: str, more: str = "") -> NotGpuWork:
 
 
 def stream_handle(stream: Any, device: int | None) -> int:
-    """Returns the CUstream of a stream object, of `CurrentStream` or of None (the current stream).
+    """Returns the CUstream of a stream object, or of the current stream.
 
     Args:
-        stream: torch.cuda.Stream, cuda.core Stream, anything with ``__cuda_stream__``, None.
-        device: CUDA ordinal, for the current stream; None: ``host``, where every stream is 0.
+        stream: a torch.cuda.Stream, a cuda.core Stream or anything with ``__cuda_stream__``;
+            `CurrentStream` or None: the current stream.
+        device: CUDA ordinal for the current stream; None: ``host``, where every stream is 0.
 
     Raises:
-        NotGpuWork: not a stream; events are rejected, too.
+        NotGpuWork: `stream` is not a stream; events are rejected, too.
     """
     work = work_of(stream)
     if not work.is_stream:
@@ -317,7 +318,7 @@ def stream_handle(stream: Any, device: int | None) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-# torch, once it is known to have CUDA; is_available() queries the driver each time
+# torch, once known to have CUDA; is_available() queries the driver on each call
 _with_cuda: Any = None
 
 
@@ -333,7 +334,7 @@ def has_cuda(torch: Any) -> bool:
 
 
 def torch_stream(work: Work, device: int) -> Any:
-    """Returns a stream as torch.cuda.Stream; torch must be loaded and have CUDA."""
+    """Returns a stream as a torch.cuda.Stream. torch must be loaded and have CUDA."""
     torch = sys.modules["torch"]
     if work.kind is Kind.CURRENT:
         return torch.cuda.current_stream(device)
@@ -345,13 +346,13 @@ def torch_stream(work: Work, device: int) -> Any:
 
 
 def core_stream(work: Work, device: int) -> Any:
-    """Returns a stream as cuda.core's, which must be loaded; it is valid while `work` is alive."""
+    """Returns a cuda.core Stream, valid while `work` is alive. cuda.core must be loaded."""
     if work.library == "cuda.core":
         return work.source
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        with torch.cuda.device(device):  # default streams belong to the current context,
-            torch.cuda.is_current_stream_capturing()  # which the first call of a thread creates
+        with torch.cuda.device(device):  # default streams belong to the current CUDA context,
+            torch.cuda.is_current_stream_capturing()  # which a thread's first call creates
     core: Any = sys.modules.get("cuda.core") or sys.modules["cuda.core.experimental"]
     return core.Stream.from_handle(stream_handle(work.source, device) or _LEGACY)
 
@@ -369,7 +370,7 @@ def _driver() -> Any:
 
 
 def relaxed(ask: Callable[[], _T]) -> _T:
-    """Calls `ask` in a mode that allows event queries while any thread captures a stream.
+    """Calls `ask` in a capture mode that allows event queries while any thread captures a stream.
 
     In CUDA's default capture mode, cuEventQuery and cuEventSynchronize would break the capture.
     """
@@ -392,7 +393,7 @@ def refuse_captured(stream: Any, device: int) -> None:
 
 
 def refuse_captured_handle(handle: int) -> None:
-    """Does the same as `refuse_captured` for a CUstream."""
+    """Does the same as `refuse_captured` for a CUstream handle."""
     is_capturing = getattr(_driver(), "cuStreamIsCapturing", None)
     if is_capturing is None:
         return
@@ -413,7 +414,7 @@ def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
 
     Args:
         fd: the descriptor.
-        wanted: called ten times a second; the wait also stops if it returns false.
+        wanted: called ten times per second; the wait also stops when it returns false.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -424,7 +425,7 @@ def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
 def wait_after(after: Iterable[Any], wanted: Callable[[], bool]) -> None:
     """Waits for the descriptors in an ``after`` argument before a C call that would wait for them.
 
-    A signal could not interrupt the C call. `wanted`: as for `wait_readable`.
+    A signal could not interrupt that call. `wanted` is as for `wait_readable`.
     """
     works = [work_of(item, "after") for item in after]
     for work in works:
@@ -445,7 +446,7 @@ def after_items(after: Iterable[Any], device: int | None) -> tuple[tuple[Any, in
         finished (unlike streams, whose work so far is recorded immediately).
 
     Raises:
-        NotGpuWork: an item has another type.
+        NotGpuWork: an item is of another type.
     """
     items: list[tuple[int, int]] = []
     keep: list[Any] = []
@@ -456,7 +457,7 @@ def after_items(after: Iterable[Any], device: int | None) -> tuple[tuple[Any, in
         if work.kind is Kind.FD:
             items.append((_FD, work.handle))
         elif work.kind is Kind.EVENT:
-            if work.handle:  # 0: never recorded, so no work to wait for
+            if work.handle:  # 0: never recorded, so there is no work to wait for
                 items.append((_EVENT, work.handle))
                 keep.append(item)
         elif work.kind is Kind.STREAM:

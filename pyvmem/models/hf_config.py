@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reads layer shapes, dtype and limits from Hugging Face configurations.
 
-Only this module knows the attributes of these configurations; the cache, the layouts and the
+Only this module knows the attributes of these configurations. The cache, the layouts and the
 transformers plug-in use it.
 """
 
@@ -46,11 +46,11 @@ def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
     """Returns the fields of `KVCacheConfig` for a transformers model with identical layers.
 
     Args:
-        config: a transformers ``PreTrainedConfig``, or anything with its attributes.
+        config: a transformers ``PreTrainedConfig``, or any object with its attributes.
         given: fields that the caller sets itself.
 
     Raises:
-        InvalidArgument: an attribute is missing, or layers store something other than keys and
+        InvalidArgument: an attribute is missing, or layers store anything other than keys and
             values.
     """
     text = text_config(config)
@@ -82,7 +82,7 @@ def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
 def text_config(config: Any) -> Any:
     """Returns the language model's part of a transformers configuration.
 
-    Raises InvalidArgument if there are several.
+    Raises InvalidArgument if the configuration has several language models.
     """
     get_text_config = getattr(config, "get_text_config", None)
     try:
@@ -92,9 +92,10 @@ def text_config(config: Any) -> Any:
 
 
 def _attribute(text: Any, name: str) -> Any:
-    """Reads an attribute; None if the configuration does not have it.
+    """Returns an attribute; None if the configuration lacks it.
 
-    Raises InvalidArgument if it differs between layers: transformers then raises an error itself.
+    Raises InvalidArgument if the attribute differs between layers, where transformers raises an
+    error of its own.
     """
     try:
         return getattr(text, name, None)
@@ -124,7 +125,7 @@ def _num_layers(text: Any) -> Any:
 
 
 def _num_kv_heads(text: Any) -> Any:
-    """Returns the number of KV heads of all ranks. Falcon has a flag for a single KV head."""
+    """Returns the number of KV heads over all ranks. Falcon has a flag for a single one."""
     own = _attribute(text, "num_key_value_heads")
     if own is None and _attribute(text, "multi_query"):
         return _attribute(text, "num_kv_heads") if text.new_decoder_architecture else 1
@@ -146,7 +147,7 @@ def _head_dim(text: Any) -> Any:
 
 
 def _latent(text: Any) -> Any:
-    """Returns the elements of MLA's latent, including the rotary part."""
+    """Returns the number of elements of MLA's latent, including the rotary part."""
     return text.kv_lora_rank + _first(text, "head_dim", "qk_rope_head_dim")
 
 
@@ -167,7 +168,7 @@ def dtype_of(config: Any) -> Any:
 
 
 def longest_of(config: Any) -> Any:
-    """Returns the length of the longest sequence that a model supports, in tokens."""
+    """Returns the longest sequence length that a model supports, in tokens."""
     return _first(
         text_config(config),
         "max_seq_len",
@@ -178,9 +179,9 @@ def longest_of(config: Any) -> Any:
 
 
 def _kinds(text: Any) -> Any:
-    """Returns the kind of every layer; None if they do not differ.
+    """Returns the kind of every layer; None if all layers are of one kind.
 
-    RecurrentGemma has its own attribute for the kinds."""
+    RecurrentGemma stores the kinds in an attribute of its own."""
     return _attribute(text, "layer_types") or _attribute(text, "layers_block_type")
 
 
@@ -197,8 +198,8 @@ def _window(text: Any) -> int:
 def layer_shapes(config: Any) -> list[Shape]:
     """Returns the shape of every layer of a transformers model, for `LayeredCache`.
 
-    Sliding layers have a window (they are listed in ``layer_types``; without it, ``sliding_window``
-    applies to all layers). So do layers that attend in chunks: their window is a chunk, the maximum
+    Sliding layers, listed in ``layer_types``, have a window; without that list, ``sliding_window``
+    applies to all layers. Layers with chunked attention also have one: a chunk, the most tokens
     that a token attends to. MLA (``kv_lora_rank``) has one latent tensor, as in engines that absorb
     the up-projections; transformers itself stores keys and values. Linear attention, state spaces
     and short convolutions have a `StateShape`, if the configuration has the fields of Qwen3-Next,
@@ -206,11 +207,11 @@ def layer_shapes(config: Any) -> list[Shape]:
     another layer's keys, have an `EmptyShape`.
 
     Args:
-        config: a ``PreTrainedConfig``, or anything with its attributes; for a multi-modal model,
-            the part that ``get_text_config`` returns.
+        config: a ``PreTrainedConfig``, or any object with its attributes. For a multi-modal model,
+            the part that ``get_text_config`` returns is used.
 
     Raises:
-        InvalidArgument: an attribute is missing, or a layer stores something else.
+        InvalidArgument: an attribute is missing, or a layer stores data of another kind.
     """
     text = text_config(config)
     count = bounded("num_layers", _num_layers(text), 1, 1 << 14, op="layer_shapes")
@@ -251,7 +252,7 @@ def _refuse_cross_attention(config: Any, text: Any) -> None:
 
 
 def _shared_last(text: Any, count: int) -> list[str]:
-    """Emulates ``kv_sharing_modes`` of transformers for configurations with only a count."""
+    """Emulates transformers' ``kv_sharing_modes`` for configurations that have only a count."""
     shared = _attribute(text, "num_kv_shared_layers") or 0
     return [""] * (count - shared) + ["reuse"] * shared
 
@@ -284,7 +285,7 @@ def _shape(own: Any, layer: int, kind: str) -> Shape:
 
 
 def _state(text: Any, kind: str) -> StateShape | None:
-    """Returns the state shape of a layer; None if the configuration has no known fields for it."""
+    """Returns a layer's state shape; None if the configuration has no known fields for it."""
 
     def get(name: str) -> Any:
         return getattr(text, name, None)
@@ -339,19 +340,19 @@ def _layer_config(text: Any, layer: int) -> Any:
     if not every:
         return text
     if not isinstance(every, Mapping):
-        return every[layer]  # transformers' own list: complete configurations
-    # Keys read from a file are strings with leading zeros.
+        return every[layer]  # a list from transformers, with a complete configuration per layer
+    # In a file, the keys are strings with leading zeros.
     own: Any = next((one for key, one in every.items() if int(key) == layer), {})
     return _Own(text, own if isinstance(own, Mapping) else vars(own))
 
 
 def _rows(own: Any, window: int) -> LayerShape:
-    """Returns the shape of a layer with keys and values, or a latent."""
+    """Returns the shape of a layer with keys and values or a latent."""
     if _attribute(own, "kv_lora_rank"):
         return LayerShape(1, _latent(own), 0, window)
     heads = _num_kv_heads(own)
     if window and _attribute(own, "model_type") == "mimo_v2_flash":
-        heads *= 2  # this is in the model's code, not in its configuration
+        heads *= 2  # this factor is in the model's code, not in its configuration
     return LayerShape(heads, _head_dim(own), _attribute(own, "v_head_dim"), window)
 
 
@@ -361,7 +362,7 @@ def plain_rows(config: Any, what: str, *others: str) -> None:
     Args:
         config: configuration of the text model.
         what: the feature that cannot run the model, for the message.
-        *others: kinds of layers that the feature also supports.
+        *others: other kinds of layers that the feature supports.
 
     Raises:
         NotSupported: the model has layers of another kind (chunked attention, a recurrent state),
@@ -385,8 +386,8 @@ def read_values(path: Path) -> dict[str, Any]:
     """Returns the values of a ``config.json``.
 
     Raises:
-        OSError, ValueError, TypeError: the file cannot be read, or is not JSON. InvalidArgument:
-            the JSON is not an object.
+        OSError, ValueError, TypeError: the file cannot be read or is not JSON.
+        InvalidArgument: the JSON is not an object.
     """
     values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     if not isinstance(values, dict):
@@ -400,7 +401,10 @@ def _number(values: dict[str, Any]) -> Any:
 
 
 def dtype_name(config: Any, given: str) -> str:
-    """Returns the configuration's dtype or the given one; InvalidArgument if both are missing."""
+    """Returns the configuration's dtype or the given dtype.
+
+    Raises InvalidArgument if both are missing.
+    """
     try:
         found = str(dtype_of(config)).removeprefix("torch.")
     except InvalidArgument:
@@ -430,12 +434,12 @@ _TELLING = (
 
 
 def config_of(values: dict[str, Any]) -> Any:
-    """Returns the configuration of a ``config.json``, from its values.
+    """Returns the configuration that the values of a ``config.json`` describe.
 
-    If transformers knows the model, this is transformers' configuration: a file omits the defaults
-    of its class, and describes in model-specific attributes which layers slide, have a state or
-    share keys. Otherwise it is the file's values, provided that the layers do not differ or the
-    file lists the kind of each.
+    If transformers knows the model, returns transformers' configuration: a file omits the defaults
+    of its class and uses model-specific attributes to describe which layers slide, have a state or
+    share keys. Otherwise returns the file's values, provided that the layers do not differ or the
+    file lists each layer's kind.
     """
     known, why = _transformers(values)
     if known is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shapes of layers (rows for tokens, a state, or nothing), and layers sorted into classes."""
+"""Shapes of layers (rows for tokens, a state, or nothing), and the classes they form."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class LayerShape:
     """Data that a layer stores per token. Checked on construction.
 
     Attributes:
-        num_kv_heads: key/value heads of the layer (on this device).
-        head_dim: elements of a key's head. MLA: elements of the latent with its rotary part, as
-            one head.
-        v_head_dim: elements of a value's head; None: `head_dim`; 0: no values (MLA).
-        window: tokens that a token attends to, including itself; 0: all.
+        num_kv_heads: number of the layer's KV heads on this device.
+        head_dim: elements per head of a key. MLA: elements of the latent, including the rotary
+            part, which counts as one head.
+        v_head_dim: elements per head of a value; None: `head_dim`; 0: no values (MLA).
+        window: number of tokens a token attends to, including itself; 0: all.
     """
 
     num_kv_heads: int
@@ -68,13 +68,13 @@ class LayerShape:
 class StateShape:
     """Data that a layer stores per request instead of rows per token. Checked on construction.
 
-    For linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions (LFM2).
-    Sizes are those on this device.
+    Used by linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions
+    (LFM2). Sizes are those on this device.
 
     Attributes:
-        conv: channels and tokens of the convolution's input; (): no convolution.
-        recurrent: shape of the state, always float32, since it accumulates over all tokens; (): no
-            state.
+        conv: channels and tokens of the convolution's input; (): the layer has no convolution.
+        recurrent: shape of the recurrent state, which is always float32 because it accumulates over
+            all tokens; (): the layer has no recurrent state.
         dtype: dtype of `conv`; "": the cache's.
     """
 
@@ -135,8 +135,7 @@ class LayerClass(NamedTuple):
     dtype: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """`KVCacheConfig` fields except the number of layers; "dtype" only if the class has its
-        own."""
+        """`KVCacheConfig` fields except the number of layers; "dtype" only if it differs."""
         fields = self._asdict()
         return fields if self.dtype else {k: v for k, v in fields.items() if k != "dtype"}
 
@@ -157,12 +156,13 @@ def classes_of(
 ) -> tuple[dict[LayerClass, int], list[tuple[Place, Place | None] | None]]:
     """Sorts layers into classes.
 
-    Keys and values of the same size share a class; otherwise each has its own class. Classes with a
-    state come last.
+    Keys and values of the same size share a class; otherwise keys and values have separate classes.
+    Classes with a state come last.
 
     Returns:
-        Every class with the number of its layers; and for every layer the places of its keys and
-        its values (None: no values), or of its first and second state; None if it stores nothing.
+        Each class with its number of layers; and for each layer, the places of its keys and its
+        values (None: no values) or of its first and second state, or None if the layer stores
+        nothing.
     """
     counts: dict[LayerClass, int] = {}
     order: dict[LayerClass, int] = {}

@@ -42,7 +42,7 @@ class Scoped:
             self._leave()
         except Busy:
             if error is None:
-                raise  # otherwise keep the first error: its traceback holds the tensors
+                raise  # an earlier error wins: its traceback holds the tensors
 
 
 class Closable(Scoped):
@@ -61,20 +61,20 @@ class Closable(Scoped):
 class MustClose(Closable):
     """A `Closable` that causes a ResourceWarning if it is garbage-collected while open.
 
-    Nothing is freed in that case, unless a subclass does so.
+    In that case, nothing is freed unless a subclass does so.
 
-    A subclass sets `_closed`: True until there is something to close.
+    A subclass sets `_closed`, which is True while there is nothing to close.
     """
 
     _closed: bool
 
     @property
     def is_closed(self) -> bool:
-        """True once the object is closed."""
+        """True if the object is closed."""
         return self._closed
 
     def _gone(self) -> bool:
-        """True if nothing is left to close."""
+        """True if there is nothing left to close."""
         return getattr(self, "_closed", True)
 
     def __del__(self) -> None:

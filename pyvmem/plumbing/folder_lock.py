@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Locks a directory among processes and threads; released on exit, and leaves no file."""
+"""Locks a directory among processes and threads. Exit releases the lock, which leaves no file."""
 
 from __future__ import annotations
 

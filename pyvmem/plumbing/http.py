@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A small HTTP server, on TCP or on a Unix socket, run in a thread."""
+"""A small HTTP server that runs in a thread, on TCP or a Unix socket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["HTTPServer", "Reply", "Request"]
 _log = logging.getLogger(__name__)
 
 MOST_BODY = 64 << 10
-_MOST_DISCARDED = 16 << 20  # maximum bytes that are read of a rejected request
+_MOST_DISCARDED = 16 << 20  # maximum bytes read from a rejected request
 _SILENCE = 10  # seconds before an idle client is dropped
 
 
@@ -51,31 +51,31 @@ class Reply:
 
     @classmethod
     def of(cls, value: Any, status: int = 200, **headers: str) -> Reply:
-        """Creates a reply with a value as JSON."""
+        """Creates a reply with a value encoded as JSON."""
         text = json.dumps(value, indent=2) + "\n"
         return cls(status, "application/json", text.encode(), headers)
 
     @classmethod
     def error(cls, status: int, message: str, /, **more: Any) -> Reply:
-        """Creates an error reply, with a message and a machine-readable code."""
+        """Creates an error reply with a message and a machine-readable code."""
         return cls.of({"error": {"message": message, **more}}, status)
 
 
 class HTTPServer(Closable):
-    """Serves until closed. A context manager.
+    """An HTTP server that serves until closed. Usable as a context manager.
 
     Args:
         answer: returns the reply to a request; called concurrently by several threads.
         where: an address and a port (0: any free port), or the path of a Unix socket, which only
             this user's processes may use.
-        token: the bearer token that clients must send; ``""``: no token.
+        token: the bearer token that clients must send; ``""``: none.
         name: name of the thread.
 
     Attributes:
         port: the TCP port; 0 for a Unix socket.
 
     Raises:
-        OSError: the address is unavailable, or another server listens there.
+        OSError: the address is unavailable, or another server listens on it.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
         def _discard(self) -> None:
             """Reads the remaining body of a rejected request.
 
-            Otherwise the client's send would fail, and it would get no reply.
+            Otherwise the client's send would fail, and the client would get no reply.
             """
             left = _MOST_DISCARDED
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Logging, under the logger ``pyvmem``.
+"""Logging under the logger ``pyvmem``.
 
-Each module logs under its own name below that. At *info*: the opened back end, and why others could
+Each module logs under its own child logger. At *info*: the opened back end, and why others could
 not be used. At *debug*: how a cache handles memory shortage and page changes (reclaiming, eviction,
 promotion, joins, trims). At *warning*: problems that an operator should know about, at most once a
 minute per cause. A call that finds enough memory logs nothing.
@@ -17,10 +17,10 @@ from pyvmem.plumbing.reentry import reentrant_lock
 __all__ = ["PERIOD_S", "warn"]
 
 PERIOD_S = 60.0
-"""Seconds between two warnings of the same cause."""
+"""Minimum seconds between two warnings with the same cause."""
 
 _lock = reentrant_lock()
-# per cause: time of the last warning, warnings suppressed since
+# for each cause, the time of the last warning and the number suppressed since
 _last: dict[str, tuple[float, int]] = {}
 
 
@@ -34,8 +34,8 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     """
     if not log.isEnabledFor(logging.WARNING):
         return
-    # A log record keeps its arguments alive, and an exception keeps its callers' frames and their
-    # tensors alive.
+    # A log record keeps its arguments alive, and an exception keeps its callers' frames and tensors
+    # alive.
     args = tuple(str(one) if isinstance(one, BaseException) else one for one in args)
     now = time.monotonic()
     with _lock:

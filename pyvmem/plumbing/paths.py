@@ -54,9 +54,9 @@ def existing_folder(text: str) -> Path:
 
 
 def replaced(text: str) -> Path:
-    """Validates a file to be replaced atomically, so its directory must be writable.
+    """Validates a file to be replaced atomically, which requires a writable directory.
 
-    Symbolic links are followed. Devices and pipes are rejected: the rename would remove them.
+    Follows symbolic links. Rejects devices and pipes, which the rename would remove.
     """
     path = Path(text)
     existing_folder(str(path.parent))
@@ -95,7 +95,7 @@ def written(text: str) -> Path:
 
 
 def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Returns the directory named by a variable, with ``~`` expanded; None if empty or unset.
+    """Returns the directory that a variable names, with ``~`` expanded; None if empty or unset.
 
     Raises:
         InvalidArgument: the user after ``~`` does not exist.
@@ -114,7 +114,7 @@ def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Pat
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Makes file-system errors in the ``with`` block name the path that the user gave."""
+    """Makes file-system errors in a ``with`` block name the path that the user gave."""
     try:
         yield
     except OSError as error:

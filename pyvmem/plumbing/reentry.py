@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Re-entrant calls from finalizers and signal handlers.
 
-Python runs these between any two of its instructions. The interrupted thread may hold a lock that
-they need, and the data under this lock may be half changed. Locks made here are re-entrant, and the
-data under them tolerates that. The records of a cache do not, so such calls are rejected
-(`within`).
+Python runs finalizers and signal handlers between any two bytecodes. The interrupted thread may
+hold a lock that they need, and data under this lock may be half-changed. The locks created here are
+re-entrant, and the data under them tolerates such calls. A cache's records do not, so such calls
+are rejected (`within`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _locks: weakref.WeakSet[RLock] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Resets the locks in a forked child, where the threads that held them do not exist."""
+    """Resets the locks in a forked child, which lacks the threads that held them."""
     for lock in list(_locks):
         lock._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -60,7 +60,7 @@ def reentrant_lock() -> RLock:
     return lock
 
 
-# ---- calls within a call -------------------------------------------------------------------------
+# ---- re-entrant calls ---------------------------------------------------------------------------
 
 _RECORDS = "pyvmem.kvcache."
 _CALLS = ("pyvmem.", "contextlib.")  # modules whose frames count as part of a call
@@ -70,8 +70,8 @@ def within(section: FrameType) -> bool:
     """Returns true if the caller's caller runs, directly or indirectly, within a frame.
 
     Raises:
-        Reentered: a call that is changing a cache's records, or records of the caller's own
-            package, was interrupted.
+        Reentered: the interrupted call is changing a cache's records, or records of the caller's
+            own package.
     """
     called = sys._getframe(2)
     records = (_RECORDS, ".".join(_module(called).split(".")[:2]) + ".")
@@ -94,7 +94,7 @@ def within(section: FrameType) -> bool:
 
 
 def call_part(run: Callable[[], _T]) -> _T:
-    """Runs a callback as part of the running call, so that the callback may call the cache."""
+    """Runs a callback as part of the current call, so that the callback may call the cache."""
     return run()
 
 
@@ -112,7 +112,7 @@ def when_collected(owner: object, end: Callable[[], object]) -> weakref.finalize
     """Calls `end` when an object is garbage-collected, but not at interpreter exit.
 
     If the collection interrupts a call of this package, `end` is called in a new thread: this
-    thread may hold locks, or be about to query the error of its last C call.
+    thread may hold locks or be about to query the error of its last C call.
     """
     if _ends:
         _make_ends_elsewhere()
@@ -133,7 +133,7 @@ def _end(end: Callable[[], object]) -> None:
 
 
 def _make_ends_elsewhere() -> None:
-    with suppress(RuntimeError):  # no thread can be started; the next collection runs it
+    with suppress(RuntimeError):  # no thread can be started: the next collection runs it
         start_new_thread(_make_ends, ())
 
 
@@ -144,7 +144,7 @@ def _make_ends() -> None:
         except IndexError:
             return
         try:
-            # `end` is to wait for GPU work of the thread that owned the object
+            # `end` must wait for GPU work of the thread that owned the object
             for stream in streams:
                 sys.modules["torch"].cuda.set_stream(stream)
         except Exception:
@@ -156,7 +156,7 @@ def _make_ends() -> None:
 
 
 def _streams() -> list[Any]:
-    """Returns torch's current streams, except default streams, which a new thread starts with."""
+    """Returns torch's current streams, except default streams, which a new thread uses anyway."""
     with suppress(Exception):  # the GPU may have failed
         cuda = sys.modules["torch"].cuda
         if cuda.is_initialized():

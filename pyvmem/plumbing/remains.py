@@ -2,10 +2,10 @@
 """Cleans up libvmem objects whose Python owners were lost.
 
 An asynchronous exception (Ctrl-C) may be raised just after an object was created, before its caller
-has a reference, or while it is being closed. Then no caller can close it. A finalizer cannot
-either: it may run between a failed C call and the query of its error, and an exception in it would
-be ignored. So the libvmem objects that an object creates are recorded separately, and the creation
-of the next object of its kind frees those of lost objects.
+has a reference, or while the object is being closed. Then no caller can close it, nor can a
+finalizer: it may run between a failed C call and the query of its error, and an exception in it
+would be ignored. Therefore the libvmem objects that a Python object creates are recorded
+separately, and creating the next Python object of its kind frees those of lost ones.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _all: dict[int, Remains] = {}
 
 
 class Remains:
-    """A record of what an object has created in libvmem; outlives the object.
+    """Records the libvmem objects that a Python object has created; outlives that object.
 
-    A subclass stores what `end` needs, and must not refer to anything that refers to the object.
+    A subclass stores the data that `end` needs; none of it may refer back to the object.
     """
 
     def __init__(self, owner: object) -> None:
@@ -31,15 +31,15 @@ class Remains:
         _all[id(self)] = self
 
     def end(self) -> None:
-        """Frees what the object has created, as far as possible. Idempotent."""
+        """Frees the recorded libvmem objects, as far as possible. Idempotent."""
         raise NotImplementedError
 
 
 def end_lost() -> None:
-    """Frees what lost objects have created, newest first: it may be inside an older one's range."""
+    """Frees the libvmem objects of lost owners, newest first: they may lie in older ranges."""
     for key, one in reversed(list(_all.items())):
         if one.owner() is None:
-            with suppress(VMemError):  # already closed, or cannot be freed now
+            with suppress(VMemError):  # already closed, or cannot be freed yet
                 one.end()
             _all.pop(key, None)
 

@@ -14,9 +14,9 @@ UNHEARD = ".new"
 
 
 def listen(address: str) -> socket.socket:
-    """Creates a listening socket; its name appears only once it listens.
+    """Creates a listening socket whose name appears only once it listens.
 
-    So a name that refuses connections is stale.
+    A name that refuses connections is therefore stale.
 
     Raises:
         OSError: the socket cannot be created there; nothing is left behind.

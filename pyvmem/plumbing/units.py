@@ -32,7 +32,7 @@ def counted(number: int, what: str) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Returns human-readable bytes."""
+    """Formats a number of bytes for humans."""
     value, units = float(nbytes), iter("KMGT")
     unit = ""
     while value >= 1024 and (following := next(units, "")):

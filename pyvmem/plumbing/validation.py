@@ -24,17 +24,17 @@ def shown(value: Any) -> str:
         return f"an int of {value.bit_length()} bits"
     try:
         return f"{value!r:.80}"
-    except ValueError:  # it contains such a long number
+    except ValueError:  # it contains a number that is too long
         return f"a {type(value).__name__} that is too long"
 
 
 def unexpected(name: str, value: Any, kind: str) -> TypeError:
-    """Returns the error of `expect`, for hot paths that check inline."""
+    """Returns the error that `expect` raises, for hot paths that check inline."""
     return TypeError(f"{name}: expected {kind}, not {shown(value)}")
 
 
 def expect(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
-    """Raises TypeError for a value of another type. `optional`: also accepts None."""
+    """Raises TypeError unless the value is of this type or, with `optional`, None."""
     if not (isinstance(value, kind) or (optional and value is None)):
         raise unexpected(name, value, kind.__name__ + " or None" * optional)
 
@@ -43,7 +43,7 @@ def invalid(message: str, *, op: str, limit: int = 0, size: int = 0) -> InvalidA
     """Returns an `InvalidArgument` in the same form as libvmem's.
 
     Args:
-        op: the operation: the class or function with the argument.
+        op: the class or function that takes the argument.
     """
     return InvalidArgument(message, errno=errno.EINVAL, op=op, bytes=size, limit=limit)
 
@@ -56,7 +56,7 @@ def _number(value: Any) -> str:
 
 
 def whole(name: str, value: Any) -> int:
-    """Returns a whole number of any size; raises TypeError otherwise."""
+    """Returns the value as a whole number of any size; raises TypeError if it is not one."""
     try:
         return operator.index(value)
     except TypeError:
@@ -66,7 +66,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
-    """Returns a whole number within bounds; raises InvalidArgument otherwise."""
+    """Returns the value as a whole number; raises InvalidArgument if it is out of bounds."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -80,7 +80,7 @@ def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
 
 
 def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -> float:
-    """Returns a number from 0 to `high`, with `positive` above 0; raises InvalidArgument otherwise.
+    """Returns a number from 0 (if `positive`, above 0) to `high`; raises InvalidArgument otherwise.
 
     Strings are rejected.
     """
@@ -101,7 +101,7 @@ def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -
 
 
 def switched(name: str, value: Any, *, op: str) -> bool:
-    """Returns a bool; raises InvalidArgument otherwise, since "off" would count as true."""
+    """Returns a bool; raises InvalidArgument for other types, as "off" would count as true."""
     if not (isinstance(value, int) and value in (0, 1)):
         raise invalid(f"{name} must be True or False, not {shown(value)}", op=op)
     return bool(value)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Extends SGLang's paged allocator to pages that may have no memory.
+"""Extends SGLang's paged allocator to pages that may be without memory.
 
 SGLang takes pages from the head of `free_pages`, a tensor on the device, often in a kernel, and
-crashes if there are too few. Here the list of free pages is kept on the host: before a call that
-takes n pages, `free_pages` is set to a tensor of exactly n backed pages. To SGLang,
-unbacked pages are free, too. Memory for them may not be available, so we override the methods that
-decide
+crashes if there are too few. Here, the list of free pages is on the host; before a call that takes
+n pages, `free_pages` is set to a tensor of exactly n backed pages. SGLang also counts unbacked
+pages as free, although memory for them may not be available, so we override the methods that decide
 
     which requests are admitted    the prefill budget: memory is mapped before admission
-    whether a step can decode      check_decode_capacity: if not, SGLang retracts requests
+    whether a step can decode      check_decode_capacity: if it cannot, SGLang retracts requests
     what to evict                  evict_to_free_tokens
 
-The ids of pages that are freed on a GPU are known only on the device. They are copied to the host
-asynchronously; only a call that needs them waits for the copy. All of this runs in the scheduler's
-process and thread, on each rank.
+On a GPU, the ids of freed pages are known only on the device. They are copied to the host
+asynchronously; only a call that needs them waits for the copy. This module runs in the scheduler's
+process and thread on each rank.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pyvmem.sglang.ranks import RankGroup, Ranks, SingleRank
 
 __all__ = ["elastic_allocator"]
 
-_QUEUED = 1024  # most queued requests that `count_waiting` counts
+_QUEUED = 1024  # maximum number of queued requests that `count_waiting` looks at
 
 
 class _Freed:
@@ -54,10 +53,9 @@ class _Freed:
 
 
 class _Transfers:
-    """SGLang's copies between KV pages and host memory. Their pages stay mapped until they
-    complete.
+    """SGLang's copies between KV pages and host memory; the pages stay mapped until they complete.
 
-    Keeps only the last event of each key, since the copies in each direction run on one stream.
+    Keeps only the last event per key, as the copies in each direction run on one stream.
     """
 
     def __init__(self) -> None:
@@ -80,7 +78,7 @@ class _Transfers:
 
 
 def _ranks() -> tuple[Ranks, bool, int]:
-    """Returns the engine's ranks, true if this is the first, and its identity in the ledger."""
+    """Returns the engine's ranks, whether this is the first rank, and its ledger identity."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -93,7 +91,7 @@ def _ranks() -> tuple[Ranks, bool, int]:
 
 
 class _Allocator:
-    """A mixin for SGLang's `PagedTokenToKVPoolAllocator`, the next class in the MRO."""
+    """A mixin for SGLang's `PagedTokenToKVPoolAllocator`, which is the next class in the MRO."""
 
     page_size: int
     num_pages: int
@@ -123,7 +121,7 @@ class _Allocator:
     # ---- pages -----------------------------------------------------------------------------------
 
     def available_size(self) -> int:
-        """Returns the number of tokens that all free pages hold, backed or not.
+        """Returns the number of tokens that all free pages can hold, backed or not.
 
         Overrides `PagedTokenToKVPoolAllocator.available_size`.
         """
@@ -137,7 +135,7 @@ class _Allocator:
         return torch.tensor(self.pool.free_pages(), dtype=torch.int64, device=self.device)
 
     def _lend(self, count: int) -> bool:
-        """Sets `free_pages` to `count` backed pages, which SGLang then takes; false if too few."""
+        """Sets `free_pages` to `count` backed pages for SGLang to take; false if too few."""
         pages = self.pool.take(count)
         if pages is None:
             return False
@@ -202,7 +200,7 @@ class _Allocator:
                 self.pool.give(pages.tolist())
 
     def clear(self) -> None:
-        """Frees all pages, and waits until all except page 0 are unmapped.
+        """Frees all pages and waits until all except page 0 are unmapped.
 
         Overrides `PagedTokenToKVPoolAllocator.clear`.
         """
@@ -224,9 +222,9 @@ class _Allocator:
         return int(tree_cache.evictable_size()) // self.page_size
 
     def count_waiting(self, scheduler: Any) -> int:
-        """Returns the pages that a scheduler's queue needs in addition to the evictable ones.
+        """Returns the number of pages that a scheduler's queue needs beyond the evictable ones.
 
-        A request's cached prefix, if SGLang has already looked it up, needs no pages.
+        The cached prefix of a request needs no pages if SGLang has already looked it up.
         """
         lengths = (
             request.seqlen + 1 - request.prefix_len
@@ -236,7 +234,7 @@ class _Allocator:
         return pages - self.evictable(scheduler.tree_cache)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> Any:
-        """Evicts prefixes if pages or memory are short for `num_tokens` tokens.
+        """Evicts prefixes if there are too few pages or too little memory for `num_tokens` tokens.
 
         Overrides `PagedTokenToKVPoolAllocator.evict_to_free_tokens`.
         """
@@ -248,7 +246,7 @@ class _Allocator:
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
-        """Backs the pages of a decode step; returns false if pages or memory are short.
+        """Backs the pages of a decode step. Returns false if pages or memory are short.
 
         Overrides `PagedTokenToKVPoolAllocator.check_decode_capacity`.
         """
@@ -261,7 +259,7 @@ class _Allocator:
         )
         if not fits or self.pool.prepare(count, ask=True):
             return bool(fits)
-        # If a request does not fit even by itself, SGLang aborts it, so wait for other engines.
+        # SGLang aborts a request that does not fit even by itself, so wait for other engines first.
         return requests is not None and len(requests) == 1 and self.pool.wait_for(count)
 
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
@@ -270,7 +268,8 @@ class _Allocator:
         Overrides `PagedTokenToKVPoolAllocator.create_prefill_budget`.
         """
         budget = _budget()(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-        # SGLang reserves a token for each request decoded in the same step, but it may need a page.
+        # SGLang reserves one token per request decoded in the same step, which may need a whole
+        # page.
         budget.total_offset += num_mixed_decode_tokens * (self.page_size - 1)
         budget.current_offset += num_mixed_decode_tokens * (self.page_size - 1)
         return budget
@@ -278,8 +277,7 @@ class _Allocator:
     def max_new_tokens_for_memory(
         self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **rest: Any
     ) -> int | None:
-        """Returns the number of tokens that a request may generate within the limit; None rejects
-        it.
+        """Returns the number of tokens that a request may generate; None rejects the request.
 
         Overrides `PagedTokenToKVPoolAllocator.max_new_tokens_for_memory`.
         """
@@ -293,7 +291,7 @@ class _Allocator:
 
 
 def evict(tree_cache: Any, tokens: int) -> None:
-    """Evicts prefixes with `tokens` tokens from SGLang's cache, least recently used first."""
+    """Evicts prefixes of `tokens` tokens from SGLang's cache, least recently used first."""
     if tokens > 0 and tree_cache is not None and tree_cache.supports_prefix_sharing():
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -301,7 +299,7 @@ def evict(tree_cache: Any, tokens: int) -> None:
 
 
 class _Budget:
-    """A mixin for SGLang's `PrefillBudget`, the next class in the MRO.
+    """A mixin for SGLang's `PrefillBudget`, which is the next class in the MRO.
 
     SGLang creates a budget for each round that admits requests.
     """
@@ -322,9 +320,9 @@ class _Budget:
         return stock
 
     def _grant(self, tokens: int) -> bool:
-        """Backs pages for the admitted requests and `tokens` more tokens; false if memory is short.
+        """Backs pages for the admitted requests and `tokens` more tokens, unless memory is short.
 
-        Pages that SGLang can evict count as backed.
+        Pages that SGLang can evict count as backed. Returns true if all pages are backed.
         """
         pool = self.allocator.pool
         count = math.ceil((self.current_offset + tokens) / self.page_size) + 1
@@ -338,7 +336,7 @@ class _Budget:
     def check_prefill(
         self, *, extend_input_len: int, total_tokens: float, **rest: Any
     ) -> tuple[bool, int | None]:
-        """Backs the pages of a request if it fits; returns true then, and SGLang's chunk limit.
+        """Backs a request's pages if it fits. Returns whether it does, and SGLang's chunk limit.
 
         Overrides `PrefillBudget.check_prefill`.
         """
@@ -350,12 +348,12 @@ class _Budget:
             return (True, limit) if self._grant(chunk) else (False, None)
         pool = self.allocator.pool
         if pool.admits and pool.obtainable() < pool.free:
-            # Both numbers are estimates, and may be fractional.
+            # Both numbers are estimates and may be fractional.
             pool.ask(int(total_tokens - self.remaining_total) // self.page_size + 1)
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **rest: Any) -> bool:
-        """Returns true if `paged_input` tokens fit, with their pages backed.
+        """Backs the pages of `paged_input` tokens if they fit; returns whether they do.
 
         Overrides `PrefillBudget.can_allocate_prefill`.
         """
@@ -363,9 +361,9 @@ class _Budget:
         return bool(fits) and self._grant(paged_input)
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
-        """Backs pages for the next chunk of a partly prefilled request; returns the chunk's tokens.
+        """Backs pages for the next chunk of a partly prefilled request; returns its token count.
 
-        Such a request may exceed the budget. None makes it wait. Overrides
+        Such a request may exceed the budget. The result None makes it wait. Overrides
         `PrefillBudget.available_chunk_tokens`.
         """
         pool = self.allocator.pool
@@ -391,5 +389,5 @@ def _budget() -> Any:
 
 
 def elastic_allocator(stock: type) -> type:
-    """Returns a subclass of SGLang's `PagedTokenToKVPoolAllocator` that replaces it."""
+    """Returns a subclass of SGLang's `PagedTokenToKVPoolAllocator` to replace it."""
     return type("ElasticTokenToKVPoolAllocator", (_Allocator, stock), {"__module__": __name__})

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Creates SGLang's KV tensors on a reservation; a page is contiguous in each tensor.
+"""Creates SGLang's KV tensors on a reservation. A page is contiguous in each tensor.
 
     K of layer 0 | page 0 | page 1 | ...      likewise V of layer 0, K of layer 1, ...
 
-Stock SGLang allocates K and V of a layer as two halves of a tensor, so kernels may assume that
-their distance is a number of whole pages. Here, too, the distance between two tensors is a multiple
-of the bytes of a page. Latent attention (MLA) has a single tensor per layer.
+Stock SGLang allocates a layer's K and V as two halves of a tensor, so kernels may assume that they
+are a whole number of pages apart. Here, too, the distance between two tensors is a multiple of the
+page size. Latent attention (MLA) has a single tensor per layer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _places = weakref.WeakKeyDictionary()
 
 
 def memory_of(pool: Any) -> tuple[KVMemory, Settings, str, bool]:
-    """Returns memory, settings and ledger name of a KV pool; true if the name must be unique."""
+    """Returns a KV pool's memory, settings and ledger name, and whether the name must be unique."""
     return _places[pool]
 
 
 def _tensors(pool: Any) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Returns a layer's tensor shapes by the pool's attribute names, and the rows of a page."""
+    """Returns a layer's tensor shapes by the pool's attribute names, and the rows per page."""
     if type(pool).__name__ == "MLATokenToKVPool":
         shape = (pool.size + pool.page_size, 1, pool.kv_cache_dim)
         return {"kv_buffer": shape}, pool.page_size
@@ -46,12 +46,12 @@ def _tensors(pool: Any) -> tuple[dict[str, tuple[int, ...]], int]:
 
 
 def place_tensors(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
-    """Creates the KV tensors of a pool, and maps page 0, the padding page.
+    """Creates the KV tensors of a pool and maps page 0, the padding page.
 
     Args:
-        pool: an `MHATokenToKVPool` or `MLATokenToKVPool`; its lists of tensors are set.
+        pool: an `MHATokenToKVPool` or `MLATokenToKVPool`; this call sets its lists of tensors.
         arguments: SGLang's `ServerArgs`.
-        backends: SGLang's names of the attention back ends.
+        backends: SGLang's names for the attention back ends.
 
     Raises:
         ValueError: a setting does not fit the device.
@@ -84,8 +84,8 @@ def place_tensors(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
 def _plain(tensors: Iterable[str], backends: Iterable[str]) -> bool:
     """Returns true if all kernels that access these tensors accept plain addresses on a GPU.
 
-    Triton's launcher rejects them, since it queries CUDA about each pointer, and a Triton kernel
-    writes latent KV.
+    Triton's launcher rejects plain addresses, as it queries CUDA about each pointer; latent KV is
+    written by a Triton kernel.
     """
     return "kv_buffer" not in tensors and set(backends) == {"fa3"}
 
@@ -105,7 +105,7 @@ def _open(
     context = open_context(
         settings.backend or ("host" if gpu is None else "auto"),
         gpu or 0,
-        page if page != SMALL or settings.page_size else 0,  # the back end's smallest
+        page if page != SMALL or settings.page_size else 0,  # 0: the back end's smallest page
         256 << 20 if settings.reserve is None else settings.reserve,
     )
     return KVMemory(context, blocks, sizes, multiple, visible)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The internals of SGLang that the plug-in uses, how it uses each, and why.
 
-`pyvmem.elastic.engine_source` checks that a version's source defines them; if it does, an unknown
+`pyvmem.elastic.engine_source` checks that a version's source defines them; if so, an unknown
 version is tried. Public options of SGLang are not listed.
 """
 

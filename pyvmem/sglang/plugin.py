@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The entry point ``sglang.srt.plugins``: registers our hooks.
+"""The entry point ``sglang.srt.plugins``: registers the plug-in's hooks.
 
-SGLang calls `register` in every process, and applies the hooks afterwards. It only logs errors of
-either, so the first hook that runs checks that all were applied. `SystemExit`, which SGLang does
-not catch, is raised to exit with a single line of output.
+SGLang calls `register` in every process and applies the hooks afterwards. It merely logs errors in
+either step, so the first hook that runs checks that all were applied. `SystemExit`, which SGLang
+does not catch, is raised to exit with a single line of output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["SWITCH", "register"]
 
 SWITCH = "VMEM_SGLANG"
 _ALLOCATOR = "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
-_MARGIN = 512 << 20  # bytes of the device kept free for activations beyond their peak so far
+_MARGIN = 512 << 20  # device bytes kept free for activations beyond their peak so far
 
 log = logging.getLogger("sglang.vmem")
 
@@ -40,7 +40,7 @@ _checked: list[bool] = []
 
 
 def _around(target: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a hook that runs instead of `target`, with the original as its first argument."""
+    """Decorates a hook that runs instead of `target` and gets the original as first argument."""
 
     def keep(hook: Callable[..., Any]) -> Callable[..., Any]:
         def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
 @_around("mem_cache.memory_pool.MLATokenToKVPool._create_buffers")
 @_around("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal")
 def _make_buffers(original: Any, pool: Any) -> None:
-    """Creates the KV tensors on our memory instead of SGLang's."""
+    """Creates the KV tensors on the pool's memory instead of SGLang's."""
     from sglang.srt.runtime_context import attention_backends, get_server_args
 
     from pyvmem.sglang.buffers import place_tensors
@@ -158,7 +158,7 @@ def _make_buffers(original: Any, pool: Any) -> None:
 
 @_around("mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator")
 def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """Creates the allocator; exits the process if it is not ours."""
+    """Creates the allocator; exits the process if it is not the pool's."""
     from sglang.srt.mem_cache.allocator import paged
 
     pool = kwargs["token_to_kv_pool"]
@@ -187,7 +187,7 @@ def _send_state(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any
 
 @_around("managers.scheduler.Scheduler.process_input_requests")
 def _receive_state(original: Any, scheduler: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
-    """Removes the `RoundState` from the requests and applies it, on all ranks in the same round."""
+    """Takes the `RoundState` out of the requests and applies it, on all ranks in the same round."""
     for one in requests:
         if isinstance(one, RoundState):
             scheduler.token_to_kv_pool_allocator.pool.receive(one)
@@ -202,21 +202,21 @@ def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
     found = original(scheduler, *args, **kwargs)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    if not allocator.serves:  # the first round; CUDA graphs have been captured
+    if not allocator.serves:  # in the first round, all CUDA graphs have been captured
         allocator.serves = True
         allocator.pool.memory.headroom = _headroom(allocator.device)
         allocator.pool.count_waiting = partial(allocator.count_waiting, scheduler)
     again = allocator.pool.tick(
         lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
     )
-    # set by SGLang if a request did not fit: it then admits none until a running one finishes
+    # SGLang sets this if a request did not fit, and then admits none until a running one finishes
     if again:
         scheduler.running_batch.batch_is_full = False
     return found
 
 
 def _headroom(device: Any) -> int:
-    """Returns the bytes that torch may still allocate: the rest up to its peak, and a margin."""
+    """Returns the bytes that torch may still allocate: up to its peak, plus a margin."""
     import torch
 
     if torch.device(device).type != "cuda":

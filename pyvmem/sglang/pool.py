@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Decides which KV pages of an SGLang engine have memory, and for how long.
 
-To SGLang, every page without a request or prefix is free. A free page is
+For SGLang, every page without a request or prefix is free. A free page is
 
     idle       backed
     arriving   backed; its id is still being copied from the device
@@ -12,10 +12,10 @@ to take them (`prepare`), since its scheduler crashes if an allocation fails.
 
 Only the thread of SGLang's scheduler calls this module. `tick` unmaps pages that have not been
 needed for a while and, immediately, pages above the limit or needed by another engine. To avoid
-mapping and unmapping under a steady load, it keeps enough idle pages for the recent peak load, and
-`VMEM_RESERVE` bytes more; a thread of the pool maps these while steps run.
+mapping and unmapping under a steady load, it keeps enough idle pages for the recent peak load, plus
+`VMEM_RESERVE` bytes; a thread of the pool maps them while steps run.
 
-With tensor parallelism each rank has a pool. All ranks make the same calls, and every decision
+With tensor parallelism, each rank has a pool. All ranks make the same calls, and every decision
 depends only on state that is equal on all of them (`ranks`).
 """
 
@@ -44,19 +44,19 @@ __all__ = ["Arrival", "PagePool", "join"]
 
 _TICK = 0.05  # s between rounds of `tick`
 _LOOK = 0.01  # s between rounds while another engine asks for memory or pages are being unmapped
-_REPORT = 0.1  # s between reports to the ledger and regular checks of other engines
+_REPORT = 0.1  # s between reports to the ledger and between regular checks of other engines
 _START_PATIENCE = 30.0  # s to wait for other engines to make room for page 0
 _LAST_PATIENCE = 2.0  # s to wait for room for a request that runs by itself
-_BACKOFF = 0.02  # s between attempts to grow after one was denied
+_BACKOFF = 0.02  # s between attempts to grow after a denial
 _RESERVE = 256 << 20
 _MOST_RESERVE = 1024  # pages
-_PIECE = 64 << 20  # bytes of slabs that are emptied at a time
+_PIECE = 64 << 20  # bytes of slabs emptied at a time
 
 log = logging.getLogger("sglang.vmem")
 
 
 class Arrival(Protocol):
-    """Freed pages whose ids are being copied to the host.
+    """A group of freed pages whose ids are being copied to the host.
 
     Attributes:
         count: number of pages.
@@ -89,14 +89,14 @@ def join(
         memory: memory of the rank.
         settings: settings of the engine.
         name: name of the engine in the ledger.
-        unique: fail if the name is taken; otherwise a number is appended to it.
+        unique: fail if the name is taken, instead of appending a number to it.
         ranks: ranks of the engine; None for a single rank.
-        first: this is the first rank.
+        first: true for the first rank.
         identity: identity in the ledger; 0 for a random one.
 
     Raises:
-        ValueError: the limit is too small, or exceeds the device's memory.
-        VMemError: from `join_device`.
+        ValueError: the limit is too small or exceeds the device's memory.
+        VMemError: `join_device` failed.
     """
     ranks = ranks or SingleRank()
     if not first:
@@ -127,7 +127,7 @@ def _join(memory: KVMemory, settings: Settings, name: str, *, unique: bool, iden
         name,
         unique=unique,
         capacity=settings.capacity,
-        floor=min(settings.floor, limit),  # a floor above the limit would be reserved in vain
+        floor=min(settings.floor, limit),  # a floor above the limit would waste memory
         limit=limit,
         least=least,
         virtual=virtual,
@@ -146,12 +146,13 @@ class PagePool:
         ranks: ranks of the engine; None for a single rank.
 
     Attributes:
-        allocated: number of pages that are handed out.
-        short: a request is short of memory, and the ledger shows it.
-        admits: requests may be admitted.
-        waits: number of growths that a step has waited for.
-        hits, queries: number of tokens found in the prefix cache, and looked up in it.
-        count_waiting: returns the pages that queued requests need beyond the evictable ones.
+        allocated: number of pages handed out.
+        short: true if a request is short of memory and the ledger shows it.
+        admits: true if requests may be admitted.
+        waits: number of growths that steps have waited for.
+        hits, queries: number of tokens found in the prefix cache, and number looked up.
+        count_waiting: returns the number of pages that queued requests need beyond the evictable
+            ones.
 
     Raises:
         RuntimeError: the ranks have different KV tensors or settings.
@@ -178,7 +179,7 @@ class PagePool:
         self._arrivals: deque[Arrival] = deque()
         self._arriving = self._arrived = self._may_arrive = 0
         self._mapper = ThreadPoolExecutor(1, "vmem-map")
-        self._growth: Growth | None = None  # being mapped by the thread
+        self._growth: Growth | None = None  # the growth that the thread is mapping
         self._mapping: Future[None] | None = None
         self._step = 0
         self._lacked = self._pressed = self._tidy = False
@@ -186,14 +187,14 @@ class PagePool:
         self._next = self._ticked = self._reported = 0.0
         self._signals = Signals(self.quota.signals)
         self._busy_until = 0.0
-        self._peak = Peak(settings.idle)  # of allocated and requested pages
+        self._peak = Peak(settings.idle)  # peak of allocated plus requested pages
         self.backing.back_null(_START_PATIENCE)
 
     # ---- queries ---------------------------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        """Number of pages that are not handed out, backed or not."""
+        """Number of pages not handed out, backed or not."""
         return self.geometry.num_blocks - 1 - self.allocated
 
     @property
@@ -212,7 +213,7 @@ class PagePool:
         return self._pages_in(room, self.geometry.num_blocks - 1)
 
     def _pages_in(self, room: int, most: int) -> int:
-        """Returns how many pages, up to `most`, `room` bytes can back in the worst case."""
+        """Returns the pages, up to `most`, that `room` bytes can back in the worst case."""
         if self._bytes_for(most) <= room:
             return most
         low, high = 0, most  # invariant: low fits, high does not
@@ -242,7 +243,7 @@ class PagePool:
     # ---- demand ----------------------------------------------------------------------------------
 
     def prepare(self, count: int, *, ask: bool = False) -> bool:
-        """Backs pages until `count` are ready; returns false if memory is short.
+        """Backs pages until `count` are ready. Returns false if memory is short.
 
         Args:
             count: number of pages.
@@ -257,8 +258,7 @@ class PagePool:
         if lacks > 0 and now >= self._refused + _BACKOFF:
             if not self.ranks.alone:
                 self.quota.pressure()  # makes the ranks agree on current numbers
-            # Backs more than needed, so that other requests of this step need not wait for a call
-            # each.
+            # Back more than needed, so that the other requests of this step need no call each.
             if not self._back(lacks + self._ahead):
                 self._refused = now
         lacks = count - self.ready
@@ -272,12 +272,11 @@ class PagePool:
         return 0 if self._pressed else self.reserve // 2
 
     def ask(self, count: int) -> None:
-        """Posts to the ledger, where other engines see it, that a request is short of `count`
-        pages.
+        """Posts to the ledger, for other engines, that a request is short of `count` pages.
 
-        The posted bytes include the shortage of the queue behind it and the pages to map ahead;
-        otherwise each request in turn would wait for other engines. They also include the engine's
-        room, since the ledger counts only wants above it as a shortage.
+        The posted bytes include the shortage of the requests queued behind it and the pages to map
+        ahead; otherwise each request in turn would wait for other engines. They also include the
+        engine's room, as the ledger counts only bytes beyond the room as a shortage.
         """
         self._lacked = True
         count = max(count, self.count_waiting() - self.obtainable()) + self._ahead
@@ -288,7 +287,7 @@ class PagePool:
         self.short = need > 0
 
     def wait_for(self, count: int) -> bool:
-        """Calls `prepare` until it succeeds; other engines have up to 2 seconds to free memory."""
+        """Calls `prepare` until it succeeds, giving other engines 2 seconds to free memory."""
         for _ in range(int(_LAST_PATIENCE / _BACKOFF)):
             self._refused = -math.inf
             if self.prepare(count, ask=True):
@@ -299,7 +298,7 @@ class PagePool:
         return False
 
     def take(self, count: int) -> list[int] | None:
-        """Hands out `count` pages, starting with the fullest physical pages; None if too few."""
+        """Hands out `count` pages, fullest physical pages first; None if too few are ready."""
         if not self.prepare(count):
             return None
         while len(self.idle) < count:
@@ -347,7 +346,7 @@ class PagePool:
         return self._finish(growth) >= count
 
     def _finish(self, growth: Growth) -> int:
-        """Records a growth, failed unless all ranks succeeded; returns the number of new pages."""
+        """Records a growth, which fails unless all ranks succeeded; returns its new pages."""
         if growth.runs and not self.ranks.alone:
             (every,) = self.ranks.least(growth.failure is None)
             if growth.failure is None and not every:
@@ -368,7 +367,7 @@ class PagePool:
         return None
 
     def _begin_growth(self, count: int) -> None:
-        """Makes the thread start mapping up to `count` pages ahead of need."""
+        """Lets the thread map up to `count` pages ahead of need."""
         if self._growth is not None or count <= 0 or self.ranks.now() < self._refused + _REPORT:
             return
         growth = self.backing.begin(count)
@@ -389,13 +388,13 @@ class PagePool:
     # ---- steps -----------------------------------------------------------------------------------
 
     def step_begins(self, stream: object) -> None:
-        """Must be called before a step is launched on `stream`; None on the CPU."""
+        """Must be called before a step is launched on `stream` (None on the CPU)."""
         self._step += 1
         self._busy_until = self.ranks.now() + self._settings.idle
         self.memory.step_begins(stream)
 
     def step_ends(self) -> None:
-        """Must be called after a step's launch, when all its work is on the stream."""
+        """Must be called after a step's launch, once all its work is on the stream."""
         self.memory.step_ends(self._step)
 
     # ---- releasing memory ------------------------------------------------------------------------
@@ -429,18 +428,18 @@ class PagePool:
         """Makes the next `tick` run, check other engines, and try to grow."""
         self._next = self._reported = 0.0
         self._refused = -math.inf
-        # keeps the request posted: the check comes before the attempt to grow
+        # keeps the request posted, as `tick` checks other engines before it tries to grow
         self._lacked |= self.short
 
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
-        """Unmaps pages that are not needed, and backs pages ahead of need.
+        """Unmaps pages that are not needed and backs pages ahead of need.
 
-        Has an effect every 50 ms, or sooner after another engine's signal and while pages are being
+        Runs at most every 50 ms, but sooner after another engine's signal and while pages are being
         unmapped.
 
         Args:
             count_cached: returns the number of pages that only prefixes hold.
-            evict: evicts prefixes with this many pages, which calls `give`.
+            evict: evicts prefixes that hold this many pages, which calls `give`.
 
         Returns:
             True if a request that did not fit may be retried.
@@ -469,7 +468,7 @@ class PagePool:
             self._retire(self.backing.emptied_first(self.idle, surplus))
         elif self.ready < self.reserve // 4 and not (
             at_rest or self._pressed or self.quota.asleep
-        ):  # not earlier, to map several pages at a time
+        ):  # no earlier, to map several pages at a time
             self._begin_growth(self.reserve // 2 - self.ready)
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
@@ -488,8 +487,8 @@ class PagePool:
         excess, has_more = self.quota.pressure()
         asleep = self.quota.asleep
         self._pressed = has_more or excess > 0
-        # If it still admitted requests, an engine with a queue would never free memory: the next
-        # request would take the room of each one that finishes.
+        # If an engine with a queue still admitted requests, it would never free memory: for each
+        # request that finishes, the next would take its place.
         self.admits = not (has_more or asleep)
         owed = self.backing.owed(excess, now, at_rest, self._settings.floor)
         if asleep and not used:
@@ -519,7 +518,7 @@ class PagePool:
         return self.backing.retire(pages)
 
     def _shrink(self, nbytes: int, evict: Callable[[int], None]) -> None:
-        """Unmaps about `nbytes` bytes: first idle pages, then least recently used prefixes."""
+        """Unmaps about `nbytes` bytes: idle pages first, then least recently used prefixes."""
         for _ in range(4):
             count = self._count(nbytes)
             nbytes -= self._retire(self.backing.emptied_first(self.idle, count, at_least=True))
@@ -547,7 +546,7 @@ class PagePool:
                 self._refused = -math.inf
 
     def clear(self, timeout: float = 30.0) -> None:
-        """Frees all pages, and waits until all except page 0 are unmapped.
+        """Frees all pages and waits until all except page 0 are unmapped.
 
         Raises:
             TimeoutError: pages are still mapped after `timeout` seconds.
@@ -573,7 +572,7 @@ class PagePool:
         """Checks the records; returns a message for each inconsistency. Slow.
 
         Args:
-            held: ids of the pages that are handed out.
+            held: ids of the pages handed out.
         """
         wrong = self.backing.check()
         free = self.free_pages()

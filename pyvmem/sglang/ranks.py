@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Makes an engine's ranks agree, because their schedulers must make the same decisions.
 
-SGLang has a scheduler on each tensor-parallel rank. All receive the same requests in each round,
-and then decide independently, so all inputs of a decision must be equal. Most are: free pages,
-pages of a request, prefixes. The ranks agree on the remaining inputs, always at the same point of a
-round:
+SGLang has a scheduler on each tensor-parallel rank. All receive the same requests in each round and
+then decide independently, so all inputs of a decision must be equal. Most are: free pages, pages of
+a request, prefixes. The ranks agree on the remaining inputs, always at the same point of a round:
 
-    bytes that device and ledger allow      the minimum of all ranks
+    bytes that device and ledger allow      the minimum over all ranks
     result of a growth                      success if all ranks succeeded
     finished releases                       those that have finished on all ranks
-    time, finished copies, signals          rank 0's, sent with the requests as `RoundState`
+    time, finished copies, signals          those of rank 0, sent with the requests as `RoundState`
 
-They use SGLang's CPU process group, which also broadcasts the requests.
+The ranks use SGLang's CPU process group, which also broadcasts the requests.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class RoundState:
     Attributes:
         now: rank 0's time in seconds.
         arrived: number of `Arrival` copies that have completed since the start.
-        mapped: a growth in the background has finished.
-        called: another engine asked for memory, or freed some while rank 0 was short.
+        mapped: true if a background growth has finished.
+        called: true if another engine asked for memory, or freed some while rank 0 was short.
     """
 
     now: float
@@ -68,10 +67,10 @@ class Quota(backing.Quota, Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks of an engine, which all make the same calls in the same order.
+    """The ranks of an engine. All make the same calls in the same order.
 
     Attributes:
-        alone: the engine has a single rank.
+        alone: true if the engine has a single rank.
     """
 
     alone: bool
@@ -80,7 +79,7 @@ class Ranks(Protocol):
         """Returns the time in seconds that all ranks use for decisions."""
 
     def receive(self, state: RoundState) -> None:
-        """Sets the time to rank 0's."""
+        """Sets the time to that of rank 0."""
 
     def least(self, *numbers: int) -> tuple[int, ...]:
         """Returns, for each number, its minimum over all ranks."""
@@ -89,10 +88,10 @@ class Ranks(Protocol):
         """Returns a quota with the same results on all ranks."""
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Returns the releases that have finished on all ranks, with an error message or ``""``.
+        """Maps each release that has finished on all ranks to its error message, or ``""``.
 
         Args:
-            found: the releases that finished on this rank since the last call.
+            found: the same for this rank's releases that finished since the last call.
         """
 
     def same(self, what: object, name: str) -> None:
@@ -150,7 +149,7 @@ class RankGroup:
         return self._now
 
     def receive(self, state: RoundState) -> None:
-        """Sets the time to rank 0's."""
+        """Sets the time to that of rank 0."""
         self._now = state.now
 
     def least(self, *numbers: int) -> tuple[int, ...]:
@@ -173,10 +172,10 @@ class RankGroup:
         return found
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """Returns the releases that have finished on all ranks, with an error message or ``""``.
+        """Maps each release that has finished on all ranks to its error message, or ``""``.
 
         Args:
-            found: the releases that finished on this rank since the last call.
+            found: the same for this rank's releases that finished since the last call.
         """
         self._ended.update(found)
         all_ended = self._all(self._ended)
@@ -200,13 +199,13 @@ class RankGroup:
 
 
 class AgreedQuota:
-    """A quota with the same results on all ranks: the minimum of their quotas.
+    """A quota with the same results on all ranks: the minimum of the ranks' quotas.
 
-    `room`, `limit` and `asleep` are updated by `take` and `pressure`.
+    `take` and `pressure` update `room`, `limit` and `asleep`.
 
     Args:
         quota: quota of this rank.
-        ranks: all ranks.
+        ranks: the engine's ranks.
     """
 
     def __init__(self, quota: Quota, ranks: Ranks) -> None:
@@ -221,11 +220,11 @@ class AgreedQuota:
         return self._quota.used
 
     def room(self) -> int:
-        """Returns the bytes that each rank could take at the last `take` or `pressure`."""
+        """Returns the bytes that each rank could take as of the last `take` or `pressure`."""
         return self._room
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Reserves `nbytes` more bytes on all ranks or on none; false if denied."""
+        """Reserves `nbytes` more bytes on all ranks, or on none and returns false."""
         mine = self._quota.take(nbytes, handles)
         (every,) = self._ranks.least(mine)
         if mine and not every:
@@ -246,7 +245,7 @@ class AgreedQuota:
     def pressure(self) -> tuple[int, bool]:
         """Returns the bytes that each rank should free, and whether to stop admitting requests.
 
-        These are the maximum of all ranks. Updates `room`, `limit` and `asleep`. See
+        Both are the maximum over all ranks. Updates `room`, `limit` and `asleep`. See
         `LedgerQuota.pressure`.
         """
         excess, has_more = self._quota.pressure()
@@ -257,7 +256,7 @@ class AgreedQuota:
         return -excess, not fair
 
     def want(self, nbytes: int) -> None:
-        """Posts a shortage of `nbytes` bytes to the ledger; 0 withdraws it."""
+        """Posts a shortage of `nbytes` bytes to the ledger; 0 withdraws the shortage."""
         self._quota.want(nbytes)
 
     def signals(self) -> tuple[int, int]:

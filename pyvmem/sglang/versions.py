@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tested versions of SGLang, and the hardware of the tests."""
+"""The tested versions of SGLang and the hardware used for the tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ KNOWN = {
     "0.5.22": "on the CPU: the tests of make test-long; not on a GPU",
     "0.5.23": "on an H100; on the CPU: make test-long. Same tokens as stock SGLang",
 }
-"""Versions, ascending, and the tests that were run with each."""
+"""The tested versions, ascending, and the tests run with each."""
 
 VERSIONS = Versions("sglang", KNOWN, INTERNALS)

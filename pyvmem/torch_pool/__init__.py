@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""torch tensors on vmem pages; their memory can be released while the tensors are alive."""
+"""torch tensors on vmem pages, whose memory can be released while the tensors are alive."""
 
 from pyvmem.torch_pool.pool import (
     TorchPoolStats,

@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class HostBlock:
-    """A range of host memory, which lives as long as this object or a view of it.
+    """A range of host memory that lives as long as this object or any view of it.
 
     Args:
-        size: bytes, a multiple of the system's page size.
-        device: CUDA device, for whose copies the range is page-locked if possible; None: it is not
-            page-locked.
+        size: in bytes, a multiple of the system's page size.
+        device: CUDA device for whose copies to page-lock the range, if possible; None: do not
+            page-lock it.
 
     Raises:
         OutOfMemory: the range cannot be allocated.
@@ -48,7 +48,7 @@ class HostBlock:
         self.size = size
         self._window = ctypes.c_char * size
         self.address = ctypes.addressof(self._window.from_buffer(self.memory))
-        with contextlib.suppress(OSError):  # a kernel without huge pages locks small pages
+        with contextlib.suppress(OSError):  # without huge pages in the kernel, lock small pages
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self._device = device
         if device is not None:
@@ -58,7 +58,7 @@ class HostBlock:
             except VMemError as error:
                 self._locked_by = 0
                 text = "%d bytes of host memory cannot be page-locked (%s): copies are slow"
-                # not `error` itself, which keeps its callers' tensors alive
+                # not `error` itself, which would keep its callers' tensors alive
                 log.warning(text, size, str(error))
 
     @property
@@ -68,11 +68,11 @@ class HostBlock:
 
     @property
     def viewed(self) -> bool:
-        """True while a view, or an object made from a view, is alive."""
+        """True while a view, or an object created from a view, is alive."""
         return self._shown() is not None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Returns a view of a part; it keeps the entire block alive."""
+        """Returns a view of a part of the block. The view keeps the entire block alive."""
         window = self._shown()
         if window is None:
             window = self._window.from_buffer(self.memory)
@@ -80,10 +80,10 @@ class HostBlock:
         return memoryview(window).cast("B")[offset : offset + nbytes]
 
     def unlock(self) -> None:
-        """Unregisters the range before it is freed, or CUDA treats it as still page-locked."""
+        """Unregisters the range before it is freed, or CUDA would treat it as page-locked."""
         # A forked child has a copy of this object, but cannot use CUDA.
         if self._device is not None and self._locked_by == os.getpid():
-            # CUDA has shut down, which drops its registrations
+            # fails if CUDA has shut down, which drops all registrations
             with contextlib.suppress(VMemError):
                 self._call(self._device, "cuMemHostUnregister")
         self._locked_by = 0
@@ -98,7 +98,7 @@ class HostBlock:
 
 
 class HostMemory:
-    """The host blocks of a pool, used and spare. Not thread-safe by itself.
+    """The used and spare host blocks of a pool. Not thread-safe by itself.
 
     Args:
         device: as for `HostBlock`.
@@ -110,13 +110,13 @@ class HostMemory:
         self._spare: list[HostBlock] = []
 
     def take(self, size: int) -> HostBlock:
-        """Returns a block of at least this size, a spare one if possible; return it with `give`.
+        """Returns a block of at least `size` bytes, spare if possible; return it with `give`.
 
         There are never more blocks than were in use at the same time: a new block replaces a spare
-        one.
+        block.
 
         Raises:
-            OutOfMemory: not enough memory; spare blocks may have been freed.
+            OutOfMemory: host memory is short; spare blocks may have been freed.
         """
         fit = [block for block in self._spare if block.size >= size]
         if fit:
@@ -130,7 +130,7 @@ class HostMemory:
         return block
 
     def give(self, block: HostBlock) -> None:
-        """Keeps a block for reuse, unless it has live views, which then own it."""
+        """Makes a block spare, unless it has live views; these then own the block."""
         if block.viewed:
             block.unlock()
         else:
@@ -145,10 +145,10 @@ class HostMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Total bytes of all blocks."""
         return sum(block.size for block in {*self._used, *self._spare})
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of the page-locked blocks."""
+        """Total bytes of the page-locked blocks."""
         return sum(block.size for block in {*self._used, *self._spare} if block.locked)

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""torch tensors on vmem pages; their memory can be released while the tensors are alive.
+"""torch tensors on vmem pages, whose memory can be released while the tensors are alive.
 
     pool = VMemPool(context)
     with pool.use("weights"):
-        model = make_model()            # every tensor made here is allocated in the pool
+        model = make_model()            # every tensor created here is allocated in the pool
     pool.pause("weights")               # contents are saved in host memory, pages are freed
     ...                                 # another program or phase uses the memory
     pool.resume("weights")              # same addresses, same contents
 
 torch calls the pool through two C functions without a user pointer (`CUDAPluggableAllocator`), so a
 process has one pool per device. torch's caching allocator requests segments of 2 MiB, 20 MiB or
-more, keeps them, and carves tensors out of them. Each tag has its own ``torch.cuda.MemPool``, so a
-segment holds tensors of a single tag. Expandable segments are a different allocator of torch:
-tensors that it allocates are not in the pool, as `VMemPool.owns` reports.
+more, keeps them and carves tensors out of them. Each tag has its own ``torch.cuda.MemPool``, so a
+segment holds tensors of a single tag. torch's expandable segments use a different allocator: their
+tensors are not in the pool, as `VMemPool.owns` reports.
 
 If NCCL or another process has registered memory by its physical pages, it must register it again
-after `VMemPool.resume`: the addresses are the same, but the pages behind them are not. A CUDA graph
-may be replayed, since it only holds addresses.
+after `VMemPool.resume`: the addresses are the same, but the pages behind them are not. CUDA graphs
+may be replayed, as they hold only addresses.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class PoolRemains(Remains):
     """Cleans up a pool whose owner was lost, unless it was used and may hold tensors.
 
     Attributes:
-        used: a `use` block was entered.
-        made, ended: state of its registration with the allocator functions.
+        used: true once a `use` block has been entered.
+        made, ended: state of the pool's registration with the allocator functions.
     """
 
     def __init__(self, owner: VMemPool) -> None:
@@ -73,15 +73,15 @@ class PoolRemains(Remains):
 
 
 class VMemPool:
-    """Places torch's tensors on pages of a context. A context manager.
+    """Places torch's tensors on pages of a context. Usable as a context manager.
 
-    The caller owns the context, and cannot close it before the pool. On ``host`` torch has no
-    interface for this: `use` raises, and only C callers of ``vmem_malloc`` can use the pool.
-    Thread-safe.
+    The caller owns the context, and cannot close it before the pool. On ``host``, torch has no
+    interface for such allocators: `use` raises, and only C callers of ``vmem_malloc`` can use the
+    pool. Thread-safe.
 
     Args:
-        context: allocates the pages. With `Caps.VISIBLE`, segments are reserved so that CUDA's own
-            copies accept them.
+        context: allocates the pages. If it has `Caps.VISIBLE`, CUDA's own copies accept the
+            segments.
 
     Raises:
         Busy: the device already has an open pool.
@@ -103,7 +103,7 @@ class VMemPool:
         self._anchor, self._hold = Reservation(context, Outcome()), None
         self._remains = PoolRemains(self)
         try:
-            # Keeps an array alive so that `Context.close` raises Busy while the pool is open.
+            # Keep an array alive, so that `Context.close` raises Busy while the pool is open.
             context.reserve(context.info.granule, into=self._anchor)
             self._hold = self._anchor.array((1,), "uint8")
             if context.cuda_device is not None:
@@ -114,7 +114,7 @@ class VMemPool:
             )
             self._closed = False
         except BaseException:
-            # the traceback keeps the array alive; the context frees its addresses
+            # the traceback keeps the array alive; closing the context frees its addresses
             with suppress(Busy):
                 self._remains.unregister()
                 self._let_go()
@@ -132,15 +132,14 @@ class VMemPool:
 
     @contextmanager
     def use(self, tag: str = "default") -> Iterator[None]:
-        """Makes this thread's allocations on the device come from the pool inside the ``with``
-        block.
+        """Serves this thread's allocations on the device from the pool in a ``with`` block.
 
-        Allocate before a CUDA graph is captured, not during the capture.
+        Allocate before capturing a CUDA graph, not during the capture.
 
         Raises:
-            NotSupported: a ``host`` context.
+            NotSupported: the context is on ``host``.
             Busy: the tag is paused: torch might reuse a part of a segment that has no memory.
-            torch.OutOfMemoryError: (inside the block) out of pages; `stats` has the reason.
+            torch.OutOfMemoryError: (inside the block) no pages are left; `stats` gives the reason.
         """
         if self._context.cuda_device is None:
             _native.fail(errno.EOPNOTSUPP, "torch's CPU allocator cannot be replaced", op="use")
@@ -164,7 +163,7 @@ class VMemPool:
 
     @contextmanager
     def _allocating(self, name: str) -> Iterator[Tag]:
-        """Makes `vmem_malloc` allocate for the tag in this thread inside the ``with`` block."""
+        """Makes `vmem_malloc` allocate for the tag in this thread in a ``with`` block."""
         user, users, before = object(), set[object](), torch_alloc.tag()
         try:
             with self._lock:
@@ -179,7 +178,7 @@ class VMemPool:
             torch_alloc.set_tag(tag.number)
             yield tag
         finally:
-            try:  # only C calls: an asynchronous exception can only come after them
+            try:  # only C calls, so an asynchronous exception can come only after them
                 torch_alloc.set_tag(before)
             finally:
                 users.discard(user)
@@ -190,14 +189,14 @@ class VMemPool:
         return torch_alloc.owns(self._device, storage.data_ptr(), max(1, storage.nbytes()))
 
     def saved(self, address: int, nbytes: int) -> memoryview | None:
-        """Returns the saved contents of a paused range in host memory; None: nothing is saved.
+        """Returns the saved contents of a paused range in host memory; None if nothing is saved.
 
-        The result is a view, not a copy; `resume` restores what is written to it. The memory lives
-        as long as the view, but has no effect after `resume`.
+        The result is a view, not a copy: `resume` restores data written to it. The memory lives as
+        long as the view, but writes have no effect after `resume`.
 
         Args:
             address: address of a tensor in the pool.
-            nbytes: bytes from `address` on, within one segment.
+            nbytes: number of bytes from `address` on, within one segment.
         """
         with self._lock:
             self._check_open("saved")
@@ -208,13 +207,13 @@ class VMemPool:
     # ---- pause and resume ----------------------------------------------------------------------
 
     def pause(self, tag: str | Mapping[str, bool] | None = None, *, keep: bool = True) -> int:
-        """Releases physical memory to the device. The addresses remain but must not be accessed.
+        """Releases physical memory to the device. The addresses remain, but must not be accessed.
 
-        Contents are copied to host memory, which is page-locked if possible, so that the copy runs
-        at the speed of the bus. Page-locking takes longer than the copy, so this memory is kept for
-        the next pause, up to the maximum that was in use; `drop_host` and `close` free it.
+        Contents are copied to host memory, page-locked if possible, so that the copy runs at bus
+        speed. Page-locking takes longer than the copy, so this memory is kept for the next pause,
+        up to the maximum that was in use; `drop_host` and `close` free it.
 
-        Waits for the device's work first. Each tag is paused atomically; if one fails, earlier tags
+        First waits for the device's work. Each tag is paused atomically; if one fails, earlier tags
         remain paused. Pausing a tag again pauses the segments added since.
 
         Args:
@@ -223,13 +222,13 @@ class VMemPool:
             keep: copy the contents to host memory; otherwise they are zeros after `resume`.
 
         Returns:
-            Bytes that the context has returned to the device. Other free memory of the context is
-            not returned.
+            Bytes that the context has returned to the device. The context keeps its other free
+            memory.
 
         Raises:
-            InvalidArgument: no such tag.
+            InvalidArgument: the tag does not exist.
             Busy: a `use` block of a tag is active; nothing changed.
-            OutOfMemory: no host memory for the contents; the tag is unchanged.
+            OutOfMemory: host memory for the contents is short; the tag is unchanged.
             VMemError: the driver failed; the tag is unchanged.
         """
         with self._lock:
@@ -250,7 +249,7 @@ class VMemPool:
             return max(0, before.slab_bytes - self._context.stats().slab_bytes)
 
     def resume(self, tag: str | None = None) -> int:
-        """Maps paused segments again at their addresses, with their contents or with zeros.
+        """Maps paused segments again at their addresses, with their contents or zeros.
 
         Each tag is resumed atomically; if one fails, it remains paused, and earlier tags remain
         resumed.
@@ -262,17 +261,17 @@ class VMemPool:
             Bytes mapped again; 0 if nothing was paused.
 
         Raises:
-            InvalidArgument: no such tag.
-            OutOfMemory: the device is short of memory now; contents are kept for the next attempt.
+            InvalidArgument: the tag does not exist.
+            OutOfMemory: the device is short of memory; contents are kept for the next attempt.
         """
         with self._lock:
             self._check_open("resume")
             return sum(one.resume() for one in self._chosen(tag) if one.paused)
 
     def drop_host(self) -> int:
-        """Frees host memory that holds no contents; the next `pause` page-locks memory again.
+        """Frees host memory that holds no contents; the next `pause` must page-lock memory again.
 
-        Returns: The bytes that were freed.
+        Returns the bytes freed.
         """
         with self._lock:
             self._check_open("drop_host")
@@ -299,7 +298,7 @@ class VMemPool:
             return frozenset(tag.name for tag in self._tags.values() if tag.paused)
 
     def stats(self, tag: str | None = None) -> TorchPoolStats:
-        """Returns the current state of a tag or of all tags; the counters cover the entire pool."""
+        """Returns the current state of a tag or of all tags. The counters cover the entire pool."""
         with self._lock:
             self._check_open("stats")
             if tag is None:
@@ -309,11 +308,11 @@ class VMemPool:
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Frees the segments that hold no tensors, and releases the context. Idempotent.
+        """Frees the segments that hold no tensors and releases the context. Idempotent.
 
         Raises:
-            Busy: tensors of the pool are alive, or a `use` block is active; the pool can still be
-                used.
+            Busy: tensors of the pool are alive, or a `use` block is active. The pool remains
+                usable.
         """
         with self._lock:
             if self._closed:
@@ -332,9 +331,9 @@ class VMemPool:
             self._closed = True
 
     def _drop_workspaces(self) -> None:
-        """Makes torch drop cuBLAS's workspace, which is in the pool if allocated in a `use` block.
+        """Makes torch drop cuBLAS's workspace, which is in the pool if a `use` block allocated it.
 
-        Otherwise later matrix products would use it even while it is paused.
+        Otherwise later matrix products would use the workspace even while it is paused.
         """
         if any(tag.pool is not None for tag in self._tags.values()):
             import torch
@@ -343,7 +342,7 @@ class VMemPool:
 
     def _return_segments(self) -> None:
         """Drops MemPools and empties torch's cache, so that torch frees their segments."""
-        if self._allocator is not None:  # otherwise torch has not used the pool
+        if self._allocator is not None:  # None: torch has not used the pool
             import torch
 
             self._drop_workspaces()
@@ -372,7 +371,7 @@ class VMemPool:
             self.close()
         except Exception:
             if kind is None:
-                raise  # otherwise keep the first error: its traceback holds the tensors
+                raise  # an earlier error wins: its traceback holds the tensors
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._context.is_open:

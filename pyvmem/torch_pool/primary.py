@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The primary context of a CUDA device, through libcuda.
 
-The CUDA runtime is not used: the next kernel launch would report its failed calls, too.
+Does not use the CUDA runtime, whose failed calls would also be reported by the next kernel launch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PrimaryContext(Closable):
         device: CUDA ordinal.
 
     Raises:
-        VMemError: the device does not exist, or has too little memory for a context.
+        VMemError: the device does not exist or has too little memory for a context.
     """
 
     def __init__(self, device: int) -> None:
@@ -60,7 +60,8 @@ class PrimaryContext(Closable):
         """
         before = ctypes.c_void_p()
         self._check("cuCtxGetCurrent", ctypes.byref(before))
-        # Set, not pushed: if an exception comes first, restoring the context is harmless.
+        # Set, not pushed, so that restoring the context is harmless even if an exception comes
+        # first.
         try:
             self._check("cuCtxSetCurrent", self._context)
             self._check(function, *arguments)
@@ -70,7 +71,7 @@ class PrimaryContext(Closable):
     def close(self) -> None:
         """Releases the context. Idempotent."""
         if self._context.value:
-            # cleared first: a second release would drop torch's reference
+            # cleared first, as a second release would drop torch's reference
             self._context.value = None
             self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
 

@@ -16,15 +16,15 @@ __all__ = ["Tag", "TorchPoolStats"]
 
 @dataclass(frozen=True)
 class TorchPoolStats:
-    """State of a tag of a `VMemPool` or of all tags, and counters of the entire pool.
+    """State of one tag of a `VMemPool`, or of all tags, and counters of the entire pool.
 
     Attributes:
         blocks: segments that torch holds.
-        mapped_bytes: bytes of segments with memory.
-        paused_bytes: bytes of segments without memory.
+        mapped_bytes: total bytes of segments with memory.
+        paused_bytes: total bytes of segments without memory.
         saved_bytes: the part of `paused_bytes` whose contents are in host memory.
         mallocs, frees: segments that torch allocated and freed so far.
-        failures: calls of torch that failed.
+        failures: number of torch's calls that failed.
         last_error: the error of the latest failure; torch itself only reports "out of memory".
         host_bytes: host memory of the entire pool, including memory kept for the next pause.
         locked_bytes: the part of `host_bytes` that is page-locked.
@@ -64,13 +64,13 @@ class Tag:
     """Segments paused and resumed together. Not thread-safe by itself.
 
     Attributes:
-        name: the caller's name for it.
+        name: the caller's name for the tag.
         number: the tag's number in C; 0 stands for threads without a tag.
-        device: device of the pool.
+        device: the pool's device.
         host: the pool's host memory.
         users: number of active `VMemPool.use` blocks.
-        paused: the tag was paused and not resumed since.
-        pool: its torch.cuda.MemPool, once created.
+        paused: true if the tag was paused and not resumed since.
+        pool: the tag's torch.cuda.MemPool, once created.
         saved: contents of paused segments. C holds pointers into them, so they live until the
             segments are resumed.
     """
@@ -97,7 +97,7 @@ class Tag:
             outcome = Outcome()
             try:
                 if save is not None:
-                    self.saved.append(save)  # before the call: then C holds its address
+                    self.saved.append(save)  # kept before the call, after which C holds its address
                 self.paused = True
                 memory = None if save is None else save.memory
                 torch_alloc.pause(self.device, self.number, memory, outcome)
@@ -110,17 +110,17 @@ class Tag:
                             self.saved.remove(save)
                         self.host.give(save)
                 if not isinstance(error, TooManyBatches):
-                    raise  # otherwise torch has added a segment: retry
+                    raise  # else torch has added a segment since: retry
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
-        """Returns the saved contents at a host address; None if they are not this tag's."""
+        """Returns the saved contents at a host address; None if not saved by this tag."""
         for block in self.saved:
             if 0 <= at - block.address < block.size:
                 return block.view(at - block.address, nbytes)
         return None
 
     def resume(self) -> int:
-        """Maps all paused segments, or none if it raises; returns their bytes."""
+        """Maps all paused segments, or none if it raises. Returns their total bytes."""
         size = self.stats().paused_bytes
         torch_alloc.resume(self.device, self.number)
         self.paused = False
