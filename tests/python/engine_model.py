@@ -25,7 +25,7 @@ def told(short: Shortage) -> str:
 
 @dataclass(eq=False)
 class Life:
-    """A request as its engine sees it: the ids whose rows it holds, and the rows' contents."""
+    """A request as seen by the engine: the ids whose rows it holds, and the rows' contents."""
 
     request: Request
     ids: list[int]
@@ -45,12 +45,12 @@ class EngineModel:
     """Drives a cache at random. A token's row depends on the namespace and all tokens before it.
 
     Args:
-        cache: used by the model alone.
-        seed: of the random choices.
+        cache: must have no other user.
+        seed: seeds the random choices.
 
     Attributes:
         stream: unfinished GPU work, or None.
-        more: the most new tokens that a prompt adds.
+        more: upper bound on the new tokens that a prompt adds.
     """
 
     def __init__(self, cache: KVCache, seed: int) -> None:
@@ -72,7 +72,7 @@ class EngineModel:
     # ---- contents of rows ------------------------------------------------------------------------
 
     def tag(self, space: Namespace | None, ids: list[int]) -> int:
-        """Returns the content of the row of the last id; the same in every request."""
+        """Returns the content of the last id's row, which is the same in every request."""
         return self.known.setdefault((space, *ids), len(self.known) + 1)
 
     def tags(self, space: Namespace | None, ids: list[int]) -> list[int]:
@@ -159,7 +159,7 @@ class EngineModel:
             take(self.engine.admit(given, space, **options))
 
     def lease(self) -> None:
-        """Looks a prompt up for later; or releases or drops an earlier lease."""
+        """Takes a lease for a later prompt, or releases or drops an earlier lease."""
         if len(self.leases) > 2:
             lease = self.leases.pop(0)
             if self.random.random() < 0.5:

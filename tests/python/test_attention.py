@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention over slots, against a softmax written out; kernel choice, poison, bad
-input.
+"""Description: attention over slots, compared with a plain softmax; kernel selection, poisoned
+rows, invalid input.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = ("fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa")
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_it_is_softmax_attention_and_reads_no_poison(host: pyvmem.Context, kernel: str) -> None:
-    """Rows behind the lengths are NaN; pages behind those are not mapped at all."""
+    """Rows past each length are NaN; pages past those rows are not mapped."""
     for case, repeat in itertools.product(CASES, (1, 3)):
         with filled(host, case, group_size=repeat % 2 + 1) as cache:
             q = queries(cache, case, repeat)
@@ -104,7 +104,8 @@ def _requests(case: Case) -> list[tuple[int, int, int]]:
 
 
 def test_a_batch_advances_in_its_own_tensors(context: pyvmem.Context) -> None:
-    """A changed batch equals a new batch; invalid arguments change nothing."""
+    """Checks that an advanced batch equals a new batch, and that invalid arguments change
+    nothing."""
     with filled(context, MIXED) as cache:
         attend = Attention(cache)
         batch = attend.batch((5, 0), (1, 2), (9, 9))
@@ -146,7 +147,7 @@ def test_an_advanced_batch_gets_a_new_mask(host: pyvmem.Context) -> None:
 def test_a_chunk_too_large_for_torchs_decoding_kernel(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
 ) -> None:
-    """The code used on a GPU, uncompiled: torch has a kernel for the options it chooses."""
+    """Runs the code used on a GPU, uncompiled, with options for which torch has a kernel."""
     from torch.nn.attention.flex_attention import flex_attention
 
     given = []
@@ -288,7 +289,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_block_table_of_a_contiguous_slot(host: pyvmem.Context, shape: Any) -> None:
-    """Checks each row of each request by its block's number and its place in the block."""
+    """Checks each row of each request by its block number and its offset in the block."""
     with filled(host, MIXED, **shape) as cache:
         attend = Attention(cache)
         batch = attend.batch(MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)
@@ -342,7 +343,7 @@ def test_width_of_a_block_table() -> None:
 def test_the_paged_call_gets_what_it_needs(
     host: pyvmem.Context, shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replaces the op by one that computes the same row by row, and checks the call against its
+    """Replaces the op with a row-by-row implementation, and checks the call against the op's
     schema.
     """
     monkeypatch.setattr(flash, "_fa3", lambda: flash._vllm_call(FakeOp()))
@@ -356,7 +357,7 @@ def test_the_paged_call_gets_what_it_needs(
 
 
 class FakeOp:
-    """Mimics vLLM's op, as far as it is called here; paged only."""
+    """Mimics the parts of vLLM's op that are used here, for a paged cache only."""
 
     names = (
         *("q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
@@ -394,7 +395,8 @@ class FakeOp:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts FlashAttention-3's two calls on the CPU, chosen as on a GPU; SDPA does the work."""
+    """Replaces FlashAttention-3's two calls with SDPA on the CPU; the choice between them is as on
+    a GPU."""
     for name in ("fa3", "fa3-paged"):
         reads = KERNELS[name].reads
         monkeypatch.setitem(
@@ -440,7 +442,7 @@ def test_decoding_never_chooses_a_kernel_whose_tile_only_prefills_map(
 
 
 def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -> None:
-    """Rows mapped for the tile may be used as tokens, but then the tile itself has no rows left."""
+    """Rows mapped for the tile may be used for tokens, but then no rows are left for the tile."""
     with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         (mapped,) = cache.slots.readable_rows([4])
         assert 90 + 191 <= mapped < 400
@@ -511,7 +513,7 @@ def test_rows_mapped_for_tiles_count_as_waste(host: pyvmem.Context) -> None:
             now = cache.stats()
             wasted.append(now.wasted_bytes)
             assert now.used_bytes == sum(MIXED.kv_lens) * 4 * cache.layout.row_bytes
-    pages = 4096  # in rows of 256 bytes each
+    pages = 4096  # bytes per page; a row is 256 bytes
     prefilled = sum(length > PREFILL_TOKENS for length in MIXED.kv_lens)
     assert 0 < prefilled < len(MIXED.kv_lens)
     more = (wasted[1] - wasted[0]) / (prefilled * 2 * LAYERS)

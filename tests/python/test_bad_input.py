@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Each bad input has its own error, which names the value and the limit, and changes nothing."""
+"""Each bad input raises a specific error that names the value and the limit, and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def refused(
     """Checks that the block raises exactly `error` and leaves the context as before.
 
     `calls`: the call may reach the driver or the pool; then counters and high-water marks may
-    change, but the present state must still be as before.
+    change, but all other state must be as before.
     """
 
     def state() -> dict[str, int]:
@@ -111,7 +112,7 @@ def test_create_unsupported_page_size(context: pyvmem.Context, page: int, scale:
 
 
 def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
-    """No memory is allocated for it: other processes on the device would lack it meanwhile."""
+    """Checks that nothing is allocated: other processes on the device would be short of memory."""
     before = context.stats().slab_calls
     with refused(context, pyvmem.OutOfMemory, calls=True) as caught:
         context.create(1 << 56)
@@ -120,8 +121,8 @@ def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
 
 
 def test_driver_out_of_memory_is_passed_on(context: pyvmem.Context, page: int) -> None:
-    """The driver's own error is passed on after smaller slabs were tried; then the context works
-    again.
+    """Checks that the driver's error is raised once smaller slabs have failed too, and that the
+    context then works again.
     """
     context.trim()
     context.inject(pyvmem.Inject.SLAB, 0, 100, errno.ENOMEM)
@@ -207,7 +208,7 @@ def test_map_over_a_live_mapping(
 def test_map_released_handle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     pages = context.create(page)
     pages.release()
-    other = context.create(page)  # may reuse the entry of the first
+    other = context.create(page)  # may reuse the first handle's entry
     with refused(context, pyvmem.BadHandle):
         rsv.map(0, pages)
     other.release()
