@@ -109,8 +109,7 @@ def queries(cache: KVCache, case: Case, repeat: int) -> torch.Tensor:
 
 
 def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
-    """Writes random values to the visible rows, and NaN or zero to all other mapped rows.
-    """
+    """Writes random values to the visible rows, and NaN or zero to all other mapped rows."""
     torch.manual_seed(3)
     lens = [0] * 6
     for _ in range(6):

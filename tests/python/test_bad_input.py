@@ -442,7 +442,7 @@ def test_use_after_close(backend: str) -> None:
         with pytest.raises(pyvmem.BadHandle) as caught:
             call()
         assert type(caught.value) is pyvmem.BadHandle
-    context.close()  # closing again does nothing
+    context.close()  # a second close does nothing
     rsv.close()
 
 
@@ -585,7 +585,7 @@ def test_too_many_batches(context: pyvmem.Context) -> None:
         for ticket in tickets:
             ticket.wait(60)
     context.submit(empty).wait(60)
-    tickets[0].wait()  # waiting may be repeated
+    tickets[0].wait()  # a second wait is allowed
 
 
 def test_ticket_of_another_context(backend: str, context: pyvmem.Context) -> None:
@@ -648,7 +648,7 @@ def test_size_zero(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) 
 
 def test_absurd_sizes(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     with refused(context, pyvmem.NotMapped) as caught:
-        context.read(rsv.addr, 1 << 62)  # rejected before 4 EiB are requested from Python's heap
+        context.read(rsv.addr, 1 << 62)  # rejected before Python's heap is asked for 4 EiB
     assert caught.value.limit == rsv.nbytes
     with refused(context, pyvmem.AddressOverflow):
         context.fill(rsv.addr, U64 - 1)
@@ -784,7 +784,8 @@ def test_inject_arguments(context: pyvmem.Context) -> None:
             context.inject(kinds, 0, count, error)
 
 
-# ---- objects of another type ---------------------------------------------------------------------
+# ---- objects of the wrong type
+# ---------------------------------------------------------------------
 
 
 def test_objects_of_another_type_are_named(context: pyvmem.Context, page: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Runs every command, and the functions that engines use, in environments as containers have them.
+"""Runs every command, and the functions that engines use, in the environments found in containers.
 
 The environments: a user without a home and without a passwd entry, a read-only home, a full or
 inaccessible /dev/shm, and no /proc. The interpreter may be in a directory that only root can read,
-so the user keeps the capability to read everything, but not to write.
+so the user keeps the capability to read every file, but not to write it.
 """
 
 import os
@@ -33,7 +33,7 @@ PLACES = {
 }
 MAIN = "import sys; from pyvmem.commands.cli import main; sys.exit(main(sys.argv[1:]))"
 
-# per command: arguments, exit status, and a part of the one line on standard error
+# per command: arguments, exit status, and part of the only line on standard error
 CALLS: dict[str, list[tuple[str, int, str]]] = {
     "probe": [("", 0, ""), ("--report", 0, ""), ("--json", 0, "")],
     "features": [("", 0, "")],
@@ -106,7 +106,7 @@ def spaces() -> None:
 
 @pytest.fixture(scope="module")
 def folder(spaces: None) -> Iterator[Path]:
-    """Creates a directory that everybody may write, and a model in another."""
+    """Creates a world-writable directory, and a model in another directory."""
     with tempfile.TemporaryDirectory(prefix="vmem-bare-") as name:
         path = Path(name)
         path.chmod(0o755)
@@ -119,7 +119,7 @@ def folder(spaces: None) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
-    """Creates a tiny model in the format of transformers."""
+    """Creates a tiny model in transformers' format."""
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
@@ -148,8 +148,8 @@ def model(folder: Path) -> Path:
 
 
 def _run(folder: Path, place: str, words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these arguments as that user in that environment; checks that it leaves no
-    files in its working directory.
+    """Runs Python with these arguments as the restricted user in the given environment; checks that
+    it leaves no files in its working directory.
     """
     environment = {
         "PATH": os.environ["PATH"],
@@ -218,8 +218,8 @@ def test_transformers_integration(place: str, folder: Path, model: Path) -> None
 @pytest.mark.parametrize("place", ["no home", "home cannot be written"])
 @pytest.mark.slow
 def test_where_a_converted_model_goes(place: str, folder: Path) -> None:
-    """It goes to the directory for temporary files, but not to another user's directory of the same
-    name.
+    """The model is stored in the temporary directory, but not in another user's directory of the
+    same name.
     """
     ask = "from pyvmem.serve.model import cache_dir; print(cache_dir())"
     own = folder / "tmp" / f"vmem-{UID}"
@@ -252,7 +252,8 @@ assert "torch" in sys.modules
 
 @pytest.mark.parametrize("of", ["cache", pytest.param("reservation", marks=pytest.mark.long)])
 def test_tensors_without_numpy_are_released(of: str) -> None:
-    """Without numpy, torch keeps the frames that import it first, and so their locals, alive."""
+    """Without numpy, torch keeps the frames that first import it alive, and with them their
+    locals."""
     pytest.importorskip("torch")
     words = [sys.executable, "-W", "ignore", "-c", NO_NUMPY, of]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

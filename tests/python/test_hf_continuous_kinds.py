@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: continuous batching of models with windows, MLA and unequal layers.
 
-The expected tokens are those of ``generate`` for each prompt alone, with transformers' own cache.
+The expected tokens come from ``generate`` on each prompt alone, with transformers' own cache.
 """
 
 from __future__ import annotations
