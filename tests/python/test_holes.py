@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: reading rows without pages on the host back end raises `NotMapped`, from any reader.
+"""Description: on the host back end, any read of rows without pages raises `NotMapped`.
 
-Each read runs in a process of its own, because a failure of the guard crashes the process.
+Each read runs in its own process, because a failure of the guard crashes the process.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ READS = {
 
 
 def test_reads() -> None:
-    """Forks a child for each read; the modules are loaded already."""
+    """Forks a child for each read, so that modules are loaded only once."""
     done = run(
         f"""
 for name, read in {READS!r}.items():
@@ -256,7 +256,7 @@ def test_the_variable_disables_the_guard() -> None:
 
 
 def test_the_exception_is_not_lost_in_a_finalizer() -> None:
-    """The call that reads also drops the last reference to a tensor, and runs finalizers."""
+    """The call that reads also drops the last reference to a tensor, which runs finalizers."""
     passes(
         """
 class Noisy:

@@ -75,7 +75,7 @@ def test_a_swapped_request_is_fully_restored(context: Context, rows: int) -> Non
 def test_the_kernel_gets_the_addresses_of_each_tensor(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """Threads copy the same pieces in place of the kernel."""
+    """Instead of the kernel, threads copy the same pieces."""
     pytest.importorskip("numpy")
     from pyvmem.memory import host_copies
 
@@ -298,13 +298,13 @@ def test_the_idle_thread_ends_with_its_cache(host: Context) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         del cache
         gc.collect()
-    eventually(lambda: not thread.running)  # the cache was dropped, not closed
+    eventually(lambda: not thread.running)  # the cache was garbage-collected, not closed
 
 
 def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
     host: Context, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example torch's error for an event of a destroyed context."""
+    """An example is torch's error for an event of a destroyed context."""
     calls: list[int] = []
     real = idle.begin_trim
 

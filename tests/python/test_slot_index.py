@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compares the choice of slots in C with a scan of all of them."""
+"""Compares the C code's choice of slots with a scan of all slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 12
 
 
 class Event:
-    """GPU work that a test completes, in the form of a torch event."""
+    """GPU work that a test completes, with the interface of a torch event."""
 
     cuda_event = 1
 

@@ -21,8 +21,8 @@ def module_of(path: Path) -> str:
 
 
 def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
-    """Returns the project's modules that a file imports when it is loaded; with `types`, also those
-    for annotations.
+    """Returns the project's modules that a file imports at load time; with `types`, also those for
+    annotations.
 
     Imports inside functions are left out: their order does not matter.
     """
@@ -58,7 +58,8 @@ def graph(*, types: bool) -> dict[str, set[str]]:
 
 
 def test_no_import_cycles() -> None:
-    """Types excepted: a context and the objects that it returns name each other in annotations."""
+    """Imports for types are exempt: a context and the objects that it returns name each other in
+    annotations."""
     plain = graph(types=False)
     try:
         order = list(TopologicalSorter(plain).static_order())
@@ -79,7 +80,8 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_product_imports_no_benchmarks() -> None:
-    """`pyvmem.bench` is `vmem bench api`; it finds the package of the other benchmarks by name."""
+    """`pyvmem.bench` implements `vmem bench api`, and finds the other benchmarks' package by
+    name."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         own = () if path.is_relative_to(ROOT / "bench") else ("pyvmem.bench",)
@@ -100,7 +102,7 @@ def test_the_benchmarks_have_the_same_version() -> None:
 
 
 def test_the_modules_of_the_cache_are_layered() -> None:
-    """Lists them in reading order: each needs only modules before it, types included.
+    """Lists the modules in reading order: each needs only modules before it, even for types.
 
     A new module must be added here.
     """
