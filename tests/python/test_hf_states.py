@@ -190,7 +190,7 @@ def test_states_of_other_shapes_are_rejected(host: pyvmem.Context) -> None:
 
 
 def test_a_convolution_rejects_assisted_generation(host: pyvmem.Context) -> None:
-    """To roll a convolution back, transformers keeps more tokens; a slot keeps only the last few."""
+    """To roll back a convolution, transformers keeps more tokens; a slot keeps only the last."""
     model, ids = model_of("lfm2"), prompts(1, 20)
     run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with (

@@ -103,7 +103,8 @@ def open_host() -> Context:
 
 
 def closed(context: Context, known: bool = True) -> None:
-    """Closes a context. Unless `known`, an object that the interrupted call lost may be left in it."""
+    """Closes a context. Unless `known`, it may still hold an object lost by the interrupted
+    call."""
     gc.collect()
     stats = context.stats()
     left = (stats.reservations, stats.handles, stats.used_bytes, stats.pending)
@@ -379,7 +380,7 @@ def pool_close() -> Steps:
 
 
 def primary() -> Steps:
-    """The device's primary context is released once, and the thread gets its previous context back."""
+    """The primary context is released once, and the thread gets its previous context back."""
     cuda = Libcuda(0)
 
     def call() -> None:

@@ -838,7 +838,7 @@ def _moving_pages(engine: Engine) -> tuple[KVCache, int]:
 
 
 def _in_blocks(engine: Engine, pages: int = 64, **changes: Any) -> KVCache:
-    """Creates a cache of one layer, whose slots consist of two 2 MiB blocks of `UNIT_PAGES` pages."""
+    """Creates a one-layer cache, whose slots consist of two 2 MiB blocks of `UNIT_PAGES` pages."""
     if Caps.LARGE_ENTRIES not in engine.context.info.caps:
         raise NotHere("no large entries of small pages")
     return engine.cache(

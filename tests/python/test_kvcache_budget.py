@@ -62,7 +62,7 @@ def hold(cache: KVCache, pages: int) -> int:
 
 
 def longer(cache: KVCache, reqid: int, pages: int) -> list[int]:
-    """Returns the current lengths, except that one request gets as many rows as `pages` pages hold."""
+    """Returns the current lengths, but with as many rows for one request as `pages` pages hold."""
     lens = [slot.seq_len for slot in cache.snapshot()]
     lens[reqid] = cache.layout.capacity(pages)
     return lens

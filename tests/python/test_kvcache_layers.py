@@ -323,7 +323,7 @@ def test_bad_input(context: Context) -> None:
 @pytest.mark.parametrize("policy", [{}, {"deferred_reclaim": False}, {"zero_fill": False}])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
-    """Compares rows and shortages with a plain count of the pages that requests own in all groups."""
+    """Compares rows and shortages with a plain count of the requests' pages in all groups."""
     total = 80
     choose = random.Random(seed)
     with layered(context, total, **policy) as cache:
@@ -488,7 +488,7 @@ def test_a_move_that_finds_no_memory_for_some_layers(backend: str, wait: bool) -
 
 
 def test_every_driver_call_of_a_move_of_several_groups_fails_once(backend: str) -> None:
-    """New pages are allocated in all groups or in none, but they may be mapped in only one group."""
+    """New pages are allocated in all groups or none, but they may be mapped in only one group."""
     seen, skip = set(), 0
     while True:
         with with_tiers(backend) as context, narrow_and_wide(context) as cache:

@@ -36,7 +36,7 @@ def recorded(cache: KVCache, tokens: list[int], tag: float = 1.0) -> None:
 
 @pytest.mark.parametrize("row_heads", [1, 3])
 def test_the_sharing_unit_fills_whole_pages(host: Context, row_heads: int) -> None:
-    """With 384-byte rows, three 4 KiB pages hold 32 rows; with 64 KiB pages, a unit has 512 rows."""
+    """With 384-byte rows, three 4 KiB pages hold 32 rows; 64 KiB pages make a unit of 512 rows."""
     shape = {"num_kv_heads": row_heads, "head_dim": 64, "dtype": "float16", "max_seq_len": 80}
     with small_cache(host, **shape) as cache:
         row = cache.layout.row_bytes

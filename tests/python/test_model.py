@@ -183,7 +183,7 @@ class Machine(RuleBasedStateMachine):
     # ---- batches
 
     def real_ops(self, raw: list[dict[str, Any]]) -> tuple[list[Op], pyvmem.OpBatch]:
-        """Builds well-formed operations; whether they fit the current mappings is left to chance."""
+        """Builds well-formed operations, which may or may not fit the current mappings."""
         ops: list[Op] = []
         batch = pyvmem.OpBatch(max(len(raw), 1))
         for r in raw:

@@ -62,7 +62,7 @@ ANSWERED = [
 
 
 def written(config: Any, folder: Path) -> str:
-    """Saves a ``config.json`` without the defaults, as a model's publisher does; returns its path."""
+    """Saves a ``config.json`` without defaults, as a model's publisher does; returns its path."""
     values = {**config.to_diff_dict(), "torch_dtype": "bfloat16"}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values, default=str))

@@ -192,7 +192,7 @@ def test_without_the_patched_driver(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Prints one line, exits with a distinct status, and names the back ends that could be tested."""
+    """Prints one line, exits with a distinct status, and names the testable back ends."""
     file = tmp_path / "report.json"
     if patched:
         (tmp_path / "uvm_vmem_max_pinned").touch()

@@ -461,7 +461,7 @@ def test_a_growth_that_one_rank_refuses(opened: Callable[..., KVMemory]) -> None
 
 
 def test_ranks_decide_alike_despite_differences(opened: Callable[..., KVMemory]) -> None:
-    """The ranks differ in their limits, in driver failures, and in when copies and unmaps complete."""
+    """The ranks differ in limits, in driver failures, and in when copies and unmaps complete."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
 

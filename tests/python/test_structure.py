@@ -123,7 +123,8 @@ def test_the_modules_of_the_cache_are_layered() -> None:
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """Returns the attributes with one underscore that a module's own classes and objects have."""
+    """Returns the attributes with one leading underscore that a module's own classes and objects
+    define."""
     found = {
         node.attr
         for node in ast.walk(tree)
@@ -160,7 +161,7 @@ def test_no_cross_module_private_access(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
-# Packages above the cache, or next to it.
+# Packages above or beside the cache.
 ABOVE = ("attention", "compat", "elastic", "engine", "hf", "serve", "sglang", "vllm")
 
 
@@ -183,7 +184,7 @@ def test_packages_above_the_cache_use_only_its_public_names() -> None:
 
 
 def test_packages_above_the_cache_import_only_its_public_names() -> None:
-    """They may import public names of the package, and modules that hold no state of a cache."""
+    """They may import public names of the package, and modules that hold no cache state."""
     plain = ("budget", "cache", "config", "distributed", "events", "layered_cache", "layout")
     public = {
         module_of(path): ast.literal_eval(ast.unparse(node.value))
@@ -211,7 +212,7 @@ def test_packages_above_the_cache_import_only_its_public_names() -> None:
 
 
 def test_places_named_in_the_documentation_exist() -> None:
-    """Checks paths from the root, and names that a row places in a module."""
+    """Checks paths relative to the root, and names that a table row assigns to a module."""
     text = (ROOT.parent / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:pyvmem|libvmem|kernel_module|scripts|patches)/[\w./-]*)`", text)
     assert len(paths) > 20
@@ -225,6 +226,6 @@ def test_places_named_in_the_documentation_exist() -> None:
 
 
 def test_the_root_of_the_package_has_only_public_modules() -> None:
-    """All other modules belong to a subpackage."""
+    """All other modules must be in a subpackage."""
     names = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__", "_build"}
     assert names == {"compiled", "errors", "kv_events", "memory_resource", "telemetry"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the scheduler's calls to ranks over a socket: in parallel, all or nothing."""
+"""Description: the scheduler's calls to ranks over a socket: in parallel, and all or nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE, BLOCKS = 64 << 10, 64
 
 
 class Rank:
-    """Answers as it is told to; a `lost` rank does not answer."""
+    """A rank that gives prepared answers; a `lost` rank does not answer."""
 
     def __init__(self, log: list[str], name: str, lost: str = "", **answers: Any) -> None:
         self.log, self.name, self.lost, self.answers = log, name, lost, answers
