@@ -93,7 +93,7 @@ class EngineModel:
         assert request not in [life.request for life in self.lives]
         life = Life(request, ids, self.tags(request.namespace, ids))
         self.lives.append(life)
-        assert self.holds(life), f"{request!r}: its rows at admission"
+        assert self.holds(life), f"{request!r}: wrong rows at admission"
         return life
 
     def idle(self, state: State = State.RUNNING) -> list[Life]:
@@ -178,7 +178,9 @@ class EngineModel:
         if found is not None:
             self.short(found)
             for life in more:
-                assert life.request.length == len(life.ids), "the call failed for want of memory"
+                assert life.request.length == len(life.ids), (
+                    "a call that fails because memory is short must change nothing"
+                )
             victims = self.idle()
             if victims:
                 self.release(victims[-1])
@@ -311,7 +313,7 @@ class EngineModel:
                 self.short(found)
                 assert life.request.state is State.SWAPPED
             else:
-                assert self.holds(life), f"{life.request!r}: rows after the swap"
+                assert self.holds(life), f"{life.request!r}: wrong rows after the swap"
 
         if self.random.random() < 0.5:
             self.in_background(life, self.engine.swap_in_async(life.request, self.stream()), take)
@@ -378,7 +380,7 @@ class EngineModel:
         self.cache.check_integrity()
         for life in self.idle():
             assert life.request.length == len(life.ids) == len(life.tags)
-            assert self.holds(life), f"{life.request!r}: its rows"
+            assert self.holds(life), f"{life.request!r}: wrong rows"
         if not self.calls:
             assert set(self.engine.requests) == {life.request for life in self.lives}
 

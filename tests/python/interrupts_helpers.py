@@ -423,7 +423,7 @@ class Engine:
         assert reqid is not None, "the call returned None"
         assert (cache, reqid) not in self.held, f"reqid {reqid} is already in use"
         self.held[cache, reqid] = list(of)
-        assert holds(cache, reqid, of), "rows of the new one"
+        assert holds(cache, reqid, of), "wrong rows in the new request"
 
     def fork(self, cache: Cache, parent: int) -> int:
         """Forks a request; the new one shares its rows."""
@@ -469,7 +469,7 @@ class Engine:
             for slot in slots:
                 assert slot.state == "active", f"reqid {reqid} is {slot.state}"
                 assert slot.seq_len >= len(tags), f"reqid {reqid} holds {slot.seq_len} rows"
-            assert holds(cache, reqid, tags), f"rows of reqid {reqid}"
+            assert holds(cache, reqid, tags), f"wrong rows in reqid {reqid}"
 
     def check_lock(self) -> None:
         """Checks that another thread can take the lock."""
@@ -514,7 +514,7 @@ class Engine:
             for part in parts(cache):
                 assert is_zero(part, reqid, 0, full), "pages of a new request are not zero"
                 write_rows(part, reqid, 0, tags)
-                assert read_rows(part, reqid, 0, tags), "rows of a new request"
+                assert read_rows(part, reqid, 0, tags), "wrong rows in a new request"
             cache.free_reqid(reqid)
 
     def _free_all(self, caches: list[Cache]) -> None:

@@ -311,7 +311,7 @@ class Model:
             return
         before = state(self.cache)
         if self.cache.step(want) == -1:
-            assert not ahead, "step_async had reserved the pages"
+            assert not ahead, "step must succeed after step_async reserved the pages"
             after = state(self.cache)
             # The state is unchanged unless pages were reclaimed or work in flight has completed
             # since.

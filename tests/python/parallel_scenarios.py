@@ -195,7 +195,7 @@ def crowded(rank: Any) -> Any:
         own = caught(cache.step, [32] * 4)
         assert own == ("TooManyMappings  ENOSPC" if rank.index == 1 else "nothing")
         if rank.index == 1:
-            assert caught(cache.stats) == own, "no other call may pass before check_step"
+            assert caught(cache.stats) == own, "every other call must fail before check_step"
         caught_by.append(caught(cache.check_step))
         # The next step reports the background failure, and takes part in the agreement.
         assert cache.step_async([32] * 4) == 0

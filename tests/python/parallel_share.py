@@ -287,7 +287,7 @@ class RankModel:
         answers."""
         self.cache.check_integrity()
         for reqid, one in self.requests.items():
-            assert read_rows(self.cache, reqid, 0, one.tags), f"rows of reqid {reqid}"
+            assert read_rows(self.cache, reqid, 0, one.tags), f"wrong rows in reqid {reqid}"
         self.cache.check_step()
 
     def play(self, count: int) -> list[Any]:

@@ -179,7 +179,7 @@ class ShareModel:
         ahead = self.random.random() < 0.5
         refused = ahead and self.cache.step_async(want) == -1
         if refused or self.cache.step(want) == -1:
-            assert refused or not ahead, "step_async had reserved the pages"
+            assert refused or not ahead, "step must succeed after step_async reserved the pages"
             self.count("short")
             self.give_up()
             return

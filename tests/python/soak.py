@@ -225,7 +225,7 @@ class Endless:
             self.leases.append(lease)
         self.tokens[reqid] = lease.tokens[:length]
         self.tags[reqid] = [self.tag(lease.tokens[: n + 1]) for n in range(length)]
-        assert self.holds(reqid), "rows of a lease"
+        assert self.holds(reqid), "wrong rows of a lease"
         if length:
             self.count("lease used")
 

@@ -212,7 +212,7 @@ def test_a_kernel_that_reads_tiles_needs_rows_past_the_length(
     with filled(host, MIXED, overread_rows=191) as cache:
         with pytest.raises(InvalidArgument, match=text):
             choose(cache, cpu, "fa3")
-        assert not probe(cache, cpu)["fa3"], "for prefills it can be used"
+        assert not probe(cache, cpu)["fa3"], "it must be usable for prefills"
     with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         assert choose(cache, cpu, "fa3").name == "fa3"
 
@@ -525,7 +525,7 @@ def test_rows_mapped_for_tiles_count_as_waste(host: pyvmem.Context) -> None:
     assert guarded.held.used == plain.held.used
     left = sum(max(0, 191 - grown) for one in requests for grown in range(one.output))
     left /= sum(one.output for one in requests)
-    assert 20 < left < 191, "requests that use up some or all of it"
+    assert 20 < left < 191, "the sample must include requests that use some of the rows"
     assert abs(guarded.waste - plain.waste - left * row * tensors) < (64 << 10) * tensors
     assert guarded.waste_bound - plain.waste_bound == 191 * row * tensors
     assert guarded.batch < plain.batch

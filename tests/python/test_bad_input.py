@@ -832,5 +832,5 @@ def test_a_negative_device() -> None:
 
 def test_a_handle_ends_by_release_or_drop(context: pyvmem.Context, page: int) -> None:
     with context.create(page) as pages:
-        assert not hasattr(pages, "close"), "release or drop"
+        assert not hasattr(pages, "close"), "handles have release and drop, not close"
     assert context.stats().handles == 0

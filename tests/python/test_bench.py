@@ -306,7 +306,7 @@ def test_tables_show_rows_reasons_and_verdicts() -> None:
     assert "MISS" in line
     assert "NVIDIA H100" in report.head(whole)
     whole.aims = aims.compute(whole, "host")
-    assert report.aims_table(whole) == "", "aims for other machines tell a user nothing"
+    assert report.aims_table(whole) == "", "targets of other machines must not be shown"
 
 
 def test_columns_line_up() -> None:

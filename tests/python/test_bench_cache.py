@@ -426,7 +426,7 @@ def test_ours_is_compared_with_the_best_block_and_with_16(kernels: dict[str, Any
     assert known["sdpa_prefill_512_best"]["aim"] is None  # not a paged kernel
 
 
-def test_decoding_says_how_fast_it_reads(kernels: dict[str, Any]) -> None:
+def test_decoding_reports_its_read_rate(kernels: dict[str, Any]) -> None:
     """For the roofline, the rate counts bytes read: one head of keys and values per row, in
     bfloat16."""
     row = rows(kernels)["sdpa/decode_b2_1k/contiguous/random0"]

@@ -217,7 +217,7 @@ def test_drawings_have_enough_contrast(scheme: str, page: str) -> None:
             assert own <= set(colours.items()), path.name
 
 
-def test_charts_have_a_white_ground() -> None:
+def test_charts_have_a_white_background() -> None:
     docs = check_docs.ROOT / "docs"
     own = (
         "drawings",

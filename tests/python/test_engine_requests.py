@@ -759,7 +759,7 @@ def test_a_state_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks == [State.RUNNING]
 
 
-def test_a_call_that_completes_meanwhile_still_reports_busy(
+def test_a_call_that_completes_during_the_check_still_reports_busy(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with requests(host) as cache:

@@ -149,7 +149,7 @@ def test_a_failed_crop_changes_no_layer(host: pyvmem.Context) -> None:
         assert [layer.get_seq_length() for layer in cache.layers] == [900 - TILE] * 3
 
 
-def test_the_latent_is_one_tensor_a_layer(host: pyvmem.Context) -> None:
+def test_the_latent_is_one_tensor_per_layer(host: pyvmem.Context) -> None:
     model = model_of("deepseek")
     with VMemCache(model.config, 1, 64, context=host) as cache:
         model(torch.tensor([[1, 2, 3]]), **{CACHE: cache})

@@ -44,7 +44,7 @@ def test_our_options_are_removed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid int value" in capsys.readouterr().err
 
 
-def test_a_bad_option_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_option_prints_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--vmem-max-batch", "0", "m"]) == 2
     assert "max_batch is 0" in capsys.readouterr().err
 
@@ -73,7 +73,7 @@ def test_no_model_is_a_message(
 
 
 @pytest.mark.filterwarnings("default")  # transformers' own warnings
-def test_a_missing_package_is_a_message(
+def test_a_missing_package_prints_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = pytest.importorskip("transformers.cli.serve")

@@ -263,7 +263,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
     call = _gives(0, cache.truncate, reqid, length)
     yield call
     held = {part.snapshot()[reqid].seq_len for part in parts(cache)}
-    assert held in ({length}, {len(tags)}), f"classes hold {held} rows"
+    assert held in ({length}, {len(tags)}), f"the groups hold different numbers of rows: {held}"
     if held != {length}:
         assert holds(cache, reqid, tags), "all rows"
     call()
@@ -715,7 +715,7 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
         call()
     length = len(tags)
     found = [r for r in engine.unknown(cache) if lens(cache)[r] == length]
-    assert found, "the request is neither swapped out nor in"
+    assert found, "the request is neither swapped out nor swapped in"
     engine.take(cache, found[0], tags)
 
 
@@ -1021,7 +1021,9 @@ def _ids(
     assert manager.alloc(1) == -1
     manager.step(rows)
     common = [] if manager.common is None else _COMMON
-    assert all(holds(manager.cache, reqid, common) for reqid in range(4)), "common rows"
+    assert all(holds(manager.cache, reqid, common) for reqid in range(4)), (
+        "the common rows are wrong"
+    )
     manager.end()
     assert engine.context.stats().used_bytes == 0
 
@@ -1097,7 +1099,7 @@ def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> 
     assert len(named) == names
     known = {one.request for one in named._requests.values()}
     for request in set(named._cache.requests) - known:
-        assert engine.place, "a request without a name"
+        assert engine.place, "a request has no name"
         named._cache.release(request)
     assert cache.stats().active_slots == names
     named.close()
@@ -1436,7 +1438,7 @@ def _opening(
     if not told or (not made and engine.twice):
         engine.forgotten = engine.context.stats().reservations - before
         some = range(groups + 1) if engine.twice else (0, groups)
-        assert engine.forgotten in some, "a part of a cache"
+        assert engine.forgotten in some, "only some reservations of the cache are left"
     for cache in made:
         cache.close()
     if budget is not None:

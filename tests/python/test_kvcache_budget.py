@@ -248,7 +248,7 @@ def test_a_budget_without_a_total_takes_what_is_free(context: Context) -> None:
     assert Budget(context).total_bytes > 0
 
 
-def test_steps_of_both_in_two_threads(context: Context) -> None:
+def test_steps_of_both_caches_in_two_threads(context: Context) -> None:
     """Each cache keeps taking pages from the other; there is no deadlock, and no row is lost."""
     with two(context, 14, {"floor": 4}, {"floor": 4}) as (_, *caches):
         failures: list[BaseException] = []

@@ -138,7 +138,7 @@ def device_bytes(backend: str) -> int | None:
 def test_trim_moves_pages_together(backend: str) -> None:
     with fragmented(backend, idle_seconds=0) as (cache, _):
         cache.trim()
-        assert not is_compact(cache), "requests that the last step named may have work"
+        assert not is_compact(cache), "pages of requests in the last step must not be moved"
         cache.trim(compact=False)
         rest(cache)
         cache.trim(compact=False)
@@ -233,7 +233,7 @@ def test_compaction_waits_for_the_last_work(backend: str) -> None:
         eventually(lambda: is_compact(cache))
 
 
-def test_not_while_others_have_pages_in_the_context(backend: str) -> None:
+def test_nothing_is_compacted_while_others_have_pages_in_the_context(backend: str) -> None:
     with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         rest(cache)
         with cache.context.reserve(PAGE):
@@ -311,12 +311,12 @@ def test_requests_continue_after_compaction(backend: str) -> None:
             assert cache.k(0)[reqid].shape[0] == 8 * ROWS
 
 
-def test_not_in_a_context_of_others(context: Context) -> None:
+def test_a_context_shared_with_others_is_not_compacted(context: Context) -> None:
     page = context.info.granule
     with KVCache(config(page_size=page, max_batch=2), context) as cache:
         with pytest.raises(NotSupported, match="does not own the context"):
             cache.trim(compact=True)
-        assert cache._idle is None, "nor does it release memory that others are about to use"
+        assert cache._idle is None, "it must not release memory that others are about to use"
         assert cache.trim() >= 0
         cache.check_integrity()
 

@@ -73,7 +73,7 @@ def test_close_after_an_invalid_descriptor(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_where_the_context_is_gone_close_asks_for_no_descriptor(backend: str) -> None:
+def test_close_needs_no_descriptor_once_the_context_is_closed(backend: str) -> None:
     context = open_context(backend)
     cache = KVCache(small_config(context.info.granule), context)
     cache.slots.claim(0)

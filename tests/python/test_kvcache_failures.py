@@ -288,7 +288,9 @@ def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> Non
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        assert context.query(cache.reservation.addr).mapped, "the work may still access it"
+        assert context.query(cache.reservation.addr).mapped, (
+            "the page must stay mapped while work may access it"
+        )
         endless.set()
         cache.close()
         assert context.stats().mapped_bytes == 0

@@ -82,7 +82,7 @@ def test_the_windows_of_all_groups_slide_in_one_batch(context: Context) -> None:
         assert slid(cache) == [[0, 0]] * 3
         context.inject(Inject.UNMAP, 0, 0)
         cache.check_integrity()
-        assert holds(cache, 0, list(range(1, 41))), "undone"
+        assert holds(cache, 0, list(range(1, 41))), "the failed slide must be undone"
         with pytest.raises(DriverError):
             cache.step(both(cache, 42))
         batches = context.stats().batches

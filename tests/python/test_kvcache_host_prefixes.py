@@ -214,7 +214,7 @@ def test_host_prefixes_are_dropped_when_weights_change(context: Context) -> None
         assert taken[1] == 0
 
 
-def test_without_host_memory_they_are_lost(context: Context) -> None:
+def test_evicted_prefixes_are_lost_without_host_memory(context: Context) -> None:
     with small_cache(context) as cache:
         ids = recorded(cache, 2 * ROWS)
         with pytest.raises(InvalidArgument, match=r"prefixes is 'host'.*here 0"):
@@ -402,7 +402,7 @@ def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> No
         reqid = begins(cache, ids, 0)
         cache.check_integrity()
         assert cache.step(lens(cache, **{f"r{reqid}": 3 * ROWS})) == 0
-        assert rows_are_zero(cache, reqid, 0, 3 * ROWS), "no part of the copy is left"
+        assert rows_are_zero(cache, reqid, 0, 3 * ROWS), "no part of the copy may be left"
         assert cache.stats().prefix_host_bytes == 0
 
 

@@ -535,7 +535,7 @@ def test_a_promotion_of_several_classes(backend: str) -> None:
             eventually(lambda: at_rest(cache, [0, 0]))
             assert holds(cache, 0, tags)
         skip += 1
-    assert skip, "no call of the driver failed"
+    assert skip, "no driver call failed"
 
 
 def test_a_promotion_without_blocks_is_rejected(context: Context) -> None:

@@ -76,7 +76,7 @@ def start(cache: KVCache, columns: int) -> int:
     return reqid
 
 
-def test_a_cache_gets_the_memory_of_an_idle_one(folder: Path) -> None:
+def test_a_cache_gets_an_idle_caches_memory(folder: Path) -> None:
     with engine(folder, "a") as a, engine(folder, "b") as b:
         running = start(a, 2)
         for reqid in [start(a, 6), start(a, 5)]:

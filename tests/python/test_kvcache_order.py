@@ -256,7 +256,7 @@ def test_a_page_full_of_nan_is_zeroed_for_the_next_owner(context: Context) -> No
         assert cache.alloc_reqid(3 * ROWS) == 0
         assert cache.step([ROWS, 0]) == 0
         assert rows_are_zero(cache, 0, 0, ROWS)
-        assert not rows_are_zero(cache, 0, ROWS, 2 * ROWS), "not granted to the owner yet"
+        assert not rows_are_zero(cache, 0, ROWS, 2 * ROWS), "rows not yet granted need not be zero"
         assert cache.step([ROWS + 1, 0]) == 0
         assert rows_are_zero(cache, 0, 0, 2 * ROWS)
         assert cache.alloc_reqid() == 1

@@ -333,10 +333,12 @@ def test_admission_does_not_reclaim_the_requests_prefix(context: Context) -> Non
             assert found.length == 3 * ROWS
             assert cache.can_admit([4 * ROWS], [found])
             assert not cache.can_admit([4 * ROWS + 1], [found])
-            assert not cache.can_admit([4 * ROWS]), "leased"
+            assert not cache.can_admit([4 * ROWS]), "a leased prefix must count as used"
         with cache.match(PROMPT[:ROWS] + [1] * 9) as found:
             assert found.length == ROWS
-            assert cache.can_admit([4 * ROWS], [found]), "only the prefix that it uses is kept"
+            assert cache.can_admit([4 * ROWS], [found]), (
+                "only the prefix that the request uses must be kept"
+            )
         assert cache.can_admit([4 * ROWS])
         with pytest.raises(
             InvalidArgument, match=r"len\(matches\) is 1; it must be len\(seq_lens\), 2"
@@ -395,7 +397,7 @@ def test_a_prefix_in_use_stays(context: Context) -> None:
         cache.free_reqid(taken[0])
         want[taken[0]] = 0
         assert cache.step(want) == 0
-        assert rows_are_zero(cache, other, 0, 3 * ROWS), "nothing of the prefix is left"
+        assert rows_are_zero(cache, other, 0, 3 * ROWS), "no row of the prefix may be left"
 
 
 def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
@@ -419,7 +421,7 @@ def test_a_prefix_is_evicted_only_after_all_idle_pages(context: Context) -> None
         recorded(cache, PROMPT[:ROWS])
         cache.trim()
         cache.free_reqid(started(cache, 3 * ROWS), work)
-        assert any(slot.in_flight for slot in cache.snapshot()), "the watermark takes one page"
+        assert any(slot.in_flight for slot in cache.snapshot()), "the watermark must unmap one page"
         first, second = cache.alloc_reqid(), cache.alloc_reqid()
         with firing_later(work):
             assert cache.step(lens(cache, **{f"r{first}": 2 * ROWS, f"r{second}": 3 * ROWS})) == 0

@@ -122,7 +122,9 @@ def test_a_run_whose_promotion_was_cancelled_is_joined_later(backend: str) -> No
         with cache_over(context, memory_limit=limit) as cache:
             reqid, other = start(cache, 2 * PART, by=ROWS), start(cache, 3, 500)
             assert cache.promote(reqid) == 2
-            assert cache.fork(other) is None, "it cancels the promotion, and still finds no page"
+            assert cache.fork(other) is None, (
+                "the fork must cancel the promotion and still find no page"
+            )
             assert cache.step(lens(cache)) == 0
             assert cache.stats().promoted_pages == 0
             assert cache.promote(reqid, wait=True) == 2
@@ -156,7 +158,7 @@ def test_every_driver_call_of_a_join_fails_once(backend: str, what: Inject) -> N
                 cache.step(lens(cache))
             context.inject(what, count=0)
             done = cache.snapshot()[reqid].large_pages
-            assert done in (0, 2 * UNIT), "all or none"
+            assert done in (0, 2 * UNIT), "either all pages or none must be joined"
             assert cache.step(lens(cache)) == 0
             cache.check_integrity()
             assert whole(cache, reqid, 2 * PART)
@@ -393,7 +395,7 @@ def test_a_slot_freed_in_the_middle_is_safe_for_the_next_owner(backend: str) -> 
         one, two = in_pieces(cache, 2 * PART)
         assert cache.promote(one, stream=work) == 2
         cache.free_reqid(one)
-        assert cache.snapshot()[one].in_flight, "its pages are still being read"
+        assert cache.snapshot()[one].in_flight, "its pages must still be in flight"
         cache.check_integrity()
         again = cache.alloc_reqid(PART)
         assert again == one

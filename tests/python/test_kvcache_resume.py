@@ -74,7 +74,7 @@ def test_a_next_turn_reuses_its_slot_without_a_driver_call(host: Context) -> Non
         grown(cache, slot, 5 * ROWS, 6 * ROWS, 3.0)
 
 
-def test_without_it_the_prefix_is_mapped_again(host: Context) -> None:
+def test_a_prefix_is_mapped_again_if_no_slot_keeps_it(host: Context) -> None:
     with small_cache(host, keep_mapped=False) as cache:
         turn(cache)
         assert cache.stats().cached_slots == 0
@@ -294,6 +294,6 @@ def test_only_slots_with_an_evicted_page_are_unmapped(host: Context) -> None:
         whole = group.table[parent].span
         assert group.table[short[0]].kept
         group.reclaimer.release_kept(whole.slice(2, 4))
-        assert group.table[short[0]].kept, "the slot has none of these pages"
+        assert group.table[short[0]].kept, "a slot without the evicted pages must be kept"
         group.reclaimer.release_kept(whole.slice(1, 3))
         assert not group.table[short[0]].kept

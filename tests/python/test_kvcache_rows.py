@@ -101,7 +101,9 @@ def test_truncate_frees_rows_and_whole_pages(context: Context, length: int) -> N
         assert rows_are(cache, reqid, 0, length, 1.0)
         assert cache.step(lens(cache, **{f"r{reqid}": rows})) == 0
         assert cache.stats().grown_pages == 4 * TENSORS, "it gets its own pages back"
-        assert rows_are(cache, reqid, 0, min(rows, kept * ROWS), 1.0), "the contents of its page"
+        assert rows_are(cache, reqid, 0, min(rows, kept * ROWS), 1.0), (
+            "the page's contents must be intact"
+        )
         if kept < 4:
             assert rows_are_zero(cache, reqid, kept * ROWS, rows)
         grown(cache, reqid, length, rows, 7.0)
@@ -163,7 +165,7 @@ def test_freed_pages_wait_for_the_work_on_them(context: Context, deferred: bool)
     with FdEvent.create() as work, small_cache(context, **shape) as cache:
         one = started(cache, 3 * ROWS, 3.0)
         assert cache.truncate(one, ROWS, work) == 0
-        assert rows_are(cache, one, 0, 3 * ROWS, 3.0), "still mapped for the work"
+        assert rows_are(cache, one, 0, 3 * ROWS, 3.0), "the rows must stay mapped for the work"
         other = cache.alloc_reqid()
         with firing_later(work) as fired:
             assert cache.step(lens(cache, **{f"r{one}": ROWS, f"r{other}": 2 * ROWS})) == 0

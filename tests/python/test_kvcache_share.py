@@ -303,10 +303,10 @@ def test_without_a_slot_or_memory_nothing_changes(context: Context) -> None:
     with small_cache(context, max_batch=3, memory_limit=limit) as cache:
         parent = started(cache, 3 * ROWS + 1)
         before = state(cache)
-        assert cache.fork(parent) is None, "no page for the copy"
-        assert cache.fork_many(parent, 3, 0) is None, "two slots are free"
+        assert cache.fork(parent) is None, "there is no page for the copy"
+        assert cache.fork_many(parent, 3, 0) is None, "only two slots are free"
         assert state(cache) == before
-        assert cache.fork(parent, 3 * ROWS) is not None, "no page is needed"
+        assert cache.fork(parent, 3 * ROWS) is not None, "a fork at a page boundary needs no page"
 
 
 def test_memory_of_free_slots_is_reclaimed_for_a_fork(context: Context) -> None:

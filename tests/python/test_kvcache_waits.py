@@ -57,7 +57,7 @@ def promptly(call: Callable[[], T], work: FdEvent) -> T:
         work.set()
         thread.join(10)
     assert not stuck, "the call waits for an earlier owner's work"
-    assert found, "it raised"
+    assert found, "the call raised an exception"
     return found[0]
 
 
@@ -258,7 +258,7 @@ def test_no_call_waits_for_a_promotion_in_flight(backend: str) -> None:
         assert cache.snapshot()[one].large_pages == UNIT
 
 
-def test_other_requests_grow_meanwhile(context: Context, work: FdEvent) -> None:
+def test_other_requests_grow_while_a_busy_slot_waits(context: Context, work: FdEvent) -> None:
     with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
         other = started(cache, ROWS)
         busy(cache, work)
@@ -630,7 +630,7 @@ def waiting(call: Callable[[], Any], work: FdEvent) -> Iterator[list[Any]]:
     finally:
         work.set()
         thread.join(30)
-    assert found, "it raised"
+    assert found, "the call raised an exception"
 
 
 Call = Callable[[KVCache, int, FdEvent], Any]

@@ -317,7 +317,7 @@ def test_every_driver_call_may_fail(context: Context) -> None:
                     assert call(cache, reqid)
                     cache.check_integrity()
             else:
-                pytest.fail("it never worked")
+                pytest.fail("the call never succeeded")
 
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -197,7 +197,7 @@ def test_every_driver_call_may_fail(context: Context, call: Call) -> None:
                     continue
                 break
         else:
-            pytest.fail("it never worked")
+            pytest.fail("the call never succeeded")
 
 
 # ---- prefixes ------------------------------------------------------------------------------------

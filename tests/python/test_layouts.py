@@ -126,7 +126,7 @@ def test_means_are_over_all_iterations(
     assert found.books_bytes == pytest.approx(mapped / unit * 2360)
 
 
-def test_sharing_unit_is_the_first_token_at_a_page_border() -> None:
+def test_sharing_unit_is_the_first_token_at_a_page_boundary() -> None:
     for shape in SHAPES.values():
         for choice in choices(shape, (64 * KB,)):
             config = shape.config(max_batch=1, max_seq_len=4096, group_size=choice.group_size)
@@ -192,8 +192,10 @@ def test_computed_calls_match_the_cache(host: Context, group: int) -> None:
         for tokens in range(401, 2001):
             assert cache.step([tokens, tokens]) == 0
         calls = (host.stats().map_calls - before) / sum(one.output for one in requests)
-    assert calls <= found.calls_per_token <= 1.5 * calls, "as many as where memory is nearly full"
-    assert calls < 0.5 * SMALL.token_bytes / page, "runs are longer than a page"
+    assert calls <= found.calls_per_token <= 1.5 * calls, (
+        "the call rate must match that of nearly full memory"
+    )
+    assert calls < 0.5 * SMALL.token_bytes / page, "runs must be longer than a page"
 
 
 def test_windows_and_latents_cost_only_kept_rows(tmp_path: Path) -> None:

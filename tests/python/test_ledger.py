@@ -104,7 +104,7 @@ def test_handles_are_counted_over_all_gpus(folder: Path) -> None:
     assert b.take(1, handles=10)
     assert not a.take(1, handles=1)
     a.close()
-    assert b.take(1, handles=1), "the memory of an engine that has left no longer counts"
+    assert b.take(1, handles=1), "the memory of an engine that has left must not count"
     assert not b.take(1, handles=MAX_HANDLES - 10)
     b.close()
     host.close()
@@ -299,22 +299,22 @@ def test_a_fair_share_for_engines_that_are_short(folder: Path) -> None:
     assert b.take(2 * GIB)
     assert not a.has_more(), "no engine is short"
     b.want(1 * GIB)
-    assert not a.has_more(), "there is memory for it"
+    assert not a.has_more(), "free memory suffices"
     b.want(4 * GIB)  # a has 6, b has 2, and 2 are free
     assert a.has_more()
     assert not b.has_more(), "no other engine is short"
     a.want(4 * GIB)
     assert a.has_more()
-    assert not b.has_more(), "it has less than half"
+    assert not b.has_more(), "b has less than half"
     a.give(GIB)
-    assert not a.has_more(), "a half"
+    assert not a.has_more(), "a has only half"
     c.want(4 * GIB)  # three engines share 10
     assert a.has_more()
     assert not c.has_more()
     assert b.take(2 * GIB)
     assert b.has_more(), "4 of 10"
     b.give(2 * GIB)
-    assert not b.has_more(), "its floor"
+    assert not b.has_more(), "b is at its floor"
     a.want(0)
     c.want(0)
     assert a.take(GIB)
@@ -337,7 +337,7 @@ def test_the_largest_engine_is_asked_first(folder: Path) -> None:
     b.want(GIB)
     c.want(GIB)
     assert a.has_more()
-    assert not b.has_more(), "a has more, and is asked to free some"
+    assert not b.has_more(), "a has more than b, so a is asked to free some"
     for one in (a, b, c):
         one.close()
 

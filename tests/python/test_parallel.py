@@ -579,7 +579,9 @@ def test_an_interrupted_rollback_leaves_the_rank_failed(cache: ParallelKVCache) 
         try:
             Interrupts(at).run(cache.check_step)
         except Interrupted:
-            assert cache.failed is not None or cache.status()[0], "or the rollback had not started"
+            assert cache.failed is not None or cache.status()[0], (
+                "the rank must fail unless the rollback had not started"
+            )
         except pyvmem.TooManyMappings:
             break
     assert at > 50

@@ -163,12 +163,12 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_cut_of_a_quiet_cache_is_finished_by_its_own_next_call() -> None:
+def test_a_quiet_caches_interrupted_call_is_finished_by_its_next_call() -> None:
     names = ["alloc", "stats", "step", "admit", "trim", "nothing"]
     assert run(QUIET, *names).splitlines() == [f"{name} holds" for name in names]
 
 
-def test_a_cut_of_a_quiet_cache_is_finished_by_anothers_shortage() -> None:
+def test_a_quiet_caches_interrupted_call_is_finished_by_a_shortage() -> None:
     assert run(QUIET, "shortage") == "shortage holds\n"
 
 

@@ -274,7 +274,7 @@ def test_wrapped_methods_are_not_an_interruption(monkeypatch: pytest.MonkeyPatch
             assert cache.stats().active_slots == 0
 
 
-def test_a_dropped_transformers_cache_is_closed_during_a_call_of_another() -> None:
+def test_a_dropped_transformers_cache_is_closed_during_another_caches_call() -> None:
     """The collector finds it during a call to the other cache, which shares records with it."""
     transformers = pytest.importorskip("transformers")
     from pyvmem.hf import VMemCache
@@ -375,7 +375,7 @@ def test_an_end_without_a_thread_waits_for_the_next(
 # ---- locks -------------------------------------------------------------------------------------
 
 
-def test_reservations_during_a_call_of_another() -> None:
+def test_reservations_change_during_a_call_on_another() -> None:
     def case(at: int) -> bool:
         with Context("host", granule=PAGE) as context:
             other = context.reserve(PAGE)

@@ -123,7 +123,7 @@ def test_a_command_that_fails_is_named_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(run_tests.subprocess, "run", run)
     with pytest.raises(run_tests.Failed) as caught:
         run_tests.lint(run_tests.Session())
-    assert max(map(len, commands)) > 100, "there are that many C files"
+    assert max(map(len, commands)) > 100, "there are more than 100 C files"
     first, second, third = str(caught.value).split("; ")
     files = "pyvmem pyvmem_sglang pyvmem_vllm benchmarks scripts tests setup.py"
     assert first == f"ruff check {files}: exit status 1"

@@ -79,7 +79,7 @@ def settle(pool: PagePool) -> None:
         assert time.monotonic() < end
 
 
-def test_four_pages_share_one_of_memory(memory: KVMemory) -> None:
+def test_four_pages_share_one_memory_page(memory: KVMemory) -> None:
     pool = open_pool(memory)
     assert pool.free == BLOCKS - 1
     assert pool.ready == 0
@@ -154,7 +154,7 @@ def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -
     assert pool.backing.mapped_bytes == memory.geometry.first_bytes(1)
 
 
-def test_memory_is_kept_under_load_and_freed_at_rest(memory: KVMemory) -> None:
+def test_memory_is_kept_under_load_and_freed_when_idle(memory: KVMemory) -> None:
     pool = open_pool(memory, idle=0.3)
 
     def tick() -> None:

@@ -548,7 +548,7 @@ def test_saved_contents_can_be_read(
     pool.pause("kept")
     pool.pause("lost", keep=False)
     assert pool.saved(lost, page) is None
-    assert pool.saved(first, 4 * page) is None, "that is more than the segment"
+    assert pool.saved(first, 4 * page) is None, "the range is larger than the segment"
     view = pool.saved(second + page, 6)
     assert view is not None
     assert bytes(view) == b"second"
@@ -712,7 +712,7 @@ def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
     view[:] = b"abcd"
     assert first.memory[8:12] == b"abcd"
     host.give(first)
-    assert not cuda.locked, "a viewed block is not locked any more: its memory lives on"
+    assert not cuda.locked, "a viewed block must be unlocked, although its memory lives on"
     del first
     assert bytes(view) == b"abcd"
     second = host.take(4096)

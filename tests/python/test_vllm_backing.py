@@ -345,7 +345,7 @@ def test_a_page_is_freed_with_the_blocks_that_touch_it(shape: str) -> None:
 
 
 @pytest.mark.parametrize("unit", [(1, 1), (1, 32), (24, 64), (72, 2048)])
-def test_idle_blocks_of_the_fullest_groups_first(unit: tuple[int, int]) -> None:
+def test_idle_blocks_are_taken_from_the_fullest_groups_first(unit: tuple[int, int]) -> None:
     rng = random.Random(2)
     idle, model = IdleBlocks(unit), set[int]()
 

@@ -139,7 +139,7 @@ def rank(request: pytest.FixtureRequest, memory: KVMemory, tmp_path: Path) -> It
         return
     interval = sys.getswitchinterval()
     server = Server(str(tmp_path / "a.sock"), memory)
-    assert sys.getswitchinterval() <= 0.0005, "a busy rank answers soon"
+    assert sys.getswitchinterval() <= 0.0005, "the switch interval must let a busy rank answer soon"
     found = SocketRank(server.address)
     yield found
     found.close()
@@ -183,4 +183,4 @@ def test_a_release_by_call(rank: Any, memory: KVMemory) -> None:
     assert done == {5: None}
     assert ranks.stats()[0]["mapped_bytes"] == 2 * 2 * PAGE
     assert ranks.mappings > 0
-    assert ranks.free() is None, "of the CPU nothing is known"
+    assert ranks.free() is None, "the free memory of a CPU is unknown"

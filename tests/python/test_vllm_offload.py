@@ -285,7 +285,7 @@ def test_pages_stay_until_their_copy_has_ended(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Manager:
-    """Mimics the part of vLLM's manager that the code under test reads."""
+    """Mimics the part of vLLM's manager that `Holds` reads."""
 
     chunk_bytes = 100
 
@@ -423,7 +423,7 @@ def test_without_further_steps() -> None:
     assert (one.counters.stored, one.counters.dropped) == (1, 2)
     one.forget()
     manager.complete_store({"key 2", "key 3"}, None)
-    assert manager.completed[-1][1], "vLLM forgot all stores, and this is a new one"
+    assert manager.completed[-1][1], "a store made after vLLM forgot all others must complete"
 
 
 @pytest.mark.parametrize("connector", [None, SimpleNamespace(other="connector")])

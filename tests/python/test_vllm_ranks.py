@@ -265,7 +265,7 @@ def test_a_tcp_client_needs_the_secret(far: tuple[Server, KVMemory]) -> None:
                 assert peer.recv(1) == b""
     end = time.monotonic() + 20
     while len(server._peers) > 1:
-        assert time.monotonic() < end, "a rejected client leaves nothing behind"
+        assert time.monotonic() < end, "a rejected client must leave nothing behind"
         time.sleep(0.001)
     assert rank.geometry() == one.geometry
     rank.close()
