@@ -21,8 +21,8 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: lengths and new tokens by reqid, and the tokens in order; all that selects a
-    kernel's path.
+    """A batch: lengths and numbers of new tokens by reqid, and the order of the tokens. Together
+    they determine which path a kernel takes.
     """
 
     name: str
@@ -51,7 +51,8 @@ def filled(
     poison: bool = True,
     **changes: Any,
 ) -> Iterator[KVCache]:
-    """Yields a cache whose requests hold random rows; the rest of their pages is NaN, or zero."""
+    """Yields a cache whose requests hold random rows; the rest of their pages holds NaN, or
+    zeros."""
     values: dict[str, Any] = {
         "num_layers": LAYERS,
         "num_kv_heads": heads,
@@ -81,7 +82,7 @@ def filled(
 
 
 def reference(q: torch.Tensor, cache: KVCache, layer: int, case: Case) -> torch.Tensor:
-    """Softmax of scores, request by request and token by token, in float64 on the CPU."""
+    """Computes attention request by request and token by token, in float64 on the CPU."""
     q, out, start = q.double().cpu(), [], 0
     repeat = q.shape[1] // cache.config.num_kv_heads
     for reqid, q_len, kv_len in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
@@ -104,13 +105,11 @@ def queries(cache: KVCache, case: Case, repeat: int) -> torch.Tensor:
     return torch.randn(shape, dtype=getattr(torch, str(config.dtype)), device=device)
 
 
-# ---- layers that differ -------------------------------------------------------------------------
+# ---- unequal layers -------------------------------------------------------------------------
 
 
 def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
-    """Writes random values to the visible rows, and NaN or zero to all other rows that have
-    memory.
-    """
+    """Writes random values to the visible rows, and NaN or zero to all other mapped rows."""
     torch.manual_seed(3)
     lens = [0] * 6
     for _ in range(6):

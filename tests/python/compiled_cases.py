@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Runs every integration with compiled models, a few cases per process: reading unmapped memory
-crashes it.
+"""Runs every integration with compiled models, a few cases per process, because reading unmapped
+memory crashes the process.
 
     python compiled_cases.py BACKEND DYNAMIC CASE...
 
-Each case asserts that the answers are those of the uncompiled model, and prints its name.
+Each case asserts that the answers match those of the uncompiled model, and prints its name.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def recurrent() -> None:
 
 
 def attention() -> None:
-    """Checks `Attention` and `Writer` in one graph without a graph break; each token overwrites
-    itself.
+    """Checks `Attention` and `Writer` in one graph without a graph break; each token overwrites its
+    own row.
     """
     config = KVCacheConfig(2, 2, 16, "float32", max_batch=4, max_seq_len=65536)
     with KVCache(config, backend=WHERE) as cache:
@@ -124,7 +124,7 @@ def attention() -> None:
 
 
 def writer() -> None:
-    """Checks that keys are written, and states without positions, with and without autograd."""
+    """Checks writing of keys, and of states that have no positions, with and without autograd."""
     shapes = layer_shapes(model_of("lfm2").config)
     state = next(layer for layer, one in enumerate(shapes) if hasattr(one, "states"))
     keys = next(layer for layer, one in enumerate(shapes) if not hasattr(one, "states"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Fixtures: one context per test, on every back end that this machine can use.
 
-VMEM_TEST_BACKEND (names with commas between) chooses the back ends; if a named back end is
-unusable, tests fail instead of being skipped. VMEM_TEST_GRANULE (4096): the smallest page size on
-`host`, in bytes; 2097152 gives it the page size of cuda.
+VMEM_TEST_BACKEND (names separated by commas) selects the back ends; if a selected back end is
+unusable, its tests fail instead of being skipped. VMEM_TEST_GRANULE (4096): the smallest page size
+on `host`, in bytes; 2097152 gives it the page size of cuda.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 
 import pyvmem
 
-# Torch's threads spin at barriers, which on a busy machine wastes the time slices that other
-# threads need: eight times slower, measured with two other processes on two cores. Torch reads this
-# when it is loaded, which the tests do later.
+# Torch's threads spin at barriers. On a busy machine, that takes time slices from the threads they
+# wait for: with two other processes on two cores, it was eight times slower. Torch reads the
+# variable when it is imported, later in the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-EVERY_POINT = 3000  # seconds for the largest scenario
+EVERY_POINT = 3000  # time limit in seconds for the largest scenario
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -67,7 +67,7 @@ def has_cuda() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips tests that need CUDA tensors on a patched driver without CUDA (a software GPU).
 
-    With --points above a test's default, its time limit is raised.
+    If --points is above a test's default, raises its time limit.
     """
     reason = "needs torch tensors over GPU memory, and there is no CUDA here"
     for item in items:
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def short_collections() -> None:
-    """Excludes the objects that exist so far from the garbage collections that follow every test.
+    """Excludes existing objects from the garbage collections after each test.
 
     With torch, its compiler and transformers loaded, each took 0.2 to 0.4 s.
     """
@@ -92,7 +92,7 @@ def short_collections() -> None:
 
 @pytest.fixture
 def points(request: pytest.FixtureRequest) -> int | None:
-    """The value of ``--points``; 0: all, None: the test's default."""
+    """The value of ``--points``: 0 stands for all points, None for the test's default."""
     asked = request.config.getoption("--points")
     return 0 if asked == "all" else int(asked) if asked else None
 
@@ -110,7 +110,8 @@ def context(backend: str) -> Iterator[pyvmem.Context]:
 
 @pytest.fixture
 def host() -> Iterator[pyvmem.Context]:
-    """Opens a context on ``host``, for what only works there (CPU access, fork, exact counts)."""
+    """Opens a context on ``host``, for tests of what works only there (CPU access, fork, exact
+    counts)."""
     ctx = open_context("host")
     yield ctx
     gc.collect()
@@ -121,7 +122,7 @@ def host() -> Iterator[pyvmem.Context]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder for ledgers, which only this user can enter."""
+    """A directory for ledgers that only this user can access."""
     path = tmp_path / "ledger"
     path.mkdir(mode=0o700)
     return path
@@ -129,5 +130,5 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def page(context: pyvmem.Context) -> int:
-    """The context's smallest page."""
+    """The context's smallest page size in bytes."""
     return context.info.granule

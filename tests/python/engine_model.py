@@ -25,7 +25,7 @@ def told(short: Shortage) -> str:
 
 @dataclass(eq=False)
 class Life:
-    """A request as its engine sees it: the ids whose rows it holds, and the rows' contents."""
+    """A request as seen by the engine: the ids whose rows it holds, and the rows' contents."""
 
     request: Request
     ids: list[int]
@@ -45,12 +45,12 @@ class EngineModel:
     """Drives a cache at random. A token's row depends on the namespace and all tokens before it.
 
     Args:
-        cache: used by the model alone.
-        seed: seed of the random choices.
+        cache: must have no other user.
+        seed: seeds the random choices.
 
     Attributes:
         stream: unfinished GPU work, or None.
-        more: maximum number of new tokens of a prompt.
+        more: upper bound on the new tokens that a prompt adds.
     """
 
     def __init__(self, cache: KVCache, seed: int) -> None:
@@ -72,7 +72,7 @@ class EngineModel:
     # ---- contents of rows ------------------------------------------------------------------------
 
     def tag(self, space: Namespace | None, ids: list[int]) -> int:
-        """Returns the content of the row of the last id; the same in every request."""
+        """Returns the content of the last id's row, which is the same in every request."""
         return self.known.setdefault((space, *ids), len(self.known) + 1)
 
     def tags(self, space: Namespace | None, ids: list[int]) -> list[int]:
@@ -93,7 +93,7 @@ class EngineModel:
         assert request not in [life.request for life in self.lives]
         life = Life(request, ids, self.tags(request.namespace, ids))
         self.lives.append(life)
-        assert self.holds(life), f"{request!r}: its rows at admission"
+        assert self.holds(life), f"{request!r}: wrong rows at admission"
         return life
 
     def idle(self, state: State = State.RUNNING) -> list[Life]:
@@ -159,7 +159,7 @@ class EngineModel:
             take(self.engine.admit(given, space, **options))
 
     def lease(self) -> None:
-        """Looks a prompt up for later; or releases or drops an earlier lease."""
+        """Takes a lease for a later prompt, or releases or drops an earlier lease."""
         if len(self.leases) > 2:
             lease = self.leases.pop(0)
             if self.random.random() < 0.5:
@@ -178,7 +178,9 @@ class EngineModel:
         if found is not None:
             self.short(found)
             for life in more:
-                assert life.request.length == len(life.ids), "the call failed for want of memory"
+                assert life.request.length == len(life.ids), (
+                    "a call that fails because memory is short must change nothing"
+                )
             victims = self.idle()
             if victims:
                 self.release(victims[-1])
@@ -311,7 +313,7 @@ class EngineModel:
                 self.short(found)
                 assert life.request.state is State.SWAPPED
             else:
-                assert self.holds(life), f"{life.request!r}: rows after the swap"
+                assert self.holds(life), f"{life.request!r}: wrong rows after the swap"
 
         if self.random.random() < 0.5:
             self.in_background(life, self.engine.swap_in_async(life.request, self.stream()), take)
@@ -327,7 +329,7 @@ class EngineModel:
         self.spaces.append(self.engine.namespace(self.random.choice("ab")))
 
     def behind(self) -> None:
-        """Acts like another user of the cache."""
+        """Acts as another user of the cache does."""
         pick = self.random.random()
         if pick < 0.5:
             self.cache.trim(prefixes=self.random.random() < 0.3)
@@ -378,7 +380,7 @@ class EngineModel:
         self.cache.check_integrity()
         for life in self.idle():
             assert life.request.length == len(life.ids) == len(life.tags)
-            assert self.holds(life), f"{life.request!r}: its rows"
+            assert self.holds(life), f"{life.request!r}: wrong rows"
         if not self.calls:
             assert set(self.engine.requests) == {life.request for life in self.lives}
 

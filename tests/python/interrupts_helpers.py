@@ -13,11 +13,11 @@ looks at its eval breaker
 
 The points are the union of these over all versions: after each of these instructions, also after
 calls of Python functions, and where a frame starts or resumes; except where an exception is thrown
-into a generator, which also happens when a generator is dropped, as `any` may do. The exception is
-raised before the next instruction runs. If that instruction has another handler than the call
-(``return f()`` inside ``with``), the point is skipped: CPython would enter the call's handler, and
-tracing cannot do so. Finalizers, whose exceptions are lost, and frames of other packages are
-skipped too.
+into a generator. That also happens when an unfinished generator is dropped, as `any` may do. The
+exception is raised before the next instruction runs. If that instruction has another handler than
+the call (``return f()`` inside ``with``), the point is skipped: CPython would enter the call's
+handler, and tracing cannot do so. Finalizers, whose exceptions are lost, and frames of other
+packages are skipped too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Stuck(BaseException):
 
 
 class NotHere(Exception):
-    """A scenario needs a feature that this back end does not have."""
+    """A scenario needs a capability that this back end lacks."""
 
 
 # ---- points --------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def _checked(name: str) -> bool:
 
 
 class Instructions:
-    """The tracer's tables of a code object's instructions, by offset."""
+    """A code object's instructions, indexed by offset for the tracer."""
 
     def __init__(self, code: CodeType, package: str) -> None:
         self.file = code.co_filename.removeprefix(package)
@@ -121,8 +121,8 @@ class Interrupts:
     _known: dict[CodeType, Instructions] = {}  # noqa: RUF012
 
     def __init__(self, *at: int, package: str = PACKAGE) -> None:
-        """`at`: the number of the first point that raises, counted from 1; then the distance in
-        points to the second, and so on.
+        """`at`: number of the first point that raises, counted from 1; then the distance in points
+        to the second, and so on.
         """
         self._at = list(at)
         self._package = package
@@ -148,7 +148,7 @@ class Interrupts:
         """Makes the call under sys.monitoring; since 3.12 a trace function misses instructions on a
         code object's first run.
         """
-        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - absent from older versions
+        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - missing in older Pythons
         events = monitoring.events
         # per frame: the last instruction, and whether the frame has just started
         states: dict[int, list[Any]] = {}
@@ -265,7 +265,7 @@ class Interrupts:
             raise Interrupted(self.places[-1])
 
     def _go_on(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Turns tracing on again after the tracer's exception turned it off."""
+        """Re-enables tracing after the tracer's own exception disabled it."""
         sys.setprofile(None)
         sys.settrace(self._enter)
         here: FrameType | None = frame
@@ -277,7 +277,7 @@ class Interrupts:
 
 
 class Handler(Interrupts):
-    """Calls something at one point of a call, as Python calls a signal handler.
+    """Runs a callback at one point of a call, as Python runs a signal handler.
 
     Attributes:
         came: true if the call reached the point.
@@ -308,8 +308,8 @@ class Alarm:
         self._due = math.inf
 
     def ring(self, *_: object) -> None:
-        # The signal may be delivered late, after the alarm was set anew, if another thread received
-        # it.
+        # If another thread received the signal, it may be delivered late, after the alarm was set
+        # again.
         if time.monotonic() >= self._due:
             raise self._error
 
@@ -399,7 +399,7 @@ class Engine:
         return list(range(self._tag - count + 1, self._tag + 1))
 
     def write(self, cache: Cache, reqid: int, rows: int) -> None:
-        """Writes new contents to rows that a step has given the request."""
+        """Writes new contents to rows that a step has mapped for the request."""
         held = self.held.setdefault((cache, reqid), [])
         more = self.tags(rows - len(held))
         for part in parts(cache):
@@ -423,7 +423,7 @@ class Engine:
         assert reqid is not None, "the call returned None"
         assert (cache, reqid) not in self.held, f"reqid {reqid} is already in use"
         self.held[cache, reqid] = list(of)
-        assert holds(cache, reqid, of), "rows of the new one"
+        assert holds(cache, reqid, of), "wrong rows in the new request"
 
     def fork(self, cache: Cache, parent: int) -> int:
         """Forks a request; the new one shares its rows."""
@@ -443,7 +443,7 @@ class Engine:
         self.held.pop((cache, reqid), None)
 
     def leaves(self, cache: Cache, reqid: int) -> None:
-        """Records that the call to be interrupted frees this request."""
+        """Records that the call that will be interrupted frees this request."""
         self.leaving.add((cache, reqid))
 
     # ---- checks ----------------------------------------------------------------------------------
@@ -452,7 +452,7 @@ class Engine:
         for cache in self.caches:
             if not is_over(cache):
                 cache.check_integrity()
-            elif not cache._closed:  # by now it may have released everything
+            elif not cache._closed:  # it may have released everything by now
                 with pytest.raises(BadHandle, match=r"half closed|is closed"):
                     cache.check_integrity()
 
@@ -469,7 +469,7 @@ class Engine:
             for slot in slots:
                 assert slot.state == "active", f"reqid {reqid} is {slot.state}"
                 assert slot.seq_len >= len(tags), f"reqid {reqid} holds {slot.seq_len} rows"
-            assert holds(cache, reqid, tags), f"rows of reqid {reqid}"
+            assert holds(cache, reqid, tags), f"wrong rows in reqid {reqid}"
 
     def check_lock(self) -> None:
         """Checks that another thread can take the lock."""
@@ -494,8 +494,8 @@ class Engine:
                 cache.free_reqid(reqid)
 
     def ordinary(self) -> None:
-        """Grows a new request in every cache to its full length; it may use the memory of all
-        others.
+        """Grows a new request in every cache to its full length; it may take the memory of all
+        other requests.
         """
         for cache in self.caches:
             if is_over(cache):
@@ -514,7 +514,7 @@ class Engine:
             for part in parts(cache):
                 assert is_zero(part, reqid, 0, full), "pages of a new request are not zero"
                 write_rows(part, reqid, 0, tags)
-                assert read_rows(part, reqid, 0, tags), "rows of a new request"
+                assert read_rows(part, reqid, 0, tags), "wrong rows in a new request"
             cache.free_reqid(reqid)
 
     def _free_all(self, caches: list[Cache]) -> None:
@@ -553,7 +553,7 @@ def _touch(cache: Cache) -> None:
 
 
 def parts(cache: Cache) -> tuple[GroupView, ...]:
-    """Returns the cache's groups of equal layers that have keys and values."""
+    """Returns the cache's layer groups that store keys and values."""
     return tuple(one for one in cache.caches if not one.config.state)
 
 
@@ -599,7 +599,7 @@ class Outcome:
     """The outcome of one run.
 
     Attributes:
-        places: where it was interrupted.
+        places: where the call was interrupted.
         count: points in the call, or after the last interruption.
         broken: the first check that failed; empty: none.
         stuck: true if a call did not return in time.

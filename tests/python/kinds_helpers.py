@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Builds small random models of common kinds: with windows, MLA, and unequal layers."""
+"""Builds small random models of common architectures: sliding windows, MLA, unequal layers."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ def _mimo() -> Any:
 
 
 def _nemotron() -> Any:
-    """The layers are a state, experts without attention, attention, a plain layer and a state."""
+    """The layers are, in order: a recurrent state, experts without attention, attention, a plain
+    layer, and another state."""
     kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]
     config = transformers.NemotronHConfig(
         **_SMALL,

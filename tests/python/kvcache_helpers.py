@@ -26,8 +26,8 @@ LAYERS = 2
 
 
 def small_config(page: int, **changes: Any) -> KVCacheConfig:
-    """Describes two layers, four slots of up to six pages, and eight float32 rows per page of any
-    size.
+    """Describes two layers, four slots of up to six pages, and eight float32 rows per page,
+    whatever its size.
     """
     values: dict[str, Any] = {
         "num_layers": LAYERS,
@@ -142,7 +142,7 @@ def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
 
 
 def without(context: pyvmem.Context, caps: pyvmem.Caps) -> None:
-    """Makes a context report fewer capabilities, the only way for tests to get a weaker back end.
+    """Makes a context report fewer capabilities. Tests have no other way to get a weaker back end.
 
     The cache uses only the reported capabilities; libvmem still uses all that the back end has.
     """
@@ -174,7 +174,7 @@ def wrap_methods(monkeypatch: pytest.MonkeyPatch, *owners: type) -> None:
 
 
 def at_the_gate(turns: Any) -> bool:
-    """Returns true if another thread waits for a budget's lock."""
+    """Returns true if a thread waits for a budget's lock; that thread itself cannot ask."""
     if turns._gate.acquire(blocking=False):
         turns._gate.release()
         return False
@@ -197,7 +197,8 @@ def pending() -> Iterator[FdEvent]:
 
 @contextlib.contextmanager
 def firing_later(event: FdEvent) -> Iterator[list[bool]]:
-    """Sets the event from another thread; the yielded list holds True from just before that."""
+    """Sets the event from another thread; the yielded list contains True from just before it is
+    set."""
     fired: list[bool] = []
 
     def fire() -> None:
@@ -213,7 +214,7 @@ def firing_later(event: FdEvent) -> Iterator[list[bool]]:
 
 
 def _allow_descriptors(count: int) -> None:
-    """Raises this process's limit of file descriptors; skips the test if that is not allowed."""
+    """Raises this process's limit on file descriptors; skips the test if that is not allowed."""
     limit = resource.RLIMIT_NOFILE
     soft, hard = resource.getrlimit(limit)
     if soft == resource.RLIM_INFINITY or soft >= count:
@@ -243,7 +244,7 @@ def full_queue(context: pyvmem.Context) -> Iterator[None]:
 
 
 def state(cache: KVCache) -> tuple[Any, ...]:
-    """Returns the state that a call without effect must not change."""
+    """Returns the state that a failed call must leave unchanged."""
     now = cache.stats()
     return (
         cache.snapshot(),
@@ -269,7 +270,7 @@ class Model:
         self.cache = cache
         self.random = random.Random(seed)
         self.rows: dict[int, list[float]] = {}
-        self.written: dict[int, int] = {}  # the slot's maximum number of rows so far
+        self.written: dict[int, int] = {}  # the largest number of rows that the slot has ever had
         self.events: list[FdEvent] = []
         self.tag = 0.0
 
@@ -310,9 +311,10 @@ class Model:
             return
         before = state(self.cache)
         if self.cache.step(want) == -1:
-            assert not ahead, "step_async had reserved the pages"
+            assert not ahead, "step must succeed after step_async reserved the pages"
             after = state(self.cache)
-            # Unchanged, unless pages were reclaimed or work in flight has completed since.
+            # The state is unchanged unless pages were reclaimed or work in flight has completed
+            # since.
             assert (
                 after[0] == before[0]
                 or after[7] > before[7]
@@ -336,12 +338,12 @@ class Model:
         rows.extend([self.tag] * (length - low))
 
     def give_up(self) -> None:
-        """Frees the longest request, like an engine that preempts."""
+        """Frees the longest request, as an engine does when it preempts."""
         if self.rows:
             self.free(max(self.rows, key=lambda reqid: len(self.rows[reqid])), wait=False)
 
     def free(self, reqid: int, wait: bool) -> None:
-        """Frees a request; `wait`: it still has unfinished GPU work."""
+        """Frees a request; with `wait`, while its GPU work is still unfinished."""
         event = None
         if wait:
             event = FdEvent.create()

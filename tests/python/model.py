@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A plain model of a context: its mappings, the owners of pages, and their bytes.
+"""A plain model of a context: its mappings, the owners of its pages, and the pages' contents.
 
 It predicts the class of the first error of a batch; if there is none, it changes its own state as
 the batch should change the context. Lengths are in granules; contents are four quarters of one byte
@@ -44,7 +44,7 @@ class Pte:
 
 @dataclass
 class Op:
-    """One operation of a batch, in granules relative to a reservation."""
+    """One operation of a batch, in granules, relative to a reservation."""
 
     kind: str  # map, populate, unmap, fill
     space: int
@@ -124,8 +124,8 @@ class Model:
     def check(self, ops: list[Op]) -> None:
         """Raises Refused with the first error that the batch must report; changes nothing."""
         busy: set[tuple[int, int]] = set()
-        going: set[int] = set()  # handles that an earlier operation consumes
-        for op in ops:  # the arguments of all operations are checked first
+        going: set[int] = set()  # handles consumed by earlier operations
+        for op in ops:  # first check the arguments of all operations
             self._check_arguments(op)
         for op in ops:
             op.found = []
@@ -138,14 +138,15 @@ class Model:
                 going.add(id(op.handle))
 
     def _check_arguments(self, op: Op) -> None:
-        """Checks arguments before any page: the handle, then the bounds of the operation."""
+        """Checks arguments before it looks at any page: first the handle, then the operation's
+        bounds."""
         if op.kind == "map":
             self._check_handle(op)
         if max(op.pieces()) + op.size > self.sizes[op.space]:
             raise Refused(pyvmem.NotReserved)
 
     def argument_error(self, ops: list[Op]) -> type[pyvmem.VMemError] | None:
-        """Returns the error of the first operation whose own arguments are wrong."""
+        """Returns the error of the first operation with invalid arguments."""
         for op in ops:
             try:
                 self._check_arguments(op)
@@ -226,7 +227,8 @@ class Model:
             rest.start = True  # even if it continued a mapping that is now unmapped
 
     def forget_fills(self, ops: list[Op]) -> None:
-        """A batch that failed while it ran may have written its fills."""
+        """Marks the target of each fill as unknown: a batch that failed while running may have
+        written it."""
         for op in ops:
             if op.kind == "fill":
                 for first in op.pieces():

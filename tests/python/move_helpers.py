@@ -19,15 +19,16 @@ MIB2 = 2 << 20
 
 
 def cache_over(context: Context, **changes: Any) -> Any:
-    """Creates a cache of slots of up to eleven pages; in a context `in_slabs`, an entry of 2 MiB
-    maps four.
+    """Creates a cache whose slots hold up to eleven pages. In a context from `in_slabs`, one 2 MiB
+    entry maps four pages.
     """
     changes.setdefault("max_seq_len", 11 * ROWS)
     return small_cache(context, **changes)
 
 
 def with_tiers(backend: str, **options: Any) -> Context:
-    """Opens a context that can have pages in host memory; skips the test if there is none."""
+    """Opens a context that can place pages in host memory; skips the test if the back end
+    cannot."""
     context = open_context(backend, **options)
     if Caps.HOST_PAGES not in context.info.caps:
         context.close()
@@ -49,8 +50,8 @@ def in_pieces(cache: KVCache, rows: int, by: int = ROWS) -> tuple[int, int]:
 
 
 def scatter(cache: KVCache, reqid: int, first: int = 0) -> None:
-    """Moves the pages from `first` on without the cache's knowledge: the even ones, then the odd
-    ones.
+    """Moves the pages from `first` on, first the even ones, then the odd ones, behind the cache's
+    back.
     """
     layout, page = cache.layout, cache.layout.page_size
     pages = cache.snapshot()[reqid].mapped_pages - first
@@ -73,7 +74,7 @@ def scatter(cache: KVCache, reqid: int, first: int = 0) -> None:
 
 
 def in_slabs(backend: str, **options: Any) -> Context:
-    """Opens a context with 2 MiB entries, each for four pages."""
+    """Opens a context with 2 MiB entries, each of which maps four pages."""
     try:
         context = Context(backend, granule=MIB2 // UNIT, large_entries=True, **options)
     except NotSupported:

@@ -3,9 +3,9 @@
 
     python parallel_ranks.py RANK RANKS STORE BACKEND [CALLS [SEED]]
 
-runs all scenarios, or one of CALLS random calls, and prints the results as one line of JSON. With
-BACKEND ``host`` the ranks use gloo, otherwise NCCL and a GPU each. Ranks sleep for different times,
-and their GPU work completes at different times.
+runs all scenarios, or a single one of CALLS random calls, and prints the results as one line of
+JSON. With BACKEND ``host`` the ranks use gloo; otherwise they use NCCL, with one GPU per rank.
+Ranks sleep for different times, and their GPU work completes at different times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TENSORS = 2 * LAYERS
 
 
 class Rank:
-    """What a scenario knows about its process."""
+    """The process's rank, as passed to each scenario."""
 
     def __init__(self, index: int, size: int, backend: str) -> None:
         self.index, self.size = index, size
@@ -94,7 +94,7 @@ class Rank:
 
 
 def play(rank: Rank, cache: ParallelKVCache, seed: int, count: int) -> list[Any]:
-    """Makes random calls, the same on every rank; checks that 0 is returned if and only if the
+    """Makes random calls, the same on every rank; checks that a step returns 0 if and only if the
     owned pages fit.
     """
     same = random.Random(seed)
@@ -203,8 +203,8 @@ def one_rank_fails(rank: Rank) -> Any:
         out.append([cache.alloc_reqid() for _ in range(5)])
         out.append(cache.step([24, 24, 24, 24]))
         cache.check_step()
-        # A failure in the background is found by the next step, and agreed on through the engine's
-        # own collective.
+        # The next step reports the background failure, and the ranks agree on it through the
+        # engine's own collective.
         if rank.index == 0:
             cache.context.inject(Inject.MAP)
         out.append(cache.step_async([24, 24, 24, 24]))
@@ -256,7 +256,7 @@ def ranks_differ(rank: Rank) -> Any:
 
 
 def ranks_ask_for_other_things(rank: Rank) -> Any:
-    """Makes a call that has the same result on all ranks, but different arguments."""
+    """Makes the same call with different arguments on each rank; the results are equal."""
     other = int(rank.index == 1)
     prompt = list(range(40))
     calls: dict[str, Callable[[ParallelKVCache], Any]] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""More scenarios for parallel_ranks.py: sharing, swapping, windows, and their failures.
+"""More scenarios for parallel_ranks.py: sharing, swapping and windows, and failures in them.
 
 A `rank` is parallel_ranks.Rank.
 """
@@ -43,7 +43,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 
 def caught(call: Any, *args: Any) -> str:
-    """Returns the error of a call, in words that are the same on every rank."""
+    """Returns a description of a call's error that is the same on every rank."""
     try:
         call(*args)
     except pyvmem.VMemError as error:
@@ -66,7 +66,7 @@ def shared_pages(rank: Any) -> Any:
 
 
 def soak(rank: Any, calls: int, seed: int = 0) -> Any:
-    """Makes about `calls` random calls, with one engine after the other; returns the number of
+    """Makes about `calls` random calls, using one engine after another; returns the number of
     answers.
     """
     count = 0
@@ -78,10 +78,10 @@ def soak(rank: Any, calls: int, seed: int = 0) -> Any:
 
 
 def filled(rank: Any) -> Any:
-    """Grows many requests until memory is full, with far fewer mappings than pages."""
+    """Grows many requests until memory is full, using far fewer mappings than pages."""
     pace = random.Random(7)
     slots = 20
-    mappings = 0 if rank.backend == "cuda" else 4 * 200  # pages of 2 MB are runs by themselves
+    mappings = 0 if rank.backend == "cuda" else 4 * 200  # each 2 MB page is a run of its own
     with rank.cache(pages=600, max_batch=slots, max_seq_len=2048, max_mappings=mappings) as cache:
         for _ in range(slots):
             cache.alloc_reqid()
@@ -137,8 +137,8 @@ def together(cache: ParallelKVCache, lens: list[int]) -> None:
 
 
 def agreeing(rank: Any, cache: ParallelKVCache) -> list[int]:
-    """Makes random steps; after a step that returns -1, requests have pages for exactly the rows
-    that they had before.
+    """Makes random steps; when a step returns -1, each request keeps its rows and the pages for
+    them, and no others.
     """
     same, lens, answers = random.Random(5), [0] * 4, []
     alive: set[int] = set()
@@ -170,7 +170,7 @@ def agreeing(rank: Any, cache: ParallelKVCache) -> list[int]:
 
 
 def crowded(rank: Any) -> Any:
-    """Gives one rank fewer mappings than the others, which only its own `step` can notice."""
+    """Gives one rank fewer mappings than the others, which only that rank's `step` can notice."""
     if rank.backend == "cuda":
         return None  # no limit on mappings
     out: dict[str, Any] = {}
@@ -195,10 +195,9 @@ def crowded(rank: Any) -> Any:
         own = caught(cache.step, [32] * 4)
         assert own == ("TooManyMappings  ENOSPC" if rank.index == 1 else "nothing")
         if rank.index == 1:
-            assert caught(cache.stats) == own, "no other call may pass before check_step"
+            assert caught(cache.stats) == own, "every other call must fail before check_step"
         caught_by.append(caught(cache.check_step))
-        # The failure in the background is found by the next step, which takes part in the
-        # agreement.
+        # The next step reports the background failure, and takes part in the agreement.
         assert cache.step_async([32] * 4) == 0
         caught_by.append(caught(lambda: together(cache, [32] * 4)))
         out["caught"] = caught_by
@@ -219,8 +218,8 @@ def crowded(rank: Any) -> Any:
 
 
 def windows(rank: Any) -> Any:
-    """Checks that pages which leave a window are counted per call, not as their unmapping
-    proceeds.
+    """Checks that pages that leave a window are counted in the call that drops them, not when their
+    unmap completes.
     """
     same = random.Random(5)
     answers: list[Any] = []
@@ -250,7 +249,8 @@ def windows(rank: Any) -> Any:
 
 
 def shared_windows(rank: Any) -> Any:
-    """Checks that windows share, cache and match the same on all ranks, short of memory or not."""
+    """Checks that layers with a window share, cache and match alike on all ranks, whether or not
+    memory is short."""
     same = random.Random(6)
     answers: list[Any] = []
     with rank.cache(pages=12, window=4, window_tile=4, max_batch=SLOTS) as cache:
@@ -289,7 +289,8 @@ def shared_windows(rank: Any) -> Any:
 
 
 def held_back(rank: Any) -> Any:
-    """Completes GPU work while a step waits for it; on rank 0 it was complete before the step."""
+    """On rank 0, GPU work completes before the step; on the other ranks, while the step waits for
+    it."""
     answers: list[Any] = []
     prompt = list(range(8))
     with rank.cache(pages=6, low_watermark=0.5) as cache, FdEvent.create() as work:
@@ -319,7 +320,7 @@ def held_back(rank: Any) -> Any:
 
 
 def sharing_fails(rank: Any) -> Any:
-    """On one rank, fails each driver call of every sharing or swapping call once."""
+    """Makes each driver call fail once, on one rank, in every call that shares or swaps."""
     kinds = Inject.MAP | Inject.UNMAP | Inject.FILL
     out = []
     prompt = list(range(30))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """A plain model of one rank's cache: the pages that requests own, and the contents of their rows.
 
-One seed, the same on every rank, decides the calls; each rank's own seed decides how long anything
-takes. The model numbers each page, so it can tell whether a call must have had enough memory.
+One seed, the same on every rank, decides the calls; each rank's own seed decides how long its work
+takes. The model numbers the pages, and so knows whether memory sufficed for a call.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Request:
 
 
 class RankModel:
-    """Drives a cache at random and checks every answer; `answers` is what the ranks compare.
+    """Drives a cache at random and checks every answer; the ranks compare `answers`.
 
     Args:
-        cache: has eight rows per page and no window.
-        rank: index and number of ranks; each rank writes different rows.
-        work: starts GPU work that completes later, at a different time on every rank.
+        cache: a row fills an eighth of a page; no window.
+        rank: index and number of ranks; every rank writes rows of its own.
+        work: starts GPU work that completes at a later time, different on every rank.
         dawdle: sleeps, for a different time on every rank.
     """
 
@@ -56,7 +56,7 @@ class RankModel:
         self.budget = cache.available_pages
         self.requests: dict[int, Request] = {}
         self.swapped: list[tuple[SwappedRequest, Request]] = []
-        # the page of a sharing unit, by all ids up to its end
+        # page of each sharing unit, by all ids up to the unit's end
         self.recorded: dict[tuple[int, ...], int] = {}
         self.known: dict[tuple[int, ...], int] = {(0,): 0}
         self.numbers = 0
@@ -283,10 +283,11 @@ class RankModel:
         assert self.cache.available_pages == self.left() * tensors + self.budget % tensors
 
     def check(self) -> None:
-        """Checks every row of every request, the records, and that all ranks made equal calls."""
+        """Checks every row of every request, the page counts, and that all ranks gave the same
+        answers."""
         self.cache.check_integrity()
         for reqid, one in self.requests.items():
-            assert read_rows(self.cache, reqid, 0, one.tags), f"rows of reqid {reqid}"
+            assert read_rows(self.cache, reqid, 0, one.tags), f"wrong rows in reqid {reqid}"
         self.cache.check_step()
 
     def play(self, count: int) -> list[Any]:

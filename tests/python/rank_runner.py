@@ -31,8 +31,8 @@ def run_ranks(
         end = time.monotonic() + seconds
         running = True
         while running:
-            # If a rank fails, the other ranks wait for it; their later errors are only
-            # consequences.
+            # If a rank fails, the other ranks wait for it, and their later errors are only a
+            # consequence.
             running = any(one.poll() is None for one in ranks)
             for rank, one in enumerate(ranks):
                 assert not one.poll(), (folder / f"{rank}.err").read_text()

@@ -20,8 +20,8 @@ VOCABULARY = 199
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: more would not speed up tiny matrices, and on a busy machine
-    threads wait for each other.
+    """Limits torch to one thread: tiny matrices gain nothing from more threads, and on a busy
+    machine the threads wait for each other.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,8 +30,8 @@ def one_thread() -> Iterator[None]:
 
 
 def tiny_model(layers: int = 3) -> LoadedModel:
-    """Builds a model whose rows have 192 bytes, which do not divide a page: 2 heads of 24 float32
-    elements.
+    """Builds a model with 192-byte rows (2 heads of 24 float32 elements), which do not divide a
+    page evenly.
     """
     torch.manual_seed(7)
     config = LlamaConfig(

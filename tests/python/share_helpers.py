@@ -91,14 +91,14 @@ def is_zero(cache: KVCache, reqid: int, low: int, rows: int) -> bool:
 
 
 class ShareModel:
-    """Drives a cache at random. A token's row depends on all tokens before it, as a model's does.
+    """Drives a cache at random. As in a real model, a token's row depends on all tokens before it.
 
     Attributes:
         parts: the cache's groups of equal layers.
         tokens: by reqid, the ids whose rows the request holds.
         tags: by reqid, the contents of the rows.
-        waits: GPU work of freed requests may still run when a call needs their slots, as work of
-            the current stream may on a GPU.
+        waits: true if GPU work of freed requests may still be running when a call needs their
+            slots, as work on the current stream may be on a GPU.
     """
 
     waits = False
@@ -115,10 +115,10 @@ class ShareModel:
         self.events: list[FdEvent] = []
         self.known: dict[tuple[int, ...], int] = {}
         self.counts: dict[str, int] = {}
-        self.more = 20  # maximum number of new tokens of a prompt
+        self.more = 20  # upper bound on a prompt's new tokens
 
     def tag(self, tokens: list[int]) -> int:
-        """Returns the content of the row of the last token; the same in every request."""
+        """Returns the content of the last token's row, which is the same in every request."""
         return self.known.setdefault(tuple(tokens), len(self.known) + 1)
 
     def named(self, tokens: list[int]) -> tuple[list[int], Any]:
@@ -172,14 +172,14 @@ class ShareModel:
         return all(read_rows(one, reqid, 0, self.tags[reqid]) for one in self.parts)
 
     def grow(self, more: dict[int, list[int]]) -> None:
-        self.fire()  # complete the simulated GPU work before a call waits for it
+        self.fire()  # completes the model's stand-in for GPU work before a call waits for it
         longest = self.first.config.max_seq_len
         more = {r: ids[: longest - len(self.tokens[r])] for r, ids in more.items()}
         want = self.lens({reqid: len(ids) for reqid, ids in more.items()})
         ahead = self.random.random() < 0.5
         refused = ahead and self.cache.step_async(want) == -1
         if refused or self.cache.step(want) == -1:
-            assert refused or not ahead, "step_async had reserved the pages"
+            assert refused or not ahead, "step must succeed after step_async reserved the pages"
             self.count("short")
             self.give_up()
             return
@@ -211,8 +211,8 @@ class ShareModel:
         self.grow({reqid: prompt[length:]})
 
     def refused(self, before: tuple[Any, ...]) -> None:
-        """Checks that `alloc_prefix` returned None without effect; pages freed earlier may have
-        been unmapped since.
+        """Checks that an `alloc_prefix` that returned None had no effect, except that it may have
+        unmapped pages freed earlier.
         """
         self.count("no slot")
         assert len(self.tokens) == self.first.config.max_batch
@@ -359,7 +359,7 @@ class ShareModel:
 
 
 class WindowModel(ShareModel):
-    """The same for layers with a window: rows outside it may be unmapped."""
+    """A `ShareModel` for layers with a window: rows outside the window may be unmapped."""
 
     def holds(self, reqid: int) -> bool:
         """Returns true if a request has its rows in every group, except those outside a window."""
@@ -371,7 +371,7 @@ class WindowModel(ShareModel):
         )
 
     def sees(self, reqid: int) -> bool:
-        """Returns true if all rows that the next token attends to, and its kernel reads, are
+        """Returns true if all rows that the next token attends to, or that its kernel reads, are
         intact.
         """
         length = len(self.tags[reqid])
@@ -390,7 +390,7 @@ class WindowModel(ShareModel):
             assert self.sees(reqid), f"the window of reqid {reqid}"
 
     def record(self, reqid: int) -> None:
-        """Records all full units; or nothing new, if the window before the end is unmapped."""
+        """Records all full units, or nothing new if the window before the end is unmapped."""
         self.fire()
         held = self.first.snapshot()[reqid].seq_len
         tokens = self.tokens[reqid][:held]
@@ -409,7 +409,7 @@ class WindowModel(ShareModel):
         self._where_it_is_there(super().truncate, reqid)
 
     def _where_it_is_there(self, call: Callable[[int], None], reqid: int) -> None:
-        """Makes a call that fails if a window starts in unmapped rows."""
+        """Makes a call that may fail because a window starts in unmapped rows."""
         before = self.running()
         try:
             call(reqid)

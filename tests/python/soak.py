@@ -6,11 +6,11 @@
     --steps 1000000 --log soak.log      # resumes from the log
 
 A run consists of rounds. Each has a context and one to three caches: a single cache, several that
-share a budget, or one of unequal layers, some with a window. A model (share_helpers.py,
-test_kvcache_mixed_model.py) drives each cache. The GPU work of freed requests is an FdEvent that a
-thread signals late. In a quiet phase, one cache is not called while the others run more batches
-than a context remembers. With ``--interrupts``, calls are interrupted at random points
-(interrupts_helpers.py), and the model then reads the cache's state to learn what they did.
+share a budget, or one of unequal layers, some with a window; each is driven by a model
+(share_helpers.py, test_kvcache_mixed_model.py). GPU work of freed requests is an FdEvent that a
+thread signals late. In a quiet phase, one cache is left alone while the others run more batches
+than a context remembers. With ``--interrupts`` calls are interrupted at random points
+(interrupts_helpers.py) and the model then reads the cache's state to learn what the calls did.
 
 The last line sums up the run; after an error, the run stops and prints the state of the caches and
 the seed and step that reproduce it.
@@ -51,9 +51,9 @@ from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, PrefixMatch
 __all__ = ["Soak", "main"]
 
 TENSORS = 4  # per page of `small_config`
-# the cache's own token ids in each namespace; the model numbers namespaces and ids together
+# token ids per namespace in the cache; the model combines namespace and id into one number
 IDS = 4
-QUIET = 4500  # calls of the other caches while one is quiet; each is at least one batch
+QUIET = 4500  # calls to the other caches while one cache is quiet; each runs at least one batch
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {},
@@ -68,7 +68,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 
 class LateEvents:
-    """GPU work that a thread completes some milliseconds after its creation."""
+    """GPU work that a thread completes a few milliseconds after its creation."""
 
     def __init__(self, rng: random.Random) -> None:
         self._random = rng
@@ -104,10 +104,10 @@ class LateEvents:
 
     def _end(self) -> None:
         event = self._waiting[0][1]
-        event.set()  # if this is interrupted, it is repeated
+        event.set()  # repeated if it is interrupted
         self._waiting.popleft()
         self._ended.append(event)
-        if len(self._ended) > 16:  # by now the call that waits for it has returned
+        if len(self._ended) > 16:  # the call that waited for the oldest has returned by now
             self._ended.popleft().close()
 
     def _run(self) -> None:
@@ -125,7 +125,7 @@ class LateEvents:
 
 @dataclass
 class Lease:
-    """A held match of the first of these tokens; `lost`: it may have been evicted."""
+    """A lease on a match of a prefix of these tokens; `lost`: the match may have been evicted."""
 
     match: PrefixMatch
     tokens: list[int]
@@ -133,10 +133,10 @@ class Lease:
 
 
 class Endless:
-    """Makes a `ShareModel` run forever, alongside others.
+    """Lets a `ShareModel` run without end, alongside others.
 
     A token of the model stands for a token of the cache and a namespace; a row's content depends on
-    both. Matches are held for a while, and steps may leave requests out.
+    both. Matches are leased for a while, and steps may leave requests out.
     """
 
     late: LateEvents
@@ -165,7 +165,7 @@ class Endless:
         return prompt
 
     def alike(self: Any, tokens: list[int], more: list[int]) -> list[int]:
-        """Moves the new tokens to the namespace of the first."""
+        """Moves the new tokens to the first token's namespace."""
         space = (tokens or more or [0])[0] // IDS
         return [space * IDS + token % IDS for token in more]
 
@@ -174,8 +174,8 @@ class Endless:
         return [token % IDS for token in tokens], f"space {space}" if space else None
 
     def lens(self: Any, more: dict[int, int] | None = None) -> list[int]:
-        """Returns lengths for a step; some requests that do not grow get a smaller one, which steps
-        ignore.
+        """Returns lengths for a step; some requests that do not grow get a smaller length, which
+        steps ignore.
         """
         out: list[int] = super().lens(more)  # type: ignore[misc]
         if more is not None and self.random.random() < 0.3:
@@ -200,7 +200,7 @@ class Endless:
             self.count("lease")
 
     def begin_with(self: Any, lease: Lease) -> None:
-        """Starts a request from a lease, which only a trim may have evicted."""
+        """Starts a request from a lease; only a trim may have evicted the leased match."""
         self.fire()
         self.leases.remove(lease)
         try:
@@ -225,7 +225,7 @@ class Endless:
             self.leases.append(lease)
         self.tokens[reqid] = lease.tokens[:length]
         self.tags[reqid] = [self.tag(lease.tokens[: n + 1]) for n in range(length)]
-        assert self.holds(reqid), "rows of a lease"
+        assert self.holds(reqid), "wrong rows of a lease"
         if length:
             self.count("lease used")
 
@@ -250,7 +250,7 @@ class Endless:
         return None if self.random.random() < 0.5 else self.late.create()
 
     def fire(self: Any) -> None:
-        """Usually leaves this to the thread, so that calls often wait for unfinished work."""
+        """Mostly leaves completion to the thread, so that calls often wait for unfinished work."""
         if self.random.random() < 0.2:
             self.late.fire()
 
@@ -263,7 +263,7 @@ class Endless:
         super().swap_out(reqid)  # type: ignore[misc]
 
     def step_ahead(self: Any) -> None:
-        """Requests rows in the background that no step may ever use."""
+        """Requests rows in the background that may never be used by a step."""
         longest = self.first.config.max_seq_len
         want = self.lens()
         for reqid, tokens in self.tokens.items():
@@ -308,7 +308,8 @@ class Endless:
                 assert found == want, f"reqid {reqid}, tensor {number}"
 
     def move(self: Any, reqid: int) -> None:
-        """Moves pages to the host or back; moves in flight complete even if memory is short."""
+        """Moves pages to the host or back. Moves that were already in flight complete even if
+        memory is short."""
         before = self.cache.snapshot()[reqid]
         held = before.seq_len
         tokens = None
@@ -347,7 +348,7 @@ class Endless:
             assert {part.snapshot()[reqid].seq_len for part in self.parts} == {slot.seq_len}
             self.tokens[reqid], self.tags[reqid] = ids[:kept], tags[reqid][:kept]
             assert self.holds(reqid), f"rows of reqid {reqid}"
-            if slot.seq_len > len(ids):  # the step was done, but its rows were not written
+            if slot.seq_len > len(ids):  # the step completed, but its rows were not written
                 self.free(reqid, record=False)
         for slot in slots:
             if slot.state == "active" and slot.reqid not in tokens:
@@ -540,7 +541,7 @@ class Soak:
             model.settle(before)
 
     def _tell(self, context: Context, models: list[Any]) -> None:
-        """Prints the parts of the state that can still be read after a failure."""
+        """Prints the state after a failure, as far as it can still be read."""
         device = context.cuda_device
         print(f"soak: round {self.rounds}, {context!r}, {context.stats()}")
         print(f"soak: {context.memory()} of {device=}")
@@ -550,7 +551,7 @@ class Soak:
                 print(f"soak:   {line}")
 
     def told(self) -> str:
-        """Returns the summary line."""
+        """Returns the line that sums up the run."""
         what = ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
         return (
             f"soak: {self.backend}, seed {self.seed}: {self.done} steps in {self.rounds} rounds, "

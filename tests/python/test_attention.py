@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention over slots, against an explicit softmax; kernels, poison, bad input."""
+"""Description: attention over slots, compared with a plain softmax; kernel selection, poisoned
+rows, invalid input.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ NAMES = ("fa3", "fa3-paged", "fa2", "flashinfer", "flex", "sdpa")
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_it_is_softmax_attention_and_reads_no_poison(host: pyvmem.Context, kernel: str) -> None:
-    """The rows past each length are NaN, and the pages past those rows are unmapped."""
+    """Rows past each length are NaN; pages past those rows are not mapped."""
     for case, repeat in itertools.product(CASES, (1, 3)):
         with filled(host, case, group_size=repeat % 2 + 1) as cache:
             q = queries(cache, case, repeat)
@@ -102,7 +104,8 @@ def _requests(case: Case) -> list[tuple[int, int, int]]:
 
 
 def test_a_batch_advances_in_its_own_tensors(context: pyvmem.Context) -> None:
-    """A changed batch equals a new batch; invalid arguments change nothing."""
+    """Checks that an advanced batch equals a new batch, and that invalid arguments change
+    nothing."""
     with filled(context, MIXED) as cache:
         attend = Attention(cache)
         batch = attend.batch((5, 0), (1, 2), (9, 9))
@@ -144,7 +147,7 @@ def test_an_advanced_batch_gets_a_new_mask(host: pyvmem.Context) -> None:
 def test_a_chunk_too_large_for_torchs_decoding_kernel(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
 ) -> None:
-    """The code used on a GPU, uncompiled: torch has a kernel for the options it chooses."""
+    """Runs the code used on a GPU, uncompiled, with options for which torch has a kernel."""
     from torch.nn.attention.flex_attention import flex_attention
 
     given = []
@@ -198,7 +201,7 @@ def test_the_chosen_kernel_is_logged_once_and_readable(
 def test_a_kernel_that_reads_tiles_needs_rows_past_the_length(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks only the rule, without a GPU."""
+    """Checks the rule alone; no GPU is needed."""
     one = KERNELS["fa3"]
     monkeypatch.setitem(KERNELS, "fa3", kernels._Kernel(lambda c, d: "", one.run, one.reads))
     cpu = torch.device("cpu")
@@ -209,7 +212,7 @@ def test_a_kernel_that_reads_tiles_needs_rows_past_the_length(
     with filled(host, MIXED, overread_rows=191) as cache:
         with pytest.raises(InvalidArgument, match=text):
             choose(cache, cpu, "fa3")
-        assert not probe(cache, cpu)["fa3"], "for prefills it can be used"
+        assert not probe(cache, cpu)["fa3"], "it must be usable for prefills"
     with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         assert choose(cache, cpu, "fa3").name == "fa3"
 
@@ -286,7 +289,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_block_table_of_a_contiguous_slot(host: pyvmem.Context, shape: Any) -> None:
-    """Checks each row of each request by its block's number and its place in the block."""
+    """Checks each row of each request by its block number and its offset in the block."""
     with filled(host, MIXED, **shape) as cache:
         attend = Attention(cache)
         batch = attend.batch(MIXED.reqids, MIXED.q_lens, MIXED.kv_lens)
@@ -340,7 +343,7 @@ def test_width_of_a_block_table() -> None:
 def test_the_paged_call_gets_what_it_needs(
     host: pyvmem.Context, shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replaces the op by one that computes the same row by row, and checks the call against its
+    """Replaces the op with a row-by-row implementation, and checks the call against the op's
     schema.
     """
     monkeypatch.setattr(flash, "_fa3", lambda: flash._vllm_call(FakeOp()))
@@ -354,7 +357,7 @@ def test_the_paged_call_gets_what_it_needs(
 
 
 class FakeOp:
-    """Mimics the part of vLLM's op that is used here: paged calls only."""
+    """Mimics the parts of vLLM's op that are used here, for a paged cache only."""
 
     names = (
         *("q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
@@ -392,7 +395,8 @@ class FakeOp:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces FlashAttention-3's two calls by SDPA on the CPU; they are chosen as on a GPU."""
+    """Replaces FlashAttention-3's two calls with SDPA on the CPU; the choice between them is as on
+    a GPU."""
     for name in ("fa3", "fa3-paged"):
         reads = KERNELS[name].reads
         monkeypatch.setitem(
@@ -438,7 +442,7 @@ def test_decoding_never_chooses_a_kernel_whose_tile_only_prefills_map(
 
 
 def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -> None:
-    """If tokens use the rows that were mapped for the tile, none are left for the tile itself."""
+    """Rows mapped for the tile may be used for tokens, but then no rows are left for the tile."""
     with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
         (mapped,) = cache.slots.readable_rows([4])
         assert 90 + 191 <= mapped < 400
@@ -509,7 +513,7 @@ def test_rows_mapped_for_tiles_count_as_waste(host: pyvmem.Context) -> None:
             now = cache.stats()
             wasted.append(now.wasted_bytes)
             assert now.used_bytes == sum(MIXED.kv_lens) * 4 * cache.layout.row_bytes
-    pages = 4096  # in rows of 256 bytes each
+    pages = 4096  # bytes per page; a row is 256 bytes
     prefilled = sum(length > PREFILL_TOKENS for length in MIXED.kv_lens)
     assert 0 < prefilled < len(MIXED.kv_lens)
     more = (wasted[1] - wasted[0]) / (prefilled * 2 * LAYERS)
@@ -521,7 +525,7 @@ def test_rows_mapped_for_tiles_count_as_waste(host: pyvmem.Context) -> None:
     assert guarded.held.used == plain.held.used
     left = sum(max(0, 191 - grown) for one in requests for grown in range(one.output))
     left /= sum(one.output for one in requests)
-    assert 20 < left < 191, "requests that use up some or all of it"
+    assert 20 < left < 191, "the sample must include requests that use some of the rows"
     assert abs(guarded.waste - plain.waste - left * row * tensors) < (64 << 10) * tensors
     assert guarded.waste_bound - plain.waste_bound == 191 * row * tensors
     assert guarded.batch < plain.batch

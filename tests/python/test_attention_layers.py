@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Description: attention with unequal layers: windows, a latent, head sizes; 8-bit rows, scales.
+"""Description: attention with unequal layers (windows, latents, head sizes), 8-bit rows and scales.
 
-Results are compared with an explicit softmax. Rows that a token must not see, past the length and
+Results are compared with a plain softmax. Rows that a token must not read, past the length or
 before the window, are NaN.
 """
 
@@ -43,8 +43,8 @@ LAYERS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: more would not speed up tiny matrices, and on a busy machine
-    threads wait for each other.
+    """Limits torch to one thread: tiny matrices gain nothing from more threads, and on a busy
+    machine the threads wait for each other.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -67,7 +67,7 @@ BOTH = [("sdpa", case) for case in CASES] + [("flex", Case("chunk", (3, 1), (5, 
 def test_every_kind_of_layer(cache: LayeredCache, kernel: str, case: Case) -> None:
     fill(cache, case)
     attend = Attention(cache, kernel, v_head_dim=LATENT)
-    assert len(attend.choices) == 5  # two layers are equal
+    assert len(attend.choices) == 5  # two layers have the same shape
     batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
     for layer, shape in enumerate(LAYERS):
         k = cache.k(layer)
@@ -116,7 +116,8 @@ def test_state_layers_and_layers_without_storage_are_skipped(host: pyvmem.Contex
 
 
 def test_the_block_mask_of_a_window_covers_the_visible_blocks(host: pyvmem.Context) -> None:
-    """Counts the columns that blocks and mask make visible to each row in the compiled call."""
+    """Counts the visible columns of each row from the blocks and the mask, as the compiled call
+    does."""
     from pyvmem.attention import flex
 
     config = KVCacheConfig(1, 1, 16, "float32", max_batch=6, max_seq_len=1024)
@@ -171,7 +172,7 @@ def test_a_model_window_over_a_cache_without_windows(host: pyvmem.Context) -> No
 
 
 def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
-    """A batch over more tokens than the step added would start in unmapped pages."""
+    """A batch of more tokens than the step added would start in unmapped pages."""
     page = host.info.granule
     rows = page // 256
     config = KVCacheConfig(
@@ -201,7 +202,7 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
 def test_a_tile_before_the_window_needs_its_rows(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks only the rule, without a GPU."""
+    """Checks the rule alone; no GPU is needed."""
     one = KERNELS["fa2"]
     free = kernels._Kernel(lambda form, device: "", KERNELS["sdpa"].run, one.reads)
     monkeypatch.setitem(KERNELS, "fa2", free)
@@ -223,7 +224,7 @@ def test_a_tile_before_the_window_needs_its_rows(
         there = cache.slots.first_rows([0])[0]
         assert there
         attend.batch([0], [1], [2049])
-        new = 2049 - 64 + 1 - there  # the window itself is mapped, the tile before it is not
+        new = 2049 - 64 + 1 - there  # the window is mapped, but not the tile before it
         with pytest.raises(OverRead, match=f"fa2 may read from row .* rows before {there} have"):
             attend.batch([0], [new], [2049])
         attend.close()
@@ -284,7 +285,9 @@ def test_no_cpu_kernel_reads_8_bits(host: pyvmem.Context) -> None:
 def test_8_bit_rows_are_written_by_their_scales(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the kernel's inputs: rows scaled per layer, queries by their own scale, descales."""
+    """Checks the kernel's inputs: rows quantized by the layer's scales, queries by their own, and
+    the descales.
+    """
     got: dict[str, Any] = {}
 
     def run(q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0, scales: Any = None):  # type: ignore[no-untyped-def]
@@ -335,7 +338,9 @@ def test_scales_are_checked() -> None:
 
 
 def test_the_error_of_8_bits_is_within_the_documented_bound() -> None:
-    """Compares with FlashAttention-3's 8-bit arithmetic: q, k, v and the weights are rounded."""
+    """Compares with FlashAttention-3's arithmetic in 8 bits: q, k, v and the weights are
+    rounded.
+    """
     torch.manual_seed(5)
     for length in (64, 1024):
         q, k, v = torch.randn(3, 4, length, 128).unbind()
@@ -353,7 +358,7 @@ def test_the_error_of_8_bits_is_within_the_documented_bound() -> None:
         assert float(error) < FP8_TOLERANCE
 
 
-FP8_TOLERANCE = 0.08  # RMS of the error relative to RMS of the result; docs/guides/kernels.md
+FP8_TOLERANCE = 0.08  # RMS of the error relative to RMS of the result, as in docs/guides/kernels.md
 
 
 def test_flash_rejects_values_of_another_head_size(host: pyvmem.Context) -> None:
@@ -436,7 +441,7 @@ def test_a_latent_with_its_up_projections(
         del rows, some
         q = torch.randn(batch.tokens, heads, nope + rotary) / 10
         want = wanted(q, k, v, case, 0)
-        for _ in range(2):  # the second pass reuses what the first derived from the lengths
+        for _ in range(2):  # the second pass reuses what the first one derived from the lengths
             out = attend(q, layer, batch, up=up)
             assert out.shape == (batch.tokens, heads, values)
             torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
@@ -467,7 +472,8 @@ def test_wrong_up_projections_are_rejected(cache: LayeredCache) -> None:
 
 
 def test_layers_and_batches_of_other_caches_are_rejected(context: pyvmem.Context) -> None:
-    """A batch checks lengths against its own cache; in another cache those rows may be unmapped."""
+    """A batch checks lengths against its own cache; in another cache the same rows may be
+    unmapped."""
     shapes = [LayerShape(1, 16), LayerShape(1, 16, window=WINDOW)]
     how: dict[str, Any] = {"dtype": "float32", "max_batch": 1, "max_seq_len": 64}
     with (

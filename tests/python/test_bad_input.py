@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Each bad input has its own error, which names the value and the limit, and changes nothing."""
+"""Each bad input raises a specific error that names the value and the limit, and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def refused(
     """Checks that the block raises exactly `error` and leaves the context as before.
 
     `calls`: the call may reach the driver or the pool; then counters and high-water marks may
-    change, but the present state must still be as before.
+    change, but all other state must be as before.
     """
 
     def state() -> dict[str, int]:
@@ -111,7 +112,7 @@ def test_create_unsupported_page_size(context: pyvmem.Context, page: int, scale:
 
 
 def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
-    """The failing call allocates nothing, not even briefly: other processes would run short."""
+    """Checks that nothing is allocated: other processes on the device would be short of memory."""
     before = context.stats().slab_calls
     with refused(context, pyvmem.OutOfMemory, calls=True) as caught:
         context.create(1 << 56)
@@ -120,7 +121,9 @@ def test_create_more_than_device_memory(context: pyvmem.Context) -> None:
 
 
 def test_driver_out_of_memory_is_passed_on(context: pyvmem.Context, page: int) -> None:
-    """The driver's own error is raised after smaller slabs were tried; the context still works."""
+    """Checks that the driver's error is raised once smaller slabs have failed too, and that the
+    context then works again.
+    """
     context.trim()
     context.inject(pyvmem.Inject.SLAB, 0, 100, errno.ENOMEM)
     with refused(context, pyvmem.OutOfMemory, calls=True):
@@ -205,7 +208,7 @@ def test_map_over_a_live_mapping(
 def test_map_released_handle(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     pages = context.create(page)
     pages.release()
-    other = context.create(page)  # may reuse the entry of the first
+    other = context.create(page)  # may reuse the first handle's entry
     with refused(context, pyvmem.BadHandle):
         rsv.map(0, pages)
     other.release()
@@ -439,7 +442,7 @@ def test_use_after_close(backend: str) -> None:
         with pytest.raises(pyvmem.BadHandle) as caught:
             call()
         assert type(caught.value) is pyvmem.BadHandle
-    context.close()  # closing again does nothing
+    context.close()  # a second close does nothing
     rsv.close()
 
 
@@ -582,7 +585,7 @@ def test_too_many_batches(context: pyvmem.Context) -> None:
         for ticket in tickets:
             ticket.wait(60)
     context.submit(empty).wait(60)
-    tickets[0].wait()  # waiting may be repeated
+    tickets[0].wait()  # a second wait is allowed
 
 
 def test_ticket_of_another_context(backend: str, context: pyvmem.Context) -> None:
@@ -645,7 +648,7 @@ def test_size_zero(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) 
 
 def test_absurd_sizes(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     with refused(context, pyvmem.NotMapped) as caught:
-        context.read(rsv.addr, 1 << 62)  # rejected before 4 EiB are requested from Python's heap
+        context.read(rsv.addr, 1 << 62)  # rejected before Python's heap is asked for 4 EiB
     assert caught.value.limit == rsv.nbytes
     with refused(context, pyvmem.AddressOverflow):
         context.fill(rsv.addr, U64 - 1)
@@ -781,7 +784,8 @@ def test_inject_arguments(context: pyvmem.Context) -> None:
             context.inject(kinds, 0, count, error)
 
 
-# ---- objects of another type ---------------------------------------------------------------------
+# ---- objects of the wrong type
+# ---------------------------------------------------------------------
 
 
 def test_objects_of_another_type_are_named(context: pyvmem.Context, page: int) -> None:
@@ -828,5 +832,5 @@ def test_a_negative_device() -> None:
 
 def test_a_handle_ends_by_release_or_drop(context: pyvmem.Context, page: int) -> None:
     with context.create(page) as pages:
-        assert not hasattr(pages, "close"), "release or drop"
+        assert not hasattr(pages, "close"), "handles have release and drop, not close"
     assert context.stats().handles == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The benchmark's arithmetic and its file: percentiles, rounds, rows, aims, merging."""
+"""The benchmark's arithmetic and its output file: percentiles, rounds, rows, targets, merging."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_long_row_keeps_part_of_its_samples_and_says_so() -> None:
 
 def test_kernel_memory_counts_page_tables() -> None:
     before = KernelMemory.now()
-    # user memory, not kernel memory: mapped and touched page by page
+    # user memory of this process, touched page by page: only its page tables are kernel memory
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kept:
         for at in range(0, len(kept), 4096):
             kept[at] = 1
@@ -306,7 +306,7 @@ def test_tables_show_rows_reasons_and_verdicts() -> None:
     assert "MISS" in line
     assert "NVIDIA H100" in report.head(whole)
     whole.aims = aims.compute(whole, "host")
-    assert report.aims_table(whole) == "", "aims for other machines tell a user nothing"
+    assert report.aims_table(whole) == "", "targets of other machines must not be shown"
 
 
 def test_columns_line_up() -> None:

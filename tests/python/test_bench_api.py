@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs `vmem bench api` in its quick form, on the back end host."""
+"""Runs `vmem bench api --quick` on the back end `host`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDS_TORCH = {"step", "attention", "readbw", "hostcopy"}
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Returns the raw file of one quick run of everything."""
+    """Returns the raw results of one quick run of all parts."""
     path = tmp_path_factory.mktemp("bench") / "host.json"
     arguments = ["bench", "api", "--backend", "host", "--quick", "--out", str(path)]
     assert main(arguments) == 0

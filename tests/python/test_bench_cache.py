@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The benchmarks of the cache and of attention, in their quick form: structure and results."""
+"""The cache and attention benchmarks in their quick form: structure and results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ torch = pytest.importorskip("torch")
 def conduct(
     name: str, folder: Path, backend: str, *options: str, status: int = 0
 ) -> dict[str, Any]:
-    """Returns the raw file of one quick run."""
+    """Returns the raw results of one quick run."""
     out = folder / f"{name}.json"
     words = ["bench", name, "--quick", "--backend", backend, "--out", str(out), *options]
     assert main(words) == status
@@ -72,7 +72,9 @@ def test_the_models_size_matches_its_public_configuration() -> None:
 
 @pytest.mark.needs_tensors
 def test_decoding_agrees_with_one_prefill(backend: str) -> None:
-    """Decoding token by token gives the same logits for the last token as a single prefill."""
+    """Computes the last token's logits by decoding through the cache and by one prefill; both must
+    agree.
+    """
     from pyvmem.attention import Attention
     from vmem_bench.decoder import TINY, Decoder
 
@@ -140,8 +142,8 @@ def test_overlap(tmp_path: Path, backend: str) -> None:
         assert found[f"iterations/time/{mode}"]["n"] == 90
         assert found[f"iterations/time/{mode}"]["rounds"] == 5
         assert found[f"iterations/spikes/{mode}"]["value"] >= 0
-    # The same lengths need the same number of pages, whoever maps them. How many of them are new
-    # depends on when the background unmaps those of a freed slot.
+    # The same lengths need the same number of pages, whichever thread maps them. The number of new
+    # pages depends on when the background thread unmaps a freed slot's pages.
     needed = []
     for mode in ("async", "sync"):
         grown, reused, zeroed = (
@@ -310,7 +312,7 @@ def test_prefix_map(tmp_path: Path, backend: str) -> None:
     for kind in prefix_map.KINDS:
         assert found[f"prefix/map/{kind}"]["n"] == 3
         assert found[f"prefix/match/{kind}"]["n"] == 3
-        # each iteration was checked for driver calls
+        # the benchmark checked that no iteration made a driver call
         assert found[f"prefix/resume/{kind}"]["n"] == 3
         assert found[f"prefix/bytes/{kind}"]["value"] == 2048 * 4 * 2048
     pages = 4 * 2048 * 2048 // found["prefix/map/fragmented"]["page"]
@@ -348,7 +350,8 @@ def test_footprints_have_every_layout_and_memory(tmp_path: Path) -> None:
     assert set(rows(found)) == {
         f"{row}/{kind}" for row in wanted for kind in ("malloc", "4K", "2M", "entries", "cache")
     }
-    # 2 layers with 2 heads of 32 for keys and for values: 512 bytes a token, 64 requests of 64.
+    # 2 layers with 2 heads of 32 for keys and for values: 512 bytes per token, 64 requests of 64
+    # tokens.
     row = rows(found)["sdpa/2M/slots2/decode_64/4K"]
     assert row["bytes"] == 64 * 64 * 512 == 2 << 20
     ratio = aims(found)["sdpa_2M/blocks1/decode_64_2M"]
@@ -375,7 +378,7 @@ def test_corrupt_memory_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs everything on host, where SDPA is the only kernel."""
+    """Runs all kernel benchmarks on `host`, where SDPA is the only kernel."""
     folder = tmp_path_factory.mktemp("kernels")
     return conduct("kernels", folder, "host", "--kernels", "fa3,flashinfer,fa2,sdpa")
 
@@ -401,7 +404,8 @@ def test_every_case_has_every_shape_and_memory(kernels: dict[str, Any]) -> None:
     assert note.endswith(" splits, a sample is the mean of 4 calls")
     assert "note" not in found["sdpa/prefill_512/contiguous/random0"]
     assert any("splits (0: the" in note for note in kernels["parts"]["sdpa"]["notes"])
-    # Of twelve cases, eight choose splits; two requests' last tokens are in float32.
+    # Eight of the twelve cases choose the number of splits; for two requests, the last tokens are
+    # compared in float32.
     notes = kernels["parts"]["sdpa"]["notes"]
     assert sum("14 outputs checked" in n for n in notes) == 3
     assert sum("10 outputs checked" in n for n in notes) == 1
@@ -422,8 +426,9 @@ def test_ours_is_compared_with_the_best_block_and_with_16(kernels: dict[str, Any
     assert known["sdpa_prefill_512_best"]["aim"] is None  # not a paged kernel
 
 
-def test_decoding_says_how_fast_it_reads(kernels: dict[str, Any]) -> None:
-    """The rate, for the roofline, is bytes read: a head of keys and values per row, in bfloat16."""
+def test_decoding_reports_its_read_rate(kernels: dict[str, Any]) -> None:
+    """For the roofline, the rate counts bytes read: one head of keys and values per row, in
+    bfloat16."""
     row = rows(kernels)["sdpa/decode_b2_1k/contiguous/random0"]
     assert row["bytes"] == 2 * 1024 * 2 * 128 * 2 * 2
     assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["median"] / 1e6, rel=1e-3)
@@ -571,7 +576,7 @@ def test_selected_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 class _Wrapper:
-    """FlashInfer's wrappers, as far as a caller sees `plan` and `run`."""
+    """Mimics `plan` and `run` of FlashInfer's wrappers."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert layout == "NHD"
@@ -654,7 +659,7 @@ def test_flashinfer_makes_a_call_per_slot(monkeypatch: pytest.MonkeyPatch) -> No
 def test_flashinfer_uses_its_ragged_call_for_one_long_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One plan serves all layers; other lengths need a new plan; two prompts are two calls."""
+    """One plan serves all layers, other lengths need a new plan, and two prompts take two calls."""
     monkeypatch.setattr(infer, "_LONG", 32)
     monkeypatch.setattr(infer, "_wrapper", functools.cache(infer._wrapper.__wrapped__))
     case = replace(TINY_CASES[3], batch=1)

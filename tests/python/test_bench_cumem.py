@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Checks the cuMem* baseline without a GPU: it gives the reason, and its calls fit cuda.bindings.
+"""Checks the cuMem* baseline without a GPU: it says why it cannot run, and its calls match the
+signatures in cuda.bindings.
 
-cuda.bindings converts the arguments of a call before it looks for libcuda. So without a driver a
-call with good arguments fails with "no libcuda", and one with bad arguments with a TypeError: the
-types of every call of the baseline are checked here against the real package.
+cuda.bindings converts the arguments of a call before it looks for libcuda. So without a driver, a
+call with valid arguments fails with "no libcuda", and a call with invalid arguments raises a
+TypeError. The tests use this to check the argument types of every call that the baseline makes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Checks `vmem bench devices`: mappings on several devices, pages in peers, ranks in lockstep."""
+"""Checks `vmem bench devices`: mappings on several devices, pages in peer memory, ranks in
+lockstep."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Checks `vmem bench vllm --part full`: the order of its engines, its load, its ratios and
-intervals.
+"""Checks `vmem bench vllm --part full`: the order of the engines, the load, the ratios and the
+confidence intervals.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def test_a_load_fills_the_cache() -> None:
 
 
 class _Fleet:
-    """Stands in for vLLM: a step takes the seconds given for its arm; the second engine is
-    slower.
+    """Stands in for vLLM: a step takes the given number of seconds for its arm; the second engine
+    is slower.
     """
 
     block_bytes, block_size, vocabulary, longest = 16 << 10, 16, 512, 4096
@@ -103,7 +103,7 @@ def test_engines_one_at_a_time_and_their_ratio() -> None:
     compare(command, part, fleet, plans)
     assert fleet.log == ["stock", "elastic", "elastic", "stock"] * 2
     rows = {row["id"].partition("/")[2]: row for row in part.rows}
-    # The first stock engine was 1.5 times slower: one ratio of the four.
+    # The first stock engine was 1.5 times slower, which affects one of the four ratios.
     assert rows["over/rate/elastic"]["rounds"] == [1.2, 0.8, 0.8, 0.8]
     assert rows["over/step/elastic"]["value"] == pytest.approx(0.9)
     assert rows["over/step/elastic"]["half_width"] == pytest.approx(0.3182, rel=1e-3)

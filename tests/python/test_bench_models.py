@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem bench models` on a tiny model: the methods agree, and bad input is
+"""Description: `vmem bench models` on a tiny model: the methods agree, and invalid input is
 rejected.
 """
 
@@ -61,7 +61,7 @@ def test_all_methods_on_three_kinds(tmp_path: Path, backend: str) -> None:
 def test_a_failed_method_is_reported_and_its_memory_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frames of the error hold tensors of the cache; freeing it must still work."""
+    """The error's traceback holds tensors of the cache; the memory must be freed all the same."""
     caches: list[KVCache] = []
     begin = models._Attend.open
 
@@ -104,8 +104,8 @@ def test_an_unknown_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.needs_tensors
-def test_the_kernels_beside_each_other(tmp_path: Path, backend: str) -> None:
-    """Each kernel is timed by phase, head size and type, or the table gives the reason."""
+def test_the_kernels_side_by_side(tmp_path: Path, backend: str) -> None:
+    """Each kernel is timed by phase, head size and type, or the table says why not."""
     out = tmp_path / "kernels.json"
     args = ["--quick", "--backend", backend, "--kinds", "kernels", "--out", str(out)]
     assert cli.main(["bench", "models", *args]) == 0

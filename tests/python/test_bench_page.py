@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: the single file that reports a run: tables, pictures, raw data; and the plot
-alone.
+"""Description: the self-contained page that reports a run (tables, pictures, raw data), and the
+plot.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def document() -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """Reads the resources, scripts and texts that a page loads; checks that elements are closed."""
+    """Collects the resources, scripts and texts of a page; checks that all elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_part_without_times_is_drawn_from_its_numbers() -> None:
     part.time("map", "map", "host", samples)
     timed = page.picture([vars(part)])
     assert timed is not None
-    assert timed != drawn  # times are drawn if a part has any
+    assert timed != drawn  # times are drawn if the part has any
 
 
 def test_a_series_is_drawn_as_a_line() -> None:
@@ -169,7 +169,7 @@ def test_every_benchmark_that_keeps_a_result_can_be_reported() -> None:
         for name, parser in which.choices.items()
         if not {"report", "plot"} <= {option.dest for option in parser._actions}
     }
-    assert without == {"paper"}  # it measures nothing
+    assert without == {"paper"}  # `paper` measures nothing
 
 
 def test_the_self_test_is_reported(tmp_path: Path) -> None:

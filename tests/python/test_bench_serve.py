@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks `vmem bench serve`: the loop, the stores, and that all arms compute the same."""
+"""Checks `vmem bench serve`: the loop, the stores, and that all arms compute the same results."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ KERNELS = Kernels("contiguous", "paged")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: a tiny model is slower on many, most of all next to other
-    tests.
+    """Limits torch to one thread: a tiny model is slower on several threads, especially while other
+    tests run.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -118,8 +118,8 @@ def run(
 
 
 def answers(found: dict[tuple[int, int], Any], requests: Sequence[Request]) -> set[Any]:
-    """Returns the results after whole prompts: where a prompt is split depends on when it gets
-    memory.
+    """Returns the results at the end of each prompt: where a prompt is split depends on when it
+    gets memory.
     """
     return {(number, rows) for number, rows in found if rows >= requests[number].context}
 
@@ -135,7 +135,7 @@ REQUESTS = (Request(100, 5), Request(3, 40), Request(65, 2), Request(17, 9), Req
 
 @pytest.mark.parametrize("kind", ["slots", "16", "128", "static"])
 def test_every_store_agrees_with_a_single_prefill(model: Decoder, kind: str) -> None:
-    """Teacher-forced: the logits after each token equal those of one pass over all tokens."""
+    """Feeds given tokens: the logits after each token equal those of one pass over all tokens."""
     with closing(make(kind, 4 << 20)) as store:
         outcome, found = run(model, store, kernels(kind), REQUESTS)
         assert outcome.finished == len(REQUESTS)
@@ -394,12 +394,12 @@ class Later(Paged):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.told: dict[int, int] = {}  # requested tokens, by slot
+        self.told: dict[int, int] = {}  # number of requested tokens, by slot
         self.there: dict[int, int] = {}
         self.begun: set[int] = set()
         # (slot, tokens) of slots that were held before their memory was ready
         self.held_early: list[tuple[int, int]] = []
-        self.largest = 0  # the most slots whose prompts were first requested in one call
+        self.largest = 0  # largest number of slots whose prompts were first requested in one call
 
     def settle(self) -> None:
         super().settle()
@@ -436,7 +436,7 @@ def test_a_prompt_starts_once_the_store_has_its_memory_ready(model: Decoder) -> 
         outcome, found = run(model, store, kernels("16"), REQUESTS)
         assert outcome.finished == len(REQUESTS)
         assert store.held_early == []
-        assert store.largest == 3  # two steps' worth of prompts: 100, 3 and 65 tokens
+        assert store.largest == 3  # prompts for two steps: 100, 3 and 65 tokens
         assert 0 < outcome.late < len(REQUESTS)
     assert apart(wanted, found) < 0.05
 
@@ -447,7 +447,7 @@ def test_steps_read_prompts_while_the_next_ones_get_their_memory(model: Decoder)
     for kind in (Paged, Later):
         with closing(kind(TINY, LONGEST, 4, 4 << 20, 16, CPU)) as store:
             steps.append(run(model, store, kernels("16"), many)[0].steps)
-    assert steps[1] <= steps[0] + 1  # no step can overlap the first prompt's wait
+    assert steps[1] <= steps[0] + 1  # while the first prompt waits, no other step can run
 
 
 def test_a_request_that_is_never_ready_runs_alone(model: Decoder) -> None:
@@ -482,7 +482,7 @@ def test_slots_leave_some_pages_to_running_requests() -> None:
     with closing(make("slots", 200 * 4096)) as store:
         assert isinstance(store, Slots)
         layout = store.cache.layout
-        # the pages of a request
+        # the pages of one request
         assert LONGEST * layout.row_bytes * layout.num_tensors == 64 * 4096
         page_rows = 4096 // layout.row_bytes
         slots = [taken(store)[0] for _ in range(3)]
@@ -497,7 +497,8 @@ def test_blocks_are_allocated_and_freed() -> None:
         (one, _), (other, _) = taken(store), taken(store)
         assert store.hold([one, other], [17, 100])  # 2 and 7 blocks
         assert store.held().held == 9 * 16 * TINY.token_bytes
-        assert not store.hold([one, other], [33, 129])  # 1 and 2 more blocks: only 1 is free
+        # they need 1 and 2 more blocks, and only 1 is free
+        assert not store.hold([one, other], [33, 129])
         assert store.held().held == 9 * 16 * TINY.token_bytes
         assert not store.fits([(other, 112)], 17)
         assert store.fits([(other, 112)], 16)
@@ -544,7 +545,7 @@ def test_arrivals_match_the_trace(tmp_path: Path) -> None:
     assert times == [(0.0, 1), (0.0, 1), (0.5, 501)]
     timeless = tmp_path / "timeless.csv"
     timeless.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,374,44\n")
-    # a trace without times, read without asking for them
+    # a trace without timestamps can be read if none are requested
     assert read_trace(timeless) == [Request(374, 44)]
     with pytest.raises(InvalidArgument, match="soon"):
         read_arrivals(timeless)
@@ -628,7 +629,7 @@ def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows[f"difference/{arm}"]["value"] <= serve_command._BOUND
     tokens = {rows[f"tokens/{arm}"]["value"] * rows[f"makespan/{arm}"]["value"] for arm in arms}
     assert max(tokens) == pytest.approx(min(tokens), rel=1e-4)  # all arms did the same work
-    # Larger pages and blocks waste more, and static slots the most.
+    # Larger pages and blocks waste more, and static slots waste the most.
     wasted = {arm: rows[f"wasted/{arm}"]["value"] for arm in arms}
     assert wasted["static"] > wasted["2M"] > wasted["contiguous"]
     assert wasted["paged128"] > wasted["paged16"]
@@ -670,8 +671,8 @@ def test_conversations_reuse_earlier_turns(tmp_path: Path) -> None:
         for row in part["rows"]
         if row["id"].startswith("prefixes/shared")
     }
-    # Four conversations of 127 tokens, then two continue: 7 units of 16 each are cached, but no
-    # block of 128.
+    # Two of four conversations of 127 tokens continue. For each of the two, 7 units of 16 tokens
+    # are cached, but no block of 128.
     assert shared == {"contiguous": 224, "paged16": 224, "paged128": 0}
 
 
@@ -737,14 +738,14 @@ def test_other_page_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_arm_that_fails_midway_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its store is closed although the frames of the error held tensors of it."""
+    """The arm's store is closed although the error's traceback held its tensors."""
     opened: list[Store] = []
     launch = Forward.launch
 
     def failing(self: Forward, works: list[Work]) -> Any:
         if isinstance(self.store, Slots):
             opened.append(self.store)
-            held = self.store.layers[0]  # held by the frame of the traceback
+            held = self.store.layers[0]  # kept alive by the traceback's frame
             raise RuntimeError(f"illegal access near {held[0].shape}")
         return launch(self, works)
 
@@ -791,7 +792,8 @@ def test_an_arm_with_wrong_results_is_not_measured(
 
 
 def result(path: Path, arms: dict[str, list[float]], waited: float = 1.0, **changed: Any) -> Path:
-    """Writes a run with each arm's tokens per second by round; negative: the round ran out of time.
+    """Writes a run with each arm's tokens/s by round; a negative number marks a round that ran out
+    of time.
 
     In each round, requests waited for memory for `waited` seconds, while 3 were in a step.
     """
@@ -834,11 +836,13 @@ def test_runs_are_merged_by_their_reference(tmp_path: Path, capsys: Any) -> None
     assert rows["azure/tokens/contiguous"]["by_run"] == [[0, 200], [1, 50], [2, 60]]
     assert rows["azure/difference/contiguous"]["value"] == 0.02  # the worst of the runs
     aims = {aim["id"]: aim for aim in data["aims"]}
-    # Each is relative to the reference of its own run: the GPU was slower in the second.
+    # Each value is relative to the reference of the same run, because the GPU was slower in the
+    # second run.
     assert aims["tokens_2M"]["value"] == 2.0
     assert aims["tokens_2M"]["pass"]
     assert aims["tokens_paged16"]["value"] == pytest.approx((50 / 40 + 1) / 2)
-    assert aims["tokens_paged16"]["aim"] == 0.95  # equal arms are 10 % apart, which excuses 5 %
+    # identical arms differ by 10 %, so the target is lowered by 5 %
+    assert aims["tokens_paged16"]["aim"] == 0.95
     assert "what contiguous is" in aims["tokens_paged16"]["what"]
     assert aims["batch_2M"]["why"] == "2M has 0"
     assert "what paged16 is" in capsys.readouterr().out
@@ -903,7 +907,7 @@ def test_a_complete_run_replaces_one_that_was_cut(tmp_path: Path) -> None:
 
 
 def test_two_ranks_agree_with_one(model: Decoder) -> None:
-    """Each rank has half of the heads and of the inner layer; the sums equal the full result."""
+    """Each rank holds half of the heads and of the inner layer; the sums equal the full result."""
     with closing(make("16", 4 << 20)) as store:
         _, wanted = run(model, store, kernels("16"), REQUESTS)
     parts: list[Any] = [None, None]
@@ -952,7 +956,7 @@ def test_a_rank_with_another_answer_is_detected() -> None:
 
 
 def test_look_ahead_is_sent_to_other_ranks_immediately() -> None:
-    """A store that maps nothing ahead needs no message."""
+    """A store that maps nothing ahead sends no message."""
     told: list[ranks.Step] = []
     group: Any = SimpleNamespace(tell=told.append)
     for store, steps in (
@@ -1010,7 +1014,8 @@ def test_slots_keep_memory_that_no_request_needs() -> None:
 
 
 def test_two_processes_serve_as_one(tmp_path: Path) -> None:
-    """Starts ranks as torchrun does, on the CPU: every arm, equal answers, a single result."""
+    """Starts ranks on the CPU as torchrun does; every arm runs, the answers are equal, and one
+    result is written."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks `vmem bench sglang --part share` without engines: its requests, its rows and its table."""
+"""Checks `vmem bench sglang --part share` without engines: the requests, the rows and the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vmem_bench.vllm.loads import Heard, tiny
 
 
 def test_bursts_alternate() -> None:
-    """A burst has the requested length, and no other engine has a burst at the same time."""
+    """A burst has the requested length, and only one engine has a burst at a time."""
     loads = bursts(tiny(20), 700, 3, 8.0)
     assert sorted(loads) == sorted(ENGINES)
     for place, engine in enumerate(ENGINES):
@@ -63,7 +63,7 @@ def test_rows_and_table() -> None:
     assert rows["over/p99/vllm"]["half_width"] == pytest.approx(0.0, abs=1e-6)
     assert rows["p50/both/static"]["rounds"] == pytest.approx([200, 600])
     assert rows["rate/vllm/elastic"]["value"] == 100
-    assert rows["rate/both/static"]["value"] == 50  # 200 tokens, over the time of the slower engine
+    assert rows["rate/both/static"]["value"] == 50  # 200 tokens divided by the slower engine's time
     assert rows["requests/sglang/elastic"]["value"] == 4
     assert rows["most/vllm/static"]["value"] == 1 << 29
     assert rows["most/both/elastic"]["value"] == 1 << 30
@@ -74,7 +74,7 @@ def test_rows_and_table() -> None:
 
 
 def test_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept run appears with its description and table on the page of SGLang's results."""
+    """A kept run appears on the page of SGLang's results, with its description and table."""
     found = Found(3 << 30)
     for arm in ("static", "elastic"):
         found.heard[arm].append({name: heard([0.1, 0.3], 5, 1.0) for name in ENGINES})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks `vmem bench sharing` and `vmem bench swap`: memory saved by forks, and two ways to
+"""Checks `vmem bench sharing` and `vmem bench swap`: the memory that forks save, and two ways to
 preempt.
 """
 
@@ -30,7 +30,7 @@ def blocks(rows: int, longest: int = 1024) -> Layout:
 
 def test_samples_share_the_full_blocks_of_their_prompt() -> None:
     family = Family(blocks(16), 40, 3)
-    # two full blocks, and a partly filled one each
+    # two shared full blocks, and a partly filled block for each request
     assert (family.held, family.alone) == (2 + 3, 9)
     for _ in range(9):
         family.step([0, 1, 2])
@@ -87,7 +87,7 @@ def test_a_real_cache_holds_as_many_pages(seed: int) -> None:
 
 
 class Words:
-    """A tokenizer with a few ids."""
+    """A tokenizer with only a few ids."""
 
     chat_template = None
 

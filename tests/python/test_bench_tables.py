@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks the tables of the benchmarks of the cache and of attention, from quick runs."""
+"""Checks the tables of the cache and attention benchmarks, from quick runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, options in COMMANDS.items():
         out = folder / f"{name}.json"
         words = ["bench", name, "--quick", "--backend", "host", "--out", str(out), *options]
-        words += ["--deadline", "9000"]  # a slow machine must not fail the test
+        words += ["--deadline", "9000"]  # so that a slow machine does not fail the test
         assert main(words) == 0
         data = json.loads(out.read_text())
         (folder / f"{name}-quick.json").write_text(json.dumps(data))
@@ -118,7 +118,7 @@ def test_a_result_has_a_line_per_row() -> None:
 def test_committed_results_have_a_line_per_row() -> None:
     for path in sorted(readme_index.RESULTS.glob("*.json")):
         text = path.read_text(encoding="utf-8")
-        if path.name.startswith("driver-"):  # written by the driver's tests, with a line per test
+        if path.name.startswith("driver-"):  # written by the driver's tests, one line per test
             assert len(text.splitlines()) == len(json.loads(text)["tests"]) + 4, path.name
         else:
             assert text == record.lines(json.loads(text)) + "\n", path.name

@@ -23,7 +23,7 @@ def test_the_report_has_every_back_end_and_version(capsys: pytest.CaptureFixture
     assert said.endswith("```\n")
     for one in probe():
         assert f"\n{one.backend}: " in said
-        what = one.reason.partition(": opened in ")[0]  # the times differ from probe to probe
+        what = one.reason.partition(": opened in ")[0]  # the times differ between probes
         assert bug_report.scrub(what) in said
     for word in (_native.version(), platform.release(), platform.python_version()):
         assert word in said
@@ -39,7 +39,8 @@ def test_the_report_has_no_private_data(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_file_has_the_outcome_of_each_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Besides the usual output, the file has each check's outcome, without private data."""
+    """In addition to the usual output, the file lists each check's outcome, without private
+    data."""
     file = tmp_path / "report.md"
     assert main(["probe", "--report", str(file)]) == 0
     report, said = file.read_text(encoding="utf-8"), capsys.readouterr().out

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Counts the Python function calls of one call into the cache: its cost, on any machine.
+"""Counts the Python function calls made by one call into the cache: a machine-independent cost.
 
-Each entry into a function of the package counts, and each resumption of its generators. A function
-called in a loop over pages or slots counts each time, so a cost that grows with them shows up.
+Each entry into a function of the package counts, and so does each resumption of a generator. A
+function called in a loop over pages or slots counts each time, so a cost that grows with their
+number shows up.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Calls(NamedTuple):
 
 
 def calls_of(call: Callable[[], Any]) -> Calls:
-    """Makes a call and counts the functions of the package that it runs."""
+    """Makes a call and counts the functions of the package that run."""
     found: Counter[str] = Counter()
 
     def enter(frame: FrameType, event: str, arg: Any) -> None:
@@ -97,7 +98,7 @@ def test_a_step(context: Context, growing: int) -> None:
         for _ in range(growing):
             lens[cache.alloc_reqid() or 0] = ROWS // 2
         assert cache.step(lens) == 0
-        # such a back end has few mappings, so the cache counts them
+        # a back end with JOIN has few mappings, so the cache counts them
         joins = Caps.JOIN in context.info.caps
         idle = calls_of(lambda: cache.step(lens))
         assert idle.result == 0
@@ -114,7 +115,8 @@ def test_a_step(context: Context, growing: int) -> None:
 
 @pytest.mark.parametrize("growing", [1, 100])
 def test_a_step_with_growth_ahead(context: Context, growing: int) -> None:
-    """The next pages are ready when needed; a step that looks for more finds none."""
+    """Checks growth ahead of need: the next pages are ready, and the step that uses them maps
+    nothing."""
     with cache_of(context, pages=64, slots=128, layers=1, ahead_tokens=4) as cache:
         lens = [0] * 128
         for _ in range(growing):
@@ -187,7 +189,8 @@ def test_a_step_of_several_groups(context: Context, kind: str) -> None:
         assert grown.result == 0
         assert context.stats().batches == batches + 1
         assert cache.stats().mapped_bytes > mapped
-        counts = 2 * len(cache.caches) * (Caps.JOIN in context.info.caps)  # the counts of mappings
+        # functions that count mappings
+        counts = 2 * len(cache.caches) * (Caps.JOIN in context.info.caps)
         assert grown.count <= 30 + counts, grown
         batches = context.stats().batches
         begun = calls_of(lambda: cache.step_async([(2 * ROWS + 1) * (n > 0) for n in lens]))
@@ -200,7 +203,7 @@ def test_a_step_of_several_groups(context: Context, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_several_groups_that_zeroes_is_one_batch(context: Context, kind: str) -> None:
-    """One batch zeroes the pages of earlier owners and maps new pages, for all groups together."""
+    """A single batch, for all groups, zeroes the pages of earlier owners and maps new pages."""
     with layered_cache_of(context, kind, slots=32) as cache:
         taken = [cache.alloc_reqid() or 0 for _ in range(16)]
         assert cache.step([2 * ROWS * (one in taken) for one in range(32)]) == 0
@@ -214,8 +217,8 @@ def test_a_step_of_several_groups_that_zeroes_is_one_batch(context: Context, kin
         batches, after = context.stats().batches, cache.stats()
         assert after.zeroed_pages > before[1].zeroed_pages
         assert after.grown_pages > before[1].grown_pages
-        # On a GPU, the pages were freed on a stream: a second batch may have to zero them after its
-        # work.
+        # On a GPU, the pages were freed on a stream: a second batch may have to zero them after
+        # that stream's work.
         assert batches - before[0] <= 1 + (context.cuda_device is not None)
         assert grown.count <= 40 + 18 * 16 * len(cache.caches), grown
         cache.check_integrity()
@@ -223,7 +226,7 @@ def test_a_step_of_several_groups_that_zeroes_is_one_batch(context: Context, kin
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_step_in_which_windows_slide(context: Context, shared: bool) -> None:
-    count = 64 if context.info.granule < 2 << 20 else 8  # more slots would be 6 GiB
+    count = 64 if context.info.granule < 2 << 20 else 8  # more slots would take 6 GiB
     with layered_cache_of(context, "three groups", slots=count + 16) as cache:
         lens = [0] * (count + 16)
         first = cache.alloc_reqid() or 0
@@ -235,7 +238,7 @@ def test_a_step_in_which_windows_slide(context: Context, shared: bool) -> None:
         assert cache.step(lens) == 0
         longer = [(n + 1) * (n > 0) for n in lens]
         batches = context.stats().batches
-        slid = calls_of(lambda: cache.step(longer))  # each also crosses into a new page
+        slid = calls_of(lambda: cache.step(longer))  # each request also enters a new page
         assert context.stats().batches - batches <= 2
         assert slid.result == 0
         assert all(cache.slots.first_rows(range(count)))
@@ -264,7 +267,7 @@ def test_sharing_pages_of_several_groups_is_one_batch(context: Context, kind: st
         assert mapped == 1
         lens[first] = rows
         assert cache.step(lens) == 0
-        # One batch copies the kept part of a shared page, and one maps the copy in its place.
+        # One batch copies the kept part of a shared page, and another maps the copy in its place.
         cut, mapped = batches(lambda: cache.truncate(child, rows - ROWS - 3))
         assert (cut, mapped) == (0, 2)
         cache.check_integrity()
@@ -316,7 +319,7 @@ def test_a_step_without_memory(context: Context) -> None:
 
 
 def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
-    """Counts the functions of a fork and of requests with a cached prefix of `pages` pages."""
+    """Counts the functions run by a fork, and by requests with a cached prefix of `pages` pages."""
     found = {}
     with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
         lens, tokens = [0] * 8, list(range(pages * ROWS))
@@ -353,15 +356,15 @@ def test_sharing_costs_the_same_for_any_length(context: Context) -> None:
 
 
 def freed(context: Context, pages: int, layers: int) -> dict[str, int]:
-    """Counts the functions of frees that record `pages` pages: of a prompt, of its next turn, and
-    again.
+    """Counts the functions run by frees that record `pages` pages: of a prompt, of its next turn,
+    and of the same turn again.
 
     No batch is in flight, so the worker's pace does not matter.
     """
     found = {}
     with cache_of(context, pages=pages + 4, slots=8, layers=layers) as cache:
         prompt = list(range(pages * ROWS + 3))
-        turns = {  # the first stands for an engine that has run for a while
+        turns = {  # the first turn warms up the cache, as in an engine that has run for a while
             "settled": list(range(1_000_000, 1_000_000 + 2 * ROWS)),
             "prompt": prompt,
             "next turn": prompt + list(range(2 * ROWS)),
@@ -389,7 +392,8 @@ def test_a_free_that_records_costs_the_same_for_any_length(context: Context) -> 
 
 
 def truncated(context: Context, pages: int, layers: int) -> dict[str, int]:
-    """Counts the functions of truncations, within a request's own pages and within shared ones."""
+    """Counts the functions run by truncations within a request's own pages and within shared
+    pages."""
     found = {}
     with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
         lens = [0] * 8
@@ -424,7 +428,8 @@ def test_a_truncation_costs_the_same_for_any_length(context: Context) -> None:
 
 @pytest.mark.parametrize("name", ["none", "torch"])
 def test_sharing_after_gpu_work(name: str, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where a stream's work must be ordered first, as on every GPU."""
+    """Counts the functions of shared calls that must first be ordered after a stream's work, as on
+    every GPU."""
 
     def after_items(after: Any, device: int | None) -> Any:
         streams.after_items(after, device)
@@ -469,7 +474,7 @@ def test_sharing_after_gpu_work(name: str, gpu: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("slots", [8, 1024])
 def test_allocating_and_freeing_a_slot(context: Context, slots: int) -> None:
     with cache_of(context, pages=4, slots=slots, layers=1) as cache:
-        for _ in range(3):  # the state in an engine that has run for a while
+        for _ in range(3):  # reach the state of an engine that has run for a while
             cache.free_reqid(cache.alloc_reqid(ROWS) or 0)
         taken = calls_of(lambda: cache.alloc_reqid(ROWS))
         assert taken.count <= 40, taken
@@ -488,7 +493,7 @@ def test_allocating_and_freeing_a_slot(context: Context, slots: int) -> None:
 
 
 def engine_calls(context: Context, requests: int) -> dict[str, Calls]:
-    """Counts the functions of an engine's iteration with a number of requests."""
+    """Counts the functions run by one engine iteration with the given number of requests."""
     with cache_of(context, pages=2 * requests, slots=2 * requests, layers=1) as cache:
         engine = RequestCache(cache)
         running = [engine.admit(list(range(8)), room=0) for _ in range(requests)]
@@ -518,7 +523,7 @@ def test_an_iteration_of_an_engine(context: Context) -> None:
 
 
 def test_import_without_torch() -> None:
-    """`import pyvmem` loads neither torch, numpy, an engine nor the command line."""
+    """`import pyvmem` loads none of torch, numpy, an engine and the command line."""
     script = "import sys, pyvmem; print(*sorted({n.split('.')[0] for n in sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

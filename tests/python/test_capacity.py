@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Checks the replay of requests against a memory limit: by arithmetic, with a real cache, and
-otherwise.
+"""Checks the replay of requests against a memory limit: by arithmetic, with a real cache, and with
+real traces.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vmem_bench.capacity import System, systems
 from vmem_bench.replay import Lengths, Outcome, Pages, replay
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
-SMALL = ModelShape("small", 2, 1, 64, "float16")  # a row has 128 bytes, a token 512
+SMALL = ModelShape("small", 2, 1, 64, "float16")  # 128 bytes per row, 512 per token
 
 
 def scaled(count: int, seed: int) -> list[Request]:
-    """Returns requests like Azure's, a sixteenth as long."""
+    """Returns requests distributed like Azure's, but a sixteenth as long."""
     return [
         Request(max(1, context // 16), max(1, output // 16))
         for context, output in generate(count, seed)
@@ -48,9 +48,9 @@ def pages(memory: int, page: int, requests: list[Request], group: int = 1) -> Pa
 
 
 def by_littles_law(trace: list[tuple[int, int]], row: int, tensors: int, page: int) -> float:
-    """Returns the mean of the bytes that a running request holds, from the trace alone.
+    """Computes the mean number of bytes held by a running request, from the trace alone.
 
-    A request holds context + k tokens in its iteration k; requests are weighted by their
+    A request holds context + k tokens in iteration k; requests are weighted by their number of
     iterations.
     """
     total = iterations = 0
@@ -62,7 +62,7 @@ def by_littles_law(trace: list[tuple[int, int]], row: int, tensors: int, page: i
 
 
 def by_hand(trace: list[tuple[int, int]], row: int, tensors: int, page: int, memory: int) -> float:
-    """Returns the mean batch while requests wait, from the trace alone, with one list of
+    """Computes the mean batch size while requests wait, from the trace alone, with one list of
     lengths.
     """
     waiting, running = list(reversed(trace)), list[tuple[int, int]]()
@@ -103,7 +103,7 @@ def test_replay_agrees_with_littles_law() -> None:
 
 
 class RealCache:
-    """A `KVCache` with real pages as the memory of a replay."""
+    """Backs a replay with a `KVCache` that maps real pages."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -140,7 +140,7 @@ class RealCache:
 def test_a_real_cache_reaches_the_same_batch(
     context: Context, page: int, group: int, overread: int
 ) -> None:
-    """Makes real `step` calls, which return -1 at the limit in the same iterations as the
+    """Checks that real `step` calls return -1 at the limit in the same iterations as the
     arithmetic.
     """
     requests = scaled(60, seed=7)
@@ -160,7 +160,7 @@ def test_a_real_cache_reaches_the_same_batch(
         assert cache.stats().short > 0
         cache.check_integrity()
         assert real == replay(requests, Pages(cache.layout, memory), shape.token_bytes)
-    assert real.preemptions > 0 or overread  # prompts have room to grow into only with overread
+    assert real.preemptions > 0 or overread  # only overread leaves prompts room to grow
     assert real.max_batch > real.mean_batch > 4
 
 
@@ -168,7 +168,8 @@ def test_a_real_cache_reaches_the_same_batch(
 
 
 def test_an_example_iteration_by_iteration() -> None:
-    """Uses pages of 8 tokens and room for 4 of them. A has 7 to 9 tokens, B 8 to 11, C 1 to 2."""
+    """There is memory for 4 pages of 8 tokens. A grows from 7 to 9 tokens, B from 8 to 11, C from 1
+    to 2."""
     requests = [Request(7, 3), Request(8, 4), Request(1, 2)]
     config = SMALL.config(max_batch=1, max_seq_len=16)
     memory = Pages(Layout(config, KB), 4 * KB * 4)
@@ -187,12 +188,13 @@ def test_an_example_iteration_by_iteration() -> None:
 
 
 def test_the_newest_request_waits_and_loses_nothing() -> None:
-    """Room for 3 pages of 8 tokens: A (8 to 10 tokens) needs two from its second iteration on."""
+    """There is memory for 3 pages of 8 tokens. A (8 to 10 tokens) needs two from its second
+    iteration on."""
     requests = [Request(8, 3), Request(8, 2), Request(8, 1)]
     config = SMALL.config(max_batch=1, max_seq_len=16)
     memory = Pages(Layout(config, KB), 3 * KB * 4)
     found = replay(requests, memory, SMALL.token_bytes)
-    # 1: A 8, B 8, C 8.  2: A 9 (two pages), B 9 does not fit and waits.  3: A 10.  4: B 9.
+    # 1: A 8, B 8, C 8.  2: A 9 (two pages); B 9 does not fit, so B waits.  3: A 10.  4: B 9.
     assert (found.iterations, found.limited, found.preemptions) == (4, 2, 1)
     assert (found.mean_batch, found.max_batch) == (1.0, 1)
     assert memory.mapped_bytes() == 0
@@ -208,7 +210,7 @@ def test_nothing_waits_if_everything_fits() -> None:
 def test_requests_that_cannot_be_replayed() -> None:
     with pytest.raises(InvalidArgument, match="at least one request"):
         replay([], pages(MB, 4 * KB, [Request(1, 1)]), SMALL.token_bytes)
-    # too large at once, and too large when it has grown
+    # one request is too large from the start, the other once it has grown
     for request in (Request(100, 1), Request(32, 2)):
         with pytest.raises(InvalidArgument, match="tokens does not fit into the memory alone"):
             replay([request], pages(4 * 4 * KB, 4 * KB, [request]), SMALL.token_bytes)

@@ -93,7 +93,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def outputs() -> list[list[str]]:
-    """Returns each option of each command that names a file to write."""
+    """Returns all commands' options that name an output file."""
     parsers = {(name,): parser_of(name) for name in CALLS}
     benchmarks = next(one for one in parsers.pop(("bench",))._actions if one.choices)
     parsers |= {("bench", name): parser for name, parser in dict(benchmarks.choices or {}).items()}
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_written_is_rejected_before_anything_runs(
     assert said.endswith(f"{argument}{gone} is not a directory")
     said = refused([*words, str(tmp_path)], capsys)
     assert said.endswith(f"{argument}{tmp_path} is a folder")
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root can write anywhere
     assert not list(tmp_path.glob("tmp*"))
     said = refused([*words, str(tmp_path / "out.svg")], capsys)
     assert said.endswith(f"{argument}{tmp_path / 'out.svg'}: {tmp_path} cannot be written to")
@@ -172,7 +172,8 @@ def test_a_full_disk_is_noticed_before_anything_runs(
 def test_special_files_are_not_replaced(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rejects a pipe, as it does a device; a link stays, and the file it names is replaced."""
+    """A pipe is rejected, as is a device; a link stays, and the file that it points to is
+    replaced."""
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
     os.mkfifo(pipe)
     said = refused([*words, str(pipe)], capsys)
@@ -417,7 +418,7 @@ def test_optional_benchmarks_match_the_installed_ones() -> None:
 
 
 def test_the_extras_are_those_of_the_package() -> None:
-    """The extra `bench` is a distribution of its own, which depends on the package in turn."""
+    """The extra `bench` is a separate distribution, which in turn depends on the package."""
     root = Path(__file__).parents[2]
     ours = (root / "pyproject.toml").read_text(encoding="utf-8")
     theirs = (root / "benchmarks" / "pyproject.toml").read_text(encoding="utf-8")
@@ -473,7 +474,7 @@ def test_memory_for_less_than_a_page_per_tensor(
 def test_a_terminal_that_cannot_show_a_character(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The encoding is not UTF-8, and the locale does not make Python write UTF-8."""
+    """The encoding is not UTF-8, and the locale does not switch Python to UTF-8."""
 
     def run(args: argparse.Namespace) -> int:
         print("≤ † 中")
@@ -489,7 +490,7 @@ def test_a_terminal_that_cannot_show_a_character(
 def test_an_interrupted_command_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Covers all commands but those that run until they are interrupted."""
+    """Covers all commands except those that run until interrupted."""
 
     def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compares the per-slot work of a step in C with the same in Python."""
+"""Compares the C code for a step's per-slot work with a Python version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE, ROW = 4096, 100
 
 
 def columns_of(count: int, slots: list[Slot] | None = None, **place: int) -> Columns:
-    """Creates columns of `count` slots that belong to requests; appends the slots to `slots`."""
+    """Creates columns for `count` slots in use, and appends the slots to `slots`."""
     made = [Slot(index) for index in range(count)]
     for slot in made:
         slot.active = True
@@ -96,7 +96,7 @@ def test_too_long_lengths_and_free_slots_are_reported() -> None:
     assert columns.scan([50, 0, 0, 50]) == (array("Q", [50, 0, 0, 50]), 100, [0, 3])
     assert columns.scan([50, 51, 1, 0]) == 4 + 1
     assert columns.scan([50, 50, 1, 51]) == 4 + 2
-    assert columns.scan([51, 50, 1, "x"]) == 3  # a value that is not a number is reported first
+    assert columns.scan([51, 50, 1, "x"]) == 3  # a value that is not a number takes precedence
 
 
 def test_a_prefill_needs_the_rows_that_it_may_overread() -> None:
@@ -108,7 +108,7 @@ def test_a_prefill_needs_the_rows_that_it_may_overread() -> None:
 
 
 def goals_by_hand(runs: Any, active: int, want: list[tuple[int, int, int]]) -> list[int]:
-    """The policy in growth.py's docstring, written for readability."""
+    """Implements the policy of growth.py's docstring in a readable way."""
 
     def power(number: int) -> int:
         return 1 << number.bit_length() >> 1
@@ -242,7 +242,7 @@ def test_unmap_calls_of_slots() -> None:
 
 
 class Guarded:
-    """An object that only the C code may change: assignment in Python raises."""
+    """An object that only C code can change: assignment in Python raises."""
 
     __slots__ = ("held",)
     held: Any

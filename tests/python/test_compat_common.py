@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: in the vAttention module, one id may write the common pages, and all ids read
-them.
-"""
+"""Description: in the vAttention module, one id writes the common pages, and all ids read them."""
 
 from __future__ import annotations
 
@@ -32,7 +30,8 @@ def cache() -> KVCache:
 
 
 def common(page: int, blocks: int, **how: Any) -> list[torch.Tensor]:
-    """Creates common pages of one page and a row, so two; `blocks` KV blocks of memory."""
+    """Creates a common area of one page and one row (two pages), with memory for `blocks` KV
+    blocks."""
     tensors = init(page, **how)
     layers = 2 * LAYERS
     assert vattention.reserve_physical_pages(blocks * layers * page) == blocks * layers
@@ -72,7 +71,7 @@ def test_every_request_starts_with_the_common_rows(page: int, megacache: bool) -
     if Caps.ALIAS | Caps.READONLY not in cache().context.info.caps:
         pytest.skip("pages cannot be shared here")
     vattention.map_common_pages(1)
-    # the first row that belongs to the request alone
+    # the first row that is not common
     first = cache().layout.capacity(held() // columns)
     longest = tensors[0].shape[1]
     assert vattention.alloc_new_batch_idx(first) == 0
@@ -161,7 +160,7 @@ def test_one_id_alone(page: int) -> None:
 
 
 def test_rows_that_cross_the_end_of_a_page_are_whole(page: int) -> None:
-    """With rows of 3 heads, which do not divide a page, the common pages still end with a row."""
+    """Rows of 3 heads do not divide a page, but the common pages still end with a whole row."""
     vattention.init_kvcache(2, 3, 64, 2, 8 * page // 384, 0, DTYPE, page, False)
     vattention.reserve_physical_pages(8 * 4 * page)
     if Caps.ALIAS | Caps.READONLY not in cache().context.info.caps:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: torch_memory_saver's interface over VMemPool, as far as it works without a GPU.
+"""Description: torch_memory_saver's interface over VMemPool, as far as it can be tested without a
+GPU.
 
 torch's CPU allocator cannot be replaced: when a test allocates in a region, `VMemPool.use` skips
 torch, and the C function that torch would call allocates the block.
@@ -85,7 +86,8 @@ def test_a_tag_with_and_without_a_backup(host: pyvmem.Context, saver: TorchMemor
 def test_an_active_region_rejects_a_pause_before_anything_is_paused(
     host: pyvmem.Context, saver: TorchMemorySaver, tag: str | None
 ) -> None:
-    """Another thread has a region of the same tag open; memory without a backup would be lost."""
+    """Another thread is in a region with the same tag; its memory, which has no backup, would be
+    lost."""
     kept, lost = allocate(saver, "weights", True), allocate(saver, "weights", False)
     first = allocate(saver, "first", False)
     inside, leave = threading.Event(), threading.Event()
@@ -112,7 +114,7 @@ def test_an_active_region_rejects_a_pause_before_anything_is_paused(
 def test_a_pause_that_fails_loses_nothing(
     saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backups fail if host memory is short, so they are made before memory without a backup is
+    """Backups may fail when host memory is short, so they are made before any other memory is
     released.
     """
     kept, lost = allocate(saver, "a", True), allocate(saver, "a", False)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the vAttention module: shapes, return values, and the lifetime of a serving
-engine.
-"""
+"""Description: the vAttention module: shapes, return values, and use over an engine's lifetime."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.needs_tensors
 LAYERS, HEADS, DIM, BATCH = 3, 2, 64, 4
 DTYPE = torch.float16
 ROW = HEADS * DIM * 2
-PAGES = 6  # pages per tensor in a full request
+PAGES = 6  # pages per tensor of a full-length request
 
 
 @pytest.fixture
@@ -133,7 +131,8 @@ def test_return_values_and_free_blocks(page: int) -> None:
     vattention.reserve_physical_pages(10 * 2 * LAYERS * page)
     rows = page // ROW
     assert vattention.alloc_new_batch_idx(rows + 1) == 0
-    assert vattention.num_free_kvblocks() == 8  # promised by its length, not mapped yet
+    # promised by the request's length, but not mapped yet
+    assert vattention.num_free_kvblocks() == 8
     assert held() == 0
     assert vattention.step([rows + 1, 0, 0, 0], False) is None  # type: ignore[func-returns-value]
     assert held() == 2 * 2 * LAYERS
@@ -189,14 +188,15 @@ def test_deferred_reclamation_keeps_idle_pages(page: int, deferred: bool) -> Non
     vattention.step_async([1, 0, 0, 0])
     group.reclaimer.finish_all()
     idle = [slot.mapped_pages for slot in vattention._manager.cache.snapshot()[1:]]
-    assert idle == ([4, 3, 2] if deferred else [4, 0, 0])  # the pages of the next request stay
+    # the pages for the next request stay mapped
+    assert idle == ([4, 3, 2] if deferred else [4, 0, 0])
 
 
 # ---- lifetime of a serving engine ----------------------------------------------------------------
 
 
 class CacheEngine:
-    """The state that a serving engine keeps: ids of its sequences, and their lengths."""
+    """The state that a serving engine keeps: its sequences' ids and lengths."""
 
     def __init__(self, page: int, blocks: int, background: bool, megacache: bool) -> None:
         self.background = background
@@ -238,7 +238,7 @@ class CacheEngine:
 def test_an_engine_with_preemption_keeps_requests_separate(
     page: int, background: bool, megacache: bool
 ) -> None:
-    """Random requests arrive with too little memory; every row is compared in every step."""
+    """Runs random requests with too little memory, and compares every row in every step."""
     dice = random.Random(3)
     engine = CacheEngine(page, 12, background, megacache)
     longest = engine.layers[0][0].shape[1]
@@ -281,7 +281,8 @@ def test_an_engine_with_preemption_keeps_requests_separate(
     vattention._manager.cache.check_integrity()
 
 
-# ---- cleanup, errors, pictures -------------------------------------------------------------------
+# ---- cleanup, errors, state pictures
+# -------------------------------------------------------------------
 
 
 def test_cleanup_frees_memory_under_live_tensors_and_init_works_again(page: int) -> None:
@@ -406,7 +407,7 @@ def test_a_smaller_length_frees_rows_and_blocks(page: int) -> None:
 
 @pytest.mark.parametrize(("last", "size"), [(False, 2 << 20), (True, 64 << 10), (1 << 16, 1 << 16)])
 def test_the_demos_call_with_eight_arguments(backend: str, last: int, size: int) -> None:
-    """The last argument says whether to use the artifact's UVM driver, or is a page size."""
+    """The last argument is either a flag for the artifact's UVM driver or a page size."""
     with pyvmem.Context(backend) as context:
         if size not in context.info.page_sizes:
             pytest.skip(f"{backend} has no pages of {size} bytes")

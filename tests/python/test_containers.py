@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks that everything named in packaging/containers exists. No image is built here."""
+"""Checks that everything named in packaging/containers exists, without building an image."""
 
 from __future__ import annotations
 

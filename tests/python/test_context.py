@@ -53,7 +53,7 @@ def test_info(context: pyvmem.Context, backend: str) -> None:
 def test_two_threads_close_one_reservation(
     context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second free would hit whatever has been given the addresses in the meantime."""
+    """A second free would hit whatever occupies the addresses by then."""
     free, began, got = _native.free, threading.Event(), []
     size = context.info.granule
     one = context.reserve(size)
@@ -62,7 +62,7 @@ def test_two_threads_close_one_reservation(
         began.set()
         free(*args, **options)
         if not got:
-            got.append(context.reserve(size))  # usually at the address of the first
+            got.append(context.reserve(size))  # usually at the first reservation's address
             time.sleep(0.1)
 
     with monkeypatch.context() as patch:
@@ -210,7 +210,7 @@ def test_map_write_alias_release(
     rsv.map(0, pages)
     assert rsv.read(0, 2 * page) == bytes(2 * page)
     rsv.write(page - 2, b"abcd")
-    rsv.map(8 * page, pages, page, page)  # maps the second page once more
+    rsv.map(8 * page, pages, page, page)  # maps the second page again
     assert rsv.read(8 * page, 2) == b"cd"
     rsv.write(8 * page, b"x")
     assert rsv.read(page - 2, 4) == b"abxd"
@@ -300,7 +300,7 @@ def test_copy_and_buffers(context: pyvmem.Context, rsv: pyvmem.Reservation, page
 
 
 def test_opbatch_matches_the_structure() -> None:
-    """Sets every field to a different value and reads them as C does."""
+    """Sets each field to a different value, and compares the fields of the C structure."""
     batch = pyvmem.OpBatch(6)
     with pyvmem.Context("host") as context, context.create(65536) as pages:
         batch.map(1, 2, pages, 3, 4, 5, readonly=True, consume=True, offset_stride=25)
@@ -442,7 +442,7 @@ def test_submit_waits_for_a_descriptor(
             ticket.wait(60)
         assert not rsv.query(0).mapped
         assert rsv.query(page).mapped
-        ticket.wait()  # the result stays readable
+        ticket.wait()  # the result can be read again
 
 
 def test_batch_waits_for_a_descriptor_in_the_calling_thread(
@@ -566,7 +566,7 @@ def test_compact() -> None:
     page = 64 << 10
     with pyvmem.Context("host", granule=page, slab_size=1 << 20) as context:
         rsv = context.reserve(160 * page)
-        for at in range(0, 160, 16):  # a larger piece would get a slab of its own
+        for at in range(0, 160, 16):  # a larger allocation would get its own slab
             ops = pyvmem.OpBatch(1)
             ops.populate(rsv.addr + at * page, 16 * page)
             context.batch(ops)
@@ -643,7 +643,7 @@ def test_nth_failing_call_changes_nothing(
         assert rsv.read(16 * page, 1) == b"\x04"
 
 
-# ---- memory is returned to the system ----------------------------------------------------------
+# ---- memory returned to the system ----------------------------------------------------------
 
 
 def shmem_of_this_process() -> int:
@@ -772,7 +772,7 @@ def test_close_completes_or_cancels_waiting_batches(backend: str) -> None:
     batch.populate(rsv.addr, page)
     with pyvmem.FdEvent.create() as gate:
         context.submit(batch, after=[gate])
-        context.close()  # the gate never opens
+        context.close()  # although the gate never opens
 
 
 def test_two_contexts(backend: str) -> None:

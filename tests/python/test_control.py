@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: `vmem control` serves engines over HTTP, with the terms of `vmem top` and `vmem
+"""Description: `vmem control` serves engines over HTTP, with the same names as `vmem top` and `vmem
 limit`.
 """
 
@@ -251,7 +251,7 @@ def test_another_users_process_is_not_answered(
 
 
 def test_the_command(folder: Path, engine: Account) -> None:
-    # a background job of a shell starts with SIGINT ignored
+    # a shell's background job starts with SIGINT ignored
     code = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); "
     code += "from pyvmem.commands.cli import main; raise SystemExit(main())"
     words = [sys.executable, "-c", code, "control", "--ledger", str(folder)]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: the Debian packaging names existing files, and its version is the header's."""
+"""Description: the Debian packaging names only existing files, and its version matches the
+header."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: how the Debian systems are created in which packages are tried."""
+"""Description: creation of the Debian systems used to try packages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: what `make dist` rejects, its bill of materials, and how an sdist is written."""
+"""Description: trees that `make dist` rejects, its bill of materials, and the contents of an
+sdist."""
 
 from __future__ import annotations
 
@@ -160,7 +161,7 @@ def metadata(folder: Path, url: str) -> str:
 
 
 def test_the_metadata_of_a_published_build(tmp_path: Path) -> None:
-    """A package index shows only the README, so its links must lead to files of the tag."""
+    """A package index shows only the README, so its links must point to the tag's files."""
     text = metadata(tmp_path, "https://forge.example/vmem/")
     fields = HeaderParser().parsestr(text)
     urls = dict(line.split(", ") for line in fields.get_all("Project-URL", []))

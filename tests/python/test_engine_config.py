@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache from a model's shape and a policy, in the layout of the adviser."""
+"""Description: a cache created from a model's shape and a policy gets the adviser's layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    """Returns Llama-3-8B's shape in transformers' format."""
+    """Returns Llama-3-8B's shape as a transformers configuration."""
     values = {
         "num_hidden_layers": 32,
         "num_key_value_heads": 8,
@@ -97,7 +97,7 @@ def test_a_policy_keeps_plain_numbers() -> None:
 
 
 def test_the_layout_is_the_one_advised(host: Context) -> None:
-    """Tests the sizes that engines use."""
+    """Checks the sizes that engines use."""
     model, policy = Model.of(config()), Policy(max_seq_len=2048)
     requests = [one for one in generate(200, 1) if one.longest <= 2048]
     shape = ModelShape("x", 32, 8, 128)
@@ -130,7 +130,7 @@ def test_a_cache_is_opened_with_the_advised_layout() -> None:
         request = cache.admit(list(range(20)))
         assert isinstance(request, Request)
     assert kv.is_closed
-    cache.close()  # closing again does nothing
+    cache.close()  # a second close does nothing
 
 
 def test_memory_is_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_model_with_unequal_layers() -> None:
 
 
 def test_unequal_layers_get_the_advised_layout(host: Context) -> None:
-    """A window keeps less than the model would without it, and a tensor has layers of one kind
+    """With a window, less memory is needed than without; and a tensor holds layers of one kind
     only.
     """
     kinds = [LayerShape(8, 128, window=512)] * 4 + [LayerShape(8, 128)] * 2

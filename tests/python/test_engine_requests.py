@@ -43,7 +43,7 @@ from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
 PROMPT = list(range(100, 100 + 4 * ROWS))
-WAIT = 60.0  # the limit only keeps a broken build from hanging
+WAIT = 60.0  # only keeps a broken build from hanging
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def test_a_truncation_without_memory_reports_what_its_copy_needs(host: Context) 
 def test_admission_checks_memory_before_it_allocates(host: Context) -> None:
     with requests(host, memory_limit=memory(5, host), growth_fraction=0) as cache:
         computed(cache, PROMPT[: 2 * ROWS], room=0)
-        # Pages are reserved at admission, not when the prompt is computed.
+        # Admission reserves the pages, before the prompt is computed.
         second = admitted(cache, PROMPT[: 2 * ROWS], room=1)
         short = cache.admit(PROMPT[:ROWS], room=0)
         assert isinstance(short, Shortage)
@@ -301,7 +301,8 @@ def test_admission_without_its_pages_leaves_them_to_extend(host: Context) -> Non
         assert kv(cache).stats().steps_async == 0
         assert cache.extend({one: ROWS, two: ROWS}) is None
         assert kv(cache).stats().active_pages == 2 * TENSORS
-        # A request that would not fit next to them is still refused, and so is a chunk too many.
+        # A request that would not fit beside the prompt's pages is refused, and so is an extra
+        # chunk.
         short = cache.admit(PROMPT[: 3 * ROWS], room=0, reserve=False)
         assert isinstance(short, Shortage)
         assert cache.extend({one: 3 * ROWS, two: 2 * ROWS}) is not None
@@ -356,7 +357,7 @@ def test_admission_rolls_back_if_memory_vanishes(
             assert prefix.length == 3 * ROWS
             monkeypatch.undo()
             assert admitted(cache, prefix).length == 3 * ROWS
-        # at the address where the failed admission had mapped it
+        # resumed where the failed admission had mapped the prefix
         assert kv(cache).stats().prefix_resumed == 1
 
 
@@ -489,7 +490,7 @@ def test_a_call_is_dropped_if_no_thread_can_start(
             assert request.state is State.RUNNING
             assert not cache._background.works_on(request)
             assert state(kv(cache)) == before
-        # runs its own call only, not the failed ones
+        # runs only this call, not the failed ones
         other = cache.admit_async(PROMPT).result(WAIT)
         assert isinstance(other, Request)
         assert [*cache.requests] == [request, other]
@@ -534,7 +535,7 @@ def test_a_name_that_cannot_be_hashed(host: Context) -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
-    """Even if no prefix is read from it, and on host."""
+    """Checks streams even if no prefix is read, and on `host` too."""
     with requests(host) as cache:
         if recorded:
             cache.release(computed(cache, PROMPT), tokens=PROMPT)
@@ -562,7 +563,7 @@ def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
     "name", ["extend", "release", "swap_out", "fork", "swap_out_async", "close"]
 )
 def test_a_request_ends_when_its_slot_is_freed(host: Context, name: str) -> None:
-    """As after `ParallelKVCache.recover`: the slot belongs to another request and must stay with
+    """Simulates `ParallelKVCache.recover`: the slot now belongs to another request, which must keep
     it.
     """
     with requests(host, max_batch=1) as cache:
@@ -633,7 +634,7 @@ def test_the_error_of_a_shrink_names_truncate(host: Context) -> None:
 
 
 def test_every_call_returns_a_shortage(host: Context) -> None:
-    """One check works for every call: `isinstance(result, Shortage)`."""
+    """`isinstance(result, Shortage)` works for every call."""
     with requests(host, memory_limit=memory(1, host)) as cache:
         one = computed(cache, PROMPT[:4])
         many = cache.max_seq_len
@@ -644,7 +645,7 @@ def test_every_call_returns_a_shortage(host: Context) -> None:
 
 
 def test_hits_are_counted_at_admission(host: Context) -> None:
-    """A request that is refused repeatedly has used no tokens of a prefix."""
+    """A request that is refused repeatedly counts no prefix tokens as hits."""
     with requests(host, memory_limit=memory(5, host)) as cache:
         first = computed(cache, PROMPT)
         cache.record(first, PROMPT)
@@ -748,7 +749,7 @@ def test_a_request_is_busy_until_its_background_call_is_over(host: Context) -> N
 
 
 def test_a_state_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The background call completes after the state was read as busy, and the error must still say
+    """The background call completes after the state was read as busy; the error must still say
     busy.
     """
     looks = [State.RUNNING, State.BUSY]
@@ -758,7 +759,7 @@ def test_a_state_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks == [State.RUNNING]
 
 
-def test_a_call_that_completes_meanwhile_still_reports_busy(
+def test_a_call_that_completes_during_the_check_still_reports_busy(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with requests(host) as cache:
@@ -780,10 +781,10 @@ def test_a_call_that_completes_meanwhile_still_reports_busy(
 
 @contextmanager
 def while_it_runs(cache: RequestCache, name: str, call: Callable[[], Any]) -> Iterator[None]:
-    """Runs a call in another thread, which stops at the start of the cache's `name` until the block
-    ends.
+    """Runs a call in another thread, and blocks it on entry to the cache's method `name` until the
+    block ends.
 
-    The call must succeed.
+    Checks that the call succeeded.
     """
     inside, gate, results = threading.Event(), threading.Event(), list[Any]()
     make = getattr(cache.cache, name)
@@ -807,7 +808,7 @@ def while_it_runs(cache: RequestCache, name: str, call: Callable[[], Any]) -> It
 
 
 def test_a_background_call_sees_the_effect_of_an_earlier_call(host: Context) -> None:
-    """The background call was made while another thread's call on the request was running."""
+    """Makes the background call while another thread's call on the request is running."""
     with requests(host) as cache:
         free = kv(cache).slots.num_free
         request = computed(cache, PROMPT)
@@ -838,7 +839,7 @@ def test_a_background_call_sees_the_effect_of_an_earlier_call(host: Context) -> 
 
 
 def test_a_state_is_never_older_than_the_end_of_a_call(host: Context) -> None:
-    """A thread that sees the call completed also sees its effect."""
+    """A thread that sees the call as complete must also see its effect."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         for _ in range(300):
@@ -859,7 +860,7 @@ def test_a_request_released_by_another_thread_has_ended(host: Context) -> None:
         request = computed(cache, PROMPT)
 
         class Late(Request):
-            """Another thread releases the request between two checks."""
+            """A request that another thread releases between two checks."""
 
             __slots__ = ()
 
@@ -877,7 +878,7 @@ def test_a_request_released_by_another_thread_has_ended(host: Context) -> None:
 def test_a_queued_request_stays_busy_while_other_threads_read_it(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread reads the requests when the call is recorded, but not queued yet."""
+    """Another thread reads the requests after the call is recorded, but before it is queued."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         begin = cache._background.begin
@@ -954,7 +955,7 @@ def test_a_background_call_leaves_no_garbage(host: Context) -> None:
 
 
 def test_concurrent_background_calls_are_serialized(host: Context) -> None:
-    """Two threads may both have seen the request as free."""
+    """Two threads may both have seen the request as idle."""
     with requests(host) as cache:
         request = computed(cache, PROMPT)
         with held_up(cache):
@@ -990,7 +991,7 @@ def test_admission_in_the_background(host: Context) -> None:
 
 
 def test_the_callers_descriptor_may_be_closed_during_the_call(host: Context) -> None:
-    """A call duplicates the descriptors that its background work waits for."""
+    """A call duplicates the descriptors that its background work waits on."""
     with requests(host) as cache:
         first, second = computed(cache, PROMPT), computed(cache, PROMPT[:5])
         third = computed(cache, PROMPT[:6])
@@ -1089,7 +1090,7 @@ def test_ranks_have_no_background_calls(host: Context) -> None:
 
 
 def test_a_callback_that_exits_its_thread_stops_nothing_else() -> None:
-    """`Future` passes exceptions other than `Exception` on, into the thread that makes the
+    """`Future` lets exceptions other than `Exception` propagate into the thread that makes the
     calls.
     """
 
@@ -1106,7 +1107,7 @@ def test_a_callback_that_exits_its_thread_stops_nothing_else() -> None:
     last = _Queued(lambda: 2, CallFuture(), key)
     last.future.add_done_callback(leave)
     background._queue.append(last)
-    # close() makes the remaining call
+    # close() runs the remaining call
     closing = threading.Thread(target=background.close, daemon=True)
     closing.start()
     closing.join(WAIT)

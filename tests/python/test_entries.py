@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: entries of 2 MiB through the bindings: requested, rejected, split, joined."""
+"""Description: 2 MiB entries through the bindings: request, rejection, split, join."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = BLOCK // PAGE
 
 @pytest.fixture
 def context(backend: str) -> Iterator[Context]:
-    """Opens a context with large entries of small pages, if the back end has them."""
+    """Opens a context with large entries made of small pages, if the back end supports them."""
     try:
         opened = Context(backend, granule=PAGE, large_entries=True)
     except NotSupported:
@@ -58,7 +58,7 @@ def test_a_granule_of_2_mib_has_no_large_entries(backend: str) -> None:
             assert space.query().entry_bytes == BLOCK
             assert space.query(BLOCK).entry_bytes == 0
             ops = OpBatch(1)
-            ops.unmap(space.addr, BLOCK, split=True)  # `split` has no meaning here
+            ops.unmap(space.addr, BLOCK, split=True)  # `split` has no effect here
             context.batch(ops)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what the set-up creates and installs, and on which versions of Python."""
+"""Description: files created and packages installed by the setup, on each version of Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_probes_are_installed_until_that_fails(
     monkeypatch.setattr(environment, "install", install)
     for _ in range(2):
         environment.install_probes()
-    # Success leaves no stamp: a second call means that the package has been removed since.
+    # Success leaves no stamp; a second call happens only if the package has been removed since.
     assert calls == [["probes"]] * (2 if works else 1)
     assert ("no USDT probes" in capsys.readouterr().out) != works
 
@@ -89,9 +89,7 @@ def test_every_list_of_python_versions_agrees() -> None:
 
 
 def test_torch_comes_with_numpy() -> None:
-    """Without numpy, importing torch keeps the importing frames alive, and with them a cache's
-    tensors.
-    """
+    """Without numpy, torch keeps the frames that import it alive, and so a cache's tensors."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (extra,) = re.findall(r"^torch = \[(.*)\]$", text, re.M)
     assert '"numpy"' in extra
@@ -134,7 +132,7 @@ def test_warnings_are_errors_only_on_request(folder: str, out: str, tmp_path: Pa
 
 @pytest.mark.skipif(sys.prefix != str(environment.VENV), reason="not the environment of make setup")
 def test_type_checkers_find_the_package(tmp_path: Path) -> None:
-    """mypy follows paths, but not the import hooks that an editable install may use."""
+    """mypy follows path entries, but not the import hooks that an editable install may use."""
     program = (
         "from importlib.machinery import PathFinder\n"
         "for name in ('pyvmem', 'pyvmem_vllm', 'vmem_bench'):\n"

@@ -50,7 +50,7 @@ def running(loaded: LoadedModel, **changes: Any) -> Iterator[tuple[Any, KVCache]
 
 
 def answers(engine: Any, requests: list[Job]) -> tuple[list[Any], list[list[int]]]:
-    """Returns the jobs, and the tokens streamed for each."""
+    """Returns the finished jobs, and the tokens streamed for each."""
     jobs = [engine.submit(one.prompt, one.max_new_tokens) for one in requests]
     streamed: list[list[int]] = [[] for _ in jobs]
     for job, token in engine.run():
@@ -72,7 +72,7 @@ def test_the_tokens_match_generate() -> None:
 
 
 def test_preempted_jobs_resume() -> None:
-    """Eight pages per tensor, of 21 rows each: three requests do not fit."""
+    """With eight 21-row pages per tensor, three requests do not fit."""
     loaded = tiny_model()
     requests = make_requests(8, shortest=20, longest=40, new_tokens=(30, 40))
     wanted = expected(loaded, requests)
@@ -120,7 +120,7 @@ def test_a_prompt_longer_than_a_slot_is_rejected() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # transformers' own warnings
 def test_a_real_model_matches_generate() -> None:
-    """Uses the model of `make run` and the cache that the example opens; ties as in `vmem
+    """Uses the model of `make run` and the example's cache; ties are treated as in `vmem
     serve-demo`.
     """
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -150,7 +150,7 @@ def test_a_real_model_matches_generate() -> None:
 
 
 def test_the_example_imports_only_public_names() -> None:
-    """The example shows what a program outside the package can write."""
+    """The example shows what is possible for a program outside the package."""
     import ast
     import importlib
 
@@ -162,8 +162,8 @@ def test_the_example_imports_only_public_names() -> None:
 
 
 def test_unsupported_models_are_rejected() -> None:
-    """A flat batch mixes requests, which layers with a state cannot handle; kernels have no
-    sinks.
+    """A flat batch mixes requests, which stateful layers cannot handle, and the kernels do not
+    support sinks.
     """
     from kinds_helpers import model_of
 
@@ -181,7 +181,7 @@ def test_unsupported_models_are_rejected() -> None:
 
 
 def test_a_model_with_its_own_attention_is_rejected() -> None:
-    """Its attention would bypass the engine, and it would answer as if it had no cache."""
+    """The model's own attention would bypass the engine and compute as if there were no cache."""
     from transformers import FalconConfig, FalconForCausalLM
 
     config = FalconConfig(
@@ -258,7 +258,7 @@ def test_an_unanswered_prompt_is_reported(
 def test_the_model_converted_by_make_run_is_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The cache is that of the example's own clone; slow steps are announced."""
+    """The model is looked up in the example's own clone; slow steps are announced."""
     clone = tmp_path / "clone"
     (clone / "build" / "cache").mkdir(parents=True)
     (clone / "examples").mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: extra environments are created once, and again when their pins change."""
+"""Description: extra environments are created once, and recreated when their pins change."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(tree: Path) -> list[str]:
-    """Returns the files passed to pip since the last call; "alone" marks those without
-    dependencies.
-    """
+    """Returns the files passed to pip since the last call; "alone" marks calls with --no-deps."""
     log = tree / "asked"
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     log.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: a budget's lock is re-entrant and fair: waiting threads precede the last holder."""
+"""Description: a budget's lock is re-entrant and fair: waiting threads come before the last
+holder."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_a_waiting_thread_precedes_the_last_holder() -> None:
         thread.start()
         eventually(lambda: at_the_gate(lock))
         order.append("first")
-    with lock:  # with an RLock, this thread would take it again first
+    with lock:  # an RLock would let this thread take it again first
         order.append("again")
     thread.join(60)
     assert order == ["first", "other", "again"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: the table of features holds: a feature works where it says yes, and is rejected
-elsewhere.
+"""Description: the feature table is correct: a feature works where the table says yes, and is
+rejected elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pyvmem.layouts import SHAPES, advise, generate
 
 KB, MB = 1 << 10, 1 << 20
 
-# ---- a short use of each feature -----------------------------------------------------------------
+# ---- each feature in brief -----------------------------------------------------------------
 
 
 def use_demand(context: Context) -> None:
@@ -170,7 +170,7 @@ def use_large_entries(context: Context) -> None:
         reservation.write(2 * MB - 4, b"over the edge")
         assert reservation.read(2 * MB - 4, 13) == b"over the edge"
         reservation.unmap(0, 2 * MB + 64 * KB)
-    # Nine rows of 256 KiB in each tensor are more than a block of 2 MiB.
+    # Nine 256 KiB rows per tensor exceed a 2 MiB block.
     options = {"page_size": 64 * KB, "num_kv_heads": 4 * KB // 4, "memory_limit": 0}
     with (
         Context(context.info.backend, granule=64 * KB, large_entries=True) as own,
@@ -313,7 +313,7 @@ def test_every_row_has_a_use_and_a_unique_name() -> None:
     assert len({one.name for one in FEATURES}) == len(keys)
 
 
-# ---- rejections by a weaker back end -------------------------------------------------------------
+# ---- rejection on a weaker back end -------------------------------------------------------------
 
 PARENT = 2 * ROWS
 TOKENS = range(PARENT)
@@ -363,7 +363,7 @@ def test_a_match_cannot_be_mapped_without_aliases(context: Context) -> None:
         pytest.skip("nothing can be recorded")
     with small_cache(context) as cache:
         cache.free_reqid(started(cache, PARENT), tokens=TOKENS)
-        cache.trim()  # otherwise the slot still has the pages, and nothing needs to be mapped
+        cache.trim()  # otherwise the slot would still have its pages, and nothing would be mapped
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         without(context, Caps.ALIAS)
         before = state(cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a flag that an asynchronous exception never leaves half set."""
+"""Description: an asynchronous exception never leaves a `Flag` half set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_wait_returns_when_set_or_timed_out() -> None:
 
 
 def test_each_point_of_set() -> None:
-    """Includes the points inside the standard library; `threading.Event` fails this test."""
+    """Interrupts at points inside the standard library, too; `threading.Event` fails this test."""
     counter = Interrupts(package="")
     counter.run(Flag().set)
     assert counter.count

@@ -79,7 +79,7 @@ def device_memory() -> int:
 
 @contextlib.contextmanager
 def killed(backend: str) -> Iterator[str]:
-    """Yields the pid of a process in the middle of its batches, and kills it when the block
+    """Yields the pid of a process that is running batches, and kills the process when the block
     ends.
     """
     child = subprocess.Popen(
@@ -107,7 +107,7 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
     rest = random.uniform(0, 0.2) if delay is None else delay
     if backend == "host":
         with killed(backend) as pid:
-            # The two parts are 128 MiB each, unless both threads have just unmapped theirs.
+            # Each thread has 128 MiB, unless both have just unmapped their memory.
             eventually(lambda: sum(memory_files(pid).values()) > 100 << 20)
             files = memory_files(pid)
             assert holders(set(files)) == [pid]
@@ -122,5 +122,5 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
         eventually(lambda: device_memory() - start > 100 << 20)
         time.sleep(rest)
         full = device_memory()
-    # The child's CUDA context must be gone, too.
+    # The child's CUDA context must be freed, too.
     eventually(lambda: full - device_memory() >= (full - start) * 9 // 10)

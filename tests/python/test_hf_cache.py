@@ -50,7 +50,7 @@ def make(
 
 
 def prompts(rows: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns left-padded prompts, as in a batch of different lengths."""
+    """Returns left-padded prompts, as for a batch with different lengths."""
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (rows, length), generator=dice)
     mask = torch.ones_like(ids)
@@ -210,7 +210,8 @@ class Pair:
         elif pick >= 0.96:
             self.both("reset")
             self.batch = 0
-            # DynamicCache of 5.17 keeps zeros after `reset`; it should be like a new one.
+            # After `reset`, DynamicCache of transformers 5.17 holds zeros, so use a new cache
+            # instead.
             self.dynamic = DynamicCache(config=self.cache._config)
 
     def check(self) -> None:
@@ -237,7 +238,7 @@ def test_random_operations_match_dynamic_cache(model: Any, context: pyvmem.Conte
 
 
 def test_a_reorder_copies_only_rows_that_differ() -> None:
-    """Compares lines of descent with whole rows, token by token."""
+    """Compares a reorder by ancestry with a copy of whole rows, token by token."""
     dice = random.Random(8)
     tokens = iter(range(10**6))
     for _ in range(30):
@@ -304,7 +305,7 @@ def test_flags_and_sizes(model: Any, host: pyvmem.Context) -> None:
 
 
 def test_the_past_is_never_copied(model: Any, host: pyvmem.Context) -> None:
-    """`update` returns the slots' own memory, at a fixed address."""
+    """`update` returns the slots' own memory, whose address never changes."""
     with make(host, model.config) as cache:
         states = torch.ones(2, HEADS, 1, DIM)
         places = set()
@@ -312,7 +313,8 @@ def test_the_past_is_never_copied(model: Any, host: pyvmem.Context) -> None:
             keys, values = cache.update(states, states, 1)
             places.add((keys.data_ptr(), values.data_ptr()))
         assert places == {(cache.kvcache.k(1).data_ptr(), cache.kvcache.v(1).data_ptr())}
-        assert cache.kvcache.stats().steps == 41  # one step for the slots, then one per token
+        # one step when the slots are allocated, then one per token
+        assert cache.kvcache.stats().steps == 41
         del keys, values
 
 
@@ -469,7 +471,8 @@ def test_models_with_other_layers_are_rejected() -> None:
 
 
 def test_keys_for_a_layer_without_storage_are_rejected(model: Any, host: pyvmem.Context) -> None:
-    """By the configuration, the last layer reuses another's keys; this model passes keys to it."""
+    """According to the configuration, the last layer reuses another layer's keys, but the model
+    passes it keys."""
     config = copy.deepcopy(model.config)
     config.num_kv_shared_layers = 1
     last, ids = config.num_hidden_layers - 1, torch.tensor([[1, 2, 3]])
@@ -505,8 +508,8 @@ def test_memory_is_freed_by_close_and_by_collection(model: Any, host: pyvmem.Con
 def test_rows_count_once_their_pages_are_mapped(
     context: pyvmem.Context, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a second Ctrl-C interrupts the cleanup after the first, no row may be left without
-    pages.
+    """If a second Ctrl-C interrupts the cleanup after the first, every counted row must still have
+    its pages.
     """
 
     def stopped(*_: Any) -> None:

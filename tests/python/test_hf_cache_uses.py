@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Description: VMemCache passes what transformers tests of its own caches.
+"""Description: VMemCache passes transformers' tests of its own caches.
 
 The cases are those of its tests/utils/test_cache_utils.py: head counts, single layers, padding,
-reused prompts, the tokens of static caches, early initialisation, calls before the first keys.
+reused prompts, comparison with static caches, early initialisation, calls before the first keys.
 torch.export is left out: the views grow, so `is_compileable` is False.
 """
 
@@ -83,7 +83,7 @@ def test_calls_before_the_first_keys_do_nothing(model: Any, host: pyvmem.Context
             assert one.batch_size == -1
             with pytest.raises(ValueError, match="LinearAttention"):
                 one.has_previous_state()
-            # some of these names exist only in some versions
+            # not every version has all of these names
             for name in ("is_sliding", "is_linear", "is_dummy"):
                 assert not any(getattr(one, name, ()))
         cache.crop(-3)  # DynamicCache of 5.17 fails here
@@ -132,8 +132,8 @@ def test_padding_does_not_change_the_answer(model: Any, host: pyvmem.Context) ->
 
 
 def test_a_prompt_is_computed_once_and_copied(model: Any, context: pyvmem.Context) -> None:
-    """Reuses a prompt as transformers recommends: with a deep copy of its cache for every
-    question.
+    """Reuses a prompt as transformers recommends: each question gets a deep copy of the prompt's
+    cache.
     """
     device = device_of(context)
     model = model.to(device)
@@ -177,7 +177,7 @@ def test_a_prompt_in_chunks_and_answers_from_the_prompt(model: Any, host: pyvmem
 
 
 def test_a_full_queue_delays_mapping_ahead(model: Any, host: pyvmem.Context) -> None:
-    states = torch.randn(1, HEADS, 22, DIM)  # 21 tokens fill a page of 4 KB
+    states = torch.randn(1, HEADS, 22, DIM)  # 21 tokens fill a 4 KB page
     with make(host, model.config) as cache, full_queue(host):
         cache.update(states[:, :, :21], states[:, :, :21], 0)
         assert torch.equal(cache.update(states[:, :, 21:], states[:, :, 21:], 0)[0], states)
@@ -243,7 +243,8 @@ def test_models_that_call_view_on_cached_keys(host: pyvmem.Context, rows: int) -
 def test_code_from_the_hub_gets_copies_by_default(
     host: pyvmem.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loads a model and a configuration with their own code, as ``trust_remote_code`` does."""
+    """Loads a model and a configuration that bring their own code, as ``trust_remote_code``
+    does."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "code").mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: continuous batching on slots gives the tokens of transformers' own paged path."""
+"""Description: continuous batching on slots produces the tokens of transformers' own paged path."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(context: pyvmem.Context) -> Iterator[None]:
-    """Checks after every test that transformers is unchanged, and that no page is left."""
+    """Checks after every test that transformers is unpatched, and that no page is left."""
     from transformers.generation.continuous_batching import continuous_api as api
 
     before = api.PagedAttentionCache, api.ContinuousBatchingManager
@@ -63,7 +63,7 @@ def prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]]:
 
 
 def config(blocks: int | None = 100, tokens: int = 24, **more: Any) -> ContinuousBatchingConfig:
-    """Configures a budget of few tokens, so that long prompts are prefilled in chunks."""
+    """Configures a small token budget, so that long prompts are prefilled in chunks."""
     return ContinuousBatchingConfig(**HOW, num_blocks=blocks, max_batch_tokens=tokens, **more)
 
 
@@ -116,7 +116,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, name: str, what: Callable[..., Any]) 
     return seen
 
 
-# ---- the same tokens -----------------------------------------------------------------------------
+# ---- equal tokens -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
@@ -147,10 +147,10 @@ def test_requests_that_all_need_a_page_are_preempted(
     sharing: bool,
     count: int,
 ) -> None:
-    """Four requests fill all memory and reach the next page together; two more wait for a slot.
+    """Four requests fill the memory and need the next page at the same time; two more wait for a
+    slot.
 
-    No request can continue, so transformers preempts, newest first, and recomputes the preempted
-    ones.
+    No request can continue, so transformers preempts the newest first, and later recomputes them.
     """
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
@@ -184,8 +184,8 @@ def test_requests_that_all_need_a_page_are_preempted(
 
 
 def test_answers_of_a_prompt_of_one_token(model: Any, context: pyvmem.Context) -> None:
-    """Such a prompt leaves nothing to compute before the fork; alone in a batch, it must still be
-    answered.
+    """A one-token prompt leaves nothing to compute before the fork; alone in a batch, it must still
+    be answered.
     """
     model, inputs = on(context, model), [[5], [7, 8], [9]]
     how = generation(6, do_sample=True, top_k=1, num_return_sequences=3)
@@ -209,7 +209,7 @@ def test_prefixes_are_shared(model: Any, context: pyvmem.Context) -> None:
         manager = model.init_continuous_batching(generation(), config())
         manager.start()
         got = []
-        for one in inputs:  # one after the other, so that the second finds the prefix of the first
+        for one in inputs:  # one at a time, so that the second finds the prefix of the first
             manager.add_request(one, max_new_tokens=14)
             got.append(result(manager).generated_tokens)
         cache = kvcache_of(manager)
@@ -259,7 +259,7 @@ def test_parallel_answers_are_forks(
         got = answers(model, inputs, config(), how)
     assert got == want
     assert len(got) == (3 if OLD else 9)  # 5.17 returns one answer per prompt
-    assert any(forked) != OLD  # on 5.17 they share the cached prompt instead
+    assert any(forked) != OLD  # on 5.17, the answers share the cached prompt instead
 
 
 def test_without_a_number_of_blocks_free_memory_is_used(
@@ -423,13 +423,13 @@ def test_a_request_larger_than_a_slot_is_rejected(model: Any, context: pyvmem.Co
         manager.start()
         manager.add_request([1] * 30, max_new_tokens=2)
         assert len(result(manager).generated_tokens) == 2
-        manager.add_request([1] * 30)  # without a limit: until the slot is full
+        manager.add_request([1] * 30)  # no limit, so it runs until the slot is full
         assert len(result(manager).generated_tokens) == 2
         manager.stop(block=True)
 
 
 def test_only_the_request_that_exceeds_memory_fails(model: Any, context: pyvmem.Context) -> None:
-    rows = 4 * context.info.granule // 192  # of all memory together
+    rows = 4 * context.info.granule // 192  # that fit into all memory
     if rows > 400:
         pytest.skip("pages hold more tokens than the model's longest sequence")
     model, limit = on(context, model), 4 * 4 * context.info.granule
@@ -444,7 +444,7 @@ def test_only_the_request_that_exceeds_memory_fails(model: Any, context: pyvmem.
         assert f"exceed the {rows} tokens" in bad.error
         manager = model.init_continuous_batching(generation(None), config())
         manager.start()
-        manager.add_request([7] * (rows - 5))  # without a limit: until memory is full
+        manager.add_request([7] * (rows - 5))  # no limit, so it runs until memory is full
         assert len(result(manager).generated_tokens) == 5
         manager.stop(block=True)
 

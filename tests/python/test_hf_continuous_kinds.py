@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: continuous batching of models with windows, MLA and unequal layers.
 
-The expected tokens are those of ``generate`` for each prompt alone, with transformers' own cache.
+The expected tokens come from ``generate`` on each prompt alone, with transformers' own cache.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def prompts(count: int, longest: int = 90) -> list[list[int]]:
 
 
 def config(**more: Any) -> ContinuousBatchingConfig:
-    """Configures batches of few tokens, so that long prompts are prefilled in chunks."""
+    """Configures small batches, so that long prompts are prefilled in chunks."""
     return ContinuousBatchingConfig(**{**HOW, "num_blocks": 200, "max_batch_tokens": 24, **more})
 
 
@@ -109,7 +109,7 @@ def test_the_tokens_match_transformers(
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collects the length of the cached prefix that each request found."""
+    """Collects the length of each request's cached prefix."""
     found: list[int] = []
     match = NamedRequests.match
 
@@ -122,13 +122,13 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gone(requests: NamedRequests, name: str) -> int:
-    """Returns how many rows of a request have left the window and were unmapped."""
+    """Returns the number of a request's rows that have left the window and were unmapped."""
     sliding = next(part for part in requests.parts if part.config.window)
     return sliding.first_rows([requests._requests[name].request.slot])[0]
 
 
 def stems(tails: list[list[int]]) -> list[list[int]]:
-    """Returns prompts with a common start, as from one system prompt, longer than chunk and
+    """Returns prompts with a common start, like a system prompt, that is longer than a chunk and a
     window.
     """
     common = prompts(1, 200)[0] * 4
@@ -139,14 +139,15 @@ def stems(tails: list[list[int]]) -> list[list[int]]:
     ("kind", "keep"),
     [
         pytest.param("gemma3", False, marks=layers_that_differ),
-        ("gemma3", True),  # with keep_windows all layers are equal
+        ("gemma3", True),  # with keep_windows, all layers are alike
         ("mistral", False),
     ],
 )
 def test_requests_share_prefixes_within_a_window(
     host: pyvmem.Context, kind: str, keep: bool, shared: list[int]
 ) -> None:
-    """A prompt in chunks is recorded at their ends, where another prompt may branch off."""
+    """A chunked prompt is recorded at the end of each chunk, where another prompt may branch
+    off."""
     model, inputs = model_of(kind), stems(prompts(4, 60))
     want = alone(model, inputs, 20)
     with vmem_continuous_batching(model, **options(host, max_batch=1, keep_windows=keep)):
@@ -183,8 +184,8 @@ def test_answers_are_forked_behind_a_window(host: pyvmem.Context, kind: str, til
 def test_pages_behind_a_window_are_freed_in_continuous_batching(
     host: pyvmem.Context, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory holds two requests' windows, but not all their rows; with chunks, joining requests and
-    turns.
+    """Memory holds two requests' windows, but not all of their rows. Covers chunks, requests that
+    arrive later, and next turns.
     """
     model, tails = model_of(kind), prompts(3, 60)
     first = stems(tails)
@@ -230,7 +231,7 @@ def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Con
 def test_a_window_other_than_configured_is_rejected(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache drops rows by the configured window; attention with a larger one would miss
+    """The cache drops rows outside the configured window; attention with a larger window would miss
     rows.
     """
     model = model_of("gemma3")
@@ -274,8 +275,8 @@ def test_layers_that_transformers_scheduler_cannot_cache_are_rejected(kind: str)
 def test_unequal_layers_are_rejected_by_the_old_adapter(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The adapter of 5.17 rejects them: when installed for one model, or at the first use if for
-    all.
+    """The adapter for 5.17 rejects such models: at installation if it is for one model, otherwise
+    at first use.
     """
     monkeypatch.setattr(continuous, "_adapter", lambda: cb_5_17.SlotCache)
     model, same = model_of("gemma3"), model_of("mistral")

@@ -32,7 +32,7 @@ TILE = 16
 
 
 def prompts(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Returns left-padded prompts, as in a batch of different lengths."""
+    """Returns left-padded prompts, as for a batch with different lengths."""
     dice = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (rows, length), generator=dice)
     mask = torch.ones_like(ids)
@@ -74,7 +74,7 @@ def holds(layer: Any) -> bool:
 
 @pytest.mark.parametrize("kind", PARTIAL)
 def test_layers_that_share_keys_slide_or_store_nothing(host: pyvmem.Context, kind: str) -> None:
-    """Includes capped scores, sinks and chunks, which transformers' own attention computes from the
+    """Also covers capped scores, sinks and chunks, for which transformers' own attention uses the
     rows.
     """
     model, inputs = model_of(kind), prompts(2, 31)
@@ -122,8 +122,8 @@ def test_rows_outside_the_window_are_unmapped(host: pyvmem.Context, kind: str) -
 
 
 def test_a_failed_crop_changes_no_layer(host: pyvmem.Context) -> None:
-    """transformers crops one layer after the other, so the first must check for all, whatever its
-    kind.
+    """transformers crops layer by layer, so the first layer, whatever its kind, must check all
+    layers.
     """
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     config = Gemma3TextConfig(
@@ -149,7 +149,7 @@ def test_a_failed_crop_changes_no_layer(host: pyvmem.Context) -> None:
         assert [layer.get_seq_length() for layer in cache.layers] == [900 - TILE] * 3
 
 
-def test_the_latent_is_one_tensor_a_layer(host: pyvmem.Context) -> None:
+def test_the_latent_is_one_tensor_per_layer(host: pyvmem.Context) -> None:
     model = model_of("deepseek")
     with VMemCache(model.config, 1, 64, context=host) as cache:
         model(torch.tensor([[1, 2, 3]]), **{CACHE: cache})
@@ -174,7 +174,8 @@ def test_assisted_generation_over_one_budget(
     run = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     want = model.generate(ids, **run)
     for name, value in (("assistant_confidence_threshold", 0.0), ("num_assistant_tokens", 4)):
-        monkeypatch.setattr(draft.generation_config, name, value)  # it drafts however unsure it is
+        # makes it draft even at low confidence
+        monkeypatch.setattr(draft.generation_config, name, value)
     budget = Budget(host, 4 << 20)
     shared: dict[str, Any] = {"context": host, "budget": budget}
     cropped: list[int] = []
@@ -207,7 +208,7 @@ def _noting(call: Any, seen: list[int]) -> Any:
 def test_a_deep_copy_continues_like_the_original(host: pyvmem.Context, kind: str) -> None:
     model, ids = model_of(kind), prompts(2, 90)["input_ids"]
     with (
-        # with gradients, the answers would keep the tensors that they were computed from
+        # with gradients, the answers would keep alive the tensors that they were computed from
         torch.no_grad(),
         VMemCache(model.config, 2, 256, context=host, window_tile=TILE) as cache,
     ):
@@ -221,8 +222,8 @@ def test_a_deep_copy_continues_like_the_original(host: pyvmem.Context, kind: str
 def test_a_crop_beyond_the_tile_is_rejected_even_while_mapped(
     host: pyvmem.Context,
 ) -> None:
-    """A page is unmapped with its last row; rows on it that left the window may not be used
-    before.
+    """A page is unmapped once its last row has left the window; until then, its dropped rows must
+    not be used.
     """
     model, ids = model_of("mistral"), prompts(1, 256)["input_ids"]
     how: dict[str, Any] = {"context": host, "window_tile": TILE, "page_size": 64 << 10}
@@ -248,7 +249,7 @@ def test_a_crop_beyond_the_tile_is_rejected_even_while_mapped(
 def test_rows_before_the_window_are_copied_and_reordered(
     host: pyvmem.Context, kind: str, page: int
 ) -> None:
-    """Rows that can be cropped survive a copy and a reorder; dropped rows do not return."""
+    """Rows kept for a crop survive a copy and a reorder; dropped rows do not come back."""
     model, ids = model_of(kind), prompts(2, 256)["input_ids"]
     how: dict[str, Any] = {"context": host, "window_tile": TILE, "page_size": page}
     for length, back in product((231, 232), (1, TILE, TILE + 9)):  # a page ends at 232

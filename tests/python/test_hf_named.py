@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Description: named requests keep their own rows through any order of calls, by a plain model.
+"""Description: named requests keep their own rows in any order of calls, compared with a plain
+model.
 
-Rows are derived from a request's tokens, so that sharing a prefix must give equal rows; attention
-is compared with dense attention over a plain copy.
+Rows are derived from a request's tokens, so requests that share a prefix must read equal rows.
+Attention is compared with dense attention over a plain copy.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def compute(
 def test_random_calls_against_a_plain_model(
     context: pyvmem.Context, seed: int, window: int
 ) -> None:
-    dice, ids = random.Random(seed), random.Random(seed)  # the same choices for pages of any size
+    dice, ids = random.Random(seed), random.Random(seed)  # the same choices for every page size
     torch.manual_seed(seed)
     requests = make(context, 4, window)
     longest = 2 * (context.info.granule // 512) + 5
@@ -153,8 +154,7 @@ def test_random_calls_against_a_plain_model(
         assert len(requests) == len(living)
         requests.kvcache.check_integrity()
     assert refused
-    # With large pages few requests fill a page, so a window seldom has a page that another can
-    # share.
+    # With large pages, few requests fill a page, so a window rarely contains a page to share.
     rare = window and context.info.granule > 1 << 16
     assert shared or rare or not requests.sharing
     requests.close()
@@ -210,7 +210,7 @@ def test_bad_calls_change_nothing(requests: NamedRequests) -> None:
     for call in (lambda: requests.queue("nobody", 0, 1), lambda: requests.fork("nobody", "b", 0)):
         with pytest.raises(InvalidArgument, match="request nobody has no slot"):
             call()
-    compute(requests, [("a", [5, 6], 0)])  # the failed call has queued nothing
+    compute(requests, [("a", [5, 6], 0)])  # the failed call queued nothing
 
 
 def test_a_fork_rejects_a_name_in_use(requests: NamedRequests) -> None:

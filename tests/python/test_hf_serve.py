@@ -44,7 +44,7 @@ def test_our_options_are_removed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid int value" in capsys.readouterr().err
 
 
-def test_a_bad_option_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_option_prints_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--vmem-max-batch", "0", "m"]) == 2
     assert "max_batch is 0" in capsys.readouterr().err
 
@@ -73,7 +73,7 @@ def test_no_model_is_a_message(
 
 
 @pytest.mark.filterwarnings("default")  # transformers' own warnings
-def test_a_missing_package_is_a_message(
+def test_a_missing_package_prints_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = pytest.importorskip("transformers.cli.serve")
@@ -85,7 +85,7 @@ def test_a_missing_package_is_a_message(
 
 
 def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C arrives before the first request; the server itself has shut down in order."""
+    """Ctrl-C arrives before the first request, and the server shuts down in an orderly way."""
     click = pytest.importorskip("click")
     cli = pytest.importorskip("transformers.cli.transformers", reason="extra 'server'")
 
@@ -100,7 +100,7 @@ def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save_model(folder: Path) -> Any:
-    """Saves a model with random weights and a tokenizer of whole words."""
+    """Saves a model with random weights, and a tokenizer whose tokens are whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<other>"))
@@ -149,13 +149,14 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self) -> Any:
-        """Returns a client as programs create it, but without retries; the caller closes it."""
+        """Returns an OpenAI client as programs create it, but without retries; the caller closes
+        it."""
         import openai
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def words(self, prompt: str) -> list[str]:
-        """Returns the answer of `generate` to a prompt: `NEW` words."""
+        """Returns `generate`'s answer to a prompt, which has `NEW` words."""
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             new = self.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]
@@ -227,7 +228,7 @@ def chat_streamed(server: Server, prompt: str) -> str:
 
 
 def drives_the_server(test: Any) -> Any:
-    """Adds the marks of a test that uses the server process."""
+    """Adds the marks for a test that uses the server process."""
     for mark in (
         checked_versions,
         pytest.mark.slow,
@@ -249,7 +250,7 @@ def test_four_concurrent_clients_match_generate(
     with ThreadPoolExecutor(len(prompts)) as clients:
         got = list(clients.map(lambda prompt: call(server, prompt), prompts))
     assert [answer.split() for answer in got] == [server.words(prompt) for prompt in prompts]
-    # our attention, not transformers' paged path
+    # proves that our attention ran, not transformers' paged path
     assert "attention by sdpa" in server.log.read_text()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: hybrid models with linear attention, state spaces and convolutions in one cache."""
+"""Description: hybrid models: linear attention, state spaces and convolutions in one cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_generate_matches_dynamic_cache_with_states(host: pyvmem.Context, kind: 
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     with VMemCache(model.config, 6, 128, context=host) as cache:
-        for way in WAYS.values():  # the cache is reused, and with it the states in its slots
+        for way in WAYS.values():  # reuses the cache, and with it the states in its slots
             answers = []
             for past in (DynamicCache(config=model.config), cache):
                 torch.manual_seed(11)
@@ -60,7 +60,7 @@ def test_generate_matches_dynamic_cache_with_states(host: pyvmem.Context, kind: 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_the_configured_shapes_match_the_models_states(kind: str) -> None:
-    """Uses bfloat16, in which the types of the states differ."""
+    """Uses bfloat16, because the states then differ in type."""
     model = copy.deepcopy(model_of(kind)).to(torch.bfloat16)
     past = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -190,9 +190,7 @@ def test_states_of_other_shapes_are_rejected(host: pyvmem.Context) -> None:
 
 
 def test_a_convolution_rejects_assisted_generation(host: pyvmem.Context) -> None:
-    """transformers rolls a convolution back by keeping more tokens; a slot keeps only the last
-    few.
-    """
+    """To roll back a convolution, transformers keeps more tokens; a slot keeps only the last."""
     model, ids = model_of("lfm2"), prompts(1, 20)
     run = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with (
@@ -204,7 +202,8 @@ def test_a_convolution_rejects_assisted_generation(host: pyvmem.Context) -> None
 
 
 def test_the_engine_runs_models_with_states(backend: str) -> None:
-    """Admits, grows, forks and swaps requests with a state; their prefixes are never shared."""
+    """Admits, grows, forks and swaps requests with a state, and checks that their prefixes are
+    never shared."""
     shape = Model.of(model_of("qwen3next").config, "float32")
     policy = Policy(max_batch=4, max_seq_len=256, memory=64 << 20)
     prompt = list(range(1, 200))

@@ -62,7 +62,7 @@ def test_resource_is_a_memory_resource(context: pyvmem.Context, resource: Any) -
 def test_a_buffer_whose_free_failed_is_freed_by_the_next_call(
     context: pyvmem.Context, resource: Any, page: int
 ) -> None:
-    """cuda.core considers the buffer freed, whatever happened."""
+    """cuda.core considers the buffer freed even if the free failed."""
     kept, lost = (resource.allocate(page) for _ in range(2))
     context.inject(pyvmem.Inject.HEAP, count=64)
     with warnings.catch_warnings():
@@ -116,7 +116,8 @@ def test_bad_calls_of_a_resource(context: pyvmem.Context, resource: Any, page: i
     with pytest.raises(pyvmem.InvalidArgument):
         resource.deallocate(4096, 4096)
     with warnings.catch_warnings():
-        # So many bytes get only a plain reservation, on back ends that distinguish the two.
+        # A size this large gets only a plain reservation, on back ends that distinguish the two
+        # kinds.
         warnings.simplefilter("ignore", pyvmem.PlainReservationWarning)
         with pytest.raises(pyvmem.OutOfMemory):
             resource.allocate(1 << 44, stream=stream_of(context))
@@ -138,7 +139,7 @@ def test_an_invalid_buffer(resource: Any, page: int, ptr: Any, size: Any) -> Non
 
 
 def test_a_stream_without_a_handle(resource: Any, page: int) -> None:
-    """The stream's work is unknown, so the buffer is freed after all work of the device."""
+    """The stream's work is unknown, so the buffer is freed after all of the device's work."""
 
     class Broken:
         def __cuda_stream__(self) -> Any:
@@ -155,7 +156,7 @@ def test_a_stream_without_a_handle(resource: Any, page: int) -> None:
 def test_a_buffer_whose_free_was_interrupted_is_freed_later(
     context: pyvmem.Context, resource: Any, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuda.core forgets the buffer and the exception."""
+    """cuda.core drops both the buffer and the exception."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -177,7 +178,7 @@ def test_a_buffer_whose_free_was_interrupted_is_freed_later(
 
 
 class Event:
-    """cuda.core's Event as after_items sees it: its module's name and its handle."""
+    """Mimics what after_items reads of cuda.core's Event: its module's name and its handle."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -187,7 +188,8 @@ Event.__module__ = "cuda.core._event"
 
 
 class TorchEvent:
-    """torch.cuda.Event as after_items sees it: `cuda_event`, 0 until it is recorded."""
+    """Mimics what after_items reads of torch.cuda.Event: `cuda_event`, which is 0 until it is
+    recorded."""
 
     def __init__(self, handle: int) -> None:
         self.cuda_event = handle
@@ -250,7 +252,7 @@ def test_torch_device() -> None:
 
 
 def test_events_live_until_their_batch_has_completed(host: pyvmem.Context) -> None:
-    """The list of kept events shrinks when their batch has completed."""
+    """The list of kept events shrinks when a batch has completed."""
     empty = pyvmem.OpBatch(1)
     with pyvmem.FdEvent.create() as gate:
         first = host.submit(empty, after=[gate])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Description: asynchronous exceptions, at every point, lose no context, pool, saver or manager.
 
-Like test_interrupts.py, for calls without a cache, or that open or close one. Each case prepares
-something and yields a call, which is interrupted at one or two points. Afterwards the objects that
-the caller has can be closed, all others are closed already, contents are intact, and the call can
-be repeated. ``--points`` works as in that test.
+Like test_interrupts.py, but for calls that use no cache, or that open or close one. Each case does
+its setup and yields a call, which is interrupted at one or two points. Afterwards the caller's
+objects can be closed, all others are already closed, contents are intact, and the call can be
+repeated. ``--points`` works as in that test.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SAMPLE = 40  # points per case in `make test`
 
 
 class Opened:
-    """Passes calls on to libvmem and records the contexts that they open."""
+    """Forwards calls to libvmem and records the contexts that they open."""
 
     def __init__(self) -> None:
         self.handles: list[int] = []
@@ -94,8 +94,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
 
 # ---- cases ---------------------------------------------------------------------------------------
 #
-# A case prepares something and yields the call to interrupt. Interrupted or not, it then repeats
-# the call, checks contents, and closes the caller's objects.
+# A case does its setup and yields the call to interrupt. Whether or not the call was interrupted,
+# the case then repeats it, checks contents, and closes the caller's objects.
 
 
 def open_host() -> Context:
@@ -103,9 +103,8 @@ def open_host() -> Context:
 
 
 def closed(context: Context, known: bool = True) -> None:
-    """Closes a context; only an object lost by the interrupted call may be left in it (not
-    `known`).
-    """
+    """Closes a context. Unless `known`, it may still hold an object lost by the interrupted
+    call."""
     gc.collect()
     stats = context.stats()
     left = (stats.reservations, stats.handles, stats.used_bytes, stats.pending)
@@ -115,7 +114,7 @@ def closed(context: Context, known: bool = True) -> None:
 
 
 def _opening(make: Callable[[], Any]) -> Steps:
-    """Interrupts a constructor; the only object to close is the one created."""
+    """Interrupts a constructor; only the new object has to be closed."""
     made: list[Any] = []
     yield lambda: made.append(make())
     for one in made:
@@ -162,8 +161,8 @@ def _made(
     end: Callable[[Any], None],
     last: Callable[[], None] = lambda: None,
 ) -> Steps:
-    """Interrupts a call that creates and ends an object; then calls `end` for the caller's object,
-    and `last`.
+    """Interrupts a call that creates an object or ends its life; then calls `end` for the caller's
+    object, and then `last`.
     """
     made: list[Any] = []
     yield lambda: call(made)
@@ -237,7 +236,7 @@ def submit_and_wait() -> Steps:
     yield call
     for ticket in tickets:
         if ticket.sent:
-            with contextlib.suppress(BadHandle):  # it is closed, and has completed before
+            with contextlib.suppress(BadHandle):  # already closed after it completed
                 ticket.wait()
             ticket.close()
     reservation.close(unmap=True)
@@ -290,7 +289,7 @@ def pool_block() -> Steps:
 
 
 class Blocks:
-    """A pool with a block of the tag "a", and with another of the tag "b"; both have contents."""
+    """A pool with one block tagged "a" and one tagged "b"; both hold contents."""
 
     def __init__(self) -> None:
         self.context = open_host()
@@ -327,7 +326,7 @@ class Blocks:
 
 
 def _pool(call: Callable[[Blocks], Any], *before: str) -> Steps:
-    """Interrupts a call of a pool, after `pause` or `resume` of its first block."""
+    """Interrupts a call to a pool, after `pause` or `resume` of its first block."""
     blocks = Blocks()
     for name in before:
         getattr(blocks.pool, name)("a")
@@ -348,7 +347,7 @@ def pool_pause() -> Steps:
 
 
 def pool_pause_and_forget() -> Steps:
-    """The contents may be lost, but the memory must be mapped again."""
+    """The contents may be lost, but the memory must be mapped."""
     blocks = Blocks()
     yield lambda: blocks.pool.pause("a", keep=False)
     blocks.pool.resume()
@@ -381,9 +380,7 @@ def pool_close() -> Steps:
 
 
 def primary() -> Steps:
-    """The device's primary context is released once, and the thread has its previous context
-    again.
-    """
+    """The primary context is released once, and the thread gets its previous context back."""
     cuda = Libcuda(0)
 
     def call() -> None:
@@ -432,7 +429,7 @@ class Saver:
 
 
 class Regions(Saver):
-    """A tag's two regions, one with a backup and one without."""
+    """Two regions with the same tag, one with a backup and one without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -546,8 +543,8 @@ def _configured() -> Any:
 
 
 def _managing(call: Callable[[], Any], *lengths: int) -> Steps:
-    """Interrupts a call of a manager with requests of these lengths; the manager must then work
-    on.
+    """Interrupts a call to a manager with requests of these lengths; afterwards the manager must
+    still work.
     """
     tensors = _configured()
     if lengths:
@@ -591,7 +588,7 @@ def _ending(call: Callable[[], Any]) -> Steps:
 
 
 def cleanup() -> Steps:
-    """No tensor is alive, so the context closes, too."""
+    """No tensor is alive, so the context is closed, too."""
     _configured()
     vattention.step([8, 8, 0, 0], False)
     return _ending(vattention.cleanup)
@@ -617,7 +614,7 @@ CASES: dict[str, Callable[[], Steps]] = {
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has no pools on the CPU, so a region marks the calls of vmem_malloc in a thread."""
+    """torch has no pools on the CPU, so a region marks a thread's calls to vmem_malloc."""
     monkeypatch.setattr(savers, "Context", lambda *_: Context("host", granule=PAGE))
     monkeypatch.setattr(VMemPool, "use", VMemPool._allocating)
 
@@ -658,7 +655,7 @@ def run(make: Callable[[], Steps], at: tuple[int, ...], alarm: Any, opened: Open
         finally:
             alarm.stop()
         del steps, call
-    Context("host", granule=PAGE).close()  # closes the objects that have lost their owner
+    Context("host", granule=PAGE).close()  # closes objects whose owner was lost
     assert not opened.left(), f"{where}: a context is open"
     assert not is_pool_open(), f"{where}: torch's pool is open"
     assert not lost, f"{where}: {lost}"
@@ -675,7 +672,7 @@ def counted(make: Callable[[], Steps], alarm: Any, opened: Opened) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 def test_interruptions(name: str, points: int | None, opened: Opened) -> None:
-    """Interrupts at one point; then at two, the second in the handling of the first."""
+    """Interrupts at one point; then at two, with the second point in the handling of the first."""
     rng = random.Random(name)
     with alarms() as alarm:
         count = counted(CASES[name], alarm, opened)
@@ -712,7 +709,7 @@ def test_torch_empties_its_cache_after_an_interrupted_close(
 
 
 def test_lost_objects_are_detected(opened: Opened) -> None:
-    """Tests the checks themselves."""
+    """Tests the tests' own checks."""
 
     def careless() -> Steps:
         context = open_host()

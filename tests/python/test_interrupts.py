@@ -3,13 +3,13 @@
 
 A signal handler may raise anywhere (Ctrl-C, a server's timeout). Each scenario below prepares a
 cache and yields a call; the call is interrupted at one point (interrupts_helpers.py defines them),
-or at two, the second in the handling of the first. Afterwards the exception must have reached the
-caller, the records must be consistent and all rows intact, the call can be repeated, ordinary work
-continues, and `close` releases everything.
+or at two, with the second point in the handling of the first. Afterwards the exception must have
+reached the caller, the records must be consistent and all rows intact, the call can be repeated,
+ordinary work continues, and `close` releases everything.
 
-By default a sample of the points is taken; ``--points=all``, or VMEM_INTERRUPT_POINTS=all, tests
-all of them, as `make test-long` does, and some with a second one; ``--points=N`` tests N points of
-each scenario:
+By default, a sample of the points is tested. ``--points=all`` or VMEM_INTERRUPT_POINTS=all, which
+`make test-long` uses, tests all points, some of them followed by a second one. ``--points=N`` tests
+N points of each scenario:
 
     pytest tests/python/test_interrupts.py -k fork --points=all
 """
@@ -70,8 +70,8 @@ from pyvmem.kvcache.budget import FairLock
 from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points per scenario in `make test`
-PAIRS = 8  # of these points, the number that get a second one
-FEW = 4  # the same for scenarios whose rows take 80 ms a run: points, and those with a second one
+PAIRS = 8  # number of these points that get a second one
+FEW = 4  # points for slow scenarios, whose rows take 80 ms per run
 MORE_PAIRS = 100  # with ``--points``
 TENSORS = 2 * LAYERS
 UNIT = 16  # rows of a layered cache that fill whole pages in all groups
@@ -97,7 +97,7 @@ def _allocating(engine: Engine, cache: Any) -> Steps:
 def _named_slot(
     engine: Engine, cache: Any, reqid: int, call: Callable[[], Any], rows: list[int]
 ) -> Steps:
-    """The caller names the slot, so it can free a slot that the interrupted call allocated."""
+    """The caller chooses the slot, so it can free a slot that the interrupted call allocated."""
     yield call
     if cache.slots.is_taken(reqid):
         cache.free_reqid(reqid)
@@ -117,7 +117,7 @@ def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def _free_recording(engine: Engine, cache: Any, reqid: int) -> Steps:
-    """If the free recorded a prefix, it must hold the request's rows."""
+    """If the free recorded a prefix, that prefix must hold the request's rows."""
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
     engine.leaves(cache, reqid)
@@ -130,7 +130,7 @@ def _free_recording(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def _growing(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
-    """Interrupts a step that succeeds; new rows must be zero."""
+    """Interrupts a step for which memory suffices; new rows must be zero."""
     want = lens(cache, more)
     yield _gives(0, cache.step, want)
     _grown(engine, cache, want, more)
@@ -146,7 +146,7 @@ def _grown(engine: Engine, cache: Any, want: list[int], more: dict[int, int]) ->
 
 
 def step_starts(engine: Engine) -> Steps:
-    """Grows in the pages of an earlier owner, which are zeroed."""
+    """Grows into an earlier owner's pages, which are zeroed."""
     cache = engine.cache(max_batch=2)
     engine.start(cache, 3)
     engine.free(cache, engine.start(cache, 2 * ROWS))
@@ -157,8 +157,8 @@ def step_starts(engine: Engine) -> Steps:
 
 
 def _reclaiming(engine: Engine, *, recorded: bool = False) -> tuple[KVCache, int]:
-    """Starts a request that can only grow with the pages of a free slot, or (`recorded`) of a
-    prefix.
+    """Starts a request that can only grow by taking the pages of a free slot, or with `recorded`,
+    those of a prefix.
     """
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3)
@@ -170,7 +170,7 @@ def _reclaiming(engine: Engine, *, recorded: bool = False) -> tuple[KVCache, int
 def _short(
     engine: Engine, cache: Any, reqid: int, rows: int, fitting: int, name: str = "step"
 ) -> Steps:
-    """Interrupts a step for which memory is short; fewer rows fit."""
+    """Interrupts a step that fails because memory is short; a step with fewer rows fits."""
     want, step = lens(cache, {reqid: rows}), getattr(cache, name)
 
     yield from again(_gives(-1, step, want))
@@ -198,7 +198,7 @@ def step_slides_moved_pages(engine: Engine) -> Steps:
 
 
 def step_without_some(engine: Engine) -> Steps:
-    """Requests that the step does not name keep their rows."""
+    """Requests not named in the step keep their rows."""
     cache = engine.cache()
     engine.start(cache, 2 * ROWS)
     more = {engine.start(cache, 3): 3 * ROWS}
@@ -229,14 +229,14 @@ def step_takes_a_surplus(engine: Engine) -> Steps:
 
 
 def step_refuses_a_surplus(engine: Engine) -> Steps:
-    """The first attempt, with the surplus, runs out of memory."""
+    """The first attempt, which includes the surplus, runs out of memory."""
     cache, reqid = _surplus(engine)
     engine.context.inject(Inject.HEAP, count=1)
     return _growing(engine, cache, {reqid: 5 * ROWS})
 
 
 def step_joins(engine: Engine) -> Steps:
-    """No mapping is free until those of a request are joined."""
+    """No mapping is free until a request's mappings are joined."""
     cache = engine.cache(growth_fraction=0.0, join_at=1.0, max_seq_len=9 * ROWS)
     reqid = engine.start(cache, ROWS)
     for pages in range(2, 9):
@@ -254,7 +254,7 @@ step_joins.context = {"max_mappings": 10 * TENSORS}  # type: ignore[attr-defined
 
 
 def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
-    """Interrupts a truncation: the rows from `length` on are intact in every group, or gone in
+    """Interrupts a truncation: the rows from `length` on are either intact or gone, and the same in
     every group.
     """
     tags = engine.held[cache, reqid]
@@ -263,7 +263,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
     call = _gives(0, cache.truncate, reqid, length)
     yield call
     held = {part.snapshot()[reqid].seq_len for part in parts(cache)}
-    assert held in ({length}, {len(tags)}), f"classes hold {held} rows"
+    assert held in ({length}, {len(tags)}), f"the groups hold different numbers of rows: {held}"
     if held != {length}:
         assert holds(cache, reqid, tags), "all rows"
     call()
@@ -271,7 +271,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
 
 
 def _truncatable(engine: Engine) -> tuple[KVCache, int]:
-    """Starts a request whose first pages are also a fork's and recorded."""
+    """Starts a request whose first pages are recorded and shared with a fork."""
     cache, reqid = _forkable(engine, 3 * ROWS + 3)
     engine.fork(cache, reqid)
     cache.record(reqid, list(range(3 * ROWS)))
@@ -279,7 +279,7 @@ def _truncatable(engine: Engine) -> tuple[KVCache, int]:
 
 
 def truncate_short(engine: Engine) -> Steps:
-    """Memory is short for the copy."""
+    """Memory does not suffice for the copy."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 2 * ROWS)
     cache.record(reqid, list(range(2 * ROWS)))
@@ -361,7 +361,7 @@ def _slid(engine: Engine, cache: Any, rows: int) -> int:
 
 
 def step_slides_a_forked_window(engine: Engine) -> Steps:
-    """The pages that leave one window are still in another."""
+    """The pages that leave one request's window are still in another's."""
     cache, parent = _windowed(engine, 5 * ROWS + 3)
     child = engine.fork(cache, parent)
     engine.grow(cache, child, 7 * ROWS)
@@ -377,7 +377,7 @@ def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
 
 
 def record_more(engine: Engine) -> Steps:
-    """A part is recorded already, with another continuation."""
+    """A part of the prompt is already recorded with another continuation."""
     cache, reqid = _forkable(engine, 3 * ROWS)
     cache.record(reqid, [*range(ROWS), *range(500, 500 + ROWS)])
     return _recording(engine, cache, reqid, 3 * ROWS)
@@ -408,7 +408,7 @@ def match(engine: Engine) -> Steps:
 
 
 def match_is_released(engine: Engine) -> Steps:
-    """A match that has lost its last reference protects nothing from eviction."""
+    """A match whose last reference is gone protects nothing from eviction."""
     cache, tokens, _ = _recorded(engine)
 
     def call() -> None:
@@ -422,7 +422,7 @@ def match_is_released(engine: Engine) -> Steps:
 
 
 def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]]) -> Steps:
-    """Checks that an event is delivered once: by the call, or by the next if its result was
+    """Checks that an event is delivered once: by the call, or by the next call if the result was
     lost.
     """
     cache, reqid = _forkable(engine, 2 * ROWS)
@@ -439,7 +439,7 @@ def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]])
 
 
 def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
-    """Starts a request; returns it with a match of the first block of a prefix that has all other
+    """Starts a request; returns it with a match of the first block of a prefix that holds all other
     pages.
     """
     cache = engine.cache(pages=4)
@@ -467,7 +467,7 @@ def step_evicts_but_for_a_match(engine: Engine) -> Steps:
 
 
 def free_records_beside_a_match(engine: Engine) -> Steps:
-    """The partly matched prefix is recorded again, with another continuation."""
+    """A partly matched prefix is recorded again with another continuation."""
     cache, reqid, match, tags = _leased(engine)
     engine.free(cache, reqid)
     taken = _begins(engine, cache, match, tags)
@@ -499,7 +499,7 @@ def trim_takes_a_match(engine: Engine) -> Steps:
 
 
 def can_admit_a_match_again(engine: Engine) -> Steps:
-    """A match has lost its lease; admission renews it for the part that a request keeps."""
+    """A match has lost its lease; admission renews the lease for the part that a request keeps."""
     cache, reqid = _forkable(engine, 2 * ROWS)
     tags, tokens = engine.held[cache, reqid], list(range(2 * ROWS))
     cache.record(reqid, tokens)
@@ -569,7 +569,7 @@ def _to_host(engine: Engine, **changes: Any) -> Recorded:
 
 
 def _begins_with_some(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> None:
-    """Checks the rows of a prefix that an interrupted call has left."""
+    """Checks the rows of the part of a prefix that an interrupted call has left."""
     reqid = _begins(engine, cache, tokens, tags, some=True)
     engine.grow(cache, reqid, len(engine.held[cache, reqid]) + 2)
 
@@ -611,7 +611,7 @@ def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
 
 
 def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
-    """Another prefix is being moved to host memory during the call."""
+    """The call also moves another prefix to host memory."""
     cache, tokens, tags = _to_host(engine, pages=5)
     cache.trim(prefixes="host")
     _begins(engine, cache, tokens[:ROWS], tags[:ROWS])
@@ -623,7 +623,7 @@ def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
 
 
 def record_fills_in_a_window(engine: Engine) -> Steps:
-    """The window before the branch is recorded by the second request."""
+    """The second request records the window before the branch."""
     cache, first = _windowed(engine, 5 * ROWS)
     tokens = list(range(5 * ROWS))
     engine.free(cache, first, tokens=[*tokens[: 2 * ROWS], *[900] * (3 * ROWS)])
@@ -650,11 +650,11 @@ def step_evicts_a_window(engine: Engine) -> Steps:
 
 
 def _swapped(engine: Engine, call: Callable[[], None]) -> bool:
-    """Returns true once a request is swapped out; if its rows were lost with the result, it must
-    still run.
+    """Returns true if a request is swapped out. If the result was lost, the request must still be
+    running.
 
-    Exempt are the last instructions, after the records were changed and before the caller has the
-    result.
+    The last instructions, after the records have changed and before the caller has the result, are
+    exempt.
     """
     if not engine.swapped:
         try:
@@ -696,7 +696,7 @@ def swap_out_shared(engine: Engine) -> Steps:
 
 
 def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False) -> Steps:
-    """`alone`: before the call is repeated, all other requests may be freed; for requests that read
+    """`alone`: all other requests may be freed before the call is repeated; for requests that read
     zeros.
     """
     tags = engine.held.pop((cache, reqid))
@@ -705,7 +705,7 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
 
     call = partial(cache.swap_in, swapped)
     yield call
-    # If it is swapped in already, some slot has its rows.
+    # If the request is already swapped in, some slot holds its rows.
     if swapped.is_open:
         if alone:
             engine.ordinary()
@@ -715,12 +715,13 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
         call()
     length = len(tags)
     found = [r for r in engine.unknown(cache) if lens(cache)[r] == length]
-    assert found, "the request is neither swapped out nor in"
+    assert found, "the request is neither swapped out nor swapped in"
     engine.take(cache, found[0], tags)
 
 
 def swap_in_over_clean_pages(engine: Engine) -> Steps:
-    """The pages are mapped and zero already; those written before the exception no longer are."""
+    """The pages are already mapped and zero; those written before the exception are no longer
+    zero."""
     cache = engine.cache(eager_pages=3)
     steps = _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3), alone=True)
     call = next(steps)
@@ -781,7 +782,7 @@ def trim_moves_pages_together(engine: Engine) -> Steps:
     assert cache.step([0] * cache.config.max_batch) == 0
 
     def call() -> None:
-        cache._manager.owns_context = True  # for the call only: the engine closes the context
+        cache._manager.owns_context = True  # only during the call: the engine closes the context
         try:
             cache.trim()
         finally:
@@ -802,7 +803,7 @@ def trim_prefixes(engine: Engine) -> Steps:
 
 
 def _in_small_pages(engine: Engine, **changes: Any) -> tuple[KVCache, int]:
-    """Starts a request that grew page by page, in turn with another, so that it has no runs."""
+    """Starts a request that grew page by page, alternating with another, so that it has no runs."""
     options = {"max_seq_len": 6 * ROWS, "host_limit": 0, **changes}
     cache = engine.cache(**options)
     one, two = engine.start(cache, ROWS), engine.start(cache, ROWS)
@@ -837,9 +838,7 @@ def _moving_pages(engine: Engine) -> tuple[KVCache, int]:
 
 
 def _in_blocks(engine: Engine, pages: int = 64, **changes: Any) -> KVCache:
-    """Creates a cache of one layer, whose slots have two blocks of 2 MiB of `UNIT_PAGES` pages
-    each.
-    """
+    """Creates a one-layer cache, whose slots consist of two 2 MiB blocks of `UNIT_PAGES` pages."""
     if Caps.LARGE_ENTRIES not in engine.context.info.caps:
         raise NotHere("no large entries of small pages")
     return engine.cache(
@@ -848,14 +847,14 @@ def _in_blocks(engine: Engine, pages: int = 64, **changes: Any) -> KVCache:
 
 
 def entries(make: Scenario) -> Scenario:
-    """Runs a scenario in a context with entries of 2 MiB, each over few pages."""
+    """Runs a scenario in a context with 2 MiB entries, each over only a few pages."""
     make.sample = (FEW, 1)  # type: ignore[attr-defined]
     make.context = {"granule": (2 << 20) // UNIT_PAGES, "large_entries": True}  # type: ignore[attr-defined]
     return make
 
 
 def _whole(engine: Engine, cache: Any) -> tuple[Any, int]:
-    """Starts a request whose full block has an entry of 2 MiB in every tensor."""
+    """Starts a request whose full block has a 2 MiB entry in every tensor."""
     reqid = engine.start(cache, PART)
     blocks = 3 if len(parts(cache)) > 1 else 1
     assert cache.snapshot()[reqid].large_pages == blocks * UNIT_PAGES
@@ -912,14 +911,15 @@ def _cutting(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
 
 
 def _beside_a_free_block(engine: Engine, cache: Any, rows: int = 3 * ROWS) -> tuple[Any, Any]:
-    """Starts a request that can only grow with the end of a free slot's block."""
+    """Starts a request that can only grow by taking the end of a free slot's block."""
     reqid = engine.start(cache, ROWS)
     engine.free(*_whole(engine, cache))
     return cache, {reqid: rows}
 
 
 def _beside_a_loose_block(engine: Engine) -> tuple[KVCache, dict[int, int]]:
-    """Starts a request that can only grow with pages of another's large entry beyond its rows."""
+    """Starts a request that can only grow by taking pages of another request's large entry that lie
+    beyond that request's rows."""
     cache = _in_blocks(engine, pages=UNIT_PAGES + 2)
     reqid, (_, other) = engine.start(cache, ROWS), _whole(engine, cache)
     assert cache.truncate(other, ROWS + 3) == 0
@@ -946,7 +946,7 @@ def _read_common(engine: Engine, cache: KVCache) -> list[int]:
 
 
 def map_common_pages(engine: Engine) -> Steps:
-    """All slots are taken or none; if the result was lost, they are freed."""
+    """Either all slots are taken or none; if the result was lost, they are freed."""
     cache = _common(engine)
 
     call = partial(cache.slots.map_common_pages, ROWS)
@@ -958,8 +958,8 @@ def map_common_pages(engine: Engine) -> Steps:
 
 
 def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
-    """Interrupts the renewal of a request that has grown beyond the common rows; the next has only
-    these.
+    """Interrupts the renewal of a request that has grown beyond the common rows; the next request
+    starts with only these rows.
     """
     common = cache.slots.map_common_pages(ROWS)
     common.idle.clear()
@@ -990,7 +990,7 @@ def _vattention(engine: Engine, *, common: bool = False) -> Manager:
     if common:
         _needs_sharing(engine)
     engine.context.close()
-    close_retired()  # managers of earlier runs
+    close_retired()  # closes managers of earlier runs
     manager = Manager(
         backend=backend, device=0, page_size=page, megacache=False, max_batch=4,
         max_seq_len=4 * ROWS, **shape,
@@ -1007,8 +1007,8 @@ def _vattention(engine: Engine, *, common: bool = False) -> Manager:
 def _ids(
     engine: Engine, call: Callable[[Manager], Any], *lengths: int, common: bool = False
 ) -> Steps:
-    """Interrupts a call about ids; afterwards all ids are free, and start with the common rows, if
-    any.
+    """Interrupts a call that takes or frees ids; afterwards all ids are free, and start with the
+    common rows, if any.
     """
     manager = _vattention(engine, common=common)
     if lengths:
@@ -1021,13 +1021,15 @@ def _ids(
     assert manager.alloc(1) == -1
     manager.step(rows)
     common = [] if manager.common is None else _COMMON
-    assert all(holds(manager.cache, reqid, common) for reqid in range(4)), "common rows"
+    assert all(holds(manager.cache, reqid, common) for reqid in range(4)), (
+        "the common rows are wrong"
+    )
     manager.end()
     assert engine.context.stats().used_bytes == 0
 
 
 def vattention_cleanup(engine: Engine) -> Steps:
-    """Memory is freed although the program still has the tensors."""
+    """Memory is freed although the program still holds the tensors."""
     manager = _vattention(engine)
     manager.step([ROWS, 3 * ROWS, 0, 0])
     tensors, vattention._manager = manager.tensors(), manager
@@ -1052,7 +1054,7 @@ def _appended(cache: Any, new: Any) -> None:
 
 
 def _hf(engine: Engine, call: Callable[[Any], Any]) -> Steps:
-    """Interrupts a call of a `VMemCache` of two rows; it can then be reset and reused."""
+    """Interrupts a call to a `VMemCache` with two rows; afterwards it can be reset and reused."""
     try:
         from transformers import LlamaConfig
 
@@ -1088,7 +1090,7 @@ def hf_repeat_rows(engine: Engine) -> Steps:
 
 
 def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> Steps:
-    """Interrupts a call of named requests; afterwards there are `names` of them."""
+    """Interrupts a call to `NamedRequests`; afterwards there are `names` requests."""
     cache = engine.cache()
     named = NamedRequests(cache, "sdpa")
     assert named.hold("one", 3)
@@ -1097,14 +1099,14 @@ def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> 
     assert len(named) == names
     known = {one.request for one in named._requests.values()}
     for request in set(named._cache.requests) - known:
-        assert engine.place, "a request without a name"
+        assert engine.place, "a request has no name"
         named._cache.release(request)
     assert cache.stats().active_slots == names
     named.close()
 
 
 def named_drop(engine: Engine) -> Steps:
-    """A dropped request keeps its name until it has ended, so no request exists without a name."""
+    """A dropped request keeps its name until it has ended, so that every request has a name."""
 
     def call(named: NamedRequests) -> None:
         named.drop("two", record=False)
@@ -1117,7 +1119,7 @@ def named_drop(engine: Engine) -> Steps:
 
 
 def _resource(engine: Engine) -> Any:
-    """Creates a resource that returns addresses as buffers, because cuda.core's buffers hide
+    """Creates a resource that returns plain addresses as buffers, because cuda.core's buffers hide
     exceptions.
     """
     try:
@@ -1133,10 +1135,10 @@ def _resource(engine: Engine) -> Any:
 
 
 def _buffers(engine: Engine, resource: Any, call: Callable[[], Any]) -> Steps:
-    """Interrupts a call; then allocates buffers, which have pages of their own, and frees all."""
+    """Interrupts a call; then allocates buffers, each with its own pages, and frees all of them."""
     page = engine.page
     yield from again(call)
-    for addr in list(resource._live):  # buffers of the calls, which free none
+    for addr in list(resource._live):  # buffers allocated by the calls, which free none
         resource.deallocate(addr, page)
     made = [resource.allocate(page) for _ in range(3)]
     assert resource.live_buffers == len(set(made)) == 3
@@ -1203,9 +1205,9 @@ def _beside_pages(engine: Engine) -> tuple[KVCache, int]:
 def _beside_idle_pages(
     engine: Engine, recorded: int = 0, idle: int = 3, wanted: int = 3, **changes: Any
 ) -> tuple[KVCache, dict[int, int]]:
-    """Starts a request that can only grow with idle pages of another cache of its budget.
+    """Starts a request that can only grow by taking idle pages of another cache in its budget.
 
-    `recorded`: the number of these that hold a prefix.
+    `recorded`: the number of idle pages that hold a prefix.
     """
     one, other = _two(engine, 4, **changes)
     reqid = engine.start(one, 3)
@@ -1262,7 +1264,7 @@ def _layered(engine: Engine, pages: int = 600, shapes: Any = (), **changes: Any)
 
 
 def layered_step_short(engine: Engine) -> Steps:
-    """The first groups have grown when memory is short for the last."""
+    """Memory runs out at the last group, when the first groups have grown."""
     cache = _layered(engine, pages=110)
     reqid = engine.start(cache, 3)
     engine.free(cache, engine.start(cache, UNIT))
@@ -1271,7 +1273,7 @@ def layered_step_short(engine: Engine) -> Steps:
 
 
 def layered_step_tidies(engine: Engine) -> Steps:
-    """Every group unmaps pages of a freed slot, in the same step."""
+    """Every group unmaps pages of a freed slot in the same step."""
     cache = _layered(engine, reclaim_steps=1)
     reqid = engine.start(cache, 3)
     engine.free(cache, engine.start(cache, UNIT))
@@ -1346,7 +1348,7 @@ def _closing(engine: Engine, cache: Any) -> Steps:
 
 
 def close(engine: Engine) -> Steps:
-    """With a request, pages of a free slot, shared pages and a recorded prefix."""
+    """Closes a cache with a request, pages of a free slot, shared pages and a recorded prefix."""
     cache, parent = _forkable(engine, 2 * ROWS + 3)
     engine.fork(cache, parent)
     engine.free(cache, engine.start(cache, ROWS))
@@ -1362,7 +1364,7 @@ def close_one_of_a_budget(engine: Engine) -> Steps:
 
 
 def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
-    """Once a step has ended what is under way, all layers have moved or none."""
+    """Once a step has completed what is in flight, either all layers have moved or none."""
     _needs_host_pages(engine)
     cache = _layered(engine)
     engine.start(cache, 3)
@@ -1383,7 +1385,8 @@ def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
 
 
 def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
-    """Sliding layers beside a full one, and a request of which some rows have left the window."""
+    """Creates a cache of sliding layers and a full layer; some of its request's rows have left the
+    window."""
     heads = engine.page // (ROWS * 64 * 4)
     shapes = [LayerShape(heads, 64, window=8), LayerShape(2 * heads, 64)]
     cache = _layered(engine, shapes=shapes, max_batch=6, max_seq_len=12 * ROWS, window_tile=4)
@@ -1398,8 +1401,8 @@ def layered_step_slides(engine: Engine) -> Steps:
 
 
 def _nobody_told() -> frozenset[str]:
-    """Returns the lines of a constructor at which the cache exists, but the caller does not have it
-    yet.
+    """Returns the constructor lines during which the cache exists but has not yet reached the
+    caller.
     """
     places = set()
     for function in (KVCache.__init__, LayeredCache.__init__):
@@ -1427,15 +1430,15 @@ def _opening(
         made[-1].close()
 
     yield call
-    # Nothing is left, unless the caller did not receive the cache: the exception came after its
-    # creation, which a warning reports, or a second one interrupted its cleanup.
+    # Nothing is left unless the caller did not receive the cache: the exception came after its
+    # creation, which a warning reports, or a second exception interrupted the cleanup.
     if budget is not None:
         budget.stats()  # resumes an interrupted rollback
     told = made or (engine.place not in NOBODY_TOLD and not engine.place.startswith("after "))
     if not told or (not made and engine.twice):
         engine.forgotten = engine.context.stats().reservations - before
         some = range(groups + 1) if engine.twice else (0, groups)
-        assert engine.forgotten in some, "a part of a cache"
+        assert engine.forgotten in some, "only some reservations of the cache are left"
     for cache in made:
         cache.close()
     if budget is not None:
@@ -1475,10 +1478,10 @@ def open_and_close_in_a_budget(engine: Engine) -> Steps:
 
 
 class Served:
-    """A `RequestCache` with two requests: one for the call, and one that the call must not change.
+    """A `RequestCache` with two requests: one that the call uses, and one that it must not change.
 
     Attributes:
-        one: the request of the call.
+        one: the request that the call uses.
         rows: contents of each request's rows, valid whatever the call does.
         ends: requests that the call may end.
     """
@@ -1503,7 +1506,7 @@ class Served:
         return made
 
     def queued(self, begin: Callable[..., Any], *args: Any) -> Call:
-        """Returns a call that queues work, none of which runs before `finish`."""
+        """Returns a call that queues work; the work does not run before `finish`."""
         self.requests._background.begin(lambda: self._gate.wait(8))
         self._queued = True
         return partial(begin, *args)
@@ -1540,7 +1543,7 @@ class Served:
 
 
 def served(make: Callable[..., Steps]) -> Callable[..., Steps]:
-    """Decorates the steps of a `Served`; adds checks before and after the second call."""
+    """Decorates the steps of a `Served` scenario; adds checks before and after the second call."""
 
     def steps(served: Served, *args: Any) -> Steps:
         inner = make(served, *args)
@@ -1549,7 +1552,7 @@ def served(make: Callable[..., Steps]) -> Callable[..., Steps]:
         served.check()
         for request in served.requests.requests:
             if request not in served.rows:
-                # made by the interrupted call, whose result was lost
+                # created by the interrupted call, whose result was lost
                 served.requests.release(request)
         ended(inner)
         served.check()
@@ -1571,7 +1574,7 @@ def _beginning(served: Served, call: Call, rows: list[int]) -> Steps:
 
 
 def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
-    """Records the first rows of the request; returns them too."""
+    """Records the first rows of the request, and also returns them."""
     served = Served(engine, make)
     recorded = served.requests.record(served.one, list(range(served.one.length)))
     assert recorded
@@ -1656,7 +1659,7 @@ def _served_forking(served: Served) -> Steps:
 
 @served
 def _releasing(served: Served, tokens: list[int] | None = None) -> Steps:
-    """The request has ended, or continues and can be released again."""
+    """Interrupts a release: the request has ended, or it continues and can be released again."""
     call = partial(served.requests.release, served.one, tokens)
     served.ends.add(served.one)
     yield call
@@ -1671,7 +1674,7 @@ def _releasing(served: Served, tokens: list[int] | None = None) -> Steps:
 
 @served
 def _served_swapping_out(served: Served, queued: bool = False) -> Steps:
-    """The request is swapped out, or unchanged and not left busy."""
+    """Interrupts a swap-out: the request is either swapped out, or unchanged and not left busy."""
     call = partial(served.requests.swap_out, served.one)
     yield served.queued(served.requests.swap_out_async, served.one) if queued else call
     if served.one.state is State.RUNNING:
@@ -1944,7 +1947,8 @@ SCENARIOS |= {
 
 
 def sample(count: int, want: int, rng: random.Random) -> list[int]:
-    """Returns `want` of the numbers 1 to `count`, evenly spaced from a random start; 0: all."""
+    """Returns `want` of the numbers 1 to `count`, evenly spaced from a random start; if `want` is
+    0, all of them."""
     if not want or want >= count:
         return list(range(1, count + 1))
     step = count / want
@@ -1996,7 +2000,7 @@ def measured(make: Scenario, alarm: Any, backend: str) -> int:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_interruptions(name: str, points: int | None) -> None:
-    """Interrupts at one point; then at two, the second in the handling of the first."""
+    """Interrupts at one point; then at two, with the second point in the handling of the first."""
     make, rng = SCENARIOS[name], random.Random(name)
     singles, pairs_of = getattr(make, "sample", (SAMPLE, PAIRS))
     with alarms() as alarm:
@@ -2013,7 +2017,7 @@ def test_interruptions(name: str, points: int | None) -> None:
 
 
 def test_signals() -> None:
-    """Uses real signals at random moments, wherever the interpreter is, also outside the
+    """Sends real signals at random moments, wherever the interpreter is, including outside the
     package.
     """
     rng = random.Random(4)
@@ -2033,7 +2037,8 @@ def test_signals() -> None:
 
 
 def test_an_exception_on_entry_releases_the_lock() -> None:
-    """Also if the thread holds the lock already: it is released as often as it was taken."""
+    """Covers a thread that already holds the lock: the lock is released as often as it was
+    taken."""
     lock = FairLock()
 
     def call() -> None:
@@ -2080,8 +2085,8 @@ def test_an_interrupted_rollback_is_resumed() -> None:
 
 
 def test_points_of_a_function() -> None:
-    """Points follow each call and each backward jump, except where the call's own handler would be
-    skipped.
+    """A point follows each call and each backward jump, except where the call's own handler would
+    be skipped.
     """
     here = __file__
     seen: list[str] = []
@@ -2182,7 +2187,7 @@ def _seen_of(seen: list[str], interrupts: Interrupts, call: Callable[[], None]) 
 
 
 def test_the_helpers_close_their_context() -> None:
-    """The test's own scaffold leaves nothing behind."""
+    """The tests' own helpers leave no context behind."""
     engine = Engine("host")
     context: Context = engine.context
     engine.start(engine.cache(), 3)

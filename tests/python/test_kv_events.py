@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: KV events report recorded and evicted prefixes; a router that follows them is
-right.
+"""Description: KV events report recorded and evicted prefixes; a router that follows them has a
+correct view.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sharing(context: Context) -> Context:
 
 
 def serve(cache: KVCache, tokens: list[int], namespace: Hashable = None) -> None:
-    """Runs a request with these tokens, which is recorded when it ends."""
+    """Runs a request with these tokens; its rows are recorded when it ends."""
     taken = cache.alloc_prefix(tokens, namespace=namespace)
     assert taken is not None
     reqid = taken[0]
@@ -35,7 +35,7 @@ def serve(cache: KVCache, tokens: list[int], namespace: Hashable = None) -> None
 
 
 def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> None:
-    """Does the same through an engine."""
+    """Runs and records a request through an engine."""
     request = engine.admit(tokens, namespace)
     assert isinstance(request, Request)
     assert engine.extend({request: len(tokens)}) is None
@@ -43,7 +43,7 @@ def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> Non
 
 
 class Router:
-    """A router's view, built from events alone: parent by hash."""
+    """A router's view, built from events alone: maps each block's hash to its parent's."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int | None] = {}
@@ -135,7 +135,7 @@ def test_a_router_agrees_with_the_cache(backend: str, seed: int) -> None:
 
 @pytest.mark.parametrize("namespace", [("adapter", 0), 7, "adapter"])
 def test_a_namespace_is_never_mistaken_for_none(sharing: Context, namespace: Hashable) -> None:
-    """A router may go by tokens and names instead of our hashes."""
+    """A router may use tokens and names instead of our hashes."""
     with small_cache(sharing) as cache:
         events = KVEvents(cache)
         serve(cache, [1] * ROWS, namespace)
@@ -146,13 +146,13 @@ def test_a_namespace_is_never_mistaken_for_none(sharing: Context, namespace: Has
 
 
 class Adapter(str, enum.Enum):
-    """Namespace names as a server may keep them."""
+    """Namespace names as a server might define them."""
 
     ONE = "one"
 
 
 def test_strings_are_identified_by_their_characters(sharing: Context) -> None:
-    """A cache treats equal namespaces as one, whatever `repr` makes of them."""
+    """A cache treats equal namespaces as one, even if their `repr` differs."""
     with small_cache(sharing) as cache:
         events, router = KVEvents(cache), Router()
         serve(cache, [1] * ROWS, "one")
@@ -165,7 +165,7 @@ def test_strings_are_identified_by_their_characters(sharing: Context) -> None:
 
 
 def test_engine_namespaces_are_identified_by_name(sharing: Context) -> None:
-    """The same in every process, however many namespaces existed before."""
+    """The identity is the same in every process, however many namespaces existed before."""
     for names in (["adapter"], ["other", "adapter"], [7], [None], ["None"]):
         with small_cache(sharing) as cache:
             events, engine = KVEvents(cache), RequestCache(cache)
@@ -252,7 +252,7 @@ def test_an_interrupted_call_emits_no_event(
             patch.setattr(tree, "touch", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 tokens = [3] * (2 * ROWS)
-                # The preceding lookup touches the LRU order, too.
+                # The preceding lookup also touches the LRU order, so replace it.
                 patch.setattr(tree, "match", lambda *_, **__: _nothing(tree))
                 cache.free_reqid(reqid, tokens=tokens)
         assert events.poll() == []

@@ -94,7 +94,7 @@ def test_every_layer_row_and_slot_has_its_own_place(context: Context, group_size
 
 @needs_tensors
 def test_rows_that_do_not_divide_a_page(context: Context) -> None:
-    """Rows have 384 bytes: three heads of 64 float16, the shape of SmolLM2."""
+    """Rows of 384 bytes: three heads of 64 float16 elements, the shape of SmolLM2."""
     page = context.info.granule
     shape: dict[str, Any] = {"num_kv_heads": 3, "head_dim": 64, "dtype": "float16"}
     per_page = page // 384
@@ -208,7 +208,7 @@ def test_a_prefill_needs_memory_for_overread_rows(context: Context) -> None:
     with small_cache(context, overread_rows=ROWS, memory_limit=limit) as cache:
         cache.alloc_reqid()
         cache.alloc_reqid()
-        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # no rows are needed past it
+        assert cache.step(lens(cache, r0=ROWS + 1)) == 0  # no rows past that length are needed
         assert cache.can_admit([PREFILL_TOKENS])
         assert cache.step(lens(cache, r1=3 * ROWS - 3)) == -1, "3 pages and a tile"
         assert not cache.can_admit([3 * ROWS - 3])
@@ -241,7 +241,7 @@ def test_shortage_is_minus_one_and_changes_nothing(context: Context, ahead: bool
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_shortage_of_the_shared_context(backend: str, ahead: bool) -> None:
-    """Reaches the context's own limit, partly with pages that do not belong to the cache."""
+    """Hits the context's own limit, partly with pages that do not belong to the cache."""
     with Context(backend) as context:
         page, slab = context.info.granule, context.info.slab_size
     limit = max(slab, 64 * page)
@@ -276,7 +276,7 @@ def test_pages_of_free_slots_are_reclaimed_for_a_step(context: Context) -> None:
 
 
 def test_leftovers_of_an_active_slot_are_reclaimed(context: Context) -> None:
-    """A small request in a slot with many pages does not keep the pages that it does not own."""
+    """A small request in a slot with many pages keeps only the pages that it owns."""
     page = context.info.granule
     with small_cache(context, memory_limit=6 * TENSORS * page, max_batch=2) as cache:
         cache.alloc_reqid()
@@ -467,7 +467,7 @@ def test_the_next_owner_does_not_get_promised_pages(context: Context) -> None:
 
 
 def test_pages_mapped_one_by_one_join_into_runs(host: Context) -> None:
-    """Requests grow in turn, and each finds its next page adjacent to its last."""
+    """Requests grow in turn; each new page of a request is adjacent to its last page."""
     with small_cache(host) as cache:
         for _ in range(4):
             cache.alloc_reqid()
@@ -652,12 +652,12 @@ def test_close_with_a_live_tensor(context: Context) -> None:
 
 
 def _warnings_of(work: Callable[[], object]) -> list[str]:
-    """Returns the warnings about objects that `work` leaves behind."""
+    """Returns the warnings about objects that `work` leaks."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
-        for _ in range(3):  # a caught warning keeps its source alive
+        for _ in range(3):  # several rounds, because a caught warning keeps its source alive
             gc.collect()
             texts.extend(str(one.message) for one in caught)
             caught.clear()
@@ -691,7 +691,7 @@ def test_close_while_the_worker_maps(context: Context) -> None:
 
 
 def test_an_engine_that_fails_between_step_and_forward(context: Context) -> None:
-    """A request owns the pages that its step mapped; when it is freed, the next request finds
+    """A request owns the pages that its step mapped; once it is freed, the next request reads
     zeros.
     """
     with small_cache(context) as cache:

@@ -35,7 +35,7 @@ AHEAD = 3
 
 @contextmanager
 def stalling(context: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FdEvent]]:
-    """Delays the worker's batches until their event is set, like a stalled driver call."""
+    """Delays each of the worker's batches until its event is set, like a stalled driver call."""
     calls: list[FdEvent] = []
     submit = context.submit
 
@@ -104,8 +104,8 @@ def test_by_default_nothing_is_mapped_ahead(context: Context) -> None:
 def test_a_stalled_call_reaches_no_step_of_a_decode_run(
     context: Context, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    """Each batch of the worker hangs for two steps. Without growth ahead, steps wait for the
-    driver; with it, no step waits.
+    """Each of the worker's batches hangs for two steps. Without growth ahead, steps wait for the
+    driver; with growth ahead, no step waits.
     """
     with small_cache(context, ahead_tokens=ahead, max_seq_len=20 * ROWS) as cache:
         one, two = started(cache, 1), started(cache, ROWS // 2)

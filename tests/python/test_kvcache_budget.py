@@ -41,7 +41,7 @@ def config(page: int, which: str, floor: int = 0, ceiling: int = 64, **changes: 
 def two(
     context: Context, total: int, a: dict[str, Any], b: dict[str, Any]
 ) -> Iterator[tuple[Budget, KVCache, KVCache]]:
-    """Yields the budget of `total` pages and its caches a and b."""
+    """Yields a budget of `total` pages and its caches a and b."""
     page = context.info.granule
     budget = Budget(context, total * page)
     with (
@@ -62,9 +62,7 @@ def hold(cache: KVCache, pages: int) -> int:
 
 
 def longer(cache: KVCache, reqid: int, pages: int) -> list[int]:
-    """Returns the present lengths, except that one request gets as many rows as `pages` pages
-    hold.
-    """
+    """Returns the current lengths, but with as many rows for one request as `pages` pages hold."""
     lens = [slot.seq_len for slot in cache.snapshot()]
     lens[reqid] = cache.layout.capacity(pages)
     return lens
@@ -200,7 +198,7 @@ def test_memory_is_freed_for_a_new_floor(context: Context) -> None:
 def test_a_cache_whose_creation_failed_has_no_floor(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception came after the budget had admitted the cache, before anything was mapped for
+    """The exception comes after the budget has admitted the cache, before anything is mapped for
     it.
     """
 
@@ -250,7 +248,7 @@ def test_a_budget_without_a_total_takes_what_is_free(context: Context) -> None:
     assert Budget(context).total_bytes > 0
 
 
-def test_steps_of_both_in_two_threads(context: Context) -> None:
+def test_steps_of_both_caches_in_two_threads(context: Context) -> None:
     """Each cache keeps taking pages from the other; there is no deadlock, and no row is lost."""
     with two(context, 14, {"floor": 4}, {"floor": 4}) as (_, *caches):
         failures: list[BaseException] = []
@@ -285,8 +283,8 @@ def test_steps_of_both_in_two_threads(context: Context) -> None:
 
 
 def test_a_busy_cache_lets_others_take_a_turn(context: Context) -> None:
-    """While one cache waits for GPU work on the other's slot, the other's call waits, and then runs
-    before the first one's next call; there is no deadlock.
+    """While cache a waits for GPU work on cache b's slot, a call to b waits; it then runs before
+    a's next call, without a deadlock.
     """
     with two(context, 8, {}, {}) as (_, a, b), pending() as work:
         b.free_reqid(hold(b, 4), work)
@@ -315,8 +313,8 @@ def test_a_busy_cache_lets_others_take_a_turn(context: Context) -> None:
 
 
 class BudgetModel:
-    """Two caches, and a record of their requests' pages, which says how many pages each cache
-    can get.
+    """Two caches and a plain count of their requests' pages, which tells how many pages each can
+    still get.
     """
 
     def __init__(self, caches: dict[str, KVCache], total: int, seed: int) -> None:
@@ -331,9 +329,7 @@ class BudgetModel:
         return sum(pages for key, pages in self.pages.items() if key[0] == which)
 
     def fits(self, which: str, pages: int) -> bool:
-        """Returns true if the requests of a cache can have `pages` pages; floors are whole
-        columns.
-        """
+        """Returns true if the requests of a cache can hold `pages` pages in total."""
         page = self.caches[which].layout.page_size
         kept = sum(
             max(self.active(other), cache.config.memory_floor // page)
@@ -423,7 +419,7 @@ def test_idle_memory_is_released(context: Context) -> None:
         for cache in (one, other):
             cache.free_reqid(hold(cache, 3))
         assert budget.stats().used_bytes > 12 * page
-        budget.reclaim(12 * page)  # 8 pages belong to a request, 4 are the floor
+        budget.reclaim(12 * page)  # 8 pages belong to a request, 4 to the floor
         eventually(lambda: budget.stats().used_bytes <= 12 * page)
         assert one.step(longer(one, kept, 2)) == 0
         assert other.stats().mapped_bytes <= 6 * page

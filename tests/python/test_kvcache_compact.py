@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: memory that requests have freed returns to the device, even from between live
-pages.
-"""
+"""Description: freed memory returns to the device, even if it lies between live pages."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ DRIVERS = 64 << 20
 PAGE = 64 << 10
 REQUESTS = 160
 LAYERS = 4
-ROW = 8 * 128 * 2  # bytes: a page holds 32 rows
+ROW = 8 * 128 * 2  # bytes per row; a page holds 32 rows
 ROWS = PAGE // ROW
-LIVE = REQUESTS // 10 * 2 * LAYERS * 8 * PAGE  # bytes of the requests that stay
-AN_HOUR = 3600.0  # the cache's own thread must not run during a test: see `looks`
+LIVE = REQUESTS // 10 * 2 * LAYERS * 8 * PAGE  # bytes of the remaining requests
+AN_HOUR = 3600.0  # keeps the cache's own thread from running during a test; see `looks`
 
 
 def config(**changes: object) -> KVCacheConfig:
@@ -48,8 +46,8 @@ def config(**changes: object) -> KVCacheConfig:
 
 @contextmanager
 def fragmented(backend: str, **changes: object) -> Iterator[tuple[KVCache, dict[int, int]]]:
-    """Yields a cache with nine tenths of its requests freed, at random; and the others' rows by
-    reqid.
+    """Yields a cache of which a random nine tenths of the requests were freed, and the remaining
+    requests' rows by reqid.
     """
     with open_context(backend) as context:
         if context.info.granule > PAGE:
@@ -94,7 +92,7 @@ def holds(cache: KVCache, reqid: int, mark: int) -> bool:
 
 
 def compact_bytes() -> float:
-    """Returns the most device memory in use once live pages are compacted."""
+    """Returns an upper bound on the device memory in use once live pages are compacted."""
     return LIVE * 1.1 + SLAB
 
 
@@ -106,7 +104,7 @@ def looks(cache: KVCache) -> None:
     """Does what the cache's thread does in an idle period of `idle_seconds`."""
     idle = cache._idle
     assert idle is not None
-    idle._look()  # notices the calls made since the last check
+    idle._look()  # notices that calls were made since the last check
 
     def trimmed() -> bool:
         idle._look()
@@ -120,8 +118,8 @@ def rest(cache: KVCache, stream: Any = None) -> None:
 
 
 def device_bytes(backend: str) -> int | None:
-    """Returns the memory in use as the system counts it, not the library; None: unknown for this
-    process.
+    """Returns the memory in use as counted by the system, not the library; None if the system
+    cannot tell for this process.
     """
     if backend != "host":
         import torch
@@ -140,7 +138,7 @@ def device_bytes(backend: str) -> int | None:
 def test_trim_moves_pages_together(backend: str) -> None:
     with fragmented(backend, idle_seconds=0) as (cache, _):
         cache.trim()
-        assert not is_compact(cache), "requests that the last step named may have work"
+        assert not is_compact(cache), "pages of requests in the last step must not be moved"
         cache.trim(compact=False)
         rest(cache)
         cache.trim(compact=False)
@@ -158,7 +156,7 @@ def test_trim_moves_pages_of_idle_requests_on_request(backend: str) -> None:
 
 
 def test_an_idle_cache_is_compacted(backend: str) -> None:
-    """The default configuration compacts; the memory is compared as the system counts it."""
+    """The default configuration compacts; compares the memory as counted by the system."""
     before = device_bytes(backend)
     with fragmented(backend) as (cache, _):
         rest(cache)
@@ -174,7 +172,8 @@ def test_an_idle_cache_is_compacted(backend: str) -> None:
 
 
 def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
-    """No request is left, whatever the last step named; the next turn finds its cached rows."""
+    """No request is left, although the last step named some; the next turn finds its cached
+    rows."""
     with fragmented(backend) as (cache, marks):
         tokens = {reqid: range(1000 * reqid, 1000 * reqid + 8 * ROWS) for reqid in marks}
         for reqid in marks:
@@ -192,7 +191,7 @@ def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
 
 
 def test_pages_of_running_requests_are_not_moved(backend: str) -> None:
-    """The last step named the live requests, so their work may be in the GPU's queue."""
+    """The last step named the live requests, so their work may still be queued on the GPU."""
     with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         lens = [slot.seq_len for slot in cache.snapshot()]
         assert cache.step(lens) == 0
@@ -234,7 +233,7 @@ def test_compaction_waits_for_the_last_work(backend: str) -> None:
         eventually(lambda: is_compact(cache))
 
 
-def test_not_while_others_have_pages_in_the_context(backend: str) -> None:
+def test_nothing_is_compacted_while_others_have_pages_in_the_context(backend: str) -> None:
     with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         rest(cache)
         with cache.context.reserve(PAGE):
@@ -248,7 +247,7 @@ def test_not_while_others_have_pages_in_the_context(backend: str) -> None:
 def test_a_concurrent_call_waits_for_one_slab(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache is compacted slab by slab; a step between two slabs stops it."""
+    """The cache is compacted slab by slab; a step between two slabs stops the compaction."""
     with fragmented(backend, idle_seconds=AN_HOUR, idle_compact=True) as (cache, _):
         began, stepping, stepped = threading.Event(), threading.Event(), threading.Event()
         pieces: list[int] = []
@@ -312,12 +311,12 @@ def test_requests_continue_after_compaction(backend: str) -> None:
             assert cache.k(0)[reqid].shape[0] == 8 * ROWS
 
 
-def test_not_in_a_context_of_others(context: Context) -> None:
+def test_a_context_shared_with_others_is_not_compacted(context: Context) -> None:
     page = context.info.granule
     with KVCache(config(page_size=page, max_batch=2), context) as cache:
         with pytest.raises(NotSupported, match="does not own the context"):
             cache.trim(compact=True)
-        assert cache._idle is None, "nor does it release memory that others are about to use"
+        assert cache._idle is None, "it must not release memory that others are about to use"
         assert cache.trim() >= 0
         cache.check_integrity()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: KVCacheConfig and the arithmetic of the layout: limits and errors, without
+"""Description: KVCacheConfig and the layout arithmetic: limits and errors, without allocating
 memory.
 """
 
@@ -283,7 +283,7 @@ def test_packed_slots_must_be_whole_pages(context: Context) -> None:
 @pytest.mark.needs_tensors
 def test_tensors_of_packed_slots_are_contiguous(context: Context) -> None:
     page = context.info.granule
-    # a page less than 16 MiB: otherwise slots are aligned to 16 MiB
+    # one page short of 16 MiB, because larger slots are aligned to 16 MiB
     rows = 8 * ((16 << 20) // page - 1)
     for packed in (False, True):
         config = small_config(page, max_seq_len=rows, packed_slots=packed)

@@ -73,7 +73,7 @@ def test_close_after_an_invalid_descriptor(context: Context) -> None:
         cache.check_integrity()
 
 
-def test_where_the_context_is_gone_close_asks_for_no_descriptor(backend: str) -> None:
+def test_close_needs_no_descriptor_once_the_context_is_closed(backend: str) -> None:
     context = open_context(backend)
     cache = KVCache(small_config(context.info.granule), context)
     cache.slots.claim(0)
@@ -112,7 +112,7 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
         cache.slots.claim(1)
         assert not cache.slots.is_ready(
             1, 3 * ROWS
-        )  # the growth of the earlier owner does not count for the next
+        )  # the earlier owner's growth does not count for the next owner
         with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
             cache.slots.is_ready(0, 1)
         longest = cache.config.max_seq_len
@@ -121,12 +121,12 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
 
 
 def lacking(cache: KVCache, reqid: int | None, tokens: int) -> int:
-    """Returns the pages that a request needs and does not have."""
+    """Returns the number of pages that a request still needs."""
     return cache.memory.for_request(reqid, tokens) // cache.layout.page_size
 
 
 def obtainable(cache: KVCache) -> list[int]:
-    """Returns the pages that requests can get, and all pages."""
+    """Returns the number of pages that requests can get, and the number of all pages."""
     return [size // cache.layout.page_size for size in cache.memory.obtainable()]
 
 

@@ -55,7 +55,8 @@ class Trace:
     # ---- calls ----------------------------------------------------------------------------------
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[bool, Any]:
-        """Makes a call, which may be made to fail; returns whether it succeeded, and its result."""
+        """Makes a call, sometimes with an injected failure; returns whether it succeeded, and its
+        result."""
         context, chance, self.cut = self.cache.context, self.dice.random(), False
         if chance < 0.1:
             context.inject(self.dice.choice(KINDS), self.dice.randrange(3), 1)
@@ -78,7 +79,7 @@ class Trace:
         return True, answer
 
     def prompt(self) -> list[int]:
-        """Returns one of a few kinds of prompt, some of which share a prefix."""
+        """Returns a prompt of one of a few kinds, some of which share a prefix."""
         kind = self.dice.randrange(3)
         return [kind * 100 + n for n in range(self.dice.randrange(1, 5 * ROWS))]
 
@@ -93,7 +94,7 @@ class Trace:
         answered, begun = self.call(self.cache.alloc_prefix, asked)
         if form:
             asked.release()
-        # the exception may have come after all the work, so that only the result was lost
+        # the exception may have come after all the work was done, so that only the result was lost
         if self.cut:
             stats, told = self.cache.stats(), {}
             for name in ("queries", "query_tokens", "hits", "hit_tokens"):
@@ -151,8 +152,8 @@ class Trace:
         self.want[name] += told
 
     def slack(self, before: CacheStats, after: CacheStats) -> int:
-        """Returns the pages that the step reused: each may have been zeroed once more than it was
-        granted.
+        """Returns the number of pages that the step reused; each may be counted as zeroed once more
+        than as granted.
         """
         return after.reused_pages - before.reused_pages
 
@@ -187,7 +188,7 @@ class Trace:
     # ---- checks after each call ---------------------------------------------------------------
 
     def settle(self) -> None:
-        """Adopts the contents of the slots, which an interrupted call may have changed or not."""
+        """Adopts the contents of the slots, which an interrupted call may have changed."""
         snapshot = self.cache.snapshot()
         for slot in snapshot:
             if slot.state == "active":
@@ -212,7 +213,8 @@ class Trace:
         mapped = stats.mapped_bytes // cache.layout.page_size
         assert mapped == stats.active_pages + stats.cached_pages
         uncounted = mapped - (stats.grown_pages - stats.reclaimed_pages)
-        settled = settled and not cache.config.eager_pages  # a step starts to map some of them
+        # a step may already be mapping some eager pages
+        settled = settled and not cache.config.eager_pages
         assert 0 <= uncounted <= (0 if settled else stats.cached_pages), "promised, not mapped yet"
         assert (stats.moved_pages, stats.promoted_pages) == (0, 0)
         assert stats.total_pages == stats.free_pages + mapped
@@ -239,7 +241,7 @@ class Trace:
             self.check(settled=self.quiet())
 
     def quiet(self) -> bool:
-        """Waits for the background; returns true if the records include its work, as after a
+        """Waits for background work; returns true if the records already include it, as after a
         step.
         """
         eventually(lambda: not any(slot.in_flight for slot in self.cache.snapshot()))

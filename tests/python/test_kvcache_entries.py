@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache's pages of 64 KB under entries of 2 MiB, from a prefill to the end of
-requests.
-"""
+"""Description: a cache's 64 KB pages under 2 MiB entries, from prefill to the end of a request."""
 
 from __future__ import annotations
 
@@ -70,8 +68,8 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
 
 
 def entries(cache: KVCache, reqid: int) -> list[int]:
-    """Returns the bytes mapped by the entry of each block in the first tensor; 0: no large
-    entry.
+    """Returns the bytes mapped by each block's large entry in the first tensor, or 0 for a block
+    without one.
     """
     at = cache.layout.offset(reqid)
     return [cache.reservation.query(at + block * BLOCK).entry_bytes for block in range(4)]
@@ -139,7 +137,7 @@ def test_a_step_short_of_memory_splits_unused_parts(cache: KVCache, ahead: bool)
     second = cache.alloc_reqid()
     want = lens(cache, **{f"r{first}": FULL + 5, f"r{second}": 20 * ROWS})
     assert cache.can_admit([20 * ROWS])
-    if ahead:  # not in the background: kernels read other pages of the entry
+    if ahead:  # nothing is split in the background, because kernels read other pages of the entry
         assert cache.step_async(want) == 0
         assert entries(cache, first)[1] == BLOCK
     assert cache.step(want) == 0
@@ -194,7 +192,7 @@ def test_only_missing_pages_are_split_off(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("cache", [SHORT], indirect=True)
 def test_a_request_grows_within_its_entry(cache: KVCache) -> None:
-    """When it grows, its own part of the entry is not taken from it."""
+    """A request that grows does not lose its own part of the entry."""
     first = prefill(cache, FULL, 1.0)
     second = prefill(cache, FULL, 2.0)
     assert cache.truncate(first, 10 * ROWS) == 0
@@ -288,8 +286,8 @@ WINDOW = {"window": 40 * ROWS, "window_tile": 0}
 
 @pytest.mark.parametrize("cache", [WINDOW], indirect=True)
 def test_a_window_leaves_an_entry_as_a_whole(cache: KVCache) -> None:
-    """Work may be reading other pages of the entry; pages with their own entries are unmapped one
-    by one.
+    """An entry stays while work may read any of its pages; pages with their own entries are
+    unmapped one by one.
     """
     length = 2 * FULL
     reqid = prefill(cache, length)
@@ -317,7 +315,8 @@ def test_a_move_of_a_part_of_a_block(cache: KVCache) -> None:
 
 
 def test_joins_for_want_of_mappings_are_recorded(backend: str) -> None:
-    """If mappings are scarce, a step consolidates pages; old pages stay while work reads them."""
+    """If mappings are scarce, a step consolidates pages; the old pages stay while work reads
+    them."""
     limit = 2 * TENSORS * (PAGES + 4)
     with Context(backend, granule=PAGE, large_entries=True, max_mappings=limit) as context:
         if Caps.LARGE_ENTRIES not in context.info.caps or context.info.max_mappings != limit:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a KVCache stays consistent when driver calls fail, at each single call."""
+"""Description: a KVCache stays consistent whichever driver call fails."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_failed_reclaim_for_a_step_is_an_error_not_shortage(context: Context) 
         before = state(cache)
         for ahead in (False, True):
             context.inject(Inject.UNMAP)
-            if ahead:  # it only starts the reclaim; the error surfaces in the step
+            if ahead:  # a step ahead only starts the reclaim; the error surfaces in the step
                 assert cache.step_async(lens(cache, r1=4 * ROWS)) == 0
             with pytest.raises(DriverError):
                 cache.step(lens(cache, r1=4 * ROWS))
@@ -145,7 +145,8 @@ def test_a_failed_fill_hands_nothing_over(context: Context) -> None:
 
 
 def _engine(cache: KVCache, calls: list[Callable[[], object]]) -> None:
-    """Grows, shrinks, reuses and reclaims, in the calling thread and in the background."""
+    """Grows, truncates, reuses slots and reclaims pages, in the calling thread and in the
+    background."""
     calls += [
         lambda: cache.alloc_reqid(ROWS),
         lambda: cache.alloc_reqid(ROWS),
@@ -166,7 +167,7 @@ def _engine(cache: KVCache, calls: list[Callable[[], object]]) -> None:
 
 
 def _now(cache: KVCache, want: dict[int, int]) -> list[int]:
-    """Returns `want` for the slots that are taken."""
+    """Returns lengths with `want` for the slots that are in use."""
     taken = {slot.reqid for slot in cache.snapshot() if slot.state == "active"}
     return [want.get(reqid, 0) if reqid in taken else 0 for reqid in range(cache.config.max_batch)]
 
@@ -174,7 +175,7 @@ def _now(cache: KVCache, want: dict[int, int]) -> list[int]:
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_driver_call_fails_once(backend: str, deferred: bool, count: int) -> None:
-    """The nth call fails, and with `count` 2 also the next one: that of the rollback."""
+    """The nth call fails, and with `count` 2 also the next call, which is the rollback's."""
     survived = False
     skip = 0
     while not survived:
@@ -208,7 +209,7 @@ def _survives(call: Callable[[], object]) -> bool:
 
 
 def _still_works(cache: KVCache) -> None:
-    """Checks that every slot that is not lost can be filled and read."""
+    """Checks that every slot that is not retired can be filled and read."""
     for slot in cache.snapshot():
         if slot.state == "active":
             cache.free_reqid(slot.reqid)
@@ -243,8 +244,8 @@ def test_a_failed_rollback_costs_only_its_slot(backend: str) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_every_allocation_of_the_library_fails(backend: str, ahead: bool) -> None:
-    """When libvmem's own heap fails, calls report a shortage without effect; a step retries
-    once.
+    """When libvmem's own heap allocation fails, calls report a shortage and change nothing; a step
+    retries once.
     """
     assert not any(_step_without_heap(backend, ahead, skip, 1) for skip in range(12))
     assert sum(_step_without_heap(backend, ahead, skip, 100) for skip in range(12)) >= 2
@@ -267,8 +268,8 @@ def _step_without_heap(backend: str, ahead: bool, skip: int, count: int) -> bool
 
 
 def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> None:
-    """Work that never completes keeps its pages, but not the program: a signal interrupts the
-    wait.
+    """Work that never completes keeps its pages, but cannot block the program: a signal interrupts
+    the wait.
     """
 
     def ring(*_: object) -> None:
@@ -287,7 +288,9 @@ def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> Non
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        assert context.query(cache.reservation.addr).mapped, "the work may still access it"
+        assert context.query(cache.reservation.addr).mapped, (
+            "the page must stay mapped while work may access it"
+        )
         endless.set()
         cache.close()
         assert context.stats().mapped_bytes == 0
@@ -328,7 +331,7 @@ def test_a_full_queue_is_not_a_slot_shortage(context: Context) -> None:
             assert cache.fork(0, 2 * ROWS) == 1
             assert rows_are(cache, 1, 0, 2 * ROWS, 2.0)
             cache.check_integrity()
-            cache.free_reqid(1)  # its shared pages cannot be queued for unmapping
+            cache.free_reqid(1)  # the queue has no room to unmap its shared pages
             assert cache.alloc_reqid() == 1
             assert cache.step(lens(cache, r0=2 * ROWS, r1=1)) == 0
             assert rows_are_zero(cache, 1, 0, 1)

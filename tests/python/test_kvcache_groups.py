@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: groups of unequal layers grow in one batch, and their windows slide in one."""
+"""Description: groups of unequal layers grow in one batch, and slide their windows in one batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_step_that_fails_in_one_group_changes_none(context: Context) -> None:
         assert [cache.alloc_reqid() for _ in range(2)] == [0, 1]
         assert cache.step(both(cache, 4)) == 0
         before, mapped = state(cache), cache.stats().mapped_bytes
-        # the calls of both requests
+        # driver calls for both requests
         calls = 2 * sum(one.layout.num_tensors for one in cache.caches)
         for skip in (0, calls // 2, calls - 1):
             context.inject(Inject.MAP, skip=skip)
@@ -82,7 +82,7 @@ def test_the_windows_of_all_groups_slide_in_one_batch(context: Context) -> None:
         assert slid(cache) == [[0, 0]] * 3
         context.inject(Inject.UNMAP, 0, 0)
         cache.check_integrity()
-        assert holds(cache, 0, list(range(1, 41))), "undone"
+        assert holds(cache, 0, list(range(1, 41))), "the failed slide must be undone"
         with pytest.raises(DriverError):
             cache.step(both(cache, 42))
         batches = context.stats().batches
@@ -121,7 +121,8 @@ def test_a_snapshot_agrees_with_the_records(
 
 
 def test_a_request_ends_while_its_window_slides(context: Context) -> None:
-    """Its pages are unmapped after the slide, whether that succeeds or is rolled back."""
+    """The request's pages are unmapped after the slide, whether the slide succeeds or is rolled
+    back."""
     with sliding(context) as cache:
         for fails in (False, True):
             reqid = cache.alloc_reqid()
@@ -148,7 +149,7 @@ def test_a_request_ends_while_its_window_slides(context: Context) -> None:
 
 @pytest.mark.parametrize("kind", [Inject.MAP, Inject.HEAP])
 def test_a_truncation_that_fails_changes_no_group(context: Context, kind: Inject) -> None:
-    """Any driver call may fail, of those that copy and of those that replace pages."""
+    """Fails each of the driver calls that copy or replace pages."""
     failed = 0
     for skip in range(200):
         with layered(context) as cache:

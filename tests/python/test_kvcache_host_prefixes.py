@@ -40,7 +40,7 @@ TENSORS = 2 * LAYERS
 
 
 def unit_bytes(context: Context) -> int:
-    """Returns the bytes of a sharing unit's rows in `small_cache`."""
+    """Returns the size in bytes of a sharing unit in `small_cache`."""
     return TENSORS * context.info.granule
 
 
@@ -129,7 +129,7 @@ def test_another_cache_of_the_budget_takes_the_pages(context: Context) -> None:
         reqid = started(taker, 6 * ROWS, 5.0)
         assert giver.stats().prefix_host_bytes == 2 * unit
         assert rows_are(taker, reqid, 0, 6 * ROWS, 5.0)
-        giver.free_reqid(begins(giver, ids, 0))  # no page is free to load them to
+        giver.free_reqid(begins(giver, ids, 0))  # no page is free to load the rows into
         taker.free_reqid(reqid)
         begins(giver, ids, 2 * ROWS)
         giver.check_integrity()
@@ -152,7 +152,7 @@ def test_a_prefix_split_between_device_and_host(context: Context) -> None:
 
 
 def test_a_prompt_that_branches_off_the_prefix(context: Context) -> None:
-    """It gets the units that they share, in its own namespace."""
+    """The request gets the units that both prompts share, in its own namespace."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=8 * unit) as cache:
         ids = recorded(cache, 3 * ROWS)
@@ -214,7 +214,7 @@ def test_host_prefixes_are_dropped_when_weights_change(context: Context) -> None
         assert taken[1] == 0
 
 
-def test_without_host_memory_they_are_lost(context: Context) -> None:
+def test_evicted_prefixes_are_lost_without_host_memory(context: Context) -> None:
     with small_cache(context) as cache:
         ids = recorded(cache, 2 * ROWS)
         with pytest.raises(InvalidArgument, match=r"prefixes is 'host'.*here 0"):
@@ -248,7 +248,7 @@ def test_invalid_options(host: Context) -> None:
 
 
 def test_groups_of_layers(backend: str) -> None:
-    """A unit has the rows of all groups."""
+    """A unit contains the rows of all groups."""
     with open_context(backend) as context:
         page = context.info.granule
         with layered(context, host_prefixes=400 * page) as cache:
@@ -322,7 +322,7 @@ def test_requests_of_several_threads(host: Context) -> None:
 
 
 def test_rows_that_gpu_work_still_writes_are_not_stored(context: Context) -> None:
-    """`trim` waits for the work; a request that needs the pages does not."""
+    """`trim` waits for the work; a request that needs the pages does not wait."""
     unit = unit_bytes(context)
     with small_cache(context, host_prefixes=4 * unit) as cache, pending() as work:
         ids = list(range(ROWS))
@@ -359,7 +359,7 @@ def test_a_prefix_that_cannot_be_copied_is_lost(context: Context, what: Inject) 
 
 
 class Copies:
-    """A stand-in for the copy kernel that copies in threads; the n-th call fails."""
+    """Stands in for the copy kernel and copies in threads; its n-th call fails."""
 
     def __init__(self, fails: int) -> None:
         self.left = fails
@@ -387,7 +387,7 @@ def test_the_kernel_gets_the_addresses_of_the_rows(
 
 
 def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails to store and then to load: the request starts without the prefix, like any other."""
+    """First the store fails, then the load: the request starts without the prefix."""
     unit = unit_bytes(host)
     with small_cache(host, host_prefixes=4 * unit) as cache:
         ids = recorded(cache, 2 * ROWS)
@@ -402,7 +402,7 @@ def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> No
         reqid = begins(cache, ids, 0)
         cache.check_integrity()
         assert cache.step(lens(cache, **{f"r{reqid}": 3 * ROWS})) == 0
-        assert rows_are_zero(cache, reqid, 0, 3 * ROWS), "no part of the copy is left"
+        assert rows_are_zero(cache, reqid, 0, 3 * ROWS), "no part of the copy may be left"
         assert cache.stats().prefix_host_bytes == 0
 
 
@@ -450,7 +450,7 @@ def test_a_load_whose_map_fails(context: Context) -> None:
 def test_a_loaded_prefix_that_cannot_be_recorded(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request keeps the loaded rows for itself."""
+    """The request keeps the loaded rows as its own."""
     with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
         ids = recorded(cache, 2 * ROWS)
         cache.trim(prefixes="host")
@@ -466,7 +466,7 @@ def test_a_loaded_prefix_that_cannot_be_recorded(
 def test_a_loaded_prefix_whose_pages_cannot_be_shared(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver fails: the request starts without the prefix, and the load is not retried."""
+    """When the driver fails, the request starts without the prefix, and the load is not retried."""
     calls = []
 
     def fails(*_: Any) -> None:
@@ -503,7 +503,7 @@ def test_close_frees_host_memory(host: Context) -> None:
 
 
 class HostModel(ShareModel):
-    """A model in which some prefixes return from host memory, with the rows that it expects."""
+    """A model in which some prefixes come back from host memory, with the expected rows."""
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         super().__init__(cache, seed)
@@ -539,7 +539,7 @@ class HostModel(ShareModel):
         self.grow({reqid: prompt[length:]})
 
     def any_step(self) -> None:
-        """Mostly starts and ends requests: many find prefixes that others recorded."""
+        """Mostly starts and ends requests, so that many find prefixes recorded by others."""
         pick = self.random.random()
         if pick < 0.6:
             super().any_step()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: unequal layers: MLA's one tensor, uneven heads and sizes, one step for all."""
+"""Description: unequal layers: MLA's single tensor, uneven heads and sizes, one step for all
+layers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from pyvmem.models.shapes import classes_of
 
 
 def units(page: int) -> int:
-    """Returns the number of heads of 64 float32 that fill an eighth of a page."""
+    """Returns the number of heads, of 64 float32 elements each, that fill an eighth of a page."""
     return page // (8 * 64 * 4)
 
 
@@ -80,7 +81,8 @@ def state(cache: LayeredCache) -> list[Any]:
 def note_ahead(
     cache: LayeredCache, owned: dict[int, list[int]], want: dict[int, list[int]]
 ) -> None:
-    """Records what `step_async` mapped for a `step` that ran short: at most what was requested."""
+    """Records the pages that `step_async` mapped for a `step` that ran short: at most those
+    requested."""
     for place, one in enumerate(cache.caches):
         for slot in one.snapshot():
             if slot.reqid in owned:
@@ -184,7 +186,7 @@ def test_every_group_gets_pages_for_its_own_rows(context: Context) -> None:
 
 
 def test_if_one_group_is_short_none_changes(context: Context) -> None:
-    # 20 rows need 5 * 4 + 3 * 2 + 4 + 2 = 32 pages; each group alone would fit.
+    # 20 rows need 5 * 4 + 3 * 2 + 4 + 2 = 32 pages; each group would fit by itself.
     for pages, ahead in ((31, False), (31, True), (21, False), (27, True)):
         with layered(context, pages) as cache:
             assert not cache.can_admit([20])
@@ -321,9 +323,7 @@ def test_bad_input(context: Context) -> None:
 @pytest.mark.parametrize("policy", [{}, {"deferred_reclaim": False}, {"zero_fill": False}])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
-    """Compares rows and shortages with a plain account of the pages that requests own in all
-    groups.
-    """
+    """Compares rows and shortages with a plain count of the requests' pages in all groups."""
     total = 80
     choose = random.Random(seed)
     with layered(context, total, **policy) as cache:
@@ -356,9 +356,7 @@ def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> N
                 assert done == fits
                 if not done:
                     refused += 1
-                    if (
-                        begun
-                    ):  # except for a slot that was held up: it keeps pages mapped for others
+                    if begun:  # the step ran short after step_async had already mapped pages
                         note_ahead(cache, owned, want)
                     else:
                         assert state(cache) == before
@@ -434,8 +432,8 @@ def away(cache: LayeredCache) -> list[int]:
 
 
 def at_rest(cache: LayeredCache, want: list[int]) -> bool:
-    """Returns true if, after a step, nothing is in flight and `want` pages of request 0 are
-    off-device.
+    """Makes a step; returns true if nothing is in flight and, per group, `want` pages of request 0
+    are off-device.
     """
     assert cache.step([slot.seq_len for slot in cache.caches[0].snapshot()]) == 0
     slots = [one.snapshot()[0] for one in cache.caches]
@@ -444,7 +442,7 @@ def at_rest(cache: LayeredCache, want: list[int]) -> bool:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_move_is_for_all_layers_or_none(backend: str, wait: bool) -> None:
-    """The limit, which covers all layers together, suffices for the narrow ones alone."""
+    """The limit covers all layers together; it would suffice only for the narrow layers."""
     with with_tiers(backend) as context:
         page = context.info.granule
         with narrow_and_wide(context, host_limit=11 * page) as cache:
@@ -490,9 +488,7 @@ def test_a_move_that_finds_no_memory_for_some_layers(backend: str, wait: bool) -
 
 
 def test_every_driver_call_of_a_move_of_several_groups_fails_once(backend: str) -> None:
-    """New pages are allocated in all groups or in none; only their mapping may succeed in one group
-    alone.
-    """
+    """New pages are allocated in all groups or none, but they may be mapped in only one group."""
     seen, skip = set(), 0
     while True:
         with with_tiers(backend) as context, narrow_and_wide(context) as cache:
@@ -519,7 +515,7 @@ def test_every_driver_call_of_a_move_of_several_groups_fails_once(backend: str) 
 
 
 def test_a_promotion_of_several_classes(backend: str) -> None:
-    """Each group has its own parts; if a driver call fails, all rows stay."""
+    """Each group is promoted in its own parts; if a driver call fails, no row is lost."""
     skip = 0
     while True:
         with in_slabs(backend) as context, narrow_and_wide(context) as cache:
@@ -539,7 +535,7 @@ def test_a_promotion_of_several_classes(backend: str) -> None:
             eventually(lambda: at_rest(cache, [0, 0]))
             assert holds(cache, 0, tags)
         skip += 1
-    assert skip, "no call of the driver failed"
+    assert skip, "no driver call failed"
 
 
 def test_a_promotion_without_blocks_is_rejected(context: Context) -> None:
@@ -567,7 +563,7 @@ def test_a_request_continues_after_one_group_lost_its_rows(context: Context) -> 
 
 
 def test_a_slot_retired_in_one_group_is_used_in_none(context: Context) -> None:
-    """Even if each group has retired the same number of slots."""
+    """Covers groups that have each retired the same number of slots."""
     with narrow_and_wide(context) as cache:
         with cache._lock, cache._journal:
             for index, group in enumerate(cache._groups):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: budgets as engines of a ledger: an engine that is short gets the idle memory of
+"""Description: budgets as engines in a ledger: an engine short of memory gets the idle memory of
 others.
 """
 
@@ -43,7 +43,7 @@ def engines(folder: Path) -> dict[str, EngineInfo]:
 
 @contextlib.contextmanager
 def engine(folder: Path, name: str, total: int = 16, **values: Any) -> Iterator[KVCache]:
-    """Yields a cache with its own budget, as in its own process; total: in columns."""
+    """Yields a cache with its own budget, as in a separate process; `total` is in columns."""
     floor = values.pop("floor_bytes", 0)
     with (
         Context("host", granule=PAGE) as context,
@@ -57,7 +57,7 @@ def engine(folder: Path, name: str, total: int = 16, **values: Any) -> Iterator[
 
 
 def other(folder: Path, floor: int = 0) -> Account:
-    """Joins as an engine without a KVCache, such as vLLM's."""
+    """Joins the ledger as an engine without a KVCache, such as vLLM."""
     most = 16 * COLUMN * PAGE
     return ledger(folder).join("other", floor=floor, limit=most, least=1, virtual=most)
 
@@ -76,7 +76,7 @@ def start(cache: KVCache, columns: int) -> int:
     return reqid
 
 
-def test_a_cache_gets_the_memory_of_an_idle_one(folder: Path) -> None:
+def test_a_cache_gets_an_idle_caches_memory(folder: Path) -> None:
     with engine(folder, "a") as a, engine(folder, "b") as b:
         running = start(a, 2)
         for reqid in [start(a, 6), start(a, 5)]:
@@ -230,7 +230,7 @@ def test_a_forgotten_budget_leaves_the_ledger(folder: Path, host: Context) -> No
     del budget
 
     def forgotten() -> bool:
-        gc.collect()  # the budget's thread may be using it
+        gc.collect()  # the budget's thread may still be using the cache
         return gone() is None and engines(folder) == {}
 
     eventually(forgotten)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines over moving pages and entries of 2 MiB, against a plain model."""
+"""Description: random engines over moving pages and 2 MiB entries, compared with a plain model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class MixedModel(ShareModel):
             self.count("promote")
 
     def move(self, reqid: int) -> None:
-        """Moves a request, or a part of it, to the host or back."""
+        """Moves a request or a part of it to the host or back."""
         wait = self.random.random() < 0.5
         self.fire()
         before = self.cache.snapshot()[reqid]
@@ -126,7 +126,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drive(backend: str, policy: str, seed: int, steps: int) -> MixedModel:
-    """Runs a random engine; with odd seeds, memory is short of whole blocks."""
+    """Runs a random engine; with odd seeds, memory does not suffice for whole blocks."""
     with in_slabs(backend, mem_limit=80 * TENSORS * (MIB2 // 4) if seed % 2 else 0) as context:
         with cache_of(context, POLICIES[policy]) as cache:
             model = MixedModel(cache, seed)

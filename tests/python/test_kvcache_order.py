@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: which pages a KVCache reuses between requests, and how it waits for GPU work.
+"""Description: reuse of pages between requests in a KVCache, and its waits for GPU work.
 
 An FdEvent stands for GPU work, on every back end: no page that the work may access changes before
 the event fires.
@@ -94,8 +94,8 @@ def test_a_reused_slot_is_not_handed_over_before_the_work_is_over(
 
 
 def test_growth_beyond_used_pages_need_not_wait(context: Context) -> None:
-    """New pages of a slot have no earlier owner: only used pages wait for the earlier owner's
-    work.
+    """New pages of a slot have no earlier owner; only reused pages must wait for the earlier
+    owner's work.
     """
     with small_cache(context, max_batch=2) as cache, pending() as work:
         cache.alloc_reqid()
@@ -154,7 +154,7 @@ def test_the_callers_event_may_be_closed_at_once(context: Context) -> None:
 
 
 def test_the_work_of_the_owner_before_last_still_counts(context: Context) -> None:
-    """The first owner's work is still running when that of the second, on other pages, has
+    """The first owner's work is still running after the second owner's work, on other pages, has
     completed.
     """
     with (
@@ -211,7 +211,7 @@ def test_a_step_short_of_memory_waits_for_the_work_on_freed_pages(context: Conte
 
 
 def test_a_step_short_of_memory_uses_completed_slots_first(context: Context) -> None:
-    """The older slot's work never completes; its pages are not needed."""
+    """The older slot's work never completes, and its pages are not needed."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, pending() as endless:
         for _ in range(3):
@@ -256,7 +256,7 @@ def test_a_page_full_of_nan_is_zeroed_for_the_next_owner(context: Context) -> No
         assert cache.alloc_reqid(3 * ROWS) == 0
         assert cache.step([ROWS, 0]) == 0
         assert rows_are_zero(cache, 0, 0, ROWS)
-        assert not rows_are_zero(cache, 0, ROWS, 2 * ROWS), "not granted to the owner yet"
+        assert not rows_are_zero(cache, 0, ROWS, 2 * ROWS), "rows not yet granted need not be zero"
         assert cache.step([ROWS + 1, 0]) == 0
         assert rows_are_zero(cache, 0, 0, 2 * ROWS)
         assert cache.alloc_reqid() == 1
@@ -421,7 +421,7 @@ def test_without_deferred_reclaim_pages_are_unmapped_immediately(context: Contex
 
 
 def test_pages_in_flight_are_unmapped_later(context: Context) -> None:
-    """Without deferred reclaim, for a slot freed before its promised pages were mapped."""
+    """Deferred reclaim is off, and the slot is freed before its promised pages are mapped."""
     with small_cache(context, deferred_reclaim=False, max_batch=1) as cache:
         for _ in range(20):
             cache.alloc_reqid()
@@ -431,9 +431,7 @@ def test_pages_in_flight_are_unmapped_later(context: Context) -> None:
 
 
 def test_watermark(context: Context) -> None:
-    """With less than a quarter of 16 pages free, pages of the slot that was freed first are
-    unmapped.
-    """
+    """When less than a quarter of 16 pages is free, pages of the slot freed first are unmapped."""
     limit = 16 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, low_watermark=0.25) as cache:
         for _ in range(4):
@@ -472,7 +470,7 @@ def test_pages_of_old_free_slots_are_unmapped_by_age(context: Context) -> None:
 
 
 def test_pages_beyond_an_unmap_in_flight_can_be_reclaimed_too(context: Context) -> None:
-    """The watermark is already unmapping one page of a free slot; a step needs all four."""
+    """The watermark has started to unmap one page of a free slot; a step needs all four."""
     page = context.info.granule
     limit = 4 * TENSORS * page
     with (
@@ -485,7 +483,7 @@ def test_pages_beyond_an_unmap_in_flight_can_be_reclaimed_too(context: Context) 
         assert cache.step(lens(cache)) == 0
         assert cache.snapshot()[0].in_flight
         other = cache.alloc_reqid(6 * ROWS)
-        if other == 0:  # the best fit is the slot with pages, so use another
+        if other == 0:  # the best fit is the slot with pages, so take another slot
             other = cache.alloc_reqid()
             cache.free_reqid(0, work)
         with firing_later(work):

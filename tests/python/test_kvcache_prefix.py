@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: cached prefixes of a KVCache: matching, mapping, eviction, and bad input."""
+"""Description: cached prefixes of a KVCache: matching, mapping, eviction, and invalid input."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def recorded(cache: KVCache, tokens: list[int], tag: float = 1.0) -> None:
 
 @pytest.mark.parametrize("row_heads", [1, 3])
 def test_the_sharing_unit_fills_whole_pages(host: Context, row_heads: int) -> None:
-    """With 384-byte rows, three pages of 4 KiB hold 32 rows; with 64 KiB pages a unit has 512
-    rows.
-    """
+    """With 384-byte rows, three 4 KiB pages hold 32 rows; 64 KiB pages make a unit of 512 rows."""
     shape = {"num_kv_heads": row_heads, "head_dim": 64, "dtype": "float16", "max_seq_len": 80}
     with small_cache(host, **shape) as cache:
         row = cache.layout.row_bytes
@@ -100,7 +98,7 @@ def test_the_last_tokens_are_left_to_compute(context: Context) -> None:
 
 
 def test_prefixes_branch_in_the_middle(context: Context) -> None:
-    """Two requests agree in two of three pages; each has a third page of its own."""
+    """Two requests have the first two of three pages in common; each has its own third page."""
     with small_cache(context) as cache:
         other = PROMPT[: 2 * ROWS] + [7] * ROWS
         recorded(cache, PROMPT[: 3 * ROWS], 1.0)
@@ -169,7 +167,7 @@ def test_a_reader_waits_for_the_work_that_wrote_the_rows(context: Context) -> No
 @pytest.mark.parametrize("how", ["record", "free_reqid"])
 @pytest.mark.parametrize("more", [1, 2 * ROWS])
 def test_ids_without_a_row_yet_are_left_out(context: Context, how: str, more: int) -> None:
-    """The last sampled token has no row yet: only the next step would compute it."""
+    """The last sampled token has no row yet; only the next step would compute it."""
     with small_cache(context) as cache:
         reqid = started(cache, 2 * ROWS)
         if how == "record":
@@ -310,7 +308,7 @@ def test_a_match_may_outlive_its_cache(context: Context) -> None:
 
 
 def test_admission_counts_the_cached_prefix(context: Context) -> None:
-    """An idle cache must never keep refusing a request that it can serve."""
+    """An idle cache must not refuse a request forever that it could serve."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         running = started(cache, 3 * ROWS)
@@ -335,10 +333,12 @@ def test_admission_does_not_reclaim_the_requests_prefix(context: Context) -> Non
             assert found.length == 3 * ROWS
             assert cache.can_admit([4 * ROWS], [found])
             assert not cache.can_admit([4 * ROWS + 1], [found])
-            assert not cache.can_admit([4 * ROWS]), "leased"
+            assert not cache.can_admit([4 * ROWS]), "a leased prefix must count as used"
         with cache.match(PROMPT[:ROWS] + [1] * 9) as found:
             assert found.length == ROWS
-            assert cache.can_admit([4 * ROWS], [found]), "only the prefix that it uses is kept"
+            assert cache.can_admit([4 * ROWS], [found]), (
+                "only the prefix that the request uses must be kept"
+            )
         assert cache.can_admit([4 * ROWS])
         with pytest.raises(
             InvalidArgument, match=r"len\(matches\) is 1; it must be len\(seq_lens\), 2"
@@ -359,7 +359,7 @@ def test_prefixes_are_evicted_least_recently_used_first(context: Context) -> Non
         recorded(cache, old)
         recorded(cache, new, 2.0)
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
-        cache.match(old)  # this makes the other prefix the older one
+        cache.match(old)  # makes the other prefix the least recently used
         assert cache.can_admit([6 * ROWS])
         reqid = started(cache, 3 * ROWS)
         assert cache.match(old, leave=0).length == 2 * ROWS
@@ -397,7 +397,7 @@ def test_a_prefix_in_use_stays(context: Context) -> None:
         cache.free_reqid(taken[0])
         want[taken[0]] = 0
         assert cache.step(want) == 0
-        assert rows_are_zero(cache, other, 0, 3 * ROWS), "nothing of the prefix is left"
+        assert rows_are_zero(cache, other, 0, 3 * ROWS), "no row of the prefix may be left"
 
 
 def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
@@ -412,7 +412,7 @@ def test_only_the_part_of_a_prefix_in_use_stays(context: Context) -> None:
 
 
 def test_a_prefix_is_evicted_only_after_all_idle_pages(context: Context) -> None:
-    """This includes a slot's pages beyond those that are being unmapped already."""
+    """The idle pages include a slot's pages beyond those already being unmapped."""
     limit = 6 * TENSORS * context.info.granule
     with (
         small_cache(context, memory_limit=limit, low_watermark=0.5) as cache,
@@ -421,7 +421,7 @@ def test_a_prefix_is_evicted_only_after_all_idle_pages(context: Context) -> None
         recorded(cache, PROMPT[:ROWS])
         cache.trim()
         cache.free_reqid(started(cache, 3 * ROWS), work)
-        assert any(slot.in_flight for slot in cache.snapshot()), "the watermark takes one page"
+        assert any(slot.in_flight for slot in cache.snapshot()), "the watermark must unmap one page"
         first, second = cache.alloc_reqid(), cache.alloc_reqid()
         with firing_later(work):
             assert cache.step(lens(cache, **{f"r{first}": 2 * ROWS, f"r{second}": 3 * ROWS})) == 0
@@ -429,7 +429,8 @@ def test_a_prefix_is_evicted_only_after_all_idle_pages(context: Context) -> None
 
 
 def test_unowned_pages_can_be_evicted_below_a_request_too(context: Context) -> None:
-    """A fork of the first page protects the whole prefix, until its other pages are needed."""
+    """A fork of the first page protects the whole prefix until the prefix's other pages are
+    needed."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         parent = started(cache, 3 * ROWS)
@@ -450,7 +451,7 @@ def test_unowned_pages_can_be_evicted_below_a_request_too(context: Context) -> N
 
 
 def test_a_finished_request_protects_no_prefix(context: Context) -> None:
-    """Its pages are unmapped later, but the order of use is the order of the calls."""
+    """The request's pages are unmapped later, but the LRU order is that of the calls."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, pending() as work:
         first, second = PROMPT[: 2 * ROWS], [5] * (2 * ROWS)
@@ -522,7 +523,7 @@ def test_without_a_slot_nothing_changes(context: Context) -> None:
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         assert cache.alloc_reqid() is not None
         assert cache.alloc_reqid() is not None
-        # The slot that kept its rows for a next turn may still be unmapping them.
+        # Rows that a slot kept for a next turn may still be in the middle of an unmap.
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         before = state(cache)
         assert cache.alloc_prefix(PROMPT) is None
@@ -577,7 +578,8 @@ def test_short_of_heap_for_a_freed_part(context: Context) -> None:
 
 
 def test_a_prefix_whose_last_user_is_being_unmapped_can_be_evicted(context: Context) -> None:
-    """Until its slot is unmapped the prefix is in use: a step that is short waits for that."""
+    """The prefix is in use until its slot is unmapped; a step that is short of memory waits for the
+    unmap."""
     limit = 4 * TENSORS * context.info.granule
     tokens = range(2 * ROWS)
     with small_cache(context, memory_limit=limit) as cache, pending() as work:

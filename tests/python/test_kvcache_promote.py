@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: full blocks of a running request get entries of 2 MiB."""
+"""Description: full blocks of a running request get 2 MiB entries."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
 
 
 def test_a_run_is_joined(backend: str) -> None:
-    """Pages that are mapped one by one are placed so that a join needs no copy."""
+    """Pages mapped one by one are placed so that a join needs no copy."""
     with in_slabs(backend) as context, cache_over(context) as cache:
         reqid = start(cache, 2 * PART, by=ROWS)
         assert cache.snapshot()[reqid].large_pages == 0
@@ -122,7 +122,9 @@ def test_a_run_whose_promotion_was_cancelled_is_joined_later(backend: str) -> No
         with cache_over(context, memory_limit=limit) as cache:
             reqid, other = start(cache, 2 * PART, by=ROWS), start(cache, 3, 500)
             assert cache.promote(reqid) == 2
-            assert cache.fork(other) is None, "it cancels the promotion, and still finds no page"
+            assert cache.fork(other) is None, (
+                "the fork must cancel the promotion and still find no page"
+            )
             assert cache.step(lens(cache)) == 0
             assert cache.stats().promoted_pages == 0
             assert cache.promote(reqid, wait=True) == 2
@@ -156,7 +158,7 @@ def test_every_driver_call_of_a_join_fails_once(backend: str, what: Inject) -> N
                 cache.step(lens(cache))
             context.inject(what, count=0)
             done = cache.snapshot()[reqid].large_pages
-            assert done in (0, 2 * UNIT), "all or none"
+            assert done in (0, 2 * UNIT), "either all pages or none must be joined"
             assert cache.step(lens(cache)) == 0
             cache.check_integrity()
             assert whole(cache, reqid, 2 * PART)
@@ -212,7 +214,8 @@ def cold_pool(slots: int) -> Iterator[KVCache]:
 
 @pytest.mark.usefixtures("everywhere")
 def test_growth_in_a_cold_pool_fills_blocks() -> None:
-    """The pool gets memory before a request grows into other requests' chunks, within the limit."""
+    """Within the limit, the pool allocates memory before a request grows into other requests'
+    chunks."""
     slots, pages = 5, 3 * 32 + 1
     with cold_pool(slots) as cache:
         for rows in range(ROWS, ROWS * pages + 1, ROWS):
@@ -234,9 +237,7 @@ def test_the_pool_of_a_small_cache_allocates_only_missing_pages() -> None:
 
 @pytest.mark.usefixtures("everywhere")
 def test_blocks_are_not_copied_repeatedly() -> None:
-    """Memory that was allocated page by page is fragmented, so not every copy gets its own 2
-    MiB.
-    """
+    """Memory allocated page by page is fragmented, so not every copy gets its own 2 MiB."""
     slots, pages, page = 5, 128, 64 << 10
     with cold_pool(slots) as cache:
         cache._groups[0].pager.runs.spreads = False  # as if the pool got no more memory
@@ -300,7 +301,7 @@ def test_promotion_uses_the_memory_that_is_free(backend: str) -> None:
 
 @pytest.mark.usefixtures("everywhere")
 def test_a_promotion_without_memory_is_retried(backend: str) -> None:
-    """The request is promoted although it never fills another part."""
+    """The request is promoted although it never fills another block."""
     with in_slabs(backend) as context:
         limit = (2 * UNIT + 4) * TENSORS * context.info.granule
         options = {"window_tile": 0, "memory_limit": limit}
@@ -394,7 +395,7 @@ def test_a_slot_freed_in_the_middle_is_safe_for_the_next_owner(backend: str) -> 
         one, two = in_pieces(cache, 2 * PART)
         assert cache.promote(one, stream=work) == 2
         cache.free_reqid(one)
-        assert cache.snapshot()[one].in_flight, "its pages are still being read"
+        assert cache.snapshot()[one].in_flight, "its pages must still be in flight"
         cache.check_integrity()
         again = cache.alloc_reqid(PART)
         assert again == one
@@ -410,7 +411,7 @@ def test_a_slot_freed_in_the_middle_is_safe_for_the_next_owner(backend: str) -> 
 
 
 def test_a_request_grows_into_the_memory_of_its_cancelled_promotion(backend: str) -> None:
-    """Another request has to wait for zeroed pages."""
+    """Any other request has to wait until the pages are zeroed."""
     with in_slabs(backend) as context:
         limit = (3 * UNIT + 1) * TENSORS * context.info.granule
         with cache_over(context, memory_limit=limit, max_batch=3) as cache, pending() as work:

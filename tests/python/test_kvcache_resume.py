@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: a next turn resumes in the slot where its rows are still mapped; counts driver
-calls.
+"""Description: a conversation's next turn resumes in the slot where its rows are still mapped.
+Counts driver calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TURN = 3 * ROWS + 3  # rows of the first turn: three whole pages and a part
 
 
 def settled(cache: KVCache) -> None:
-    """Returns once background work has completed."""
+    """Waits for background work."""
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
 
 
@@ -44,8 +44,8 @@ def turn(cache: KVCache, rows: int = TURN, tag: float = 1.0) -> int:
 
 
 def calls(cache: KVCache, act: Callable[[], Any]) -> tuple[int, Any]:
-    """Returns the driver calls of a call, with those that it started in the background, and its
-    result.
+    """Returns the number of driver calls that a call makes, including those in the background, and
+    its result.
     """
     before = cache.stats().driver_calls
     answer = act()
@@ -74,7 +74,7 @@ def test_a_next_turn_reuses_its_slot_without_a_driver_call(host: Context) -> Non
         grown(cache, slot, 5 * ROWS, 6 * ROWS, 3.0)
 
 
-def test_without_it_the_prefix_is_mapped_again(host: Context) -> None:
+def test_a_prefix_is_mapped_again_if_no_slot_keeps_it(host: Context) -> None:
     with small_cache(host, keep_mapped=False) as cache:
         turn(cache)
         assert cache.stats().cached_slots == 0
@@ -100,8 +100,8 @@ def test_kept_pages_are_read_only_and_others_unmapped(host: Context) -> None:
 
 
 def test_only_what_is_missing_is_mapped(host: Context) -> None:
-    """Two requests of a conversation: the slot of the shorter one is free, that of the longer one
-    is not.
+    """A conversation has two requests: the shorter request's slot is free, the longer request's
+    slot is not.
     """
     with small_cache(host) as cache:
         short = started(cache, 2 * ROWS)
@@ -131,7 +131,7 @@ def test_another_conversation_does_not_get_the_slot_while_others_are_free(host: 
         slot = turn(cache)
         others = [started(cache, 5) for _ in range(3)]
         assert slot not in others
-        last = started(cache, 9)  # the only one left: it is emptied first
+        last = started(cache, 9)  # the only slot left: it is emptied first
         assert last == slot
         assert rows_are_zero(cache, slot, 9, 2 * ROWS)
         cache.check_integrity()
@@ -147,7 +147,7 @@ def test_some_slots_stay_free_for_newcomers(host: Context) -> None:
         settled(cache)
         assert cache.stats().empty_slots == 1
         assert cache.stats().cached_slots == 3
-        # The slot that was free for the longest time was emptied.
+        # The slot that has been free for the longest time was emptied.
         count, begun = calls(cache, lambda: cache.alloc_prefix([3] * 2 * ROWS, 0))
         assert (count, begun is not None and begun[1]) == (0, 2 * ROWS)
         count, _ = calls(cache, lambda: cache.alloc_prefix([0] * 2 * ROWS, 0))
@@ -183,7 +183,8 @@ def test_a_kept_prefix_stays_while_memory_suffices(host: Context) -> None:
     with small_cache(host, memory_limit=6 * TENSORS * page, low_watermark=0.9) as cache:
         slot = turn(cache, 3 * ROWS)
         other = started(cache, 2 * ROWS)
-        # below the watermark: pages of other free slots are reclaimed, not these
+        # free memory is below the watermark, so other free slots' pages are reclaimed, but not
+        # these
         cache.free_reqid(other)
         settled(cache)
         count, begun = calls(cache, lambda: cache.alloc_prefix(PROMPT))
@@ -204,7 +205,7 @@ def test_trim_unmaps_a_kept_prefix(host: Context) -> None:
 
 
 def test_a_next_turn_before_the_work_has_completed(host: Context) -> None:
-    """The CPU waits for the work that wrote the rows; they may then be mapped in any slot."""
+    """The CPU waits for the work that wrote the rows, which may then be mapped in any slot."""
     with pending() as event, small_cache(host) as cache:
         slot = started(cache, TURN)
         cache.free_reqid(slot, event, tokens=PROMPT[:TURN])
@@ -281,9 +282,7 @@ def test_unequal_layers_resume_together(host: Context) -> None:
 
 
 def test_only_slots_with_an_evicted_page_are_unmapped(host: Context) -> None:
-    """Two requests were recorded, from a block's first and from its last pages; the last ones are
-    evicted.
-    """
+    """Two requests were recorded, in a block's first and last pages; the last pages are evicted."""
     with small_cache(host, max_batch=8) as cache:
         tokens = list(range(4 * ROWS))
         parent = started(cache, 4 * ROWS)
@@ -295,6 +294,6 @@ def test_only_slots_with_an_evicted_page_are_unmapped(host: Context) -> None:
         whole = group.table[parent].span
         assert group.table[short[0]].kept
         group.reclaimer.release_kept(whole.slice(2, 4))
-        assert group.table[short[0]].kept, "the slot has none of these pages"
+        assert group.table[short[0]].kept, "a slot without the evicted pages must be kept"
         group.reclaimer.release_kept(whole.slice(1, 3))
         assert not group.table[short[0]].kept

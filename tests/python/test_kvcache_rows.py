@@ -59,8 +59,8 @@ def test_a_request_that_a_step_does_not_name_keeps_its_rows(context: Context, nu
 
 
 def test_a_step_without_a_request_maps_nothing_for_it(context: Context) -> None:
-    """Rows of a prefix stay mapped; rows that a kernel reads past them are mapped when a step names
-    the request.
+    """A prefix's rows stay mapped; the rows that a kernel reads past them are mapped once a step
+    names the request.
     """
     with small_cache(context, overread_rows=4) as cache:
         cache.free_reqid(started(cache, 2 * ROWS), tokens=IDS[: 2 * ROWS])
@@ -101,7 +101,9 @@ def test_truncate_frees_rows_and_whole_pages(context: Context, length: int) -> N
         assert rows_are(cache, reqid, 0, length, 1.0)
         assert cache.step(lens(cache, **{f"r{reqid}": rows})) == 0
         assert cache.stats().grown_pages == 4 * TENSORS, "it gets its own pages back"
-        assert rows_are(cache, reqid, 0, min(rows, kept * ROWS), 1.0), "the contents of its page"
+        assert rows_are(cache, reqid, 0, min(rows, kept * ROWS), 1.0), (
+            "the page's contents must be intact"
+        )
         if kept < 4:
             assert rows_are_zero(cache, reqid, kept * ROWS, rows)
         grown(cache, reqid, length, rows, 7.0)
@@ -111,8 +113,8 @@ def test_truncate_frees_rows_and_whole_pages(context: Context, length: int) -> N
 
 @pytest.mark.parametrize("zero_fill", [True, False])
 def test_truncate_frees_overread_pages_of_a_prompt(context: Context, zero_fill: bool) -> None:
-    """The pages are unowned until the work that reads them has completed; then the request can have
-    them again.
+    """The pages have no owner until the work that reads them has completed; then the request can
+    get them back.
     """
     rows, limit = 2 * ROWS + 2, 6 * TENSORS * context.info.granule
     options = {"overread_rows": 2 * ROWS, "zero_fill": zero_fill, "memory_limit": limit}
@@ -156,14 +158,14 @@ def test_freed_pages_are_the_next_that_another_request_gets(context: Context) ->
         assert cache.step(lens(cache, **{f"r{one}": 4 * ROWS})) == -1
 
 
-@pytest.mark.needs_tensors  # a read by the library waits for the pages that are being unmapped
+@pytest.mark.needs_tensors  # the library's own reads wait for pages that are being unmapped
 @pytest.mark.parametrize("deferred", [True, False])
 def test_freed_pages_wait_for_the_work_on_them(context: Context, deferred: bool) -> None:
     shape = {"memory_limit": 4 * TENSORS * context.info.granule, "deferred_reclaim": deferred}
     with FdEvent.create() as work, small_cache(context, **shape) as cache:
         one = started(cache, 3 * ROWS, 3.0)
         assert cache.truncate(one, ROWS, work) == 0
-        assert rows_are(cache, one, 0, 3 * ROWS, 3.0), "still mapped for the work"
+        assert rows_are(cache, one, 0, 3 * ROWS, 3.0), "the rows must stay mapped for the work"
         other = cache.alloc_reqid()
         with firing_later(work) as fired:
             assert cache.step(lens(cache, **{f"r{one}": ROWS, f"r{other}": 2 * ROWS})) == 0
@@ -204,7 +206,7 @@ def test_pages_promised_by_step_async_stay_promised(context: Context) -> None:
 
 
 def test_speculation_rolls_back_rejected_tokens(context: Context) -> None:
-    """Four tokens a step of which one to five stay, over pages of eight rows."""
+    """Each step adds four draft tokens, and one to five rows stay; a page holds eight rows."""
     with small_cache(context) as cache:
         one, tags = start(cache, 3), [1, 2, 3]
         for turn in range(12):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: requests grow in runs, so that memory fills before mappings run out.
 
-Here a context on host rejects mappings beyond `max_mappings`, as ``stock`` does by itself. The
-proportions are those of a GPU with 80 or 141 GB: one pair of tensors stands for 32.
+The context on ``host`` rejects mappings beyond `max_mappings`, as ``stock`` always does. The
+proportions are those of GPUs with 80 and 141 GB: one pair of tensors stands for 32.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pyvmem.plumbing import logs
 
 PAGE = 64 << 10
 ROWS = 8  # per page
-SHARE = 237_568 // 64  # mappings of one of 64 tensors
-CARDS = {"80 GB": 1_180_000 // 64, "141 GB": 2_150_000 // 64}  # pages of one tensor
+SHARE = 237_568 // 64  # mappings per tensor, with 64 tensors
+CARDS = {"80 GB": 1_180_000 // 64, "141 GB": 2_150_000 // 64}  # pages per tensor
 
 
 def config(slots: int, pages: int, **policy: object) -> KVCacheConfig:
@@ -66,7 +66,7 @@ def cache_of(
 
 
 class Growing:
-    """Requests that grow by a page's rows or less in each step, each at its own pace."""
+    """Requests that grow by at most one page's rows per step, each at its own pace."""
 
     def __init__(self, count: int, seed: int = 3) -> None:
         draw = random.Random(seed)
@@ -80,7 +80,7 @@ class Growing:
 
 
 def fill(cache: KVCache, count: int, ahead: bool = False) -> list[int]:
-    """Steps until a step returns -1; returns the lengths of the last successful one."""
+    """Steps until a step returns -1; returns the lengths of the last successful step."""
     growing = Growing(count)
     held = [0] * count
     while True:
@@ -249,9 +249,7 @@ def test_admission_counts_mappings() -> None:
 
 
 def test_admission_counts_the_mappings_of_all_groups_together() -> None:
-    """Each group alone would find mappings for its part of the request, but both together do
-    not.
-    """
+    """Either group alone would get enough mappings for its part of the request, but not both."""
     shape = LayerShape(num_kv_heads=1, head_dim=PAGE // ROWS // 2)
     with (
         Context("host", granule=PAGE, max_mappings=211) as context,
@@ -323,7 +321,7 @@ CALLS: dict[str, Callable[[KVCache], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_background_growth_without_mappings_fails_no_other_call(call: str) -> None:
-    """These calls can end the shortage; a step that needs the pages retries."""
+    """These calls can end the shortage; a step that needs the pages tries again."""
     policy = {"growth_fraction": 0.0, "join_at": 0.0}
     with cache_of(4, 50, 1000, **policy) as (cache, _):
         assert cache.step([ROWS, ROWS, 0, 0]) == 0
@@ -348,8 +346,8 @@ def test_background_growth_without_mappings_fails_no_other_call(call: str) -> No
 def test_the_log_names_the_holders_of_mappings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a -1 for want of mappings, the log names their holders: other caches, and other
-    engines.
+    """When a step returns -1 because mappings are short, the log names their holders: other caches
+    and other engines.
     """
     monkeypatch.setattr(logs, "_last", {})
     with Context("host", granule=PAGE, max_mappings=30) as context:

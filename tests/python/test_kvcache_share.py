@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: forks of a request: which pages are shared and copied, and that no row is lost."""
+"""Description: forks of a request: pages are shared or copied, and no row is lost."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_beam_forks_at_every_token(context: Context) -> None:
 
 
 def test_a_row_across_two_pages(context: Context) -> None:
-    """A little more than 48 rows of 384 bytes: the row at the border is half shared, half
+    """Forks at just over 48 rows of 384 bytes: the row at the page boundary is half shared, half
     copied.
     """
     page = context.info.granule
@@ -303,10 +303,10 @@ def test_without_a_slot_or_memory_nothing_changes(context: Context) -> None:
     with small_cache(context, max_batch=3, memory_limit=limit) as cache:
         parent = started(cache, 3 * ROWS + 1)
         before = state(cache)
-        assert cache.fork(parent) is None, "no page for the copy"
-        assert cache.fork_many(parent, 3, 0) is None, "two slots are free"
+        assert cache.fork(parent) is None, "there is no page for the copy"
+        assert cache.fork_many(parent, 3, 0) is None, "only two slots are free"
         assert state(cache) == before
-        assert cache.fork(parent, 3 * ROWS) is not None, "no page is needed"
+        assert cache.fork(parent, 3 * ROWS) is not None, "a fork at a page boundary needs no page"
 
 
 def test_memory_of_free_slots_is_reclaimed_for_a_fork(context: Context) -> None:
@@ -371,7 +371,7 @@ def test_a_request_whose_rows_are_lost_is_named(backend: str) -> None:
             pytest.skip("a batch is one driver call: there is nothing to roll back")
         parent = started(cache, 2 * ROWS + 1)
         other = started(cache, ROWS, 5.0)
-        for skip in range(64):  # new mappings come first; a failure there loses nothing
+        for skip in range(64):  # new mappings are created first, so a failure there loses nothing
             context.inject(Inject.MAP, skip=skip, count=64)
             with pytest.raises((DriverError, NotRecoverable)) as failed:
                 cache.fork(parent)

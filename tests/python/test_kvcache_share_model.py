@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines that fork, record, match, swap and trim, against a plain model."""
+"""Description: random engines that fork, record, match, swap and trim, compared with a plain
+model."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def sliding_shared(cache: KVCache, event: FdEvent) -> None:
 
 
 def sliding_fork(cache: KVCache, event: FdEvent) -> None:
-    """Leaves pages that another request shares."""
+    """Leaves pages that are shared with another request."""
     start(cache, 3 * ROWS)
     assert cache.fork(0) == 1
     slide(cache, event)
@@ -246,7 +246,7 @@ def test_no_call_mistakes_earlier_pages_for_the_requests(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_of_the_earlier_owner_can_be_reclaimed(backend: str, way: str) -> None:
-    """Any request that is short can get all memory, except that of other requests."""
+    """A request that is short of memory can get all of it, except what other requests own."""
     with stale(backend, way) as (cache, event), firing_later(event):
         page, stats = cache.layout.page_size, cache.stats()
         cache.memory.set_limit(max(stats.active_pages + 6 * TENSORS, stats.mapped_bytes // page))
@@ -295,7 +295,7 @@ def test_pages_that_will_not_be_freed_do_not_count(backend: str, way: str, pages
 
 @pytest.mark.parametrize("pages", range(1, 7))
 def test_a_freed_slot_after_another_requests_growth(backend: str, pages: int) -> None:
-    """Shared pages are released when the growth, which waits for GPU work, has completed."""
+    """Shared pages are released once the growth, which waits for GPU work, has completed."""
     with ExitStack() as stack:
         context = stack.enter_context(open_context(backend))
         cache = stack.enter_context(small_cache(context))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: layers with a state per request, together with layers with a row per token."""
+"""Description: layers with a state per request, combined with layers with a row per token."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(cache: LayeredCache, reqid: int, number: float | None) -> None:
 
 
 def state_pages(cache: LayeredCache) -> int:
-    """Returns the pages that requests own in the groups with a state."""
+    """Returns the number of pages that requests own in the groups with a state."""
     return sum(one.stats().active_pages for one in cache.caches if one.config.state)
 
 
@@ -223,7 +223,7 @@ def test_move_includes_the_state(host: pyvmem.Context) -> None:
         check(cache, 0, 2.0)
         assert cache.step([71, 0, 0, 0]) == 0
         put(cache, 0, 3.0)
-        # a background move takes only pages that are not being written
+        # the background moves only pages that are not being written
         assert cache.move(0, "device", wait=False).pages == 2 * 2
         assert cache.step([72, 0, 0, 0]) == 0
         assert cache.move(0, "device").pages == 2 * 1 + 9
@@ -232,7 +232,7 @@ def test_move_includes_the_state(host: pyvmem.Context) -> None:
 
 
 def test_use_and_waste_exclude_host_pages(host: pyvmem.Context) -> None:
-    """States fill their pages only in part: after one request is freed, the other's bytes are
+    """A state fills its pages only partly; after one request is freed, only the other's bytes are
     counted.
     """
     with hybrid(host) as cache:

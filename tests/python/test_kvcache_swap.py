@@ -57,7 +57,7 @@ def test_a_swapped_request_is_fully_restored(context: Context, rows: int) -> Non
         assert cache.stats().active_pages == TENSORS
         eventually(lambda: cache.stats().cached_pages == 0)
         assert started(cache, 3 * ROWS, 7.0) == first, "another request has its slot now"
-        assert cache.swap_in(swapped) is None, "no slot"
+        assert cache.swap_in(swapped) is None, "no slot is free"
         assert swapped.is_open
         cache.free_reqid(other)
         back = cache.swap_in(swapped)
@@ -68,14 +68,16 @@ def test_a_swapped_request_is_fully_restored(context: Context, rows: int) -> Non
         assert rows_are(cache, first, 0, 3 * ROWS, 7.0)
         want = lens(cache, **{f"r{first}": 3 * ROWS, f"r{back}": rows + 2})
         assert cache.step(want) == 0
-        assert rows_are_zero(cache, back, rows, rows + 2), "no data of the earlier owner"
+        assert rows_are_zero(cache, back, rows, rows + 2), (
+            "the earlier owner's data must not be visible"
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 2 * ROWS + 3])
 def test_the_kernel_gets_the_addresses_of_each_tensor(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """Threads copy the same pieces in place of the kernel."""
+    """Instead of the kernel, threads copy the same pieces."""
     pytest.importorskip("numpy")
     from pyvmem.memory import host_copies
 
@@ -196,7 +198,7 @@ def test_admission_counts_slots_and_all_that_can_be_reclaimed(context: Context) 
         assert cache.can_admit([6 * ROWS])
         assert cache.can_admit([3 * ROWS, 2 * ROWS, 1])
         assert not cache.can_admit([3 * ROWS, 3 * ROWS, 1])
-        assert not cache.can_admit([0] * 5), "four slots"
+        assert not cache.can_admit([0] * 5), "there are only four slots"
         cache.free_reqid(started(cache, 2 * ROWS), tokens=range(2 * ROWS))
         cache.free_reqid(started(cache, 2 * ROWS))
         started(cache, ROWS)
@@ -298,13 +300,13 @@ def test_the_idle_thread_ends_with_its_cache(host: Context) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         del cache
         gc.collect()
-    eventually(lambda: not thread.running)  # the cache was dropped, not closed
+    eventually(lambda: not thread.running)  # the cache was garbage-collected, not closed
 
 
 def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
     host: Context, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example torch's error for an event of a destroyed context."""
+    """An example is torch's error for an event of a destroyed context."""
     calls: list[int] = []
     real = idle.begin_trim
 

@@ -50,7 +50,7 @@ def test_to_the_host_and_back(backend: str, wait: bool) -> None:
         rows = PART + 2 * ROWS + 2
         reqid = start(cache, rows)
         used = cache.stats().mapped_bytes
-        # without a wait, the last page stays, because it may be written during the move
+        # without waiting, the last page stays, because it may still be written
         whole_pages = UNIT + 2 + wait
         assert cache.move(reqid, "host", wait=wait) == Moved(whole_pages * TENSORS, 0)
         settled(cache, reqid)
@@ -272,8 +272,8 @@ def test_a_copy_that_fails_is_raised_by_the_next_step(backend: str) -> None:
 
 
 def _engine(cache: KVCache) -> list[Callable[[], object]]:
-    """Returns moves and promotions of two requests, with and without waiting; rows of the first
-    stay the same.
+    """Returns calls that move and promote two requests, with and without waiting; they do not
+    change the first request's rows.
     """
     step = lambda: cache.step(lens(cache))  # noqa: E731
     host = Caps.HOST_PAGES in cache.context.info.caps
@@ -302,7 +302,7 @@ def _engine(cache: KVCache) -> list[Callable[[], object]]:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_driver_call_of_a_move_fails_once(backend: str, count: int) -> None:
-    """The nth call fails, and with `count` 2 also the next one: that of the rollback."""
+    """The nth call fails, and with `count` 2 also the next call, which is the rollback's."""
     survived, skip = False, 0
     while not survived:
         with in_slabs(backend) as context:

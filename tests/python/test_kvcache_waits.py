@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: calls of a cache do not wait for GPU work of requests that they do not need.
+"""Description: a cache's calls do not wait for GPU work on pages that they do not need.
 
 An `FdEvent` stands for a kernel of an earlier owner that never completes: a call that waited for it
 would not return.
@@ -57,7 +57,7 @@ def promptly(call: Callable[[], T], work: FdEvent) -> T:
         work.set()
         thread.join(10)
     assert not stuck, "the call waits for an earlier owner's work"
-    assert found, "it raised"
+    assert found, "the call raised an exception"
     return found[0]
 
 
@@ -89,7 +89,7 @@ def test_a_step_ahead_leaves_a_busy_slot_to_the_step(
 
 
 def test_a_step_ahead_does_not_wait_for_pages_being_freed(context: Context, work: FdEvent) -> None:
-    """Memory is short, and the work of the freed request is still running."""
+    """Memory is short, and the freed request's work is still running."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         one, other = started(cache, 3 * ROWS), started(cache, ROWS)
@@ -146,7 +146,7 @@ def test_a_step_uses_idle_pages_while_a_window_slides(context: Context, work: Fd
 
 
 def test_a_step_uses_surplus_pages_of_a_request(context: Context, work: FdEvent) -> None:
-    """Pages beyond a request's rows are used before those of a slot with running work."""
+    """Pages beyond a request's rows are taken before the pages of a slot with running work."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, growth_fraction=0.0) as cache:
         first = started(cache, 4 * ROWS)
@@ -184,8 +184,8 @@ def test_a_step_uses_idle_pages_of_another_cache(
 
 @contextmanager
 def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
-    """Yields a cache in which a freed request has 15 of 16 pages per tensor; the watermark unmaps a
-    few.
+    """Yields a cache in which a freed request has 15 of 16 pages per tensor, and the watermark is
+    unmapping a few of them.
     """
     pages = 16
     limit = pages * TENSORS * context.info.granule
@@ -197,7 +197,8 @@ def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
 
 
 def test_a_step_ahead_does_not_wait_for_a_partial_unmap(context: Context, work: FdEvent) -> None:
-    """The only slot with pages is unmapping a few for the low watermark; the step needs more."""
+    """For the low watermark, a few pages of the only slot that has any are being unmapped; the step
+    needs more."""
     with part_unmapping(context, work) as cache:
         want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
         assert promptly(lambda: cache.step_async(want), work) == 0
@@ -228,7 +229,7 @@ def test_pages_being_freed_are_promised_once(context: Context, work: FdEvent) ->
 def test_an_unmap_that_completes_while_others_start(
     context: Context, work: FdEvent, monkeypatch: Any
 ) -> None:
-    """The other pages of its slot are then requested."""
+    """The slot's other pages are requested at that moment."""
     with part_unmapping(context, work) as cache:
         own = cache._groups[0].reclaimer
         want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
@@ -257,7 +258,7 @@ def test_no_call_waits_for_a_promotion_in_flight(backend: str) -> None:
         assert cache.snapshot()[one].large_pages == UNIT
 
 
-def test_other_requests_grow_meanwhile(context: Context, work: FdEvent) -> None:
+def test_other_requests_grow_while_a_busy_slot_waits(context: Context, work: FdEvent) -> None:
     with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
         other = started(cache, ROWS)
         busy(cache, work)
@@ -301,7 +302,7 @@ def test_admission_and_freeing_wait_for_nothing(context: Context, work: FdEvent)
         promptly(lambda: cache.free_reqid(reqid, stream=work) is None, work)
         assert promptly(lambda: cache.alloc_reqid(ROWS), work) is not None
         cache.check_integrity()
-        work.set()  # before the cache is closed, which waits for the work
+        work.set()  # before close(), which waits for the work
 
 
 def test_a_step_ahead_in_a_budget_does_not_wait_for_its_own_pages(
@@ -321,7 +322,8 @@ def test_a_step_ahead_in_a_budget_does_not_wait_for_its_own_pages(
 
 
 def two_classes(context: Context, pages: int) -> tuple[int, LayeredCache]:
-    """Returns the rows per page of the first group, half those of the second; and the cache."""
+    """Returns the rows per page of the first group, which are half those of the second, and the
+    cache."""
     page = context.info.granule
     rows = page // (2 * 64 * 4)
     return rows, LayeredCache(
@@ -373,7 +375,7 @@ def over_at_the_end(work: FdEvent) -> Iterator[None]:
 def test_decoding_does_not_wait_for_a_prompts_memory(
     context: Context, work: FdEvent, together: bool
 ) -> None:
-    """Free memory goes to requests that need the least; the prompt gets reclaimed memory."""
+    """Free memory goes to the requests that need least; the prompt gets reclaimed memory."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, over_at_the_end(work):
         ended, one = started(cache, 4 * ROWS), started(cache, ROWS)
@@ -413,7 +415,7 @@ def test_decoding_does_not_wait_in_any_group(context: Context, work: FdEvent) ->
 
 
 def test_a_step_ahead_does_not_wait_for_evictions(context: Context, work: FdEvent) -> None:
-    """The prefix is in the slot of a request whose work is still running."""
+    """The prefix is mapped in the slot of a request whose work is still running."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         one, other = started(cache, 3 * ROWS), started(cache, ROWS)
@@ -432,7 +434,7 @@ def test_a_step_ahead_does_not_wait_for_evictions(context: Context, work: FdEven
 
 
 def test_a_step_ahead_evicts_an_unused_prefix_and_grows(context: Context, work: FdEvent) -> None:
-    """A request's last prefix is no longer in any slot."""
+    """The prefix of the last request is no longer mapped in any slot."""
     limit = 5 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache:
         one, other = started(cache, 3 * ROWS), started(cache, ROWS)
@@ -447,13 +449,13 @@ def test_a_step_ahead_evicts_an_unused_prefix_and_grows(context: Context, work: 
 
 
 def test_a_step_ahead_waits_for_neither_slots_nor_prefixes(context: Context, work: FdEvent) -> None:
-    """Slots' surplus is reclaimed first; only the remaining shortage is evicted."""
+    """The slots' surplus is reclaimed first; only what is still missing is evicted."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_seq_len=8 * ROWS) as cache:
         one, two, other = started(cache, 3 * ROWS), started(cache, 2 * ROWS), started(cache, ROWS)
         cache.free_reqid(one, stream=work, tokens=list(range(3 * ROWS)))
         cache.free_reqid(two, stream=work)
-        want = lens(cache, **{f"r{other}": 6 * ROWS})  # 5 more: 2 are free, 2 are in a slot
+        want = lens(cache, **{f"r{other}": 6 * ROWS})  # needs 5 more: 2 are free, 2 are in a slot
         for _ in range(2):
             assert promptly(lambda: cache.step_async(want), work) == 0
             assert cache.stats().prefix_pages == 2 * TENSORS
@@ -545,7 +547,7 @@ def test_a_step_ahead_promises_a_busy_slot_only_available_pages(
 def test_growth_of_a_busy_slot_delays_no_other_request(
     context: Context, work: FdEvent, zero_fill: bool
 ) -> None:
-    """Neither other requests of the same call nor the slot's next owner wait."""
+    """Neither the other requests in the same call nor the slot's next owner wait."""
     with small_cache(context, max_batch=2, zero_fill=zero_fill) as cache:
         other = started(cache, ROWS)
         busy(cache, work)
@@ -562,7 +564,7 @@ def test_growth_of_a_busy_slot_delays_no_other_request(
 
 
 def test_a_budget_that_reclaims_waits_for_nothing(context: Context, work: FdEvent) -> None:
-    """A cached prefix is in the slot of a request whose work is still running."""
+    """A cached prefix is mapped in the slot of a request whose work is still running."""
     page = context.info.granule
     budget = Budget(context, 5 * TENSORS * page)
     with KVCache(small_config(page, memory_limit=0), budget=budget) as cache:
@@ -581,7 +583,7 @@ def test_a_budget_that_reclaims_waits_for_nothing(context: Context, work: FdEven
 def test_a_slow_driver_call_delays_no_step_while_pages_are_mapped_ahead(
     context: Context, work: FdEvent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages are mapped ahead by `step_async`; then a map call hangs on the worker."""
+    """`step_async` maps pages ahead; then a map call hangs on the worker."""
     submit = context.submit
 
     def slow(ops: Any, after: Any = (), *rest: Any, **options: Any) -> Any:
@@ -612,7 +614,8 @@ def test_a_slow_driver_call_delays_no_step_while_pages_are_mapped_ahead(
 
 @contextmanager
 def waiting(call: Callable[[], Any], work: FdEvent) -> Iterator[list[Any]]:
-    """Makes a call in another thread that waits for the work; yields a list that gets its result.
+    """Makes a call that waits for the work, in another thread; yields a list that receives its
+    result.
 
     The work completes at the end of the block, and then the call returns.
     """
@@ -627,7 +630,7 @@ def waiting(call: Callable[[], Any], work: FdEvent) -> Iterator[list[Any]]:
     finally:
         work.set()
         thread.join(30)
-    assert found, "it raised"
+    assert found, "the call raised an exception"
 
 
 Call = Callable[[KVCache, int, FdEvent], Any]
@@ -685,7 +688,7 @@ def test_no_thread_waits_because_another_does(context: Context, work: FdEvent, n
 
 
 def test_a_call_sees_changes_made_while_it_waits(context: Context, work: FdEvent) -> None:
-    """The request to be swapped out is freed while the call waits."""
+    """While a swap-out waits, its request is freed."""
     with small_cache(context) as cache:
         reqid = started(cache, 2 * ROWS)
 
@@ -730,7 +733,7 @@ def test_other_requests_continue(context: Context, work: FdEvent, name: str) -> 
 
 
 def test_a_nested_call_does_not_check(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner call has the lock already, and waits by itself."""
+    """The inner call already holds the lock, and waits by itself."""
     looks: list[int] = []
     before_fork = waits.before_fork
 

@@ -38,7 +38,7 @@ WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
 
 
 def mapped(cache: KVCache, reqid: int = 0) -> int:
-    """Returns the mapped pages per tensor, once no unmap is in flight."""
+    """Waits until no unmap is in flight; returns the mapped pages per tensor."""
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
     return cache.snapshot()[reqid].mapped_pages
 
@@ -58,8 +58,8 @@ def rows_are_there(cache: KVCache, low: int, high: int) -> bool:
 def test_pages_unmapped_by_an_interrupted_step_stay_unmapped(
     call: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is rolled back except for the pages before the window; no request may start in
-    these.
+    """The step is rolled back except for the pages before the window, in which no request may
+    start.
     """
 
     def interrupted(*args: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_page_is_unmapped_once_no_kernel_reads_its_rows(context: Context) -> N
 
 
 def test_a_request_is_unaffected_by_the_window_of_an_earlier_one(context: Context) -> None:
-    """It got the slot while pages were still leaving the earlier request's window."""
+    """It gets the slot while pages are still leaving the earlier request's window."""
     with small_cache(context, **WINDOW, max_batch=1) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 24)
@@ -135,7 +135,7 @@ def test_a_request_is_unaffected_by_the_window_of_an_earlier_one(context: Contex
 def test_the_same_length_again_moves_nothing(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
-        for _ in range(3):  # a prefill whose work is launched after the last of these steps
+        for _ in range(3):  # a prefill, whose work is launched after the last of these steps
             assert cache.step(lens(cache, r0=40)) == 0
         assert mapped(cache) == 5
         write_rows(cache, 0, 0, list(range(1, 41)))
@@ -243,15 +243,15 @@ def test_calls_that_a_window_does_not_allow(context: Context) -> None:
             cache.truncate(0, 20)
         assert cache.step(lens(cache, r0=31)) == 0
         assert cache.snapshot()[0].seq_len == 41
-        assert cache.truncate(0, 37) == 0  # four tokens taken back
+        assert cache.truncate(0, 37) == 0  # takes back four tokens
         assert rows_are_there(cache, 37 - 8, 37)
         assert cache.alloc_prefix([1, 2, 3]) == (1, 0)
 
 
 @pytest.mark.parametrize("length", [5, 8 + 4 + 3 * ROWS + 1, 12 * ROWS - 3])
 def test_swapping_copies_the_rows_in_the_window(context: Context, length: int) -> None:
-    """Rows outside the window are not copied, and their pages are unmapped again; all others are
-    intact.
+    """Rows outside the window are not copied, and their pages are unmapped again; all other rows
+    are intact.
     """
     with small_cache(context, max_batch=1, **WINDOW) as cache:
         cache.alloc_reqid()
@@ -279,7 +279,7 @@ def test_swapping_copies_the_rows_in_the_window(context: Context, length: int) -
 
 
 def test_a_request_that_could_not_be_swapped_in_is_not_swapped_out(context: Context) -> None:
-    """To be swapped in, a request needs the pages of all its tokens for a moment."""
+    """A swap-in briefly needs pages for all of a request's tokens."""
     page = context.info.granule
     with small_cache(context, memory_limit=6 * TENSORS * page, **WINDOW) as cache:
         assert cache.alloc_reqid() == 0
@@ -296,13 +296,13 @@ def test_a_request_that_could_not_be_swapped_in_is_not_swapped_out(context: Cont
 @pytest.mark.parametrize("policy", [{}, {"zero_fill": False}, {"eager_pages": 2, "limit": 24}])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> None:
-    """Every row that a kernel may read holds what was written, whatever calls came between."""
+    """Every row that a kernel may read keeps its contents, whatever calls come in between."""
     choose = random.Random(seed)
     options = dict(policy)
     limit = options.pop("limit", 40) * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, **WINDOW, **options) as cache:
         rows: dict[int, list[int]] = {}
-        seen: dict[int, int] = {}  # the length before the last step
+        seen: dict[int, int] = {}  # each request's length before the last step
         for tag in range(1, 250):
             pick = choose.random()
             if pick < 0.1:
@@ -397,7 +397,7 @@ def test_shared_pages_are_unmapped_after_the_last_window_has_left_them(context: 
             assert cache.step(want) == 0
             assert mapped(cache, child) == 6 - 1
             want[child] += 1
-            # its first pages are unmapped once the work has completed
+            # the request's first pages are unmapped once the work has completed
             assert cache.step(want, event) == 0
             assert cache.stats().shared_pages == 2 * TENSORS
             cache.check_integrity()
@@ -428,7 +428,7 @@ def test_a_fork_needs_its_window_mapped(context: Context) -> None:
 
 
 def test_rows_of_a_forked_window_are_truncated(context: Context) -> None:
-    """A page that both requests share is copied for the one that is truncated."""
+    """A page that both requests share is copied for the truncated request."""
     with small_cache(context, **WINDOW) as cache:
         parent = decoded(cache, 5 * ROWS)
         child = cache.fork(parent)
@@ -481,7 +481,7 @@ def test_a_forked_window_is_moved_and_swapped(context: Context) -> None:
 def test_a_fork_that_could_not_be_swapped_in_is_not_swapped_out(
     context: Context, pages: int
 ) -> None:
-    """Swapping it out frees one page of its own; its parent keeps those that they share."""
+    """Swapping the fork out frees one page; the parent keeps the shared pages."""
     limit = pages * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, **WINDOW) as cache:
         parent = decoded(cache, 41)
@@ -550,12 +550,12 @@ def test_layers_of_a_transformers_model() -> None:
     assert layer_shapes(model(sliding_window=128, use_sliding_window=False)) == [whole] * 4
     mixed = model(sliding_window=128, layer_types=[sliding, full, sliding, "chunked_attention"])
     assert layer_shapes(mixed) == [every, whole, every, whole]
-    mixed.attention_chunk_size = 64  # no token attends to more
+    mixed.attention_chunk_size = 64  # no token attends to more than 64 tokens
     assert layer_shapes(mixed) == [every, whole, every, LayerShape(2, 32, window=64)]
     assert KVCacheConfig.from_hf(mixed).window == 0
     mixed.per_layer_config = {1: {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
-    # as read from a file
+    # in the form that is read from a file
     mixed.per_layer_config = {"01": {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
     shared = model(num_kv_shared_layers=1)
@@ -600,7 +600,8 @@ def test_layers_of_real_configurations() -> None:
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_no_row_is_kept_if_no_prefix_can_be_recorded(host: Context, stateful: bool) -> None:
-    """16 rows of 768 bytes fill whole pages; a recordable window keeps all of them mapped."""
+    """16 rows of 768 bytes fill whole pages; a window that can be recorded would keep all of them
+    mapped."""
     shapes: list[LayerShape | StateShape] = [
         LayerShape(num_kv_heads=3, head_dim=64, window=8),
         StateShape(conv=(40, 4), recurrent=(4, 20, 20))

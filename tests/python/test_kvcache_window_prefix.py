@@ -18,7 +18,7 @@ KEPT = 12  # rows before the next token that must be mapped
 
 
 def ids(*runs: tuple[int, int]) -> list[int]:
-    """Returns tokens of a prompt, from (family, count) pairs."""
+    """Returns a prompt's tokens, given as (family, count) pairs."""
     return [1000 * family + place for family, count in runs for place in range(count)]
 
 
@@ -35,7 +35,7 @@ def prefill(cache: KVCache, tokens: list[int]) -> int:
 
 
 def extend(cache: KVCache, reqid: int, low: int, tokens: list[int], by: int = 0) -> None:
-    """Appends the rows of the tokens from `low` on; `by`: tokens per step."""
+    """Appends the rows of the tokens from index `low` on, `by` tokens per step."""
     for end in [*range(low + by, len(tokens), by), len(tokens)] if by else [len(tokens)]:
         want = [slot.seq_len for slot in cache.caches[0].snapshot()]
         want[reqid] = end
@@ -122,8 +122,8 @@ def test_a_running_request_is_recorded_and_slides_on(context: Context) -> None:
 
 
 def test_a_third_request_starts_at_the_branch(context: Context) -> None:
-    """The first leaves only its last window; the second has all rows mapped, and fills in the
-    branch.
+    """The first request leaves only its last window; the second has all rows mapped, and records
+    the window before the branch.
     """
     with small_cache(context, max_batch=6, **WINDOW) as cache:
         prompts = [ids((1, 3 * ROWS), (family, 4 * ROWS)) for family in (2, 3, 4)]
@@ -207,15 +207,16 @@ def test_a_next_turn_resumes_where_its_window_is_mapped(context: Context, more: 
 
 
 def test_a_refilled_window_keeps_no_old_pages_mapped(context: Context) -> None:
-    """Its pages belong to no prefix any more, so a request that is short must be able to get
-    them.
+    """The old pages no longer belong to a prefix, so a request that is short of memory must be able
+    to get them.
     """
     page = context.info.granule
     with small_cache(context, max_batch=8, memory_limit=12 * TENSORS * page, **WINDOW) as cache:
         branch, other = ids((1, 2 * ROWS), (2, 3 * ROWS)), ids((1, 2 * ROWS), (3, ROWS))
         whole = ids((1, 2 * ROWS), (4, 2 * ROWS))
         cache.free_reqid(decoded(cache, branch), tokens=branch)
-        kept = decoded(cache, other)  # has the second page of the common prefix, but not the first
+        # holds the second page of the common prefix, but not the first
+        kept = decoded(cache, other)
         extend(cache, kept, 3 * ROWS, [*other, 9])
         cache.free_reqid(kept, tokens=other)
         settle(cache)
@@ -241,7 +242,8 @@ def test_a_swapped_request_records_the_rows_that_returned(context: Context) -> N
 
 
 def gemma_like(context: Context, pages: int = 4000, **changes: Any) -> LayeredCache:
-    """Creates a cache with three sliding layers per full one, whose rows have another size."""
+    """Creates a cache with three sliding layers per full layer; the full layers' rows differ in
+    size."""
     page = context.info.granule
     heads = page // (ROWS * 64 * 4)
     slides = LayerShape(heads, 64, window=8)
@@ -275,7 +277,8 @@ def test_full_layers_have_all_rows_and_sliding_ones_their_window(context: Contex
 
 
 def test_every_driver_call_may_fail(context: Context) -> None:
-    """The first, the second, ... map or unmap fails, until the call makes no more of them."""
+    """Fails the first map or unmap of the call, then the second, and so on, until the call
+    succeeds."""
     tokens = ids((1, 3 * ROWS), (2, 3 * ROWS + 1))
 
     def record(cache: LayeredCache, reqid: int) -> bool:
@@ -314,7 +317,7 @@ def test_every_driver_call_may_fail(context: Context) -> None:
                     assert call(cache, reqid)
                     cache.check_integrity()
             else:
-                pytest.fail("it never worked")
+                pytest.fail("the call never succeeded")
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -329,7 +332,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_engine(context: Context, policy: str, seed: int) -> None:
-    """Random forks, records, matches, swaps and trims, against a plain model of every row."""
+    """Random forks, records, matches, swaps and trims, compared with a plain model of every row."""
     with gemma_like(context, **POLICIES[policy]) as cache:
         model = WindowModel(cache, seed)
         model.run(200)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: requests over unequal layers: forks, prefixes, swapping, all or nothing."""
+"""Description: forks, prefixes and swapping over unequal layers take effect in all layers or in
+none."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.sharing import Sharing
 
-UNIT = 16  # tokens that fill whole pages in all groups, whose own units are 4, 8, 16 and 16
-PAGES = 4 * 4 + 2 * 2 + 3 + 1  # per unit: tensors times pages, summed over the groups
+UNIT = 16  # tokens that fill whole pages in every group; the groups' own units are 4, 8, 16 and 16
+PAGES = 4 * 4 + 2 * 2 + 3 + 1  # pages per unit: tensors times pages, summed over the groups
 LONGEST = 5 * UNIT
 
 
@@ -96,8 +97,7 @@ def test_a_fork_at_a_length(context: Context) -> None:
 
 
 def test_a_fork_for_which_one_group_is_short(context: Context) -> None:
-    # With one token more than a unit, each child needs a page in all 8 tensors; only 7 pages are
-    # free.
+    # One token past a unit, each child needs a page in all 8 tensors; only 7 pages are free.
     with shared(context, 2 * PAGES + 8 - 8 * 2 + 7) as cache:
         parent, tags = started(cache, UNIT + 1)
         before = state(cache)
@@ -172,7 +172,8 @@ def test_a_fork_that_fails_in_a_later_group_changes_nothing(
 
 @pytest.mark.parametrize("call", [fork_two, record, free_recorded])
 def test_every_driver_call_may_fail(context: Context, call: Call) -> None:
-    """The first, the second, ... map or unmap fails, until the call makes no more of them."""
+    """Fails the first map or unmap of the call, then the second, and so on, until the call
+    succeeds."""
     for kind in (Inject.MAP, Inject.UNMAP, Inject.HEAP):
         for skip in range(200):
             with shared(context) as cache:
@@ -196,7 +197,7 @@ def test_every_driver_call_may_fail(context: Context, call: Call) -> None:
                     continue
                 break
         else:
-            pytest.fail("it never worked")
+            pytest.fail("the call never succeeded")
 
 
 # ---- prefixes ------------------------------------------------------------------------------------
@@ -254,7 +255,7 @@ def test_prefixes_are_evicted_from_all_groups_when_memory_is_short(context: Cont
         assert cache.can_admit([4 * UNIT])
         assert not cache.can_admit([4 * UNIT + 1])
         long, tags = started(cache, 4 * UNIT, first=1000)
-        assert cache.match([2] * UNIT, leave=0).length == UNIT  # a request uses it
+        assert cache.match([2] * UNIT, leave=0).length == UNIT  # kept, because a request uses it
         assert cache.match([0] * UNIT, leave=0).length == 0
         assert holds(cache, long, tags)
         assert holds(cache, kept[0], [20 + row for row in range(UNIT)])
@@ -462,7 +463,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: str, seed: int) -> None:
-    """Random forks, records, matches, swaps and trims, against a plain model of every row."""
+    """Random forks, records, matches, swaps and trims, compared with a plain model of every row."""
     with shared(context, **POLICIES[policy], max_batch=6) as cache:
         model = ShareModel(cache, seed)
         model.run(200)

@@ -48,7 +48,7 @@ ONE = [Request(1000, 200)]
 MANY = [Request(context, 200) for context in range(300, 1600, 7)]
 
 
-# ---- the numbers of the documentation ------------------------------------------------------------
+# ---- numbers in the documentation ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_llama_3_8b(choice: Choice, bound_mb: float, at_once: int, tokens: int) 
     [("Llama-3-8B", 1, (4, 8, 16, 128)), ("Yi-34B", 2, (7.5, 15, 30, 240))],
 )
 def test_waste_by_page_size(model: str, ranks: int, megabytes: tuple[float, ...]) -> None:
-    """The bound is that of the vAttention paper's table 8, whose Yi-34B counts both ranks."""
+    """Checks the bound in table 8 of the vAttention paper, which counts both ranks for Yi-34B."""
     shape = SHAPES[model].on_ranks(ranks)
     found = [cost(shape, Choice(1, size), ONE, GB).waste_bound / MB for size in PAGE_SIZES]
     assert found == list(megabytes)
@@ -98,7 +98,8 @@ def test_presets_are_the_public_models() -> None:
     assert kilobytes == {"Yi-6B": 64, "Llama-3-8B": 128, "Yi-34B": 240, "SmolLM2-135M": 22.5}
 
 
-# ---- costs against a plain calculation -----------------------------------------------------------
+# ---- costs compared with a plain calculation
+# -----------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -125,7 +126,7 @@ def test_means_are_over_all_iterations(
     assert found.books_bytes == pytest.approx(mapped / unit * 2360)
 
 
-def test_sharing_unit_is_the_first_token_at_a_page_border() -> None:
+def test_sharing_unit_is_the_first_token_at_a_page_boundary() -> None:
     for shape in SHAPES.values():
         for choice in choices(shape, (64 * KB,)):
             config = shape.config(max_batch=1, max_seq_len=4096, group_size=choice.group_size)
@@ -135,7 +136,7 @@ def test_sharing_unit_is_the_first_token_at_a_page_border() -> None:
             assert not any(n * row % choice.page_size == 0 for n in range(1, unit))
 
 
-# ---- layers that are unequal, slide or keep a latent ---------------------------------------------
+# ---- unequal layers, sliding windows, latents ---------------------------------------------
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"] * 2}
 MIXED = {"num_hidden_layers": 6, "sliding_window": 24, **SLIDING}
@@ -191,8 +192,10 @@ def test_computed_calls_match_the_cache(host: Context, group: int) -> None:
         for tokens in range(401, 2001):
             assert cache.step([tokens, tokens]) == 0
         calls = (host.stats().map_calls - before) / sum(one.output for one in requests)
-    assert calls <= found.calls_per_token <= 1.5 * calls, "as many as where memory is nearly full"
-    assert calls < 0.5 * SMALL.token_bytes / page, "runs are longer than a page"
+    assert calls <= found.calls_per_token <= 1.5 * calls, (
+        "the call rate must match that of nearly full memory"
+    )
+    assert calls < 0.5 * SMALL.token_bytes / page, "runs must be longer than a page"
 
 
 def test_windows_and_latents_cost_only_kept_rows(tmp_path: Path) -> None:
@@ -247,7 +250,7 @@ LINEAR = {
 
 
 def test_states_count_from_the_first_token(tmp_path: Path) -> None:
-    """Uses Qwen3-Next's shape: three of four layers have a state."""
+    """Uses Qwen3-Next's shape, in which three of four layers have a state."""
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     found = model(tmp_path, **LINEAR, layer_types=kinds)
     conv, recurrent = 64 * 4 * 2, 4 * 8 * 8 * 4  # in float16 and in float32
@@ -319,7 +322,7 @@ def test_short_requests_get_small_pages() -> None:
 
 
 def test_layers_share_a_tensor_on_a_full_card() -> None:
-    """Entries of 2 MB map the whole blocks of a request, so growth takes few calls."""
+    """2 MB entries map a request's whole blocks, so growth takes few calls."""
     for memory in (16 * GB, 40 * GB, 120 * GB):
         found = advise(LLAMA, MANY, memory)
         assert found.best.choice == Choice(32, 64 * KB)
@@ -333,7 +336,7 @@ def test_layers_share_a_tensor_on_a_full_card() -> None:
 
 
 def test_partial_blocks_are_slow_if_layers_share_a_tensor() -> None:
-    """A request with less than 2 MB in a tensor has only entries of 64 KB."""
+    """A request with less than 2 MB per tensor has only 64 KB entries."""
     short = [Request(100, 20)]
     slow = advise(LLAMA, short, 40 * GB, [Choice(8, 64 * KB)]).best
     assert slow.held.large == 0
@@ -353,7 +356,8 @@ def test_attention_time_grows_with_the_cache_and_with_shared_layers() -> None:
             assert more >= fewer - 0.02, size
     for group in groups:
         assert attention_time(2 * MB, group, 32, 140 * GB) < 1.03
-        # The time depends on the bytes that a layer reads: half of the layers, half of the bytes.
+        # The time depends on the bytes that a layer reads; with half of the layers, that is half of
+        # the bytes.
         assert attention_time(64 * KB, group, 64, 32 * GB) == times[group][5]
 
 
@@ -388,14 +392,15 @@ def test_the_times_of_mixed_entries_match_the_kept_run() -> None:
 
 
 def test_a_tensor_per_layer_if_groups_gain_nothing() -> None:
-    """With the same calls and a batch within 1 %, strided rows are not worth it."""
+    """If the calls are the same and the batch differs by less than 1 %, strided rows are not worth
+    it."""
     considered = [Choice(group, 2 * MB) for group in (8, 1, 2)]
     best = advise(LLAMA, [Request(100_000, 10_240)], 60 * GB, considered).best
     assert best.choice == Choice(1, 2 * MB)
 
 
 def test_small_pages_cost_nothing_for_long_requests() -> None:
-    """Long requests grow by 2 MB at a time, and entries of 2 MB map them."""
+    """Long requests grow by 2 MB at a time, and 2 MB entries map them."""
     found = advise(LLAMA, [Request(100_000, 10_240)], 60 * GB)
     assert found.best.choice == Choice(1, 64 * KB)
     [large] = [one for one in found.costs if one.choice == Choice(1, 2 * MB)]
@@ -581,7 +586,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_calls_of_several_ranks_are_serialized(capsys: pytest.CaptureFixture[str]) -> None:
-    """The best layout's time to map covers all ranks."""
+    """The best layout's mapping time covers all ranks."""
 
     def best(ranks: int, backend: str) -> dict[str, Any]:
         words = ["layouts", "--model", "Yi-34B", "--ranks", str(ranks), "--kv-memory", "30G"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the ledger that engines share: limits and floors, crashed engines, bad files."""
+"""Description: the ledger that engines share: limits and floors, crashed engines, invalid files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
         return [one.name for one in ledger.engines()]
 
 
-# ---- memory that each engine may have ------------------------------------------------------------
+# ---- each engine's share of memory ------------------------------------------------------------
 
 
 def test_two_engines_never_exceed_the_capacity(folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_handles_are_rationed_too(folder: Path) -> None:
 
 
 def test_handles_are_counted_over_all_gpus(folder: Path) -> None:
-    """The driver has a fixed number for the machine; host memory needs none."""
+    """The driver has a fixed number of handles for the whole machine; host memory needs none."""
 
     def of(device: str, name: str) -> Account:
         return Ledger(device, 10 * GIB, folder).join(name, floor=0, limit=GIB, least=1, virtual=GIB)
@@ -104,7 +104,7 @@ def test_handles_are_counted_over_all_gpus(folder: Path) -> None:
     assert b.take(1, handles=10)
     assert not a.take(1, handles=1)
     a.close()
-    assert b.take(1, handles=1), "the memory of an engine that has left no longer counts"
+    assert b.take(1, handles=1), "the memory of an engine that has left must not count"
     assert not b.take(1, handles=MAX_HANDLES - 10)
     b.close()
     host.close()
@@ -129,7 +129,7 @@ def test_host_memory_is_counted_over_all_devices(folder: Path) -> None:
     b.close()
     d = of("GPU-a", "d", 4 * GIB)
     e = of("GPU-b", "e", 100 * GIB, host_limit=0)
-    f = of("GPU-b", "f", 0)  # requests none, and does not block the others
+    f = of("GPU-b", "f", 0)  # requests none, so it does not block the others
     for account in (a, c, d, e, f):
         account.close()
 
@@ -137,13 +137,13 @@ def test_host_memory_is_counted_over_all_devices(folder: Path) -> None:
 def test_engines_that_start_together_stay_within_host_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engines are on different GPUs, and so in different ledgers."""
+    """The engines are on different GPUs and so have different ledgers."""
     count, both = Ledger.total_beside, threading.Barrier(2)
 
     def slowly(self: Ledger, word: str, but: str = "") -> int:
         found = count(self, word, but)
         with suppress(threading.BrokenBarrierError):
-            both.wait(0.2)  # gives the other time to count, too
+            both.wait(0.2)  # gives the other engine time to count, too
         return found
 
     monkeypatch.setattr(Ledger, "total_beside", slowly)
@@ -211,7 +211,7 @@ def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_suspended_lock_holder_stops_no_other_engine(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the process is stopped, nothing is granted; freed memory counts once it resumes."""
+    """Nothing is granted while the process is suspended; freed memory counts once it resumes."""
     mine = join(folder, "mine")
     assert mine.take(4 * GIB)
     with held(folder) as holder:
@@ -299,22 +299,22 @@ def test_a_fair_share_for_engines_that_are_short(folder: Path) -> None:
     assert b.take(2 * GIB)
     assert not a.has_more(), "no engine is short"
     b.want(1 * GIB)
-    assert not a.has_more(), "there is memory for it"
-    b.want(4 * GIB)  # 6, 2, and 2 that are free
+    assert not a.has_more(), "free memory suffices"
+    b.want(4 * GIB)  # a has 6, b has 2, and 2 are free
     assert a.has_more()
     assert not b.has_more(), "no other engine is short"
     a.want(4 * GIB)
     assert a.has_more()
-    assert not b.has_more(), "it has less than half"
+    assert not b.has_more(), "b has less than half"
     a.give(GIB)
-    assert not a.has_more(), "a half"
+    assert not a.has_more(), "a has only half"
     c.want(4 * GIB)  # three engines share 10
     assert a.has_more()
     assert not c.has_more()
     assert b.take(2 * GIB)
     assert b.has_more(), "4 of 10"
     b.give(2 * GIB)
-    assert not b.has_more(), "its floor"
+    assert not b.has_more(), "b is at its floor"
     a.want(0)
     c.want(0)
     assert a.take(GIB)
@@ -329,7 +329,7 @@ def test_a_fair_share_for_engines_that_are_short(folder: Path) -> None:
 
 
 def test_the_largest_engine_is_asked_first(folder: Path) -> None:
-    """Engines have 5, 3 and 2 of 10, and the smaller two are short: a third is 3.3."""
+    """Engines hold 5, 3 and 2 of 10, and the smaller two are short: a third would be 3.3."""
     a, b, c = (join(folder, name) for name in "abc")
     assert a.take(5 * GIB)
     assert b.take(3 * GIB)
@@ -337,13 +337,13 @@ def test_the_largest_engine_is_asked_first(folder: Path) -> None:
     b.want(GIB)
     c.want(GIB)
     assert a.has_more()
-    assert not b.has_more(), "a has more, and is asked to free some"
+    assert not b.has_more(), "a has more than b, so a is asked to free some"
     for one in (a, b, c):
         one.close()
 
 
 def test_an_engine_at_its_floor_is_not_asked(folder: Path) -> None:
-    """6 of 10 are a's floor: b and c have the other 4, and c is short."""
+    """Of 10, 6 are a's floor; b and c hold the other 4, and c is short."""
     a = join(folder, "a", floor=6 * GIB)
     b, c = join(folder, "b"), join(folder, "c")
     assert a.take(6 * GIB)
@@ -390,7 +390,7 @@ def test_running_engines_keep_their_capacity(folder: Path) -> None:
         Ledger("host", GIB, folder)
     assert (caught.value.bytes, caught.value.limit) == (GIB, 10 * GIB)
     assert a.ledger.capacity == 10 * GIB
-    with Ledger("host", folder=folder) as other:  # it requests no capacity
+    with Ledger("host", folder=folder) as other:  # requests no capacity
         assert other.capacity == 10 * GIB
     a.close()
 
@@ -490,7 +490,8 @@ signal.pause()
 
 
 def test_a_forked_child_does_not_keep_its_parents_slot(folder: Path) -> None:
-    """The lock belongs to the open file description, which a child shares until it closes it."""
+    """The lock belongs to the open file description, which the child shares until it closes the
+    file."""
     parent = subprocess.Popen(
         [sys.executable, "-c", FORKING, str(folder), "b"],
         stdin=subprocess.PIPE,
@@ -546,7 +547,8 @@ def test_slots_run_out(folder: Path) -> None:
     join(folder, "one more").close()
 
 
-# ---- bad files and bad users ---------------------------------------------------------------------
+# ---- invalid files and other users
+# ---------------------------------------------------------------------
 
 
 def test_floors_beyond_the_capacity(folder: Path) -> None:
@@ -557,7 +559,7 @@ def test_floors_beyond_the_capacity(folder: Path) -> None:
 
 
 def test_a_longest_request_beyond_the_capacity(folder: Path) -> None:
-    """Such a request would wait for ever."""
+    """Such a request would wait forever."""
     a = join(folder, "a", floor=7 * GIB, least=10 * GIB)
     with pytest.raises(
         InvalidArgument, match=f"needs {4 * GIB} bytes to run: .* reserve {7 * GIB}"
@@ -602,7 +604,7 @@ def test_numbers_that_make_no_sense(folder: Path, wanted: dict[str, int]) -> Non
 
 
 def test_a_directory_where_nothing_can_be_created() -> None:
-    """Even root cannot create files there."""
+    """Uses a directory in which even root cannot create files."""
     with pytest.raises(LedgerError, match="cannot be created"):
         join(Path("/proc/self/task"), "a")
 
@@ -802,7 +804,7 @@ def test_a_missing_directory_named_by_the_environment(
 def test_no_engine_has_run_yet(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default directory is created by the first engine; until then there is none."""
+    """The first engine creates the default directory; until then it does not exist."""
     monkeypatch.delenv("VMEM_LEDGER", raising=False)
     monkeypatch.setattr(ledger, "_FOLDER", str(folder / "of-{}"))
     assert cli.main(["top", "--json"]) == 0
@@ -821,7 +823,8 @@ def test_no_engine_has_run_yet(
 def test_a_home_in_the_environment(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ "~" is expanded as by a shell, or the value is rejected; no directory is named "~"."""
+    """Either "~" is expanded as in a shell, or the value is rejected; no directory named "~" is
+    created."""
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("VMEM_LEDGER", "~/of-engines")
     assert ledger.default_folder() == folder / "of-engines"
@@ -888,7 +891,7 @@ def test_top_sums_and_sorts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_top_live(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table is redrawn until it is interrupted; rates cover the time since the last drawing."""
+    """The table is redrawn until interrupted; rates cover the time since it was last drawn."""
     a = join(folder, "llama")
     readings = 0
 
@@ -910,7 +913,7 @@ def test_top_live(
 
 
 def reading(**more: float) -> top_table.Reading:
-    """Returns a reading of one engine on a GPU."""
+    """Returns a reading with one engine on a GPU."""
     sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "short": 0}
     sizes |= {"host": 0, "host_cached": 0}
     one = {"engine": "llama-3", "pid": 12345, "limit": 100 * GIB, "floor": 10 * GIB, "hits": 0.75}
@@ -921,7 +924,8 @@ def reading(**more: float) -> top_table.Reading:
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 160])
 def test_top_on_a_narrow_terminal(width: int) -> None:
-    """On narrow terminals whole columns are dropped; the others still show each engine's memory."""
+    """On narrow terminals, whole columns are dropped; the remaining ones still show each engine's
+    memory."""
     text = top_table.drawn(reading(), width)
     title, heading, line = text.splitlines()
     assert max(map(len, (heading, line))) <= width

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: what is logged, at which level and how often, and what is not logged."""
+"""Description: log messages: their levels, how often they are repeated, and events that are not
+logged."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ TENSORS = 2 * LAYERS
 
 @pytest.fixture(autouse=True)
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets the causes that were already warned about."""
+    """Forgets which warnings were already logged."""
     monkeypatch.setattr(logs, "_last", {})
 
 
@@ -126,7 +127,7 @@ def test_disabled_warnings_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_debug_logs_of_other_packages_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """Emits logs like torch's compiler, at DEBUG whatever the root's level: 34 MB in a run."""
+    """Logs like torch's compiler, at DEBUG whatever the root logger's level: 34 MB per run."""
     other = logging.getLogger("of-another-library")
     other.setLevel(logging.DEBUG)
     try:

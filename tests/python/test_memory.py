@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Tests the memory that a process may still allocate, also in a control group.
+"""Tests the figure for memory that a process may still allocate, including in a control group.
 
-tests/c/test_available.c covers all forms of the kernel's files, versions 1 and 2.
+tests/c/test_available.c covers all formats of the kernel's files, for cgroup versions 1 and 2.
 """
 
 import contextlib
@@ -62,13 +62,13 @@ def test_other_locations(context: pyvmem.Context) -> None:
 
 
 def test_admission_agrees_with_step(backend: str) -> None:
-    """A cache may be larger than its context: the context's limit counts like the device's
+    """A cache may be larger than its context: the context's limit then acts like the device's
     memory.
     """
     with open_context(backend, mem_limit=64 * MIB, pool_low=0) as context:
         page = context.info.granule
         tensors = 2 * LAYERS
-        fits = 64 * MIB // page // tensors  # pages in every tensor
+        fits = 64 * MIB // page // tensors  # pages per tensor
         config = small_config(page, max_seq_len=2 * fits * ROWS, memory_limit=1 << 40)
         with KVCache(config, context) as cache:
             for more, admitted in ((1, False), (0, True)):
@@ -126,7 +126,7 @@ def _group(limit: int) -> Iterator[tuple[Path, Path]]:
         (group / name).write_text(str(limit))
         yield group, group / name
     finally:
-        for _ in range(1000):  # the kernel may still count a process that has exited
+        for _ in range(1000):  # the kernel may still count an exited process
             with contextlib.suppress(OSError):
                 group.rmdir()
                 break
@@ -194,8 +194,8 @@ print("filled", first // MIB, second // MIB)
 
 
 def test_in_a_group(tmp_path: Path) -> None:
-    """At the limit a step returns -1 instead of being killed; page cache counts as free; limits may
-    change.
+    """At the limit, a step returns -1 instead of getting the process killed. Page cache counts as
+    free, and the limit may change.
     """
     pytest.importorskip("torch")
     with _group(1024 * MIB) as (group, limit):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Random operations against a plain model, contents compared after each step.
+"""Runs random operations and compares contents with a plain model after each step.
 
 The memory is accessed only through Context.read, write, fill and copy, so that the same test runs
 on back ends whose memory the CPU cannot touch.
@@ -30,7 +30,7 @@ import pyvmem
 SIZES = [24, 16]  # sizes of the reservations, in granules
 SLAB = 16
 LIMIT = 6 * SLAB
-BEYOND = 128  # the most granules by which an operation may pass the end of its reservation
+BEYOND = 128  # maximum number of granules by which an operation may pass its reservation's end
 
 index = st.integers(0, 63)
 small = st.integers(1, 4)
@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self, backend: str) -> None:
         super().__init__()
         self.backend = backend
-        # true once a rollback has failed: physical counts are then unpredictable
+        # true once a rollback has failed, because physical counts are then unpredictable
         self.failed = False
 
     @initialize(keep=st.sampled_from(["none", "all", "some"]), sparse=st.booleans())
@@ -74,7 +74,7 @@ class Machine(RuleBasedStateMachine):
         self.ctx.close()
         high = {"none": 0, "all": pyvmem.KEEP_ALL, "some": 2 * SLAB * self.g}[keep]
         options: dict[str, int] = {"mem_limit": LIMIT * self.g, "pool_high": high}
-        if self.backend != "cuda":  # on cuda, a slab is a page
+        if self.backend != "cuda":  # on cuda, a slab is one page
             options["slab_size"] = SLAB * self.g
         self.ctx = open_context(self.backend, granule=granule, **options)
         self.readonly = pyvmem.Caps.READONLY in self.ctx.info.caps
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
         sparse = sparse and pyvmem.Caps.SPARSE in self.ctx.info.caps
         first = self.ctx.reserve(SIZES[0] * self.g)
         # Some drivers place reservations next to each other, and an operation might span two. With
-        # a hole between them, every address past the end of a reservation is unreserved, as in the
+        # a hole between reservations, every address past the end of one is unreserved, as in the
         # model.
         near: list[pyvmem.Reservation] = []
         while True:
@@ -183,9 +183,7 @@ class Machine(RuleBasedStateMachine):
     # ---- batches
 
     def real_ops(self, raw: list[dict[str, Any]]) -> tuple[list[Op], pyvmem.OpBatch]:
-        """Builds well-formed operations; whether they fit the present mappings is left to
-        chance.
-        """
+        """Builds well-formed operations, which may or may not fit the current mappings."""
         ops: list[Op] = []
         batch = pyvmem.OpBatch(max(len(raw), 1))
         for r in raw:
@@ -241,7 +239,8 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.run_gated(ops, batch)
         except pyvmem.OutOfMemory:
-            # Pages are allocated operation by operation, so an earlier one may run short first.
+            # Pages are allocated operation by operation, so an earlier operation may run short
+            # first.
             assert used + new > LIMIT // 3 or self.failed
         except pyvmem.VMemError as error:
             assert expected is not None, f"unexpected {error!r} for {ops}"
@@ -319,7 +318,7 @@ class Machine(RuleBasedStateMachine):
     def batch_with_failing_calls(
         self, raw: list[dict[str, Any]], kinds: int, skip: int, count: int, worker: bool
     ) -> None:
-        """Driver calls fail inside the batch, and perhaps again during its rollback."""
+        """Driver calls fail within the batch, and possibly again during its rollback."""
         ops, batch = self.real_ops(raw)
         expected = self.expect(ops)
         error_number = errno.ENOMEM if kinds & pyvmem.Inject.HEAP else errno.EIO
@@ -388,7 +387,7 @@ class Machine(RuleBasedStateMachine):
         (sa, ka), (sb, kb) = ptes[a % len(ptes)], ptes[b % len(ptes)]
         source, target = self.model.spaces[sa][ka], self.model.spaces[sb][kb]
         if source.phys is target.phys:
-            return  # source and target overlap through an alias, for which no result is promised
+            return  # source and target overlap through an alias: the result is unspecified
         src = self.addr(sa, ka) + quarters[0] * self.q
         dst = self.addr(sb, kb) + quarters[1] * self.q
         if target.readonly:

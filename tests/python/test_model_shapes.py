@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what the layers of every language model in the installed transformers store."""
+"""Description: data stored by the layers of every language model in the installed transformers."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ ANSWERED = [
 
 
 def written(config: Any, folder: Path) -> str:
-    """Saves a ``config.json`` as a model's publisher does, without the defaults; returns its
-    path.
-    """
+    """Saves a ``config.json`` without defaults, as a model's publisher does; returns its path."""
     values = {**config.to_diff_dict(), "torch_dtype": "bfloat16"}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values, default=str))
@@ -72,7 +70,7 @@ def written(config: Any, folder: Path) -> str:
 
 
 def test_every_model_has_shapes_or_a_listed_error(tmp_path: Path) -> None:
-    """Reads the configuration, and for the models named below a file; no other errors are
+    """Reads each configuration, for the models named below from a file; no other errors are
     allowed.
     """
     answers: dict[str, str] = {}
@@ -80,7 +78,7 @@ def test_every_model_has_shapes_or_a_listed_error(tmp_path: Path) -> None:
     for name in LANGUAGE:
         try:
             config = CONFIGS[name]()
-        except Exception:  # each class checks in its own way
+        except Exception:  # each class raises its own errors
             assert name in NOT_MADE
             continue
         try:
@@ -131,7 +129,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def kept(config: Any) -> list[Any]:
-    """The contents of transformers' own cache after a pass that computes only shapes."""
+    """Returns the contents of transformers' own cache after a pass that computes only shapes."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # some experts support no other type
     try:
@@ -153,7 +151,7 @@ def kept(config: Any) -> list[Any]:
             _, heads, _, wide = layer.keys.shape
             window = getattr(layer, "sliding_window", 0)
             found.append(LayerShape(heads, wide, layer.values.shape[3], window))
-    # Up to 5.22, layers that reuse another's keys are missing from the cache.
+    # Up to 5.22, layers that reuse another layer's keys are missing from the cache.
     return found + [EmptyShape()] * (config.num_hidden_layers - len(found))
 
 
@@ -170,14 +168,15 @@ def test_the_shapes_match_the_models_cache(name: str) -> None:
             LayerShape(1, rank, one.head_dim - rank) if isinstance(one, LayerShape) else one
             for one in told
         ]
-    if name == "falcon, 40B":  # transformers writes every KV head once for each of its queries
+    if name == "falcon, 40B":  # transformers stores each KV head once per query head
         assert {one.num_kv_heads for one in told} == {8}
         told = [LayerShape(config.num_attention_heads, one.head_dim) for one in told]
     assert told == kept(config)
 
 
 def test_a_nested_configuration_inherits_the_outer_dtype(tmp_path: Path) -> None:
-    """As in Gemma 3's file: the text model is a nested section, and the dtype is outside it."""
+    """As in Gemma 3's file, the text model is a nested section, and the dtype is outside that
+    section."""
     text = {"num_hidden_layers": 6, "model_type": "gemma3_text", "sliding_window": 64}
     values = {"model_type": "gemma3", "text_config": text, "torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -210,7 +209,7 @@ def test_a_nested_configuration_inherits_the_outer_dtype(tmp_path: Path) -> None
 def test_a_file_that_transformers_saved_is_read(
     tmp_path: Path, name: str, more: dict[str, Any], diff: bool
 ) -> None:
-    """It includes all defaults; some are infinite, which are written as objects."""
+    """The file includes all defaults; infinite values are written as objects."""
     config = CONFIGS[name](dtype="bfloat16", **more)
     config.to_json_file(tmp_path / "config.json", use_diff=diff)
     shape = shape_of(str(tmp_path))

@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 @pytest.fixture(scope="module")
 def exported() -> str:
-    """Returns the metrics of a cache, with their names in vLLM."""
+    """Returns a cache's metrics under their names in vLLM."""
     with KVCache(KVCacheConfig(2, 4, 64, max_batch=4), backend="host") as cache:
         telemetry = Telemetry()
         telemetry.add(cache, "one")

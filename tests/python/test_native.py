@@ -57,7 +57,7 @@ def test_one_version() -> None:
 
 @needs_sources
 def test_declarations_follow_the_header() -> None:
-    """If a structure changes in the header, the compiler checks the changed structure."""
+    """If a structure changes in the header, the compiler must check the new version."""
     script = ROOT / "pyvmem" / "_build.py"
     if not script.exists():
         pytest.skip("the build script is not next to the tests")
@@ -145,7 +145,7 @@ def test_two_copies_of_the_library_in_one_process(
         rsv.fill(0, 65536, 0xA5)
         assert host.stats().used_bytes == 65536
         with pytest.raises(pyvmem.NotReserved):
-            host.query(addr.value)  # an address of the other library
+            host.query(addr.value)  # an address that belongs to the other library
         assert lib.vmem_check(vm) == 0
         assert ctypes.string_at(addr.value, 4) == b"\x5a" * 4
         assert rsv.read(0, 4) == b"\xa5" * 4

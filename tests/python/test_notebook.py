@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reads rows without pages in a notebook's kernel, and through a debugger that shows variables.
+"""Reads rows without pages in a notebook kernel, and through a debugger that shows variables.
 
 Needs the extra ``notebook``, whose kernel includes the debugger.
 """

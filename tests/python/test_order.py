@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: exactly the stream or event passed to a call is ordered, and no other."""
+"""Description: a call is ordered after the stream or event passed to it, and after no other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STREAMS = {
 EVENTS = {"torch event": 0xA1, "cuda.core event": 0xA2}
 
 
-# ---- every kind of stream with every other kind --------------------------------------------------
+# ---- every pair of stream kinds --------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -67,7 +67,7 @@ def test_exactly_the_given_stream_waits(gpu: Gpu, event: str, stream: str) -> No
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("stream", ["protocol, legacy", "protocol, default"])
 def test_the_default_stream_by_any_name(gpu: Gpu, event: str, stream: str) -> None:
-    """torch calls the default stream 0; cuda.core takes 0 for no stream at all, so there it is
+    """In torch, the default stream's handle is 0; cuda.core treats 0 as no stream at all and uses
     1.
     """
     order_after(given(gpu, event), given(gpu, stream), 0)
@@ -249,7 +249,7 @@ class Nonsense:
 
 
 class Handle:
-    """A stream and event with a given number as its handle."""
+    """A stream and event whose handle is the given number."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = self.cuda_event = number
@@ -304,7 +304,7 @@ def test_the_error_names_what_was_wrong() -> None:
 
 
 def test_a_closed_event_names_no_descriptor() -> None:
-    """Another file may have been given its number."""
+    """Another file may have its number by now."""
     with FdEvent.create() as event:
         assert event.fd >= 0
     with pytest.raises(InvalidArgument, match=r"FdEvent\(-1\) is negative"):
@@ -401,7 +401,7 @@ def test_every_call_of_a_context_rejects_it(context: Context, page: int) -> None
         with pytest.raises(NotGpuWork, match="stream: 'nonsense'"):
             ticket.order("nonsense")
         with FdEvent.create() as event:
-            ticket.order(event)  # the CPU has waited
+            ticket.order(event)  # the CPU has already waited
         assert ticket.done()
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Tensor parallelism: one cache per rank, the same answers, one budget, and failures known to all.
+"""Tensor parallelism: one cache per rank, equal answers, one budget, and failures known to all
+ranks.
 
-Ranks are processes with gloo (parallel_ranks.py); tests that need only one rank use a group of one.
+Ranks are processes that use gloo (parallel_ranks.py); tests that need only one rank use a group of
+one.
 """
 
 from __future__ import annotations
@@ -95,8 +97,8 @@ def test_a_cache_that_one_rank_cannot_create(results: dict[str, Any]) -> None:
 
 
 def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]) -> None:
-    """Each rank checked its rows and memory against a model; this checks that it ran short and
-    shared.
+    """Each rank has checked its rows and memory against a model; this test checks that it ran short
+    of memory and shared pages.
     """
     played = results["shared_pages"]
     assert len(played) == 4
@@ -111,8 +113,8 @@ def test_ranks_that_share_and_swap_give_the_same_answers(results: dict[str, Any]
 
 
 def test_late_work_on_one_rank_evicts_no_more(results: dict[str, Any]) -> None:
-    """Of 6 pages, 1 is a cached prefix and 5 are for a request; 3 of these are in the slot that is
-    waited for.
+    """Of 6 pages, 1 is a cached prefix and 5 are for a request; 3 of the 5 are in the slot with
+    late work.
     """
     assert results["held_back"] == [1, 0, 8]
 
@@ -208,13 +210,14 @@ def test_the_slot_freed_last_comes_first(cache: ParallelKVCache) -> None:
 
 
 def test_a_second_step_async_counts_what_requests_own(cache: ParallelKVCache) -> None:
-    """Unowned pages in a slot whose growth is in flight count as available, finished or not."""
+    """Unowned pages in a slot whose growth is in flight count as available, whether or not it has
+    finished."""
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)
     assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
     assert cache.step_async([8, 0, 0, 0]) == 0
-    assert cache.step_async([8, 48, 0, 0]) == 0  # 7 pages of 8, although slot 0 has 6 mapped
+    assert cache.step_async([8, 48, 0, 0]) == 0  # needs 7 of 8 pages, although slot 0 has 6 mapped
     assert cache.step([8, 48, 0, 0]) == 0
 
 
@@ -235,7 +238,7 @@ PROMPT = list(range(40))
 
 
 def with_spare_pages(cache: ParallelKVCache) -> None:
-    """Slot 0 grows in the background, by one of the six pages that are already mapped there."""
+    """Slot 0 grows in the background by one page, out of six that are already mapped there."""
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     cache.free_reqid(0)
@@ -285,7 +288,7 @@ def test_trimmed_memory_stays_with_the_cache(cache: ParallelKVCache) -> None:
 
 
 def test_a_driver_shortage_raises_an_error(cache: ParallelKVCache) -> None:
-    """The other ranks would not return -1, so the call must raise."""
+    """The other ranks would not return -1, so the call must raise an exception."""
     calls: list[Callable[[], Any]] = [
         lambda: cache.step([24, 0, 0, 0]),
         lambda: cache.fork(0),
@@ -328,7 +331,7 @@ def test_recover_drops_prefixes_and_swapped_requests(cache: ParallelKVCache) -> 
 def test_a_request_that_lost_its_rows_costs_only_its_slot(cache: ParallelKVCache) -> None:
     if Caps.ONE_CALL in cache.context.info.caps:
         pytest.skip("a batch is one driver call: there is nothing to roll back")
-    for skip in range(64):  # new mappings come first; a failure there loses nothing
+    for skip in range(64):  # new mappings are created first, so a failure there loses nothing
         assert cache.alloc_reqid() == 0
         assert cache.step([20, 0, 0, 0]) == 0
         assert cache.record(0, PROMPT[:8]) == 8
@@ -340,7 +343,8 @@ def test_a_request_that_lost_its_rows_costs_only_its_slot(cache: ParallelKVCache
         if failed.type is pyvmem.NotRecoverable:
             break
     assert failed.match("reqid 0 has lost its rows")
-    assert [cache.alloc_reqid() for _ in range(4)] == [1, 2, 3, None]  # its pages are quarantined
+    # slot 0's pages are quarantined
+    assert [cache.alloc_reqid() for _ in range(4)] == [1, 2, 3, None]
     assert cache.step([0, 16, 16, 16]) == 0
 
 
@@ -415,7 +419,7 @@ def test_close_releases_what_it_can_before_it_raises(
 
 
 def test_recover_retires_lost_slots(cache: ParallelKVCache) -> None:
-    """A failed rollback costs a slot and its pages; all others remain usable."""
+    """A failed rollback costs a slot and its pages; all other slots remain usable."""
     cache.alloc_reqid()
     cache.alloc_reqid()
     assert cache.step([0, 8, 0, 0]) == 0
@@ -503,7 +507,7 @@ def test_rank_config() -> None:
 
 
 def state_of(cache: ParallelKVCache) -> Any:
-    """Returns the state that must be equal on every rank that has not failed."""
+    """Returns the state that must be equal on all ranks that have not failed."""
     slots = [(one.state == "active", one.seq_len) for one in cache.snapshot()]
     return slots, cache.available_pages, cache.status()
 
@@ -532,7 +536,7 @@ def reset(cache: ParallelKVCache) -> None:
 def test_an_interrupted_call_is_complete_or_undone_or_fails_the_rank(
     cache: ParallelKVCache, call: Callable[[ParallelKVCache], Any]
 ) -> None:
-    """Unless the rank has failed, its records agree with what it has done."""
+    """Unless the rank has failed, its records match its completed work."""
     reset(cache)
     before = state_of(cache)
     call(cache)
@@ -560,7 +564,7 @@ def test_an_interrupted_recovery_leaves_the_rank_failed(cache: ParallelKVCache) 
             break
         except Interrupted:
             pass
-        # the exception came before the recovery started, or after it was done
+        # the exception came before the recovery started or after it ended
         if cache.failed is None:
             now = [one.state == "active" for one in cache.snapshot()]
             assert now in ([one.state == "active" for one in taken], [False] * 4), at
@@ -575,7 +579,9 @@ def test_an_interrupted_rollback_leaves_the_rank_failed(cache: ParallelKVCache) 
         try:
             Interrupts(at).run(cache.check_step)
         except Interrupted:
-            assert cache.failed is not None or cache.status()[0], "or the rollback had not started"
+            assert cache.failed is not None or cache.status()[0], (
+                "the rank must fail unless the rollback had not started"
+            )
         except pyvmem.TooManyMappings:
             break
     assert at > 50
@@ -596,7 +602,7 @@ def no_mapping_left(cache: ParallelKVCache) -> Iterator[None]:
 
 
 def lost(_: Any) -> list[int]:
-    """Stands for `Ranks.maxima` when another rank has exited."""
+    """Stands in for `Ranks.maxima` when another rank has exited."""
     raise RuntimeError("connection closed by peer")
 
 
@@ -614,7 +620,7 @@ def test_a_lost_group_fails_the_rank(
 
 
 def test_exceptions_that_leave_a_block_of_together(cache: ParallelKVCache) -> None:
-    """The other ranks learn of all errors except those that the cache itself raises for bad
+    """The other ranks learn of all errors except those that the cache itself raises for invalid
     arguments.
     """
     with pytest.raises(RankFailed, match="a block of together"), cache.together():

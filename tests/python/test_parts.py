@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: handles to several ranges, dropping parts of them, reads into buffers."""
+"""Description: handles to several ranges, release of parts of them, reads into buffers."""
 
 from __future__ import annotations
 

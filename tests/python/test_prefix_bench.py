@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests the replay of prompts against two prefix caches, and the benchmark around it."""
+"""Tests the replay of prompts against two prefix caches, and the benchmark that uses it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_synthetic_conversations_share_prefixes() -> None:
 
 @pytest.mark.parametrize("unit", [16, 64, 512])
 def test_both_agree_with_a_set_of_prefixes(unit: int) -> None:
-    """Without a budget, both find the longest prefix, in whole units, of any earlier prompt."""
+    """Without a budget, both find the longest prefix shared with any earlier prompt, in whole
+    units."""
     seen: set[tuple[int, int]] = set()
     expected = 0
     for length, ids in PROMPTS:
@@ -85,7 +86,7 @@ def test_budgets_are_kept(units: int) -> None:
 
 
 def test_blocks_agree_with_a_plain_queue() -> None:
-    """The next block to be evicted is the last one of the least recently used request."""
+    """The next block to evict is the last block of the least recently used request."""
     rng = random.Random(4)
     cache = Blocks(512, TOKEN, 30 * 512 * TOKEN)
     queue: list[int] = []
@@ -178,7 +179,7 @@ def test_command_with_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def conversation(turns: int, start: int, blocks: int = 3) -> list[Prompt]:
-    """Returns turns that each continue the one before, all after block 0; the last one is
+    """Returns turns that each continue the previous turn, all after block 0; the last turn is
     partial.
     """
     ids = [0, *range(start, start + turns * blocks)]
@@ -194,7 +195,8 @@ def test_next_turns_that_resume_in_their_slot() -> None:
     assert common_tokens(prompts) == TRACE_BLOCK
     with Turns(32, 1 << 20, 16, 10_000, TRACE_BLOCK) as cache:
         found = [cache.serve(prompt) for prompt in prompts]
-        # The first finds nothing, the second the system prompt, the others all but their new part.
+        # The first turn finds nothing, the second finds the system prompt, and the others find all
+        # but their new part.
         assert found == [0, *(TRACE_BLOCK * n for n in (1, 4, 4, 7, 7, 10, 10))]
         assert (cache.served, cache.hits, cache.next_turns) == (8, 7, 6)
         assert (cache.resumed, cache.next_resumed) == (6, 6)
@@ -214,11 +216,11 @@ def test_part_of_a_prefix_may_be_mapped() -> None:
         other = Prompt(long.length, long.hash_ids)
         cache.serve(other)  # continues in the slot of `short`
         assert (cache.resumed, cache.mapped_tokens) == (1, 4 * TRACE_BLOCK)
-        # shorter than the contents of its slot: mapped again
+        # shorter than its slot's contents, so it is mapped again
         cache.serve(Prompt(2 * TRACE_BLOCK + 1, (0, 100, 7)))
         assert (cache.hits, cache.resumed) == (2, 1)
         assert cache.hit_tokens - cache.mapped_tokens == 2 * TRACE_BLOCK
-        # Two slots have a part of the next prompt; the one with the longer part is used.
+        # Two slots hold a part of the next prompt; the slot with the longer part is used.
         cache.serve(Prompt(11 * TRACE_BLOCK, (*long.hash_ids[:10], 8000)))
         assert cache.resumed == 2
         cache.cache.check_integrity()
@@ -237,7 +239,7 @@ def test_the_cache_agrees_with_the_tree() -> None:
 
 
 def served(cache: LayeredCache, prompts: list[Prompt], chunk: int) -> list[int]:
-    """The tokens that each prompt finds in a cache, which computes and records them."""
+    """Computes and records the prompts; returns the number of tokens that each finds cached."""
     out = []
     for prompt in prompts:
         ids = token_ids(prompt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests the radix tree of prefixes, and token ids as bytes."""
+"""Tests the radix tree of prefixes, and the encoding of token ids as bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = 3  # pages per unit
 
 @dataclass(eq=False)
 class Units:
-    """A span that knows the prefix that ends with each of its units."""
+    """A span that knows, for each of its units, the prefix that ends there."""
 
     ends: list[tuple[int, ...]]
 
@@ -56,12 +56,12 @@ def add(tree: Tree, tokens: list[int]) -> Node[Units]:
 
 
 def units(*ids: int) -> list[int]:
-    """Returns tokens: a unit of equal ids for each argument."""
+    """Returns tokens: for each argument, a unit that repeats this id."""
     return [one for one in ids for _ in range(UNIT)]
 
 
 def length(tree: Tree, tokens: Any) -> int:
-    """Returns the length of the match, after checking the spans."""
+    """Checks the spans of a match and returns its length."""
     match = tree.match(tokens)
     ends = [end for span, used in match.parts for end in span.ends[:used]]
     assert ends == [tuple(list(tokens)[:at]) for at in range(UNIT, match.length + 1, UNIT)]
@@ -71,7 +71,7 @@ def length(tree: Tree, tokens: Any) -> int:
 
 
 def locked_pages(tree: Tree) -> int:
-    """Returns the pages of pinned nodes and of their ancestors."""
+    """Returns the number of pages of pinned nodes and of their ancestors."""
     locked = {one for node in tree if node.pins for one in node.path()}
     return sum(node.span.pages for node in locked)
 
@@ -293,9 +293,9 @@ def test_evict_frees_the_requested_pages_or_all() -> None:
 
 
 def test_uneven_pages() -> None:
-    """If one cut frees too little, another follows."""
+    """Checks that another cut follows if one cut frees too little."""
 
-    class Heavy(Units):  # the first unit has all pages
+    class Heavy(Units):  # the first unit holds all pages
         @property
         def pages(self) -> int:
             return 50 if self.ends and len(self.ends[0]) == UNIT else 0
@@ -373,7 +373,7 @@ class Model:
         if freed < pages:
             assert set(self.used) == self.locked()
         else:
-            assert freed < pages + PAGES  # no unit more than was needed
+            assert freed < pages + PAGES  # at most one unit more than needed
         stay = [one for one in self.used if one not in self.locked()]
         parents = {one[: -self.unit] for one in self.used}
         assert all(self.used[leaf] >= latest for leaf in stay if leaf not in parents)
@@ -558,8 +558,8 @@ def test_the_root_has_no_span() -> None:
 
 
 def test_an_interrupted_use_leaves_a_valid_eviction_order() -> None:
-    """Some nodes of the path are marked as used by then, others are not: children must still be
-    evicted first.
+    """Only some nodes of the path are marked as used at that point; children must still be evicted
+    first.
     """
     for point in range(1, 1000):
         tree = Tree(UNIT)

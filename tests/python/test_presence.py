@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a pyvmem cache in the ledger: what `vmem top` shows, limits, leaving."""
+"""Description: a pyvmem cache in the ledger: its row in `vmem top`, limits, leaving."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_failure_to_free_memory_does_not_leave_the_ledger(context: Context, fo
         assert announced.report()
         assert shown(folder, context)[0].used > least
         context.inject(Inject.UNMAP)
-        order(folder, context, "mine", least)  # the cache's thread meets the failure, and retries
+        order(folder, context, "mine", least)  # the failure hits the cache's thread, which retries
         eventually(lambda: [one.used <= least for one in shown(folder, context)] == [True])
         assert announced.report()
 
@@ -169,10 +169,10 @@ def test_caches_of_a_budget_are_one_row(context: Context, folder: Path) -> None:
                 assert (row.name, row.limit) == ("both", total)
                 assert row.used == budget.stats().used_bytes
                 assert row.in_use == 5 * column
-                # The limit applies when requests have ended; their memory is then freed.
+                # The limit takes effect when requests end and their memory is freed.
                 order(folder, context, "both", 4 * column)
                 assert announced.report()
-                assert budget.total_bytes == 5 * column  # until then no cache grows
+                assert budget.total_bytes == 5 * column  # no cache grows until then
                 assert two.step(lens(two, r0=3 * ROWS)) == -1
                 assert one.snapshot()[0].seq_len == 3 * ROWS
                 one.free_reqid(0)

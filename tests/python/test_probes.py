@@ -19,7 +19,7 @@ NOTE = re.compile(r"Provider: vmem\n\s+Name: (\w+)\n\s+Location: .*\n\s+Argument
 
 
 def documented() -> dict[str, int]:
-    """Returns the probes of the page's table, and the number of arguments of each."""
+    """Returns the probes in the page's table, and each probe's number of arguments."""
     rows = re.findall(r"^\| `(\w+)` \| .* \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     return {name: len(arguments.split(",")) for name, arguments in rows}
 
@@ -34,7 +34,7 @@ def test_the_extension_has_the_documented_probes() -> None:
 
 
 def test_the_page_lists_the_probes_of_the_sources() -> None:
-    """Checked even if the header is missing and no probe was compiled in."""
+    """Runs even if the header is missing and no probe was compiled in."""
     probe = re.compile(r"^\s+VM_PROBE(\d)\((\w+),", re.M)
     found: dict[str, int] = {}
     for path in sorted((ROOT / "libvmem" / "src").rglob("*.c")):

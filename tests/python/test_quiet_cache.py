@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Description: a cache learns the result of its own batches, however many batches others submit.
 
-The programs run in processes of their own: if the records say mapped and the memory is not, writing
-a row crashes the process.
+Each program runs in its own process: if a page is recorded as mapped but is not, writing a row
+crashes the process.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ print("holds", flush=True)
 
 
 def run(program: str, *arguments: str) -> str:
-    """Runs a program in its own process; if it fails, fails with the last lines of its output."""
+    """Runs a program in its own process; if that fails, the test fails with its last lines of
+    output."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", program, *arguments],
         cwd=Path(__file__).resolve().parents[2],
@@ -162,12 +163,12 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_cut_of_a_quiet_cache_is_finished_by_its_own_next_call() -> None:
+def test_a_quiet_caches_interrupted_call_is_finished_by_its_next_call() -> None:
     names = ["alloc", "stats", "step", "admit", "trim", "nothing"]
     assert run(QUIET, *names).splitlines() == [f"{name} holds" for name in names]
 
 
-def test_a_cut_of_a_quiet_cache_is_finished_by_anothers_shortage() -> None:
+def test_a_quiet_caches_interrupted_call_is_finished_by_a_shortage() -> None:
     assert run(QUIET, "shortage") == "shortage holds\n"
 
 

@@ -87,8 +87,8 @@ def test_a_handler_that_calls_the_cache_gets_an_error(called: str, handler: str)
 
             calling = Handler(at, handle)
             try:
-                # Before the section, the handler's call is an ordinary call and may close the
-                # cache.
+                # Before the section starts, the handler's call is an ordinary call and may close
+                # the cache.
                 done = calling.run(lambda: cache.step([90, 0, 0, 0]))
             except (Reentered, BadHandle) as error:
                 assert handler == "raises" or cache.is_closed, error
@@ -124,7 +124,7 @@ def test_a_section_may_call_through_other_functions() -> None:
 
 @pytest.mark.parametrize("again", [0, 1, 5, 9])
 def test_the_rollback_of_a_section_may_call_the_cache(again: int) -> None:
-    """Also if the rollback itself is interrupted and the next call completes it."""
+    """Covers a rollback that is itself interrupted, so that the next call completes it."""
     with Context("host", granule=PAGE) as context, filled(context) as cache:
         second = cache.alloc_reqid()
         assert second is not None
@@ -187,7 +187,7 @@ def test_a_handler_during_the_rollback_after_two_exceptions() -> None:
 
 @pytest.mark.parametrize("called", ["requests", "release", "truncate"])
 def test_a_handler_that_calls_the_engine_gets_an_error(called: str) -> None:
-    """Also between the cache's call and the engine's record of it."""
+    """Includes points between the cache's call and the engine's record of it."""
     refused = 0
 
     def case(at: int) -> bool:
@@ -274,8 +274,8 @@ def test_wrapped_methods_are_not_an_interruption(monkeypatch: pytest.MonkeyPatch
             assert cache.stats().active_slots == 0
 
 
-def test_a_dropped_transformers_cache_is_closed_during_a_call_of_another() -> None:
-    """The collector finds it during a call of the other cache, with which it shares records."""
+def test_a_dropped_transformers_cache_is_closed_during_another_caches_call() -> None:
+    """The collector finds it during a call to the other cache, which shares records with it."""
     transformers = pytest.importorskip("transformers")
     from pyvmem.hf import VMemCache
 
@@ -318,7 +318,8 @@ def test_a_dropped_transformers_cache_is_closed_during_a_call_of_another() -> No
     each_point(case, stride=67)
 
 
-# ---- objects that end with their owner ---------------------------------------------------------
+# ---- objects whose life ends with their owner's
+# ---------------------------------------------------------
 
 
 class Owner:
@@ -374,7 +375,7 @@ def test_an_end_without_a_thread_waits_for_the_next(
 # ---- locks -------------------------------------------------------------------------------------
 
 
-def test_reservations_during_a_call_of_another() -> None:
+def test_reservations_change_during_a_call_on_another() -> None:
     def case(at: int) -> bool:
         with Context("host", granule=PAGE) as context:
             other = context.reserve(PAGE)
@@ -531,7 +532,7 @@ def test_a_buffer_collected_during_a_call_of_its_resource() -> None:
 
 
 def test_a_buffer_collected_before_its_stream() -> None:
-    """The next call waits for the work that was on the stream."""
+    """The next call waits for the work on that stream."""
     pytest.importorskip("cuda.core")
     from pyvmem.memory_resource import VMemResource
 
@@ -583,11 +584,11 @@ def test_a_buffer_whose_stream_was_closed_before_its_free() -> None:
             buffer.close()  # a second attempt
 
 
-# ---- callbacks of futures ----------------------------------------------------------------------
+# ---- callbacks on futures ----------------------------------------------------------------------
 
 
 def test_a_callback_closes_the_requests_of_a_cache() -> None:
-    """close() runs the calls that are queued behind the callback's own."""
+    """close() runs the calls queued behind the callback's own call."""
     with Context("host", granule=PAGE) as context, filled(context) as cache:
         requests = RequestCache(cache)
         one, two = requests.admit([1] * 10), requests.admit([2] * 10)

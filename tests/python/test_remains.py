@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: libvmem objects whose Python owners were lost are ended by the next object of their
-kind.
+"""Description: libvmem objects whose Python owners were lost are closed by the next object of the
+same kind.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_any_number_of_contexts_can_be_dropped() -> None:
 
 @pytest.mark.parametrize("called", [False, True])
 def test_an_unused_cache_ends_with_its_context(called: bool) -> None:
-    """Also if the caller was interrupted before it had the cache."""
+    """Includes a caller that was interrupted before it received the cache."""
 
     def make() -> Context:
         cache = KVCache(small_config(PAGE), backend="host")

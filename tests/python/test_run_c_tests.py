@@ -53,7 +53,7 @@ def test_a_missing_program_fails(tmp_path: Path) -> None:
 
 
 def test_two_programs_run_in_parallel_if_allowed(tmp_path: Path) -> None:
-    """Each program waits for the file that the other one creates."""
+    """Each program waits for a file that the other program creates."""
     one, two = tmp_path / "one.made", tmp_path / "two.made"
     wait = "touch {}; until [ -e {} ]; do sleep 0.01; done"
     programs = (program(tmp_path, "a", wait.format(one, two)),)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests the test runner: its progress, the time left, and where to resume."""
+"""Tests the test runner: progress, remaining time, and the stage to resume from."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_resumes_from_a_stage(runner, capsys):
 
 
 def test_stages_that_were_named_are_named_again(runner, capsys):
-    """`make check` has a stage that `make test` does not have."""
+    """`make check` has a stage that `make test` lacks."""
     assert runner("two", "one", fails=("one",)) == (1, ["two", "one"])
     said = capsys.readouterr().out
     assert said.endswith("to run again: build/venv/bin/python scripts/run_tests.py one\n")
@@ -123,7 +123,7 @@ def test_a_command_that_fails_is_named_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(run_tests.subprocess, "run", run)
     with pytest.raises(run_tests.Failed) as caught:
         run_tests.lint(run_tests.Session())
-    assert max(map(len, commands)) > 100, "there are that many C files"
+    assert max(map(len, commands)) > 100, "there are more than 100 C files"
     first, second, third = str(caught.value).split("; ")
     files = "pyvmem pyvmem_sglang pyvmem_vllm benchmarks scripts tests setup.py"
     assert first == f"ruff check {files}: exit status 1"
@@ -147,8 +147,8 @@ def test_a_command_in_a_line(command, text):
 
 
 def test_the_other_pythons(monkeypatch, capsys):
-    """Each Python but that of build/venv: a missing one is reported, and a failure stops no
-    other.
+    """Runs every Python except that of build/venv: a missing Python is reported, and a failure does
+    not stop the others.
     """
     found = {one: f"/usr/bin/python{one}" for one in ("3.11", "3.12", "3.13", "3.14")}
     made, tested = [], []
@@ -181,7 +181,7 @@ def test_the_other_pythons(monkeypatch, capsys):
 
 @pytest.fixture
 def gpu_calls(monkeypatch):
-    """Collects the calls of the stage `gpu` and their environment; the calls in `fails` fail."""
+    """Collects the stage `gpu`'s calls and their environment; the calls in `fails` fail."""
     calls, fails = [], set()
 
     def call(*words, **env):

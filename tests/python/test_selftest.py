@@ -23,7 +23,7 @@ CHECKS = [*memory.CHECKS, *books.CHECKS]
 
 
 def result_of(report: dict[str, Any], name: str) -> dict[str, Any]:
-    """The entry of one check."""
+    """Returns the entry of one check."""
     (found,) = [one for one in report["checks"] if one["name"] == name]
     return dict(found)
 
@@ -49,9 +49,9 @@ def test_report(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[-1] == "passed"
 
 
-# Faults of a machine, each with the check that must report it.
+# Machine faults, each with the check that must report it.
 def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads return what an address held when it was first read, like a stale translation."""
+    """Makes reads return what an address held when first read, like a stale translation."""
     seen: dict[tuple[int, int], bytes] = {}
     read = pyvmem.Context.read
 
@@ -62,7 +62,7 @@ def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New pages show the data of their last owner."""
+    """Makes new pages show their last owner's data."""
     populate = pyvmem.OpBatch.populate
 
     def dirty(self: pyvmem.OpBatch, *args: Any, **options: Any) -> None:
@@ -81,12 +81,12 @@ def _dirty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _swallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes are lost."""
+    """Drops writes."""
     monkeypatch.setattr(pyvmem.Context, "write", lambda self, addr, data: None)
 
 
 def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is not freed."""
+    """Keeps memory from being freed."""
     monkeypatch.setattr(pyvmem.Context, "trim", lambda self, keep=0: 0)
 
 
@@ -119,7 +119,7 @@ def test_faults_are_detected(
 
 
 class Device:
-    """Stands for `Cuda`: a device whose free memory is set by the test."""
+    """Stands in for `Cuda`: a device whose free memory is set by the test."""
 
     def __init__(self, free: Iterable[int]) -> None:
         self._free = iter(free)
@@ -139,7 +139,8 @@ class Device:
 
 @pytest.mark.parametrize("others", [0, 7])
 def test_memory_used_by_others_is_not_a_leak(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes use 60 MB in some of the attempts; the last one ends as it started."""
+    """Other processes use 60 MB in some of the attempts; the last attempt ends with as much free
+    memory as it started with."""
     with pyvmem.Context("host") as context:
         context.cuda_device = 0
         free = [(1 << 36) - (k << 20) for _ in range(others) for k in (0, 60)] + [1 << 36] * 2
@@ -165,7 +166,7 @@ def test_no_such_backend(capsys: pytest.CaptureFixture[str]) -> None:
 def _probed(
     monkeypatch: pytest.MonkeyPatch, error: int, reason: str, usable: Iterable[str]
 ) -> None:
-    """Probes a machine where uvm cannot be used, and of the others only those named."""
+    """Probes a machine where uvm cannot be used, and only the named other back ends can."""
 
     def one(name: str) -> ProbeResult:
         works = name in usable
@@ -191,9 +192,7 @@ def test_without_the_patched_driver(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Prints one line, returns a status of its own, and names the back ends that could be
-    tested.
-    """
+    """Prints one line, exits with a distinct status, and names the testable back ends."""
     file = tmp_path / "report.json"
     if patched:
         (tmp_path / "uvm_vmem_max_pinned").touch()

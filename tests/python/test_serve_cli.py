@@ -26,9 +26,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Creates a model directory in transformers' format; the tokenizer has a word for each
-    number.
-    """
+    """Creates a model directory in transformers' format; the tokenizer has one word per number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -167,7 +165,7 @@ def test_options_reach_the_cache_and_the_engine(
 def test_too_little_memory_is_reported_with_the_answer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 24 KiB are one page in each of 6 tensors, for 21 tokens.
+    # 24 KiB is one page in each of 6 tensors, enough for 21 tokens.
     options = ["--max-new-tokens", "15", "--memory-limit", "24K", "--page-size", "4K"]
     result = run_json(folder, capsys, *options, status=1)
     reasons = [r["reason"] for r in result["requests"]]
@@ -265,6 +263,6 @@ def test_bad_usage_is_rejected_by_the_parser(folder: Path, option: list[str]) ->
 
 
 def test_torch_is_loaded_by_run_and_not_before() -> None:
-    """The environment variables for its threads are set before that."""
+    """The environment variables for torch's threads must be set before torch is loaded."""
     code = "import sys, pyvmem.serve.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests the engine over a real KV cache with a tiny model: every answer equals that of
-`generate`.
-"""
+"""Tests the engine over a real KV cache with a tiny model: every answer matches `generate`'s."""
 
 from __future__ import annotations
 
@@ -100,7 +98,7 @@ def test_requests_join_and_leave(loaded: LoadedModel, group_size: int, backgroun
     assert stats.preemptions == stats.recomputed_tokens == 0
     assert stats.steps == len(records) == len(stats.model_steps_s)
     assert sum(stats.model_steps_s) == pytest.approx(stats.model_s)
-    # Requests of different age run in the same steps, and slots are reused.
+    # Requests of different ages run in the same steps, and slots are reused.
     assert any(len({tokens for _, _, tokens in record.requests}) == 3 for record in records)
     slots = {request: slot for record in records for request, slot, _ in record.requests}
     assert len(slots) == 9
@@ -156,7 +154,7 @@ def test_a_request_that_never_fits_fails_and_the_others_run(loaded: LoadedModel)
     assert done[99].reason is FinishReason.NO_MEMORY
     assert done[99].tokens == ()
     assert done[98].reason is FinishReason.NO_MEMORY
-    part = done[98].tokens  # as many tokens as two pages hold, and the token after these
+    part = done[98].tokens  # as many tokens as two pages hold, and one more
     assert len(part) == 2 * PAGE // 192 - 30 + 1
     whole = expected(loaded, [growing])[98].tokens
     assert part == whole[: len(part)]
@@ -192,7 +190,7 @@ def test_a_full_slot_ends_the_answer(loaded: LoadedModel) -> None:
     with make_cache(loaded, max_seq_len=64) as cache:
         done, _ = serve(loaded, cache, requests)
     answers = expected(loaded, requests)
-    for name, count in ((0, 5), (1, 1)):  # the last token needs no row of its own
+    for name, count in ((0, 5), (1, 1)):  # the last token needs no row
         assert done[name].reason is FinishReason.SLOT_FULL
         assert done[name].tokens == answers[name].tokens[:count]
 
@@ -389,12 +387,13 @@ def test_compare_accepts_one_tie_in_32_and_forces_the_rest(loaded: LoadedModel) 
     with make_cache(loaded, max_batch=8) as cache:
         done, _ = serve(loaded, cache, requests)
         done[7] = changed(done[7], 2)
-        assert not compare(loaded, cache, done.values(), answers).passed  # no tie at that position
+        # there is no tie at that position
+        assert not compare(loaded, cache, done.values(), answers).passed
         tied(7, 2)
         one = compare(loaded, cache, done.values(), answers)
         assert one.passed
         assert (one.identical, one.allowed, len(one.differences)) == (31, 1, 1)
-        # After the tie the forced run must agree: here the reference is wrong at a later position.
+        # After the tie, the forced run must agree; here the reference is wrong at a later position.
         item = answers[7]
         wrong = list(item.tokens)
         wrong[4] = (wrong[4] + 1) % 199

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Checks that the demo's model generates the same tokens through the KV cache as `generate`.
 
-Greedy, float32; the rule is in `pyvmem.serve.verify`. On a GPU both sides run there.
+Decoding is greedy in float32; `pyvmem.serve.verify` states the rule. With a GPU, both sides run on
+it.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def test_answers_match_generate(backend: str, folder: object, count: int) -> Non
     expected = dict(enumerate(references(loaded, requests)))
     done: list[Completion] = []
     with pyvmem.Context(backend) as context:
-        # There are fewer slots than prompts, and too little memory, so that requests join, leave,
-        # grow in the background, reuse slots and are preempted. With pages of 2 MiB (cuda) no
-        # request needs a second page, and memory runs short before any is computed.
+        # Slots and memory do not suffice for all prompts, so that requests join, leave, grow in the
+        # background, reuse slots and are preempted. With pages of 2 MiB (cuda) no request needs a
+        # second page, and memory runs short before any request is computed.
         page = context.info.granule
         small = page == 64 << 10
         slots = 3 * count // 8
@@ -59,7 +60,7 @@ def test_answers_match_generate(backend: str, folder: object, count: int) -> Non
             max_seq_len=1024,
             memory_limit=(7 * slots // 6 if small else 2 * slots // 3) * 60 * page,
         )
-        assert page % (config.num_kv_heads * config.head_dim * 4) != 0  # rows cross page borders
+        assert page % (config.num_kv_heads * config.head_dim * 4) != 0  # rows cross page boundaries
         with KVCache(config, context) as cache:
             with Engine(loaded.model, cache) as engine:
                 for event in engine.run(requests):

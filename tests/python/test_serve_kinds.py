@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the demonstration's engine and command with windows, MLA and unequal layers."""
+"""Description: the demo's engine and command with windows, MLA and unequal layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def loaded_of(kind: str) -> LoadedModel:
     [*product([*KINDS, *STATES, "nemotron"], [0]), ("gemma3", 16), ("deepseek", 16)],
 )
 def test_answers_match_generate_for_every_kind(host: pyvmem.Context, kind: str, chunk: int) -> None:
-    """Requests longer than the window join and leave, and some are preempted in between."""
+    """Requests longer than the window join and leave, and some are preempted along the way."""
     loaded = loaded_of(kind)
     requests = make_requests(6, longest=90, new_tokens=(5, 30))
     wanted = expected(loaded, requests)
@@ -161,7 +161,7 @@ def _diffllama() -> Any:
 def test_a_model_with_its_own_attention_is_rejected(
     host: pyvmem.Context, make: Any, text: str
 ) -> None:
-    """Such attention would run all requests of a step together, or keep only the last values."""
+    """The model's own attention would mix all requests of a step, or keep only the last values."""
     model = make()
     with small_cache(host, row_shapes(model.config, "a test")) as cache:
         with Engine(model, cache) as engine, pytest.raises(NotSupported, match=text):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Tests prompts, printing, the replay of other layouts, the trace and its picture, and finding a
-model.
+"""Tests prompts, printing, the replay of other layouts, the trace and its picture, and the search
+for a model.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
 
 
 class Letters:
-    """A tokenizer whose tokens are the bytes of UTF-8 text."""
+    """A tokenizer whose tokens are the text's UTF-8 bytes."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return bytes(token for token in tokens if token).decode(errors="replace")
@@ -117,7 +117,8 @@ def test_answers_are_printed_line_by_line_with_their_number() -> None:
 
 
 def test_answers_that_grow_together_are_printed_in_order() -> None:
-    """The first is shown while it grows; one that finishes earlier waits for its turn."""
+    """The first answer is shown while it grows; an answer that finishes earlier waits for its
+    turn."""
     lines: list[str] = []
     printer = AnswerPrinter(Letters(), dict.fromkeys(range(3), "?"), lines.append, width=20)
 
@@ -274,7 +275,7 @@ def make_trace(tmp_path: Path) -> dict[str, Any]:
             list(engine.run(make_requests(5)))
         own = recorder.own.footprint()
         stats = cache.stats()
-        # The cache grants pages by the same arithmetic, but keeps more mapped, for reuse.
+        # The cache grants pages by the same arithmetic, but keeps more of them mapped for reuse.
         assert stats.peak_wasted_bytes >= own.wasted_bytes
         assert stats.peak_mapped_bytes >= own.mapped_bytes
         assert stats.peak_used_bytes >= own.used_bytes

@@ -37,7 +37,7 @@ class Watched(RequestCache):
 
 @contextmanager
 def make(host: Context, slots: int, pages: int, longest: int = 100) -> Iterator[Watched]:
-    """Yields a cache of `slots` slots and `pages` pages of `ROWS` tokens."""
+    """Yields a cache with `slots` slots and `pages` pages of `ROWS` tokens."""
     limit = pages * 2 * LAYERS * host.info.granule
     options = {"max_batch": slots, "max_seq_len": longest, "memory_limit": limit}
     with small_cache(host, growth_fraction=0, **options) as cache, Watched(cache) as found:
@@ -53,7 +53,7 @@ def names(batch: list[Sequence]) -> list[int]:
 
 
 def compute(batch: list[Sequence]) -> None:
-    """Applies the effect of a step on the sequences, with token 1 for every choice."""
+    """Applies the effect of a step to the sequences; every sampled token is 1."""
     for sequence in batch:
         sequence.cached += sequence.chunk
         sequence.chunk = 0
@@ -88,7 +88,7 @@ def test_a_shortage_undoes_the_latest_joiner_first_and_stops_joining(
         assert names(batch) == [0, 1, 2]  # 3 pages
         assert scheduler.preemptions == 0  # job 3 had computed nothing
         compute(batch)
-        # each needs a second page: one fits if another's first page is freed
+        # each job needs a second page; one job fits if another job's first page is freed
         batch, _ = scheduler.begin()
         assert names(batch) == [0]
         assert scheduler.preemptions == 2
@@ -96,11 +96,11 @@ def test_a_shortage_undoes_the_latest_joiner_first_and_stops_joining(
         assert names(list(scheduler.waiting)) == [1, 2, 3]
         compute(batch)
         batch, _ = scheduler.begin()
-        assert names(batch) == [0]  # no job joins before another leaves
+        assert names(batch) == [0]  # no job joins until another leaves
         scheduler.finish(batch[0])
         batch, _ = scheduler.begin()
         assert names(batch) == [1]
-        assert batch[0].chunk == ROWS + 1  # the prompt and the token that was generated
+        assert batch[0].chunk == ROWS + 1  # the prompt and the generated token
 
 
 def test_a_job_that_never_fits_is_returned_and_the_next_one_runs(host: Context) -> None:
@@ -151,7 +151,7 @@ def test_look_ahead_requests_the_next_token_and_new_prompts(host: Context) -> No
         assert cache.seen[-1] == ("extend", [6, 12])
         assert names(batch) == [0, 1]
         scheduler.look_ahead()
-        assert cache.seen[-1] == ("prepare", [7, 12])  # never more than the slot holds
+        assert cache.seen[-1] == ("prepare", [7, 12])  # no more than the slot can hold
 
 
 def test_look_ahead_can_be_switched_off(host: Context) -> None:
@@ -180,7 +180,7 @@ def test_prompts_are_split_into_chunks(host: Context) -> None:
 
 
 def test_a_prompt_reuses_a_cached_prefix(host: Context) -> None:
-    """Another user of the cache has recorded its rows."""
+    """Another user of the cache has recorded the prefix's rows."""
     with make(host, slots=2, pages=100) as cache:
         prompt = job(0, 3 * ROWS + 2).prompt
         other = cache.admit(prompt)

@@ -45,7 +45,7 @@ def open_pool(memory: KVMemory, **given: object) -> PagePool:
 
 @contextmanager
 def beside(memory: KVMemory, folder: Path, **given: object) -> Iterator[tuple[PagePool, Account]]:
-    """Yields a pool and another engine; together they may use ten times four pages."""
+    """Yields a pool and another engine, which together may use ten times four pages."""
     capacity = 4 * GRANULE * 10
     pool = open_pool(memory, ledger=str(folder), capacity=capacity, **given)
     with Ledger("host", folder=folder) as ledger:
@@ -56,7 +56,7 @@ def beside(memory: KVMemory, folder: Path, **given: object) -> Iterator[tuple[Pa
 
 
 class Later:
-    """Numbers that arrive when the test releases them, or when a call waits for them."""
+    """Numbers that become available when the test releases them, or when a call waits for them."""
 
     def __init__(self, pages: list[int]) -> None:
         self._pages, self.count = pages, len(pages)
@@ -71,7 +71,7 @@ class Later:
 
 
 def settle(pool: PagePool) -> None:
-    """Completes the unmaps in flight."""
+    """Waits for the unmaps in flight."""
     end = time.monotonic() + 10
     while pool.backing.outbox or pool.backing.unconfirmed:
         pool._send()
@@ -79,13 +79,14 @@ def settle(pool: PagePool) -> None:
         assert time.monotonic() < end
 
 
-def test_four_pages_share_one_of_memory(memory: KVMemory) -> None:
+def test_four_pages_share_one_memory_page(memory: KVMemory) -> None:
     pool = open_pool(memory)
     assert pool.free == BLOCKS - 1
     assert pool.ready == 0
     taken = pool.take(3)
     assert sorted(taken or ()) == [1, 2, 3]
-    assert pool.backing.mapped_bytes == 4 * GRANULE  # in each tensor also the memory page of page 0
+    # includes, in each tensor, the memory page of page 0
+    assert pool.backing.mapped_bytes == 4 * GRANULE
     assert pool.check([1, 2, 3]) == []
 
 
@@ -107,7 +108,7 @@ def test_events_are_waited_for_only_when_needed(memory: KVMemory) -> None:
 
 def test_unavailable_pages_are_reported_in_advance(memory: KVMemory) -> None:
     pool = open_pool(memory, limit=4 * GRANULE * 4)
-    assert pool.most() == 12  # whole pages of memory; three more pages share that of page 0
+    assert pool.most() == 12  # whole pages of memory; three more pages share page 0's memory page
     assert pool.obtainable() == 12
     assert pool.prepare(12)
     assert not pool.prepare(16)
@@ -142,7 +143,7 @@ def test_all_but_page_0_is_unmapped_when_everything_is_free(memory: KVMemory) ->
 
 
 def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -> None:
-    """Sleep clears it in this way, a moment after the last step."""
+    """Sleep clears the pool in this way, a moment after the last step."""
     pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
     pool.step_begins(None)
     pool.clear()
@@ -153,7 +154,7 @@ def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -
     assert pool.backing.mapped_bytes == memory.geometry.first_bytes(1)
 
 
-def test_memory_is_kept_under_load_and_freed_at_rest(memory: KVMemory) -> None:
+def test_memory_is_kept_under_load_and_freed_when_idle(memory: KVMemory) -> None:
     pool = open_pool(memory, idle=0.3)
 
     def tick() -> None:
@@ -198,7 +199,7 @@ def test_prefixes_are_evicted_when_another_engine_is_short(
 
 
 def test_requested_memory_counts_free_memory(memory: KVMemory, tmp_path: Path) -> None:
-    """Other engines free only the memory missing beyond that."""
+    """Other engines free only the memory that is still missing."""
     with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 6)
         assert pool.obtainable() == 12
@@ -245,8 +246,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_request_is_answered_within_two_checks(
     memory: KVMemory, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One check unmaps, another records it 10 ms later. Without a request, checks run every 100
-    ms.
+    """One check unmaps pages, and another records the unmap 10 ms later. Without a request, checks
+    run every 100 ms.
     """
     with beside(memory, tmp_path, idle=600.0) as (pool, other):
         prefixes = pool.take(30) or []
@@ -260,14 +261,14 @@ def test_a_request_is_answered_within_two_checks(
             pool.give([prefixes.pop() for _ in range(min(pages, len(prefixes)))])
 
         def rounds(count: int) -> None:
-            """Runs rounds, each a millisecond after the last."""
+            """Runs rounds, one per millisecond."""
             for _ in range(count):
                 clock.now += 0.001
                 pool.tick(lambda: len(prefixes), evict)
 
         rounds(1000)
         assert 7 <= len(checks) <= 10
-        while checks[-1] != clock.now:  # then the next check is due in 100 ms
+        while checks[-1] != clock.now:  # until a check has run, so that the next is due in 100 ms
             rounds(1)
         other.want(4 * GRANULE * 6)
         rounds(11)
@@ -286,7 +287,7 @@ def test_a_request_is_answered_within_two_checks(
 
 
 def test_freed_memory_is_used_immediately(memory: KVMemory, tmp_path: Path, clock: Clock) -> None:
-    """An engine that is short retries 10 ms after its last round, not 50."""
+    """An engine short of memory retries 10 ms after its last round, not 50 ms."""
     with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 9)
         other.end_pending(4 * GRANULE * 9)
@@ -301,7 +302,7 @@ def test_freed_memory_is_used_immediately(memory: KVMemory, tmp_path: Path, cloc
 
 
 def test_memory_mapped_ahead_is_requested(memory: KVMemory, tmp_path: Path) -> None:
-    """Requests that arrive next then find it."""
+    """The next requests then find that memory."""
     with beside(memory, tmp_path, reserve=1 << 20) as (pool, other):
         assert pool.reserve == 5, "an eighth of the limit"
         assert other.take(4 * GRANULE * 9)
@@ -368,7 +369,7 @@ class Side(RankGroup):
 
 
 def on_two_ranks(work: Callable[[Side], Any]) -> list[Any]:
-    """Runs the work on two ranks; returns both results."""
+    """Runs `work` on two ranks; returns both results."""
     board, barrier = [None, None], threading.Barrier(2)
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda rank: work(Side(rank, board, barrier)), range(2)))
@@ -376,7 +377,7 @@ def on_two_ranks(work: Callable[[Side], Any]) -> list[Any]:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., KVMemory]]:
-    """Creates the memory of a rank."""
+    """Yields a function that creates a rank's memory."""
     made: list[KVMemory] = []
 
     def make(granule: int = GRANULE) -> KVMemory:
@@ -400,7 +401,7 @@ def test_ranks_with_pages_of_different_sizes(opened: Callable[..., KVMemory]) ->
 
 
 def test_ranks_on_one_device_share_a_name(opened: Callable[..., KVMemory], tmp_path: Path) -> None:
-    """The first rank owns it, even if it joins last."""
+    """The first rank owns the name, even if it joins last."""
     settings = Settings(ledger=str(tmp_path / "ledger"), reserve=0)
     came = threading.Event()
 
@@ -421,7 +422,7 @@ def test_ranks_on_one_device_share_a_name(opened: Callable[..., KVMemory], tmp_p
         finally:
             came.set()
         used = quota.used
-        side.least(0)  # an account is as old as its engine
+        side.least(0)  # needed because an account is as old as its engine
         with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
             names = {one.identity: one.name for one in ledger.engines()}
         assert names == {7: "one", 8: "one-2"}
@@ -432,7 +433,7 @@ def test_ranks_on_one_device_share_a_name(opened: Callable[..., KVMemory], tmp_p
 
 
 def test_a_growth_that_one_rank_refuses(opened: Callable[..., KVMemory]) -> None:
-    """Neither rank maps a page, and both know that it failed."""
+    """Neither rank maps a page, and both know that the growth failed."""
 
     def work(side: Side) -> tuple[object, ...]:
         memory = opened()
@@ -460,9 +461,7 @@ def test_a_growth_that_one_rank_refuses(opened: Callable[..., KVMemory]) -> None
 
 
 def test_ranks_decide_alike_despite_differences(opened: Callable[..., KVMemory]) -> None:
-    """What differs: their limits, failures of the driver, and the times at which copies and unmaps
-    complete.
-    """
+    """The ranks differ in limits, in driver failures, and in when copies and unmaps complete."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
 
@@ -482,7 +481,7 @@ def test_ranks_decide_alike_despite_differences(opened: Callable[..., KVMemory])
         ended, kept = memory.finished, dict[int, str]()
 
         def finished() -> dict[int, str]:
-            """Completes some late, and retries some."""
+            """Completes some moves late, and retries some."""
             kept.update(
                 {one: "busy" if own.random() < 0.1 else why for one, why in ended().items()}
             )
@@ -578,7 +577,7 @@ def test_ranks_answer_a_request_that_the_first_sees(
 
 
 def test_a_thread_maps_ahead_of_need(memory: KVMemory) -> None:
-    """The step that uses the pages does not wait."""
+    """The step that uses the pages must not wait."""
     pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
     pool.step_begins(None)
     end = time.monotonic() + 10

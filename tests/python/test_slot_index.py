@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compares the choice of slots in C with a scan of all of them."""
+"""Compares the C code's choice of slots with a scan of all slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 12
 
 
 class Event:
-    """GPU work that a test completes, in the form of a torch event."""
+    """GPU work that a test completes, with the interface of a torch event."""
 
     cuda_event = 1
 
@@ -160,12 +160,16 @@ def test_among_equal_fits_the_slot_free_longest_is_chosen() -> None:
         table.give_back(found, None, 0)
     table.change(table[3], mapped=1)
     assert table.best_fit(1) is table[3], "the best fit comes first"
-    assert table.best_fit(3) is table[2], "else the most, and of these the one free for longest"
+    assert table.best_fit(3) is table[2], (
+        "without a fit, the largest slot comes first, and of equal slots the one free for longest"
+    )
 
 
 def test_ranks_choose_the_slot_freed_last() -> None:
     table = LockstepTable(3, Journal())
-    assert table.best_fit(1) is table[0], "by number, where none was ever taken"
+    assert table.best_fit(1) is table[0], (
+        "slots that were never taken come in order of their numbers"
+    )
     for slot in table:
         table.take(slot)
     assert table.best_fit(1) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: random engines of every kind over one context, for a long time (soak.py)."""
+"""Description: random engines of every kind over one context (soak.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def soaked(soak: Soak, steps: int = 0, seconds: float = 0.0) -> None:
 
 
 def test_a_minute_of_random_engines(backend: str) -> None:
-    """Uses a new seed each time, which a failed test prints."""
+    """Uses a new seed each time and prints it on failure."""
     soaked(Soak(backend, random.randrange(1 << 30)), seconds=20)
 
 

@@ -28,8 +28,8 @@ def module_of(path: Path) -> str:
 
 
 def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
-    """Returns the project's modules that a file imports when it is loaded; with `types`, also those
-    for annotations.
+    """Returns the project's modules that a file imports at load time; with `types`, also those for
+    annotations.
 
     Imports inside functions are left out: their order does not matter.
     """
@@ -65,7 +65,8 @@ def graph(*, types: bool) -> dict[str, set[str]]:
 
 
 def test_no_import_cycles() -> None:
-    """Types excepted: a context and the objects that it returns name each other in annotations."""
+    """Imports for types are exempt: a context and the objects that it returns name each other in
+    annotations."""
     plain = graph(types=False)
     try:
         order = list(TopologicalSorter(plain).static_order())
@@ -86,7 +87,8 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_product_imports_no_benchmarks() -> None:
-    """`pyvmem.bench` is `vmem bench api`; it finds the package of the other benchmarks by name."""
+    """`pyvmem.bench` implements `vmem bench api`, and finds the other benchmarks' package by
+    name."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         own = () if path.is_relative_to(ROOT / "bench") else ("pyvmem.bench",)
@@ -107,7 +109,7 @@ def test_the_benchmarks_have_the_same_version() -> None:
 
 
 def test_the_modules_of_the_cache_are_layered() -> None:
-    """Lists them in reading order: each needs only modules before it, types included.
+    """Lists the modules in reading order: each needs only modules before it, even for types.
 
     A new module must be added here.
     """
@@ -128,7 +130,8 @@ def test_the_modules_of_the_cache_are_layered() -> None:
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """Returns the attributes with one underscore that a module's own classes and objects have."""
+    """Returns the attributes with one leading underscore that a module's own classes and objects
+    define."""
     found = {
         node.attr
         for node in ast.walk(tree)
@@ -165,7 +168,7 @@ def test_no_cross_module_private_access(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
-# Packages above the cache, or next to it.
+# Packages above or beside the cache.
 ABOVE = ("attention", "compat", "elastic", "engine", "hf", "serve", "sglang", "vllm")
 
 
@@ -188,7 +191,7 @@ def test_packages_above_the_cache_use_only_its_public_names() -> None:
 
 
 def test_packages_above_the_cache_import_only_its_public_names() -> None:
-    """They may import public names of the package, and modules that hold no state of a cache."""
+    """They may import public names of the package, and modules that hold no cache state."""
     plain = ("budget", "cache", "config", "distributed", "events", "layered_cache", "layout")
     public = {
         module_of(path): ast.literal_eval(ast.unparse(node.value))
@@ -216,7 +219,7 @@ def test_packages_above_the_cache_import_only_its_public_names() -> None:
 
 
 def test_places_named_in_the_documentation_exist() -> None:
-    """Checks paths from the root, and names that a row places in a module."""
+    """Checks paths relative to the root, and names that a table row assigns to a module."""
     text = (ROOT.parent / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:pyvmem|libvmem|kernel_module|scripts|patches)/[\w./-]*)`", text)
     assert len(paths) > 20
@@ -230,6 +233,6 @@ def test_places_named_in_the_documentation_exist() -> None:
 
 
 def test_the_root_of_the_package_has_only_public_modules() -> None:
-    """All other modules belong to a subpackage."""
+    """All other modules must be in a subpackage."""
     names = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__", "_build"}
     assert names == {"compiled", "errors", "kv_events", "memory_resource", "telemetry"}

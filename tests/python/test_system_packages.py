@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the system packages that set-up installs, with each package manager."""
+"""Description: the system packages that the setup installs with each package manager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MINOR = sys.version_info[1]
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Creates a system whose programs are those that a test adds; each records its arguments."""
+    """Creates a system that has only the programs added by a test; each records its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -24,7 +24,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def program(system: Path, name: str, *answers: int) -> Path:
-    """Adds a program that exits with one status after the other, repeating the last."""
+    """Adds a program that exits with the given statuses in turn, and repeats the last."""
     log = system.parent / "said"
     path = system / name
     count = f'$(/usr/bin/grep -c "^{name} " {log})'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: a cache's numbers as Prometheus, OpenTelemetry and a watcher receive them."""
+"""Description: a cache's metrics as received by Prometheus, OpenTelemetry and a watcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def optional(module: str) -> Any:
-    """Imports a module of an optional package of `pyvmem.telemetry`, or skips the test."""
+    """Imports a module of a package that is optional for `pyvmem.telemetry`, or skips the test."""
     package = module.partition(".")[0]
     return pytest.importorskip(module, reason=f"the extra 'metrics': {package} is not installed")
 
@@ -47,7 +47,7 @@ def cache(context: Context) -> Iterator[KVCache]:
 
 
 def parsed(text: str) -> Numbers:
-    """Returns the samples of `families`, without the cache's label."""
+    """Parses the text and returns its samples, without the cache's label."""
     return {
         (one.name, tuple(sorted((k, v) for k, v in one.labels.items() if k != "cache"))): one.value
         for family in families(text)

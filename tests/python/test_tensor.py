@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Tests arrays and tensors over a reservation: layout, protocols, lifetimes; none of them touches
-memory.
+"""Tests arrays and tensors over a reservation: layout, protocols, lifetimes. None of the operations
+touches memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def rsv(context: pyvmem.Context) -> Any:
 
 
 def settle(context: pyvmem.Context) -> None:
-    """Waits for torch's work on its stream; ours uses other streams."""
+    """Waits for work on torch's stream; our library uses other streams."""
     if context.cuda_device is not None:
         torch.cuda.synchronize()
 
@@ -65,7 +65,8 @@ def counts(context: pyvmem.Context) -> tuple[int, ...]:
 
 
 def test_no_memory_is_touched(backend: str) -> None:
-    """Uses a terabyte without pages, where reading one byte would crash the process."""
+    """Uses a terabyte of addresses without pages, where reading one byte would crash the
+    process."""
     with open_context(backend) as context:
         size = 1 << 40
         plain = pyvmem.Caps.PLAIN in context.info.caps and backend != "host"
@@ -177,12 +178,12 @@ def test_close_with_a_live_tensor(context: pyvmem.Context, rsv: pyvmem.Reservati
     assert counts(context) == before
     view.fill_(3)
     del a, b
-    assert rsv.live_arrays == 1  # the view holds the storage
+    assert rsv.live_arrays == 1  # the view keeps the storage alive
     with pytest.raises(pyvmem.Busy, match="1"):
         rsv.close(unmap=True)
     del view
     if context.cuda_device is not None:
-        torch.cuda.synchronize()  # unmapping memory under a running kernel would be a fault
+        torch.cuda.synchronize()  # unmapping memory under a running kernel would cause a fault
     rsv.close(unmap=True)
     assert context.stats().reserved_bytes == 0
 
@@ -215,7 +216,7 @@ def test_tensor_keeps_reservation_and_context_alive(backend: str) -> None:
 def test_a_reservation_whose_making_was_interrupted_warns(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception came after the addresses were reserved and before the object recorded them."""
+    """The exception comes after the addresses were reserved, before the object records them."""
 
     def interrupted(handle: object, addr: int) -> None:
         raise KeyboardInterrupt
@@ -238,7 +239,7 @@ def test_a_reservation_whose_making_was_interrupted_warns(
 def test_dropped_objects_warn_and_stay_open(backend: str) -> None:
     with open_context(backend) as context:
         page = context.info.granule
-        context.reserve(page).close()  # makes the one-time initializations
+        context.reserve(page).close()  # performs one-time initialization
         with pytest.warns(ResourceWarning, match="reservation never closed"):
             context.reserve(page)
             gc.collect()
@@ -256,7 +257,7 @@ def test_dropped_objects_warn_and_stay_open(backend: str) -> None:
             del context
             gc.collect()
         assert pyvmem._native.get_stats(handle)
-        pyvmem.Context("host").close()  # the next context closes empty ones that lost their owner
+        pyvmem.Context("host").close()  # a new context closes empty contexts whose owner was lost
         if full:
             pyvmem._native.close(handle)
         with pytest.raises(pyvmem.BadHandle):
@@ -308,7 +309,8 @@ ticket = context.submit(pyvmem.OpBatch(1), after=[gate])
 
 
 def test_process_exits_with_everything_open(backend: str) -> None:
-    """Tensors that outlive the interpreter's modules, and a batch that never runs, do no harm."""
+    """Tensors that outlive the interpreter's modules and a batch that never runs must not crash the
+    process."""
     done = subprocess.run(
         [sys.executable, "-c", EXIT, backend], capture_output=True, text=True, timeout=120
     )
@@ -399,7 +401,7 @@ def test_dlpack_versions(context: pyvmem.Context, rsv: pyvmem.Reservation) -> No
 def test_an_array_whose_cleanup_was_interrupted_is_not_counted(
     rsv: pyvmem.Reservation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exception is lost, and with it the array's cleanup."""
+    """The exception is lost, and the array's cleanup with it."""
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: output of commands on a terminal: its width, its colours, redrawing."""
+"""Description: terminal output of the commands: width, colours, redrawing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def on_terminal(words: list[str], width: int, **env: str) -> str:
         while True:
             try:
                 part = os.read(parent, 1 << 16)
-            except OSError:  # the other end is closed
+            except OSError:  # raised once the other end is closed
                 break
             said += part
         assert program.wait() == 0
@@ -176,7 +176,7 @@ def test_a_file_gets_only_the_last_text() -> None:
 
 
 def test_the_recording_of_a_terminal() -> None:
-    """`scripts/record_top.py` reads the output of `Live`, and draws each picture once."""
+    """`scripts/record_top.py` reads the output of `Live` and draws each distinct screen once."""
     screen = record_top.Screen()
     screen.feed("\x1b[?25l\r\x1b[1mhost\x1b[0m  192.0M\x1b[K\r\na <b>  ##\x1b[K\r\n\x1b[J")
     first = screen.frame()
@@ -208,7 +208,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_completion_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
-    """Completes as bash does."""
+    """Runs the completion as bash does."""
     assert cli.main(["completion", "bash"]) == 0
     ask = (
         'COMP_WORDS=({words} "{last}"); COMP_CWORD={number}; COMPREPLY=(); _shtab_vmem; '

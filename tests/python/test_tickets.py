@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests tickets: results are kept until they are read, and dropped once no caller can ask for
-them.
-"""
+"""Tests tickets: results are kept until read, and dropped once no caller can ask for them."""
 
 from __future__ import annotations
 
@@ -26,7 +24,8 @@ def empty(context: pyvmem.Context, after: Any = ()) -> pyvmem.Ticket:
 
 
 def failing(context: pyvmem.Context, addr: int, pages: pyvmem.Pages) -> pyvmem.Ticket:
-    """Returns a finished batch that was to consume `pages`, but whose only map call failed."""
+    """Returns a finished batch that should have consumed `pages`, but whose only map call
+    failed."""
     batch = pyvmem.OpBatch(1)
     batch.map(addr, context.info.granule, pages, consume=True)
     context.inject(pyvmem.Inject.MAP, count=1)
@@ -37,7 +36,7 @@ def failing(context: pyvmem.Context, addr: int, pages: pyvmem.Pages) -> pyvmem.T
 
 
 def finish(context: pyvmem.Context, all_but: int = 0) -> None:
-    """Waits for the batches without asking for a result."""
+    """Waits for the batches without querying a result."""
     while context.stats().pending > all_but:
         time.sleep(0.0005)
 
@@ -132,7 +131,7 @@ def test_closed_and_dropped_tickets(context: pyvmem.Context) -> None:
             closed.wait(0)
         del forgotten
         gc.collect()
-        last = empty(context)  # drops the tickets that were lost
+        last = empty(context)  # drops lost tickets
         assert context.stats().tickets == 1
         last.wait(60)
         assert context.stats().pending == 2
@@ -163,7 +162,7 @@ def test_limit_names_the_oldest(context: pyvmem.Context) -> None:
 
 
 def test_waits_of_several_threads(context: pyvmem.Context) -> None:
-    """The second thread finds the ticket dropped, and the result in the object."""
+    """The second thread finds the ticket dropped, but the result in the object."""
     for _ in range(50):
         with pyvmem.FdEvent.create() as gate:
             ticket = empty(context, [gate])

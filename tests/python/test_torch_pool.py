@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tests torch's allocator interface through the C symbols that torch calls, without a GPU.
 
-On a GPU back end these tests use plain addresses; torch itself is in tests/gpu.
+On a GPU back end, these tests use plain addresses; tests/gpu tests torch itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEGMENT = 20 << 20  # torch requests this for tensors of 1 MiB or more
 
 
 class Torch:
-    """The two symbols, with the signatures by which torch calls them."""
+    """The two symbols, with the signatures that torch uses."""
 
     def __init__(self, device: int) -> None:
         library = ctypes.CDLL(_vmem.__file__)
@@ -104,7 +104,7 @@ def test_invalid_frees_are_counted_and_change_nothing(
 
 
 class Primary:
-    """Stands for a device's primary context and CUDA's functions; `current` is the thread's
+    """Stands in for a device's primary context and CUDA's functions; `current` is the thread's
     context.
     """
 
@@ -141,7 +141,7 @@ class Primary:
 
 
 def test_a_free_in_a_thread_without_a_current_context(host: pyvmem.Context) -> None:
-    """As when a thread without CUDA calls drops the last reference to a tensor."""
+    """Simulates a thread without CUDA calls that drops the last reference to a tensor."""
     primary, page = Primary(), host.info.granule
     torch_alloc.open(0, host.handle, page, 0, primary)
     try:
@@ -166,7 +166,7 @@ def test_a_free_in_a_thread_without_a_current_context(host: pyvmem.Context) -> N
 
 @pytest.mark.parametrize("again", ["malloc", "free", "pause", "resume", "close"])
 def test_a_failed_free_is_retried(context: pyvmem.Context, page: int, again: str) -> None:
-    """torch frees a block only once."""
+    """torch frees a block only once, so the pool must retry."""
     pool = VMemPool(context)
     torch = Torch(pool._device)
     with pool._allocating("a"):
@@ -335,7 +335,7 @@ def test_a_block_freed_while_paused_stays_freed(
 def test_blocks_added_by_another_thread_are_paused_too(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int, monkeypatch: Any
 ) -> None:
-    """A segment appears between counting and pausing: the host buffer is allocated again."""
+    """If a segment appears between counting and pausing, the host buffer is allocated again."""
     with pool._allocating("t"):
         blocks = [torch.malloc(page)]
     real = torch_alloc.pause
@@ -471,7 +471,7 @@ def test_close(context: pyvmem.Context, page: int) -> None:
         with pytest.raises(pyvmem.BadHandle, match="VMemPool is closed"):
             call()
     assert torch.malloc(page) is None
-    with VMemPool(context) as again:  # the device is free for another
+    with VMemPool(context) as again:  # the device accepts another pool
         assert again.stats().mallocs == 0
     assert context.stats().reservations == 0
 
@@ -493,7 +493,8 @@ def test_use_needs_a_gpu(host: pyvmem.Context) -> None:
 def test_random_segments_against_a_model(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
 ) -> None:
-    """Random mallocs, frees, pauses and resumes; every block must hold what the model says."""
+    """Random mallocs, frees, pauses and resumes; every block must have the contents that the model
+    predicts."""
     chance = random.Random(5)
     tags = ("a", "b", "c")
     blocks: dict[int, tuple[str, int, int]] = {}  # address: tag, pages, byte
@@ -547,7 +548,7 @@ def test_saved_contents_can_be_read(
     pool.pause("kept")
     pool.pause("lost", keep=False)
     assert pool.saved(lost, page) is None
-    assert pool.saved(first, 4 * page) is None, "that is more than the segment"
+    assert pool.saved(first, 4 * page) is None, "the range is larger than the segment"
     view = pool.saved(second + page, 6)
     assert view is not None
     assert bytes(view) == b"second"
@@ -703,15 +704,15 @@ def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
     assert cuda.locked == ({first.address: 8192} if code == 0 else {})
     assert host.locked_bytes == (8192 if code == 0 else 0)
     assert ("cuMemHostRegister_v2 returned 2" in caplog.text) == (code == 2)
-    # Log records may be kept for ever, and an error would keep all its callers and their tensors
-    # alive.
+    # Log records may be kept forever, and an error in a record would keep its callers' frames and
+    # their tensors alive.
     kept = [one for record in caplog.records for one in record.args or ()]
     assert not any(isinstance(one, BaseException) for one in kept)
     view = first.view(8, 4)
     view[:] = b"abcd"
     assert first.memory[8:12] == b"abcd"
     host.give(first)
-    assert not cuda.locked, "a viewed block is not locked any more: its memory lives on"
+    assert not cuda.locked, "a viewed block must be unlocked, although its memory lives on"
     del first
     assert bytes(view) == b"abcd"
     second = host.take(4096)
@@ -721,6 +722,6 @@ def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
     assert list(cuda.locked) == ([third.address] if code == 0 else [])
     assert host.bytes == 8192
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    third.unlock()  # as in a forked child
+    third.unlock()  # handled as in a forked child
     assert bool(cuda.locked) == (code == 0)
     assert (cuda.current, cuda.retained) == (7, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the oldest transformers that the tests use is the oldest version promised."""
+"""Description: the oldest transformers version tested is the oldest version supported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tests torch.export, torch.jit.trace, torch.func and checkpoints over code that writes rows.
 
-Each gives right results, or is rejected with a message that says what to do.
+Each either gives correct results or is rejected with a message that says what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Layer(torch.nn.Module):  # type: ignore[misc]
-    """A layer of an engine's model; computes the last of 100 tokens of a request."""
+    """A layer of an engine's model, which computes the last of a request's 100 tokens."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(torch.nn.Module):  # type: ignore[misc]
 
 @pytest.fixture
 def layers() -> Iterator[list[Layer]]:
-    """Yields two equal layers; rows that one writes with gradients stay in its own tensors."""
+    """Yields two equal layers; with gradients, a layer's new rows stay in its own tensors."""
     with open_context("host") as context:
         config = KVCacheConfig(1, 2, 16, "float32", 2, 4096)
         with KVCache(config, context=context) as one, KVCache(config, context=context) as other:
@@ -136,7 +136,7 @@ def test_writes_under_a_transform_are_rejected(layer: Layer, transform: Any) -> 
 
 
 class Past(torch.nn.Module):  # type: ignore[misc]
-    """A layer of a model of transformers."""
+    """A layer of a transformers model."""
 
     def __init__(self, past: VMemCache) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_a_vmemcache_rejects_transforms_that_lose_its_mapping(text: str, misuse:
         length = past.get_seq_length()
         with pytest.raises(NotSupported, match=text):
             misuse(model, x)
-        # The first run of a checkpoint is an ordinary one.
+        # A checkpoint's first run is an ordinary run.
         assert past.get_seq_length() == length + ("checkpoint" in text)
         del model
         gc.collect()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Description: `stock` on any driver, and the choice of `auto`, with software in place of the
+"""Description: `stock` on any driver, and the choice made by `auto`, with software in place of the
 kernel modules.
 
-tests/softcuda/softrm.c is the driver that each case names, and differs from it as the case says.
-The cases run in one child: a library can only be preloaded at a program's start.
+tests/softcuda/softrm.c imitates the driver named by each case, with the differences that the case
+lists. All cases run in one child, because a library can only be preloaded at a program's start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ UNKNOWN = "625.10"
 WARNING = "of a branch that this library does not know (530 to 620)"
 TABLE = "whose layouts are known only from gVisor's table"
 
-# Opens each case by probe and by "auto", which it uses; prints the outcomes as JSON.
+# Opens each case through probe, and through "auto", whose context it uses; prints the outcomes as
+# JSON.
 CHILD = """
 import json, logging, os, sys
 import pyvmem
@@ -63,7 +64,7 @@ VERSIONS = [
     *("615.71.01", "620.6"),
 ]
 NEWER = ["600.1", UNKNOWN, "999.99.99"]
-# Differences of a driver, and the error for each. tests/c/test_unknown_driver.c checks each call.
+# Differences from a driver, and the error for each. tests/c/test_unknown_driver.c checks each call.
 LIES = {
     "longer:UVM_MAP_EXTERNAL_ALLOCATION": "UVM_MAP_EXTERNAL_ALLOCATION: the driver did not write",
     "moved:UVM_FREE": "UVM_FREE: the driver did not write the status field",
@@ -83,7 +84,7 @@ Case = tuple[str, str, str]
 
 @pytest.fixture(scope="module")
 def software(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment with softcuda and softrm, built for this test."""
+    """Builds softcuda and softrm for this test; returns an environment that uses them."""
     if not shutil.which("make") or not shutil.which("cc"):
         pytest.skip("no make and cc to build tests/softcuda with")
     folder = tmp_path_factory.mktemp("softcuda")
@@ -103,7 +104,7 @@ def outcomes(software: dict[str, str], cases: list[Case]) -> list[dict[str, Any]
 
 
 def test_each_known_branch_is_used(software: dict[str, str]) -> None:
-    """Uses each version's structures, which the stand-in defines itself; there is no warning."""
+    """Uses each version's structures, which the stand-in defines itself; no warning is printed."""
     table = re.findall(r'\{(\d+), (NV_\w+), "', ABI.read_text(encoding="utf-8"))
     assert {version.partition(".")[0] for version in VERSIONS} == {major for major, _ in table}
     of_table = {major for major, evidence in table if evidence == "NV_TABLE"}
@@ -127,7 +128,8 @@ def test_an_unknown_driver_is_used_with_a_warning(software: dict[str, str]) -> N
 
 
 def test_rejected_drivers(software: dict[str, str]) -> None:
-    """Too old drivers always, unknown ones on request, and an invalid request."""
+    """Drivers that are too old are always rejected, unknown drivers on request, and so is an
+    invalid request."""
     texts = {
         ("525.147.05", "", ""): ("ENODEV", "driver 525.147.05 is too old: 530 or later is needed"),
         ("525.147.05", "", "try"): ("ENODEV", "driver 525.147.05 is too old: 530 or later"),
@@ -148,7 +150,7 @@ def test_differences_are_named_and_the_driver_is_passed_over(software: dict[str,
         assert one["why"].partition("stock: ")[2][:60] in "stock: " + one["reason"], (lie, one)
 
 
-# A driver, its difference, and the self-test's report of it.
+# A driver, its difference, and what the self-test reports.
 SEEN = [
     (UNKNOWN, "", "passed", r"passed +device faults +unmapped, readonly"),
     (UNKNOWN, "writable", "FAILED", r"failed +device faults +readonly: a kernel was not stopped"),

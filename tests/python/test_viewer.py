@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: a picture of a cache's pages, drawn here, or by `vmem watch` from a server."""
+"""Description: a picture of a cache's pages, drawn in the cache's process or by `vmem watch` from a
+server."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from pyvmem.telemetry import Server, Telemetry
 
 @pytest.fixture
 def cache(context: Context) -> Iterator[KVCache]:
-    """A cache with a request of three pages in each tensor."""
+    """A cache with a request of three pages per tensor."""
     with small_cache(context) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=2 * ROWS + 1)) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the pages of vLLM's blocks: geometry, and the records of growth and release."""
+"""Description: the pages behind vLLM's blocks: geometry, and the records of growth and release."""
 
 from __future__ import annotations
 
@@ -96,8 +96,9 @@ def test_pages_of_a_block() -> None:
     ("shape", "strides", "good"),
     [
         ((10, 2, 16, 64), (2048, 1024, 64, 1), True),  # blocks, heads, tokens, values
-        ((10, 2, 16, 64), (2048, 64, 128, 1), True),  # the same, tokens before heads in memory
-        ((40, 2, 4, 64), (512, 256, 64, 1), True),  # four blocks of the kernel in one of vLLM's
+        # the same shape, with tokens before heads in memory
+        ((10, 2, 16, 64), (2048, 64, 128, 1), True),
+        ((40, 2, 4, 64), (512, 256, 64, 1), True),  # four kernel blocks in one vLLM block
         ((2, 10, 16, 64), (10240, 1024, 64, 1), False),  # keys, then values
         # blocks spaced farther apart than their size
         ((10, 2, 16, 64), (4096, 1024, 64, 1), False),
@@ -250,7 +251,7 @@ def test_the_null_block_stays() -> None:
         backing.retire([0])
 
 
-# ---- idle blocks, and the pages that they share -----------------------------------------------
+# ---- idle blocks and the pages that they share -----------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -296,7 +297,7 @@ def calls_of(run: Callable[[], Any]) -> Counter[str]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_growth_of_more_blocks_makes_no_more_calls(shape: str) -> None:
-    """A prompt that is loaded needs thousands of blocks at once."""
+    """A prompt loaded from a lower tier needs thousands of blocks at once."""
 
     def calls(count: int) -> int:
         backing, memory = make(geometry_of(shape, 8192))
@@ -344,7 +345,7 @@ def test_a_page_is_freed_with_the_blocks_that_touch_it(shape: str) -> None:
 
 
 @pytest.mark.parametrize("unit", [(1, 1), (1, 32), (24, 64), (72, 2048)])
-def test_idle_blocks_of_the_fullest_groups_first(unit: tuple[int, int]) -> None:
+def test_idle_blocks_are_taken_from_the_fullest_groups_first(unit: tuple[int, int]) -> None:
     rng = random.Random(2)
     idle, model = IdleBlocks(unit), set[int]()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the scheduler's calls to ranks over a socket: in parallel, all or nothing."""
+"""Description: the scheduler's calls to ranks over a socket: in parallel, and all or nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE, BLOCKS = 64 << 10, 64
 
 
 class Rank:
-    """Answers as it is told to; a `lost` rank does not answer."""
+    """A rank that gives prepared answers; a `lost` rank does not answer."""
 
     def __init__(self, log: list[str], name: str, lost: str = "", **answers: Any) -> None:
         self.log, self.name, self.lost, self.answers = log, name, lost, answers
@@ -139,7 +139,7 @@ def rank(request: pytest.FixtureRequest, memory: KVMemory, tmp_path: Path) -> It
         return
     interval = sys.getswitchinterval()
     server = Server(str(tmp_path / "a.sock"), memory)
-    assert sys.getswitchinterval() <= 0.0005, "a busy rank answers soon"
+    assert sys.getswitchinterval() <= 0.0005, "the switch interval must let a busy rank answer soon"
     found = SocketRank(server.address)
     yield found
     found.close()
@@ -183,4 +183,4 @@ def test_a_release_by_call(rank: Any, memory: KVMemory) -> None:
     assert done == {5: None}
     assert ranks.stats()[0]["mapped_bytes"] == 2 * 2 * PAGE
     assert ranks.mappings > 0
-    assert ranks.free() is None, "of the CPU nothing is known"
+    assert ranks.free() is None, "the free memory of a CPU is unknown"

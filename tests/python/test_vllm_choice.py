@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: which page size the vLLM pool takes for which model, and what it says."""
+"""Description: the page size that the vLLM pool chooses for a model, and the message about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyvmem.vllm.worker import ElasticWorker
 pytest.importorskip("torch")
 
 G = 1 << 30
-LLAMA = [64 << 10] * 32  # Llama-3-8B: bytes of a block of 16 tokens in each layer
+LLAMA = [64 << 10] * 32  # Llama-3-8B: bytes of a 16-token block in each layer
 QWEN = [64 << 10] * 36  # Qwen3-4B
 
 
@@ -59,7 +59,7 @@ def test_the_variable_overrides_the_choice() -> None:
 
 
 class Base:
-    """The part of vLLM's worker that opens the memory."""
+    """Mimics the part of vLLM's worker that opens the memory."""
 
     rank = 0
     device = SimpleNamespace(type="cpu", index=None)
@@ -100,7 +100,7 @@ def test_a_page_size_that_the_limit_excludes() -> None:
 
 def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
     """Returns vLLM's configurations of a model with a layer per attention back end; layer 0 shares
-    one's tensor.
+    another layer's tensor.
     """
 
     def layer(name: str) -> SimpleNamespace:
@@ -113,9 +113,7 @@ def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
 
 
 def test_back_ends_that_may_reject_plain_addresses() -> None:
-    """Triton's launcher asks CUDA about each pointer; back ends that were never tested may do so,
-    too.
-    """
+    """Triton's launcher asks CUDA about each pointer; untested back ends may do so, too."""
     from pyvmem.vllm.allocation import backends_refusing_plain
 
     assert backends_refusing_plain(*_configs("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN_MLA")) == []

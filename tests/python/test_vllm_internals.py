@@ -110,7 +110,7 @@ def test_a_name_in_a_base_an_attribute_and_a_wheel(tmp_path: Path) -> None:
 
 @dataclass
 class Tensor:
-    """A `KVCacheTensor` since 0.29."""
+    """Mimics `KVCacheTensor` of 0.29 and later."""
 
     size: int
     layer_stride: int
@@ -122,7 +122,7 @@ class Tensor:
 
 @dataclass
 class Before:
-    """A `KVCacheTensor` up to 0.28."""
+    """Mimics `KVCacheTensor` of 0.28 and earlier."""
 
     size: int
     block_stride: int = 0
@@ -130,7 +130,7 @@ class Before:
 
 @dataclass
 class Config:
-    """A `KVCacheConfig`."""
+    """Mimics `KVCacheConfig`."""
 
     num_blocks: int
     kv_cache_tensors: list[Any]
@@ -173,7 +173,7 @@ def test_arrangements_that_are_rejected(opened: Any, tensors: list[Any], text: s
 
 
 def test_zeros_of_kv_sizes_return_our_tensors(opened: Any) -> None:
-    """Layers have their own tensors, or share one; all other tensors are torch's."""
+    """Layers have their own tensors or share one; torch allocates all other tensors."""
     torch = pytest.importorskip("torch")
     from pyvmem.vllm.allocation import place_tensors
 
@@ -226,7 +226,7 @@ def test_layers_of_one_buffer_are_moved_apart(opened: Any) -> None:
 
 
 def test_layers_of_two_sizes_form_two_groups(opened: Any) -> None:
-    """For example a draft model's layers next to the model's: each group starts at a page
+    """An example is a draft model's layers beside the model's: each group starts at a page
     boundary.
     """
     pytest.importorskip("torch")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the memory of a rank of vLLM, on each back end, with VMEM_BACKEND=cuda too."""
+"""Description: the memory of a vLLM rank on each back end, including VMEM_BACKEND=cuda."""
 
 from __future__ import annotations
 

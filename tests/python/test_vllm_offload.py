@@ -49,7 +49,7 @@ def config(connector: str | None = "OffloadingConnector", **changes: Any) -> Any
 def test_offloading_uses_our_spec() -> None:
     made = config()
     assert list(reasons_against(made)) == []
-    for _ in range(2):  # vLLM configures twice
+    for _ in range(2):  # vLLM calls this twice
         select(made)
         assert list(reasons_against(made)) == []
     extra = made.kv_transfer_config.kv_connector_extra_config
@@ -156,7 +156,7 @@ def test_unsupported_options_are_named(connector: str, changes: dict[str, Any], 
 
 
 def test_addresses_of_cuda_suit_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of cuMem* have CUDA's own addresses, so no option is needed."""
+    """cuMem* maps pages at CUDA's own addresses, so no option is needed."""
     vouched = config("Mine", extra={"vmem_copies_in_step": True}, kv_connector_module_path="mine")
     for backend, wanted in (("stock", 1), ("cuda", 0)):
         monkeypatch.setenv("VMEM_BACKEND", backend)
@@ -166,7 +166,8 @@ def test_addresses_of_cuda_suit_every_copy(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need addresses that CUDA's copies accept, and LMCache a version that was tested."""
+    """These connectors need addresses that CUDA's copies accept; LMCache also needs a tested
+    version."""
     monkeypatch.setenv("VMEM_VISIBLE", "1")
     vouched = config("Mine", extra={"vmem_copies_in_step": True}, kv_connector_module_path="mine")
     assert list(reasons_against(vouched)) == []
@@ -284,7 +285,7 @@ def test_pages_stay_until_their_copy_has_ended(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Manager:
-    """The part of vLLM's manager that holds read."""
+    """Mimics the part of vLLM's manager that `Holds` reads."""
 
     chunk_bytes = 100
 
@@ -332,7 +333,7 @@ def test_a_block_is_held_from_its_release_to_the_report() -> None:
     one, manager = holds(ranks=2)
     one.hand_out([1, 2, 3, 4])
     one.scheduling = True
-    one.free([4])  # preempted: no block of it will be stored
+    one.free([4])  # preempted: none of its blocks will be stored
     one.scheduling = False
     assert not one
     one.free([1, 2, 3])
@@ -359,7 +360,7 @@ def test_replaced_blocks_are_not_stored() -> None:
     manager.complete_store({"key 1"}, None)
     manager.complete_store({"key 1", "key 2"}, None)
     manager.complete_store({"key 7"}, None)
-    manager.complete_store({"key 7"}, None)  # another store of the block, later
+    manager.complete_store({"key 7"}, None)  # a later store of the same block
     assert [ok for _, ok in manager.completed] == [True, False, False, True]
     assert one.counters.dropped == 3
 
@@ -384,7 +385,8 @@ def test_prefixes_in_host_memory_are_counted() -> None:
 
 
 def test_prefixes_from_lower_tiers_are_counted() -> None:
-    """Blocks are written to host memory and evicted there without the manager of all tiers."""
+    """Blocks are written to host memory and evicted from it without involving the manager of all
+    tiers."""
     manager = Manager()
     host = SimpleNamespace(
         prepare_write=lambda keys, context: manager.prepare_store(keys, context),
@@ -421,7 +423,7 @@ def test_without_further_steps() -> None:
     assert (one.counters.stored, one.counters.dropped) == (1, 2)
     one.forget()
     manager.complete_store({"key 2", "key 3"}, None)
-    assert manager.completed[-1][1], "vLLM forgot all stores, and this is a new one"
+    assert manager.completed[-1][1], "a store made after vLLM forgot all others must complete"
 
 
 @pytest.mark.parametrize("connector", [None, SimpleNamespace(other="connector")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what the vLLM plug-in rejects by name: versions, configurations, variables."""
+"""Description: versions, configurations and variables that the vLLM plug-in rejects by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_gpu_in_mig_mode_is_rejected_before_weights_are_loaded(
 def test_memory_of_other_engines_does_not_count_during_a_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """vLLM compares free memory with the memory that was free before the weights were loaded."""
+    """vLLM compares the current free memory with the free memory before the weights were loaded."""
     torch = pytest.importorskip("torch")
     device, total, given = "GPU-8f2c", 100 << 20, 0
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
@@ -96,14 +96,14 @@ def test_memory_of_other_engines_does_not_count_during_a_start(
                 other.give(-change)
             else:
                 assert other.take(change)
-            given = 5 << 20  # counted for the worker's weights
+            given = 5 << 20  # counted as the worker's weights
             assert worker.determine_available_memory() == given
             given = 0
         other.close()
 
 
 def test_a_step_without_requests_uses_no_block_of_an_ended_request() -> None:
-    """In data parallelism, the runner V2 of 0.26 reads the last contents of its tables."""
+    """In data parallelism, runner V2 of 0.26 reads whatever its tables last contained."""
     torch = pytest.importorskip("torch")
     tables = [torch.tensor([[7, 8], [9, 0]], dtype=torch.int32) for _ in range(2)]
     seen = []
@@ -118,7 +118,7 @@ def test_a_step_without_requests_uses_no_block_of_an_ended_request() -> None:
         pass
 
     Elastic().execute_dummy_batch()
-    Elastic.model_runner = SimpleNamespace()  # runner V1, which clears them
+    Elastic.model_runner = SimpleNamespace()  # runner V1, which clears its tables
     Elastic().execute_dummy_batch()
     assert seen == [[0, 0]] * 2
 
@@ -200,7 +200,7 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
             self.vllm_config = vllm_config
 
     vllm, engine, arg_utils = (ModuleType(name) for name in ("vllm", "engine", "arg_utils"))
-    vllm.__spec__ = ModuleSpec("vllm", None, is_package=True)  # a package without source
+    vllm.__spec__ = ModuleSpec("vllm", None, is_package=True)  # a package without source code
     executor = ModuleType("abstract")
     executor.Executor = Executor  # type: ignore[attr-defined]
     for name in ("vllm.v1", "vllm.v1.executor"):
@@ -220,7 +220,7 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
 
 @pytest.mark.parametrize("switch", ["", "0"])
 def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
-    """It does not read the other variables either."""
+    """When off, it does not read the other variables either."""
     monkeypatch.setenv("VMEM_VLLM", switch)
     monkeypatch.setenv("VMEM_LIMIT", "much")
     args = with_vllm(monkeypatch, "9.9")
@@ -280,7 +280,7 @@ def test_the_variable_counts_for_each_configuration(monkeypatch: pytest.MonkeyPa
 def test_the_executor_checks_a_configuration_made_by_hand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise it would silently get stock vLLM."""
+    """Otherwise such an engine would silently run stock vLLM."""
     monkeypatch.setenv("VMEM_VLLM", "1")
     with_vllm(monkeypatch, "0.33.0")
     plugin.register()
@@ -327,7 +327,7 @@ def test_plug_in_lists_with_ours(
 
 
 def config(**changes: Any) -> Any:
-    """Returns the used part of a VllmConfig; changes: section__field=value."""
+    """Returns the part of a VllmConfig that is used; changes are given as section__field=value."""
     made = SimpleNamespace(
         parallel_config=SimpleNamespace(
             worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", distributed_executor_backend="uni"
@@ -423,7 +423,7 @@ def test_supported_options(change: dict[str, Any]) -> None:
 
 def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client")
-    known: set[int] = {0}  # for other engines than the first, nothing is registered
+    known: set[int] = {0}  # nothing is registered for engines other than the first
     monkeypatch.setattr(metrics, "_identities", known)
     made = config(
         parallel_config__data_parallel_size=3,
@@ -438,8 +438,8 @@ def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyP
 def test_api_servers_show_the_engine_whose_processes_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each API server creates the configuration again; a second engine in this process has its
-    own.
+    """Each API server creates the configuration again; a second engine in the process has its own
+    configuration.
     """
     monkeypatch.setenv(plugin._INSTANCE, "of an engine before")
     sizes = {"parallel_config___api_process_count": 2}

