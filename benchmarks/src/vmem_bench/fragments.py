@@ -24,7 +24,7 @@ class Fragments(Closable):
         backend: name of the back end.
         device: CUDA ordinal.
         page: bytes.
-        nbytes: free memory wanted; as much again is taken.
+        nbytes: free memory to leave; an equal amount is taken.
 
     Attributes:
         context: owned by this object.

@@ -23,7 +23,7 @@ def register() -> None:
 
 
 def draw(model: Any) -> None:
-    """Draws all weights; the same in every process."""
+    """Draws all weights, with the same result in every process."""
     import torch
 
     for number, (name, parameter) in enumerate(model.named_parameters()):
