@@ -34,7 +34,7 @@ QUOTED = {"Bq": ("[", "]"), "Dq": ("“", "”"), "Op": ("[", "]"), "Pq": ("(", 
 OTHER = {"Fn", "No", "Ns", "Sx", "Xr"}
 OPENING, CLOSING = set("(["), set(".,:;)]?!")
 LIB = {"Sh": "##", "Ss": "###"}
-WIDTH = 76  # of a declaration
+WIDTH = 76  # maximum columns of a declaration
 STANDARD_EXIT = "The command exits 0 on success, and above 0 if an error occurs."
 
 

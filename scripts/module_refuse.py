@@ -37,7 +37,7 @@ ALLOWABLE = ("driver", "kernel", "symbols")
 class Doubt:
     """A reason for doubt: an untested or uncheckable combination, not a known fault."""
 
-    word: str  # of ALLOWABLE
+    word: str  # one of ALLOWABLE
     text: str
 
     def __str__(self) -> str:

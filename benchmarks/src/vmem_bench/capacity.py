@@ -7,7 +7,7 @@ with 2 MB pages for another trace (OpenChat); its artifact has no script for it.
 - Memory for keys and values is a GPU's memory minus a tenth (activations, CUDA's context and
   libraries; engines use 0.9 of a GPU by default) and minus the weights in bfloat16, counted from
   the model's public configuration. Yi-34B runs on two ranks, each with half of the heads and
-  weights: on one card its weights leave too little for the long trace. Numbers are per rank.
+  weights: on one GPU its weights leave too little for the long trace. Numbers are per rank.
 - The batch is the mean number of running requests while memory is the limit; each row also records
   the largest batch of any iteration. `vmem_bench.replay` defines an iteration.
 - PagedAttention allocates blocks of 16 or 256 tokens, for all layers at once. Its block tables are

@@ -44,7 +44,7 @@ __all__ = ["add_parser", "run"]
 _Call = Callable[[Sequence[int]], int]
 _PAGES = 64  # mapped and unmapped per turn, one by one
 _ALIVE = 16384  # mappings that exist while the kernel's memory is measured
-_STEPS = 32  # in a turn
+_STEPS = 32  # steps per turn
 _MIB = 1 << 20
 _METHOD = {
     "map": "vMemMap and vMemUnmap of one page, from Python; the contexts take turns",
@@ -160,7 +160,7 @@ def _tiers(command: Command, part: Part, devices: int) -> None:
     with _opened(command, devices) as context:
         peers = range(1, devices) if Caps.PEER in context.info.caps else ()
         if not peers:
-            why = "the devices do not reach each other" if devices > 1 else "one device here"
+            why = "the devices do not reach each other" if devices > 1 else "only one device"
             part.not_run("*/peer", why)
         if Caps.HOST_PAGES not in context.info.caps:
             part.not_run("*/host", "no pages in host memory")
@@ -266,7 +266,7 @@ def _step(command: Command, part: Part, devices: int) -> None:
         return
     ranks = 2 if command.backend == "host" else devices
     if ranks < 2:
-        part.not_run("*", "one device here")
+        part.not_run("*", "only one device")
         return
     with tempfile.TemporaryDirectory(prefix="vmem-ranks-") as name:
         out = Path(name, "samples.json")
@@ -378,7 +378,7 @@ def _walk(cache: KVCache | ParallelKVCache, call: _Call, samples: Samples) -> No
         raise WrongResult(f"{steps} steps mapped {grown} pages, not one per tensor and step")
     for reqid in reqids:
         cache.free_reqid(reqid)  # type: ignore[arg-type]
-    cache.trim()  # the next turn maps again
+    cache.trim()  # so that the next turn maps pages again
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class _Filling(Closable):
 
 _ROWS = (
     ("filled", "memory that requests own at the end", "%", 1),
-    ("active", "the same in bytes", "GB", 1e-9),
+    ("active", "memory that requests own at the end, in bytes", "GB", 1e-9),
     ("mappings", "mappings at the end", "count", 1),
     ("map_calls", "map calls", "count", 1),
     ("unmap_calls", "unmap calls", "count", 1),
@@ -276,7 +276,7 @@ def _add_aims(command: Command) -> None:
 
 def add_parser(which: Any) -> None:
     """Adds ``fill`` to the benchmarks."""
-    text = "requests grow until the card is full: mappings, waste, driver time"
+    text = "requests grow until the GPU is full: mappings, waste, driver time"
     parser = which.add_parser("fill", help=text, description=text)
     add_common(parser, 300)
     add = parser.add_argument

@@ -5,10 +5,10 @@ Real transformers models with random weights, in the shapes of well-known models
 layers. They run in four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
-    vmem      the same with `pyvmem.hf.VMemCache`
+    vmem      ``model.forward`` with `pyvmem.hf.VMemCache`
     attend    requests concatenated in one batch without padding, `pyvmem.attention` over the slots,
               MLA with its up-projections: what engines with continuous batching do
-    fp8       the same with 8-bit keys and values, if a kernel reads them
+    fp8       like ``attend``, with 8-bit keys and values, if a kernel reads them
 
 A last part times the kernels themselves (heads.py).
 """
@@ -55,7 +55,7 @@ class Kind:
 
     Attributes:
         model: the class name of its transformers configuration, without "Config".
-        what: the model in words.
+        what: description of the model.
         fields: fields of its configuration at full size.
         small: the fields that a quick run changes.
     """

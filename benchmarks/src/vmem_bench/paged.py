@@ -69,7 +69,7 @@ def _page(command: Command) -> int:
 
 
 def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> None:
-    """Adds our speed relative to the best paged form, each block size and the card's bandwidth."""
+    """Adds our speed relative to the best paged form, each block size and the GPU's bandwidth."""
     pages = f"{page_name(_page(command))} pages"
     prefix = f"{kernel}/{case.name}"
     ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
@@ -258,7 +258,7 @@ def _run_all(
 
 
 def _add_peak(part: Part, device: torch.device) -> None:
-    """Adds the card's memory bandwidth, the upper bound of a decode step's GB/s."""
+    """Adds the GPU's memory bandwidth, the upper bound of a decode step's GB/s."""
     import torch
 
     if device.type != "cuda":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUP", "OURS", "SLOTS", "THEIRS", "PagedBench"]
 
-OURS = ("random0", "random1")  # of `Buffers`
+OURS = ("random0", "random1")  # names in `Buffers`
 THEIRS = ("malloc0", "malloc1")
 SLOTS = {"slots": "slots", "layered": "slots of layers in one tensor"}
 GROUP = 8  # maximum number of layers in one tensor

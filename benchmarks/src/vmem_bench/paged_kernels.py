@@ -25,11 +25,11 @@ Call = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of equal requests.
+    """A batch of equally long requests.
 
     Attributes:
         name: the case in the ids of rows.
-        what: the case in words.
+        what: description of the case.
         batch: number of requests.
         q_len: new tokens of each request, at the end of its rows.
         kv_len: rows of each request.

@@ -43,7 +43,7 @@ _AIMS = {"runs": 6.0, "runs_2m": 2.0, "fragmented": None}
 _METHOD = {
     "time": "perf_counter_ns around alloc_prefix, from Python; the first call is discarded",
     "between": "the request is freed, and its pages are unmapped before the next call",
-    "resume": "the same, but the request is freed with its tokens: their pages stay mapped",
+    "resume": "like map, but the request is freed with its tokens, whose pages stay mapped",
 }
 
 

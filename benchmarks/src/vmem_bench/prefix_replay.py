@@ -244,7 +244,7 @@ class Sliding:
         self.tree: PrefixTree[Tail] = PrefixTree(unit)
         self.evicted = 0
         self._slides, self._layers = layers
-        self._layer_bytes = unit * token_bytes // self._layers  # of a unit
+        self._layer_bytes = unit * token_bytes // self._layers  # bytes of a unit in one layer
         self._capacity = budget // self._layer_bytes
         self._kept, self._chunk = kept, chunk
         self._held = 0  # units that sliding layers hold

@@ -444,7 +444,7 @@ ROWS = (
     Row(
         _V,
         "Table 10",
-        "not in our sources",
+        "not described in our sources",
         "unknown to us",
         "s",
         "Not compared.",
@@ -692,7 +692,7 @@ ROWS = (
         "larger models",
         "on 4 and 8 A100s",
         "t",
-        "One GPU here.",
+        "We have one GPU.",
         cannot="four and eight A100s",
     ),
 )

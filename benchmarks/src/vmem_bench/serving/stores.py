@@ -143,7 +143,7 @@ class Store(ABC):
 
     def upload(self) -> None:
         """Copies the table entries of newly allocated blocks to the device, before their use."""
-        return  # no blocks
+        return  # this store has no block table
 
     @abstractmethod
     def held(self) -> Held:
@@ -309,7 +309,9 @@ class Slots(Store):
         """
         torch.cuda.empty_cache()
         self.cache.trim()
-        if self._ranks == 1:  # with several ranks, the cache allocated it when they agreed
+        if (
+            self._ranks == 1
+        ):  # several ranks: the cache allocated all memory when the ranks agreed on it
             self.cache.context.warm(self._limit)
         super().settle()
         self._before = self.cache.stats()
@@ -476,8 +478,8 @@ class SharedPaged(Paged):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._users = [0] * self.blocks
-        self._key: dict[int, int] = {}  # of a block
-        self._known: dict[int, int] = {}  # a key's block
+        self._key: dict[int, int] = {}  # key by block
+        self._known: dict[int, int] = {}  # block by key
         self._idle: dict[int, None] = {}  # unused blocks with a key, in order of eviction
 
     def _keys(self, ids: Ints) -> list[int]:

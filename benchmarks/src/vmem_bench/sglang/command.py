@@ -156,7 +156,9 @@ def _add(part: Part, turns: Turn, key: tuple[str, str | int], what: str, unit: s
     ratios = [mine / other for mine, other in zip(elastic, stock, strict=False)]
     if ratios:
         mean = statistics.fmean(ratios)
-        part.value(f"over/{row}", f"{what} over", "elastic", mean, "x", **spread(ratios))
+        part.value(
+            f"over/{row}", f"{what}, relative to stock", "elastic", mean, "x", **spread(ratios)
+        )
 
 
 def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
@@ -295,7 +297,7 @@ def add_parser(which: Any) -> None:
     add("--prompt", type=count, default=1024, metavar="N", help="tokens of a prompt (1024)")
     add("--answer", type=count, default=128, metavar="N", help="tokens of an answer (128)")
     add("--repeats", type=count, default=2, metavar="N", help="rounds in a turn (2)")
-    add("--idle", type=positive, default=3.0, metavar="S", help="seconds of a rest (3)")
+    add("--idle", type=positive, default=3.0, metavar="S", help="seconds of an idle period (3)")
     add(
         "--page-size", type=count, default=16, metavar="N", help="SGLang's page size in tokens (16)"
     )

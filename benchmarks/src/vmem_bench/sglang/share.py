@@ -253,7 +253,7 @@ class Found:
         for engine in (*ENGINES, "both"):
             for fraction in (0.5, 0.99):
                 name = f"p{100 * fraction:.0f}/{engine}"
-                self._measured(part, name, f"first token, {name}", "ms", fraction)
+                self._measured(part, name, f"time to first token, {name}", "ms", fraction)
             self._measured(part, f"rate/{engine}", "new tokens per second", "tokens/s", None)
         for arm in ARMS:
             for engine in ENGINES:
@@ -265,7 +265,7 @@ class Found:
             part.value(f"most/{name}/elastic", "most mapped", "elastic", value, "bytes")
         for when, used in self.rest.items():
             for name, value in used.items():
-                part.value(f"{when}/{name}/elastic", "at rest", "elastic", value, "bytes")
+                part.value(f"{when}/{name}/elastic", "mapped when idle", "elastic", value, "bytes")
         for when, name in itertools.product(("most", *self.rest), (*ENGINES, "both")):
             value = self.memory if name == "both" else self.memory // 2
             part.value(f"{when}/{name}/static", "given", "static", value, "bytes")
@@ -288,7 +288,14 @@ class Found:
         ratios = [mine / other for other, mine in zip(*values.values(), strict=False)]
         if ratios:
             mean = statistics.fmean(ratios)
-            part.value(f"over/{name}", f"{what}, over", "elastic", mean, "x", **spread(ratios))
+            part.value(
+                f"over/{name}",
+                f"{what}, relative to static",
+                "elastic",
+                mean,
+                "x",
+                **spread(ratios),
+            )
 
 
 def _value(heard: Mapping[str, Heard], engine: str, fraction: float | None) -> float:

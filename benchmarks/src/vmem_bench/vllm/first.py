@@ -33,7 +33,7 @@ PROMPTS = (2048, 16_384, 65_536)
 REST = 2.6
 """Seconds without a request: VMEM_IDLE plus the time to free a GPU's memory."""
 
-_RUNNING = (64, 256)  # requests
+_RUNNING = (64, 256)  # numbers of decoding requests
 
 
 def measure_first(command: Command, part: Part) -> None:
@@ -73,7 +73,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
                 pairs = zip(found.get((size, arm), []), found.get((size, base), []), strict=False)
                 ratios = [mine / other for mine, other in pairs]
                 if ratios:
-                    what = f"first token over {base}'s"
+                    what = f"time to first token relative to {base}"
                     add_ratio(part, f"over/{size}/{arm}", what, arm, ratios)
         command.write()
 
