@@ -174,7 +174,7 @@ def untried_kernel(release: str) -> list[Doubt]:
 
 
 def unknown_symbols(module: KernelModule, nvidia: KernelModule) -> list[Doubt]:
-    """Checks that the match of module and nvidia.ko can be verified at all."""
+    """Checks whether the match between module and nvidia.ko can be verified at all."""
     if not versioned(nvidia):
         return [
             Doubt(

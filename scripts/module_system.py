@@ -38,7 +38,7 @@ class DeviceUser:
 
     @property
     def harmless(self) -> bool:
-        """True if it is a service that a swap of UVM does not affect."""
+        """True if the process is a service that a swap of UVM does not affect."""
         return self.command in HARMLESS and not any("uvm" in node for node in self.nodes)
 
     def __str__(self) -> str:

@@ -117,9 +117,8 @@ def test_rows_of_serving_runs_match_the_runs(tmp_path: Path) -> None:
     found = "\n".join(texts)
     assert "tokens/s of contiguous relative to paged16 2.000x, again 1.000x" in found
     ratios = "largest batch 0.50x, tokens/s 0.50x"
-    assert (
-        f"64 KB relative to 2 MB in 20 GB: batch 0.50x, {ratios}" in found
-    )  # from the chat workload
+    # From the chat workload:
+    assert f"64 KB relative to 2 MB in 20 GB: batch 0.50x, {ratios}" in found
     assert f"20 GB: batch 0.50x, batch while others wait 1.00x, {ratios}" in found
     assert "-100 % of the pool is not mapped" in found
     assert "share of held memory that rows use 25 %, static 100 %" in found

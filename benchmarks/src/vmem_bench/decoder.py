@@ -87,7 +87,7 @@ class Shard(NamedTuple):
     """A rank's position among the ranks that share a model.
 
     Attributes:
-        rank: its number, from 0.
+        rank: the rank's number, from 0.
         ranks: the number of ranks.
         sum: sums a tensor over the ranks, in place or not.
     """

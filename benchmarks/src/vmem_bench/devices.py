@@ -92,9 +92,8 @@ def _mapping(command: Command, book: Book, number: int, native: Native) -> Calla
     unmapped = book.samples(f"unmap/{number}", f"unmap, {what}", native.system, **fields)
     base = native.reserve(2 * _PAGES * page)
     handles = [native.create(page, page) for _ in range(_PAGES)]
-    places = [
-        base + 2 * n * page for n in range(_PAGES)
-    ]  # the gaps keep mappings from being joined
+    # The gaps keep mappings from being joined.
+    places = [base + 2 * n * page for n in range(_PAGES)]
     maps = [(native.vm, at, page, one, 0, 0) for at, one in zip(places, handles, strict=True)]
     unmaps = [(native.vm, at, page) for at in places]
 

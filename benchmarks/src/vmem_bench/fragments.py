@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A context as a long-running server may leave it: free memory in single pages only."""
+"""A context fragmented as in a long-running server: only single pages are free."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
 
 
 def _fitting(batch: int, sizes: Sizes, high: int, free: int, modes: int) -> int:
-    """How many requests, at most `batch`, fit beside the weights when all caches are full."""
+    """Returns how many requests, at most `batch`, fit beside the weights with all caches full."""
     each = modes * high * sizes.token_bytes
     return max(0, min(batch, (free - 2 * sizes.weights - _SPARE) // each))
 

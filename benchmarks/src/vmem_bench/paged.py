@@ -226,9 +226,8 @@ def _run_all(
     """Measures every case with every kernel on the same buffers; writes the file after each."""
     if not kernels:
         return
-    deadline = Deadline(
-        command.args.deadline
-    )  # restart the deadline: the kernels are compiled by now
+    # Restart the deadline: the kernels are compiled by now.
+    deadline = Deadline(command.args.deadline)
     rows = max(case.kv_heads * case.head_dim for case in cases)
     # A prefill's layer is small, so make room for several layers in one tensor.
     nbytes = max(case.nbytes * (1 if case.decodes else GROUP // 2) for case in cases)

@@ -39,7 +39,7 @@ __all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns", "wi
 FORMAT = "vmem-bench-prefixes/1"
 PARTS = ("hits", "turns", "windows", "match")
 _SIX = (*(LayerShape(4, 256, window=1024),) * 5, LayerShape(4, 256))
-_SLIDING = ModelShape("a model of Gemma 3's kind", 36, 4, 256, layers=_SIX * 6)
+_SLIDING = ModelShape("a model like Gemma 3", 36, 4, 256, layers=_SIX * 6)
 _CHUNK = 16_384
 _LAYOUTS = ((1, 64 << 10), (8, 64 << 10), (1, 2 << 20))
 _BLOCK = 16

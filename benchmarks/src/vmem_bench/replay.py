@@ -141,9 +141,8 @@ def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Out
     if not requests:
         raise invalid("a replay needs at least one request", op="vmem bench")
     queue = deque((request.context, request.longest) for request in requests)
-    lengths: Lengths = np.zeros(
-        0, np.int64
-    )  # lengths of the running requests, in order of admission
+    # Lengths of the running requests, in order of admission.
+    lengths: Lengths = np.zeros(0, np.int64)
     last: Lengths = np.zeros(0, np.int64)  # the requests' lengths in their last iteration
     every, limited = _Sums(), _Sums()
     preemptions = 0

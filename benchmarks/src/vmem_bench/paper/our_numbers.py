@@ -141,7 +141,7 @@ DECODING = {case.name: case for case in CASES if case.name in _BATCHES}
 
 
 def reading(results: Results, case: str, form: str) -> float:
-    """GB/s: bytes of keys and values of a case of `DECODING`, divided by the time of `form`."""
+    """Returns the GB/s at which `form` reads the keys and values of a case of `DECODING`."""
     names = [f"fa3/{case}/{form}/malloc{i}" for i in (0, 1)]
     if form == "contiguous":
         names = [f"fa3/{case}/{form}/random{i}" for i in (0, 1)]

@@ -343,7 +343,7 @@ def serve(
         budget: maximum new tokens per step.
         ahead: tokens past a request's end that the store is told to prepare.
         limit_s: stop after this time, in seconds.
-        observer: called with every step's requests and logits; steps then do not overlap.
+        observer: called with every step's requests and logits; if given, steps do not overlap.
 
     Raises:
         ValueError: a request is longer than a slot.

@@ -30,9 +30,8 @@ VLLM = "vllm"  # an engine with its own loop, whose steps are not measured
 _FORMAT = "vmem-bench-serve/1"
 # Options that may differ between joined runs.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
-_BINDS = (
-    20 << 30
-)  # bytes; with no more than this, memory is short for Azure's trace and an 8B model
+# Bytes. With no more than this, memory is short for Azure's trace and an 8B model.
+_BINDS = 20 << 30
 _NOISE = 0.05  # largest tolerated difference between identical arms
 _SERIES = 400  # maximum samples of memory over time in a row
 

@@ -183,9 +183,8 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
 
 
 def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
-    flush(
-        engine.sglang
-    )  # waits until the engine is idle: a busy engine would exit in the next call
+    # Waits until the engine is idle: a busy engine would exit in the next call.
+    flush(engine.sglang)
     start = time.perf_counter()
     engine.sglang.release_memory_occupation(tags=["kv_cache"])
     slept = time.perf_counter()

@@ -60,9 +60,8 @@ def measure(command: Command, part: Part) -> None:
 
         def turn(arm: str, which: list[int], round_: int) -> None:
             kind = "static" if arm == "static" else "elastic"
-            early = (
-                bursts[which[0]][0].at if arm == "alone" else 0.0
-            )  # an engine that runs alone starts at once
+            # An engine that runs alone starts at once.
+            early = bursts[which[0]][0].at if arm == "alone" else 0.0
             loads = {
                 f"{kind} {k}": Load.of(later(bursts[k], -early), fleet.vocabulary, 100 * round_ + k)
                 for k in which
