@@ -32,7 +32,7 @@ setup: ## the Python environment build/venv with this project in it
 run: setup ## serve prompts with a real model on the best back end; ARGS=... for options
 	$(VENV)/bin/vmem serve-demo --picture $(BUILD)/run.svg $(ARGS)
 
-run-vllm: setup ## two vLLM engines that share memory in turns, on the CPU; ARGS=... for options
+run-vllm: setup ## two vLLM engines that share memory and take turns, on the CPU; ARGS=... for options
 	@$(VPY) scripts/vllm_setup.py
 	@model=$$($(VPY) -c '$(MODEL)') && $(BUILD)/vllm/bin/python examples/vllm_share.py "$$model" $(ARGS)
 
@@ -49,11 +49,11 @@ test-long: setup ## make test, and the tests marked `long`
 test-kernel: setup ## the patched driver on software GPUs, in virtual machines (a part of make test)
 	@$(VPY) scripts/run_tests.py kernel
 
-kernel-test: setup ## run one of these tests with its output: T=name; without T, list them
+kernel-test: setup ## run one kernel test and show its output: T=name; without T, list the tests
 	@$(VPY) scripts/kernel_setup.py
 	@$(VPY) tests/kernel/suite.py $(if $(T),--show '$(T)',--list)
 
-test-driver: setup ## the tests required of a driver branch: DRIVER=version NV_SRC=source; KERNEL= RECORD=file.json
+test-driver: setup ## the tests required for a driver branch: DRIVER=version NV_SRC=source; KERNEL= RECORD=file.json
 	@$(VPY) scripts/kernel_setup.py
 	@$(VPY) tests/kernel/suite.py --driver $(DRIVER) $(if $(KERNEL),--kernel $(KERNEL)) $(if $(RECORD),--record $(RECORD)) $(T)
 
@@ -84,7 +84,7 @@ uninstall: ## remove what install installed
 module: ## the patched nvidia-uvm.ko; NV_SRC=driver source, KDIR=kernel build folder, NVIDIA_KO=
 	@$(PYTHON) scripts/module_build.py
 
-load: ## as root: load it instead of the stock module, run `vmem selftest`; undone on failure; ALLOW=
+load: ## as root: load the patched module and run `vmem selftest`; undone on failure; ALLOW=
 	@$(PYTHON) scripts/module_load.py load
 
 unload: ## as root: restore the stock module
@@ -93,10 +93,10 @@ unload: ## as root: restore the stock module
 dkms: ## the patched module as a DKMS package: build/kernel/dkms
 	@$(PYTHON) scripts/module_dkms.py package
 
-install-module: ## as root: install it with DKMS, for this kernel and later ones
+install-module: ## as root: install the patched module with DKMS, for this and later kernels
 	@$(PYTHON) scripts/module_dkms.py install
 
-uninstall-module: ## as root: remove it; the stock module is used again
+uninstall-module: ## as root: remove the patched module; the stock module is used again
 	@$(PYTHON) scripts/module_dkms.py uninstall
 
 clean: ## remove build/ and what builds leave in the tree

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The part of the build that pyproject.toml cannot say: version, extension module, ABI tag, links.
+"""The parts of the build that pyproject.toml cannot express: version, extension, ABI tag, links.
 
-VMEM_URL is where the repository that publishes is to be found; a build for oneself needs none.
+VMEM_URL is the address of the repository; only builds that are published need it.
 """
 
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 from setuptools import setup
 
 build = runpy.run_path("pyvmem/_build.py")
-# The extension keeps to Python's stable ABI (cffi sees to that), so that one wheel serves 3.10 and
-# later; free-threaded builds have no such ABI.
+# cffi limits the extension to Python's stable ABI, so that one wheel serves Python 3.10 and later.
+# Free-threaded builds have no stable ABI.
 abi = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"py_limited_api": "cp310"}
 
 version = build["library_version"]()
 url = os.environ.get("VMEM_URL", "").rstrip("/")
 readme = Path("README.md").read_text(encoding="utf-8")
-if url:  # an index shows the page alone: its links lead to the tag
+if url:  # a package index shows only this page, so its links must point to the tag
     readme = re.sub(r"\]\((?!\w+:|#)", f"]({url}/blob/v{version}/", readme)
     readme = re.sub(r"(!\[[^\]]*\]\(.*?)/blob/", r"\1/raw/", readme)
 urls = {

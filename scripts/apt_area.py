@@ -2,8 +2,8 @@
 """Fetches packages with apt's tools from a Debian suite that the system does not use.
 
 The archive's address and signing key come from the system's sources; the caller chooses suite and
-components. Sources, lists and state are kept in a directory of the project: the system's are never
-touched, root is not needed, and signatures are always checked.
+components. Sources, lists and state are kept in a directory of the project: the system's files are
+never touched, root is not needed, and signatures are always checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Source:
 
 
 def parse_deb822(text: str) -> list[Source]:
-    """The enabled binary archives in the text of a *.sources file."""
+    """Returns the enabled binary archives in the text of a *.sources file."""
     found = []
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for stanza in re.split(r"\n[ \t]*(?:\n[ \t]*)+", "\n".join(lines)):
@@ -61,7 +61,7 @@ def parse_deb822(text: str) -> list[Source]:
 
 
 def parse_one_line(text: str) -> list[Source]:
-    """The binary archives in the text of a sources.list file."""
+    """Returns the binary archives in the text of a sources.list file."""
     found = []
     for line in text.splitlines():
         words = re.match(r"\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)", line)
@@ -73,7 +73,7 @@ def parse_one_line(text: str) -> list[Source]:
 
 
 def system_sources(folder: Path) -> list[Source]:
-    """All archives configured on this system."""
+    """Returns all archives that are configured on this system."""
     files = [folder / "sources.list", *sorted((folder / "sources.list.d").glob("*"))]
     found = []
     for path in files:
@@ -84,7 +84,7 @@ def system_sources(folder: Path) -> list[Source]:
 
 
 def archive_source(folder: Path | None = None) -> Source:
-    """Debian's main archive, as named in the system's sources."""
+    """Returns Debian's main archive, as named in the system's sources."""
     folder = folder or SYSTEM
     for source in system_sources(folder):
         main = source.uri.rstrip("/").endswith("/debian") or "/archive/debian/" in source.uri
@@ -96,7 +96,7 @@ def archive_source(folder: Path | None = None) -> Source:
 
 
 class AptArea:
-    """Private package lists, of a suite of Debian's archive or of the system's sources."""
+    """Private package lists, for a suite of Debian's archive or for the system's sources."""
 
     def __init__(self, suite: str | None, components: Sequence[str] = ()) -> None:
         self.suite = suite
@@ -142,7 +142,7 @@ class AptArea:
 
     def update(self) -> None:
         """Fetches the lists; an archive without a good signature is an error."""
-        # With the system's sources, an unreachable archive may not matter.
+        # If the system's sources are used, an unreachable archive need not matter.
         strict = ["-o", "APT::Update::Error-Mode=any"] if self.suite else []
         try:
             run("apt-get", *self.options(), *strict, "update")
@@ -153,7 +153,7 @@ class AptArea:
             raise KernelBuildError(f"Debian {self.suite or ''}: {error}{hint}") from error
 
     def versions(self, package: str) -> list[str]:
-        """The versions of a package, newest first."""
+        """Returns the versions of a package, newest first."""
         out = run("apt-cache", *self.options(), "madison", package)
         rows = [line.split("|") for line in out.splitlines()]
         return [row[1].strip() for row in rows if len(row) == 3 and row[0].strip() == package]

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds the container images with buildah and runs them, without an image registry.
 
-buildah runs in a new Debian system, and the base image is made from the same archive. The
-requirements are downloaded beforehand; pip in the images can install nothing else. Exit status 77:
-this machine cannot make a Debian system.
+buildah runs in a new Debian system, and the base image is built from the same archive. The
+requirements are downloaded beforehand; pip in the images can install nothing else. The exit status
+is 77 if this machine cannot create a Debian system.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def copy_source(folder: Path) -> None:
 
 
 def base_system(archive: Path, pip: Path) -> DebianSystem:
-    """The base image's system, packed as a tar archive; its pip installs only from /wheels."""
+    """Returns the base image's system, packed as a tar archive; its pip only uses /wheels."""
     packed = f'tar --one-file-system -C "$1" -cf {archive} .'
     return DebianSystem(suite=SUITE, include=(), hooks=(copy_in(pip), f"{in_etc(pip)}; {packed}"))
 
 
 def in_etc(pip: Path) -> str:
-    """The hook that moves pip's settings to /etc."""
+    """Returns the hook that moves pip's settings to /etc."""
     return f'mv "$1/{pip.name}" "$1/etc/pip.conf"'
 
 
 def images_system(*inputs: Path) -> DebianSystem:
-    """The system in which buildah builds and runs the images."""
+    """Returns the system in which buildah builds and runs the images."""
     hook = f"unshare --mount sh -c '{ROOTED} {PATHS} sh /{CHECK.name}' sh \"$1\" </dev/null"
     return DebianSystem(
         suite=SUITE, include=("buildah", "ca-certificates"), hooks=(copy_in(*inputs, CHECK), hook)

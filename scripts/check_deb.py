@@ -5,7 +5,7 @@
 The driver's source comes from Debian's contrib, nvidia.ko from the build of the driver's tests. A
 virtual machine with a software GPU then boots from the same system, and loads, uses and purges the
 module that DKMS built. The virtual machine does not compile the module again, as its processor is
-emulated and slow. Exit status 77: this machine cannot make a Debian system.
+emulated and slow. The exit status is 77 if this machine cannot create a Debian system.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vmem_header import ROOT
 
 __all__ = ["GUEST_SECONDS", "deb_system", "guest_command", "lint"]
 
-SUITE = "bookworm"  # its driver is DEFAULT_VERSION
+SUITE = "bookworm"  # its driver package has DEFAULT_VERSION
 SUITE_PYTHON = "3.11"
 PACKAGING = ROOT / "packaging"
 KERNEL_TESTS = ROOT / "tests" / "kernel"
@@ -55,7 +55,7 @@ def lint(changes: Path) -> None:
 
 
 def deb_system(debs: Path, kernel: str, image: Path | None) -> DebianSystem:
-    """The system that tests the packages in a directory, for a kernel release."""
+    """Returns the system that tests the packages in a directory, for a kernel release."""
     scripts = [PACKAGING / name for name in ("check_lib.sh", "check_deb.sh", "check_guest.sh")]
     return DebianSystem(
         suite=SUITE,
@@ -74,7 +74,7 @@ def give_driver(tree: Path, given: Path) -> None:
 
 
 def give_tests(given: Path) -> None:
-    """Copies pyvmem, and the tests' access to the software GPU's memory, into a directory."""
+    """Copies pyvmem, and the tests' access to the software GPU's memory, to a directory."""
     run(sys.executable, KERNEL_TESTS / "lib" / "build.py")
     with tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))

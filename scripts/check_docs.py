@@ -14,7 +14,7 @@ anything. Python that prints must have such a block. Other blocks of `text` are 
 from elsewhere. This also checks that links to files of the repository are valid, that every error
 and environment variable is listed, and the README's version.
 
-Run it with the interpreter of an environment with pyvmem and torch. Prints "N passed, N failed".
+Run it with the Python of an environment that has pyvmem and torch. Prints "N passed, N failed".
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ END = "\0"  # printed between blocks
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.M)
 BUILT_IN = {"Exception", *(one for one in dir(builtins) if one.endswith(("Error", "Warning")))}
-PRIVATE = ("selftest", "bench", "commands")  # their errors do not reach callers
-SECONDS = 120.0  # timeout of a block, far above the longest
+PRIVATE = ("selftest", "bench", "commands")  # packages whose errors do not reach callers
+SECONDS = 120.0  # timeout per block, far longer than any block takes
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """The checked files."""
+    """Returns the files to check."""
     taken = [path for pattern in TAKEN for path in sorted(ROOT.glob(pattern))]
     return [ROOT / name for name in PAGES] + taken + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The blocks of a page, in order."""
+    """Yields the blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     for match in BLOCK.finditer(text):
         mark = NEEDS.match(text, match.end())
@@ -94,7 +94,7 @@ def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, 
         "PATH": ":".join(paths),
         "LD_LIBRARY_PATH": str(LIBRARY),
         "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",  # the pages show the output of back end host
+        "CUDA_VISIBLE_DEVICES": "",  # the pages show the output of the back end `host`
         "COLUMNS": "80",
         **env,
     }
@@ -123,7 +123,7 @@ def check_output(block: Block, said: str) -> list[str]:
         return [] if silent else [f"{where}: the page does not show what it prints:\n{said}"]
     pattern = ".*?".join(re.escape(part) for part in block.prints.split("..."))
     right = re.fullmatch(pattern, re.sub(r" +$", "", said, flags=re.M), re.S)
-    return [] if right else [f"{where}: the page shows another text than what it prints:\n{said}"]
+    return [] if right else [f"{where}: the page does not match what it prints:\n{said}"]
 
 
 def run_python(found: list[Block]) -> list[str]:
@@ -178,7 +178,7 @@ def check_code(page: Path) -> tuple[int, list[str]]:
         where = f"{page.relative_to(ROOT)}:{block.line}"
         if block.needs:
             if not LINK.search(block.needs):
-                problems.append(f"{where}: what ran it is not linked")
+                problems.append(f"{where}: no link to the test, log or result that ran it")
         elif block.language == "c":
             problems += run_c(block)
         elif block.language == "sh":
@@ -238,8 +238,8 @@ def check_reference() -> list[str]:
 def check_errors() -> tuple[int, list[str]]:
     """Checks that the page lists exactly the code's errors, each with cause and remedy.
 
-    The errors of the library and the kernel module are the errnos that their C returns, which their
-    headers must list as well; Python's are the package's classes.
+    The errors of the library and the kernel module are the errnos that their C code returns, which
+    their headers must list as well; Python's errors are the package's classes.
     """
     page = "docs/reference/errors.md"
     library, kernel, rest = errors_page((ROOT / page).read_text(encoding="utf-8"))
@@ -248,7 +248,7 @@ def check_errors() -> tuple[int, list[str]]:
     problems += [f"{page}: no {one}" for one in classes if one not in rest["python"]]
     listed = HEADER.read_text(encoding="utf-8").split("#ifndef VMEM_H")[0]
     header = set(re.findall(r"^ \*   -(E\w+) ", listed, re.M))
-    # Calls that record an error; other negative values come from the system and are translated.
+    # These calls record an error. Other negative values come from the system and are translated.
     code = returned("libvmem/src", r"vm_fail(?:_at)?\((?:[^,;]*\?)?[^,;]*?-(E[A-Z0-9]+)\b")
     problems += compare(page, library, HEADER.name, header) + compare(
         HEADER.name, header, "libvmem/src", code
@@ -264,7 +264,7 @@ def check_errors() -> tuple[int, list[str]]:
 
 
 def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
-    """Errnos of the library's and of the kernel's table, all names, and rows with an empty cell."""
+    """Returns the errnos in the library's and the kernel's table, all names, incomplete rows."""
     tables: dict[str, set[str]] = {"": set(), "From the kernel module": set()}
     python: list[str] = []
     incomplete: list[str] = []
@@ -285,7 +285,7 @@ def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
 
 
 def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
-    """Errnos in the C code below a directory, without comments."""
+    """Returns the errnos in the C code below a directory, ignoring comments."""
     found: set[str] = set()
     for path in sorted((ROOT / folder).rglob(f"*{suffix or '.[ch]'}")):
         code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(encoding="utf-8"), flags=re.S)
@@ -295,12 +295,12 @@ def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
 
 def compare(one: str, first: set[str], other: str, second: set[str]) -> list[str]:
     """Reports the differences between two lists."""
-    said = [f"{one}: no {name}, which {other} has" for name in sorted(second - first)]
-    return said + [f"{one}: {name}, which {other} has not" for name in sorted(first - second)]
+    said = [f"{one}: no {name}, which is in {other}" for name in sorted(second - first)]
+    return said + [f"{one}: {name}, which is not in {other}" for name in sorted(first - second)]
 
 
 def error_classes() -> list[str]:
-    """The package's public exceptions and warnings."""
+    """Returns the package's public exceptions and warnings."""
     package = ROOT / "pyvmem"
     found: list[str] = []
     for path in [package / "errors.py", *sorted(package.rglob("*.py"))]:  # base classes first
@@ -314,7 +314,7 @@ def error_classes() -> list[str]:
 
 
 def environment_variables() -> dict[str, str]:
-    """Environment variables that this repository's programs read, each with the file."""
+    """Returns the environment variables that this repository's programs read, and in which file."""
     found = {}
     own = re.compile(r"""environ(?:\.get\(|\[)\s*["']((?:(?:VMEM|NV|LINUX|SIGN)_\w+)|ALLOW)["']""")
     for folder in ("pyvmem", "scripts", "tests"):

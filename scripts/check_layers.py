@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Checks libvmem's structure: calls between object files, and includes between directories.
 
-Symbols are read with nm from build/lib/obj (`make lib`). Imported by check_library.py.
+nm reads the symbols from build/lib/obj (`make lib`). Imported by check_library.py.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ LAYERS = (
     "work",
     "api",
 )
-# Fields with the state of units, which only slab.c may change.
+# Fields that hold the state of units. Only slab.c may change them.
 STATES = "refs|free_map|soil_map|dirty_map|claim_map|zero_map|fill_map"
 
 Graph = Mapping[str, Mapping[str, set[str]]]
 
 
 def layer_of(name: str) -> str:
-    """The layer of a file, given by its path in libvmem/src."""
+    """Returns the layer of a file, given its path in libvmem/src."""
     return "interface" if name == "backend/backend.h" else str(Path(name).parent)
 
 
 def symbols(objects: Path = OBJECTS) -> dict[str, dict[str, set[str]]]:
-    """The call graph: for each object, the objects it needs and which of their symbols."""
+    """Returns the call graph: for each object, the objects and symbols that it needs."""
     defined: dict[str, str] = {}
     needed: dict[str, set[str]] = {}
     for path in sorted(objects.rglob("*.o")):
@@ -67,7 +67,7 @@ def symbols(objects: Path = OBJECTS) -> dict[str, dict[str, set[str]]]:
 
 
 def includes(sources: Path = SRC) -> dict[str, dict[str, set[str]]]:
-    """The graph of #include lines, without headers of the system or of other directories."""
+    """Returns the graph of #include lines, without headers from outside libvmem/src."""
     graph: dict[str, dict[str, set[str]]] = {}
     for path in sorted(sources.rglob("*.[ch]")):
         found = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.M)
@@ -76,7 +76,7 @@ def includes(sources: Path = SRC) -> dict[str, dict[str, set[str]]]:
 
 
 def cycle(graph: Graph) -> list[str]:
-    """The names along a cycle, the first repeated at the end; empty if there is none."""
+    """Returns the names along a cycle, the first repeated at the end; empty without a cycle."""
     done: set[str] = set()
     path: list[str] = []
 

@@ -18,7 +18,7 @@ SECTIONS_3 = ["NAME", "LIBRARY", "SYNOPSIS", "DESCRIPTION", "RETURN VALUES", "SE
 
 
 def page_of(name: str) -> Path | None:
-    """The source of a function's page, following a `.so` link."""
+    """Returns the source of a function's page, following a `.so` link."""
     path = MAN / f"{name}.3"
     if not path.exists():
         return None
@@ -28,7 +28,7 @@ def page_of(name: str) -> Path | None:
 
 
 def synopsis(text: str) -> dict[str, str]:
-    """The functions that the SYNOPSIS of an mdoc page declares."""
+    """Returns the functions that the SYNOPSIS of an mdoc page declares."""
     part = text.split(".Sh SYNOPSIS", 1)[-1].split(".Sh DESCRIPTION", 1)[0]
     found = {}
     result = ""
@@ -49,7 +49,7 @@ def synopsis(text: str) -> dict[str, str]:
 def check_pages_exist() -> list[str]:
     """Checks that functions and structures have pages in section 3, and vmem(7) and vmem(1) exist.
 
-    Calls named as in the papers have a second page in the usual spelling: vmem_map for vMemMap.
+    Calls with the papers' names have a second page in the usual spelling: vmem_map for vMemMap.
     """
     spelled = [re.sub("^vMem", "vmem_", name).lower() for name in functions() if name[1] == "M"]
     names = [*functions(), *structures(), *spelled]
@@ -60,12 +60,12 @@ def check_pages_exist() -> list[str]:
 
 
 def structures() -> list[str]:
-    """The structures of vmem.h."""
+    """Returns the structures of vmem.h."""
     return re.findall(r"^struct (vmem_\w+) \{", HEADER.read_text(encoding="utf-8"), re.M)
 
 
 def check_prototypes() -> list[str]:
-    """Checks that the declaration in each SYNOPSIS equals vmem.h's."""
+    """Checks that the declaration in each SYNOPSIS matches vmem.h."""
     problems = []
     for name, declaration in functions().items():
         page = page_of(name)
@@ -105,7 +105,7 @@ def check_names_used() -> list[str]:
 
 
 def check_fields() -> list[str]:
-    """Checks that a page of section 3 has each constant and each structure's fields of vmem.h."""
+    """Checks that section 3 documents each constant and each structure's fields from vmem.h."""
     header = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.S)
     text = " ".join(page.read_text(encoding="utf-8") for page in MAN.glob("*.3"))
     words = set(re.findall(r"\w+", text))

@@ -4,9 +4,9 @@
 
 Each hunk must fit in exactly one place without fuzz, the series must change few lines, its messages
 must be in order, and reverting it must restore the source. With --build each patch of a series is
-built on top of the earlier ones. With --clone every public driver version is checked, and
-patches/series.json must name the only series that fits. Functions that the module relies on beyond
-UVM's headers must have a reviewed source text (uvm_contracts).
+built on top of the earlier patches. With --clone every public driver version is checked, and
+patches/series.json must name the only series that fits. If the module relies on more of a UVM
+function than its header promises, its source must be a reviewed text (uvm_contracts).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def check_letters(folder: Path) -> list[str]:
 
 
 def touched_files(patches: list[Path]) -> list[str]:
-    """The driver's files that a series changes, as paths of NVIDIA's repository."""
+    """Returns the driver's files that a series changes, as paths in NVIDIA's repository."""
     return sorted({name for patch in patches for name in changed_files(patch)})
 
 
@@ -150,24 +150,24 @@ class Clone:
         return done.stdout
 
     def versions(self) -> list[str]:
-        """The tags since the first supported branch, oldest first."""
+        """Returns the tags since the first supported branch, oldest first."""
         tags = [tag for tag in self.git("tag").decode().split() if is_version(tag)]
         return sorted((tag for tag in tags if branch_of(tag) >= FIRST_BRANCH), key=version_key)
 
     def blobs(self, version: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Blob ids of the named files that exist in a tag."""
+        """Returns the blob ids of the named files that exist in a tag."""
         listed = self.git("ls-tree", version, "--", *names).decode().splitlines()
         return tuple((line.split("\t")[1], line.split()[2]) for line in listed)
 
     def contents(self, blobs: Sequence[tuple[str, str]]) -> dict[str, bytes]:
-        """The contents of files, by their names."""
+        """Returns the contents of files, by name."""
         return {name: self.git("cat-file", "blob", blob) for name, blob in blobs}
 
 
 def fitting_series(clone: Clone) -> dict[str, list[str]]:
-    """For each version of a clone, the directories whose series apply unambiguously.
+    """Returns, for each version of a clone, the directories whose series apply unambiguously.
 
-    Versions with equal hooked files are checked once.
+    Versions whose hooked files are identical are checked once.
     """
     series = {folder: patches_in(PATCHES / folder) for folder in series_table()}
     names = touched_files([patch for patches in series.values() for patch in patches])
@@ -219,7 +219,7 @@ def check_steps(version: str) -> None:
 
 
 def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
-    """The sources to check: the given ones, or those of every version available here."""
+    """Returns the sources to check: the given sources, or those of every available version."""
     found = []
     for path in given:
         tree = kernel_open_below(path)
@@ -233,7 +233,7 @@ def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
         try:
             found.append((version, driver_source(version)))
         except KernelBuildError as error:
-            # Versions that Debian does not have are checked on a clone of the public repository.
+            # Versions that Debian does not package are checked on a clone of the public repository.
             if versions or version in SUITES:
                 raise
             print(f"not run: the patches on driver {version}: {str(error).splitlines()[0]}")

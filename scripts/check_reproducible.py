@@ -3,7 +3,7 @@
 """Builds a tree again from scratch in another directory, and compares the modules byte by byte.
 
 The first build is the usual build, which reuses conftest results and objects of earlier builds. The
-second reuses nothing, so the comparison also shows that reuse does not change the modules.
+second build reuses nothing, so the comparison also shows that reuse does not change the modules.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ SPDX = "SPDX-License-Identifier: MIT"
 SOURCES = {".c", ".h", ".py", ".pyi", ".sh", ".map", ".cu"}
 MAX_C_COLUMNS = 140
 LIBRARY = ROOT / "libvmem" / "src"
-LIBRARY_COLUMNS = 120  # as in .clang-format, for comments too
+LIBRARY_COLUMNS = 120  # the limit in .clang-format, applied to comments too
 
 
 def tracked() -> list[Path]:
-    """Tracked files that exist."""
+    """Returns the tracked files that exist."""
     out = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     return [ROOT / name for name in out.split("\0") if name and (ROOT / name).is_file()]
 

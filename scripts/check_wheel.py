@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Uses an installed pyvmem: maps a page, writes and reads it. Prints one line.
 
-Run it outside the source tree, with the interpreter of the environment to be checked.
+Run it outside the source tree, with the Python of the environment to check.
 """
 
 import sys

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Checks the wheel in new Debian systems that have neither a compiler nor CUDA.
 
-The same wheel is installed with pip in each of them, into an environment of the system's Python.
-Its requirements for that Python are downloaded beforehand. Exit status 77: this machine cannot make
-a Debian system.
+In each system, pip installs the same wheel into an environment of the system's Python. The wheel's
+requirements for that Python are downloaded beforehand. The exit status is 77 if this machine cannot
+create a Debian system.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vmem_header import ROOT
 
 __all__ = ["PYTHONS", "wheel_system"]
 
-# Each release's Python.
+# Python version of each release.
 PYTHONS = {"bookworm": "3.11", "trixie": "3.13"}
 CHECKS = (ROOT / "packaging" / "check_wheel.sh", ROOT / "scripts" / "check_wheel.py")
 
@@ -32,7 +32,7 @@ def fetch(wheel: Path, python: str, folder: Path) -> None:
 
 
 def wheel_system(suite: str, wheels: Path) -> DebianSystem:
-    """The system of a release that tests the wheels in a directory."""
+    """Returns a system of the release that tests the wheels in a directory."""
     return DebianSystem(
         suite=suite,
         include=("python3", "python3-venv"),

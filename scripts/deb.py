@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes the Debian packages, source and binary, in dist/deb.
+"""Builds the Debian packages, source and binary, in dist/deb.
 
 The packaging is in packaging/debian. The version is vmem.h's, and timestamps are the commit's (or
 SOURCE_DATE_EPOCH), so that the same commit gives the same packages with the same tools. The
-maintainer is taken from DEBFULLNAME and DEBEMAIL, as by Debian's tools, or is the commit's author.
+maintainer is taken from DEBFULLNAME and DEBEMAIL, as Debian's tools do, or is the commit's author.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TOOLS = {
 
 
 def install_tools(tools: dict[str, str]) -> None:
-    """Installs missing Debian packages, as the set-up does."""
+    """Installs missing Debian packages in the same way as the set-up."""
     missing = sorted({name for path, name in tools.items() if not Path(path).exists()})
     if missing:
         install_debian_packages(missing)
 
 
 def maintainer() -> str:
-    """The maintainer from the environment, or the last commit's author."""
+    """Returns the maintainer from the environment, or the last commit's author."""
     name, mail = os.environ.get("DEBFULLNAME"), os.environ.get("DEBEMAIL")
     if name and mail:
         return f"{name} <{mail}>"
@@ -53,7 +53,7 @@ def maintainer() -> str:
 
 
 def changelog(upstream: str, who: str, when: int) -> str:
-    """Debian's changelog: one entry for this version, which points to the project's own."""
+    """Returns Debian's changelog: an entry for this version that refers to CHANGELOG.md."""
     return (
         f"vmem ({upstream}-{REVISION}) unstable; urgency=medium\n\n"
         f"  * Release {upstream}. What changed is in CHANGELOG.md.\n\n"
@@ -62,7 +62,7 @@ def changelog(upstream: str, who: str, when: int) -> str:
 
 
 def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
-    """Makes the upstream archive of a source tree, with fixed order, timestamps and owner."""
+    """Creates the upstream archive of a source tree, with fixed order, timestamps and owner."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for path in sorted(source.rglob("*")):
@@ -80,7 +80,7 @@ def make_orig(source: Path, folder: Path, upstream: str, when: int) -> Path:
 
 
 def prepare(folder: Path, when: int) -> Path:
-    """Makes the upstream archive and, next to it, the tree to build; returns the tree."""
+    """Creates the upstream archive and, next to it, the tree to build; returns the tree."""
     upstream = version()
     tree = folder / f"vmem-{upstream}"
     copy_tracked(tree)
@@ -93,7 +93,7 @@ def prepare(folder: Path, when: int) -> Path:
     control = tree / "debian" / "control"
     control.write_text(control.read_text("utf-8").replace("@MAINTAINER@", who), encoding="utf-8")
     (tree / "debian" / "changelog").write_text(changelog(upstream, who, when), encoding="utf-8")
-    # The tools keep the timestamps of files that are older than the changelog's entry.
+    # Debian's tools keep the timestamps of files that are older than the changelog's entry.
     for path in tree.rglob("*"):
         os.utime(path, (when, when))
     return tree
@@ -128,7 +128,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
 
 
 def make_twice(out: Path) -> list[Path]:
-    """Builds everything twice, the second time in another time zone and umask and without tests.
+    """Builds everything twice, the second time with another time zone and umask, without tests.
 
     Raises:
         DistError: a package or the source differs.

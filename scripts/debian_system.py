@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Makes new Debian systems for the packages' checks, from the archive that this machine uses.
+"""Creates new Debian systems to check the packages in, from the archive that this machine uses.
 
 mmdebstrap creates a system in a temporary directory, as root or in a user namespace. Hooks run the
-checks in it. Afterwards it is deleted, or kept as a disk image on request.
+checks in the system. Afterwards it is deleted, or kept as a disk image on request.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from dist import DistError, run
 
 __all__ = ["CANNOT", "DebianSystem", "conduct", "copy_in", "in_system", "system_mode"]
 
-CANNOT = 77  # the checks' exit status if no system can be made
+CANNOT = 77  # the checks' exit status if no system can be created
 TOOLS = {"/usr/bin/mmdebstrap": "mmdebstrap"}
 IMAGE_TOOLS = {"/usr/bin/genext2fs": "genext2fs"}
 
 
 def system_mode() -> str | None:
-    """mmdebstrap's mode for becoming root here; None if impossible."""
+    """Returns the mmdebstrap mode that can become root on this machine, or None."""
     if run("id", "-u").strip() == "0":
         return "root"
-    # Test if an ordinary user can become root in a user namespace.
+    # Test whether an ordinary user can become root in a user namespace.
     done = subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False)
     return "unshare" if done.returncode == 0 else None
 
 
 def copy_in(*paths: Path) -> str:
-    """The hook that copies files and directories into the system's root."""
+    """Returns the hook that copies files and directories into the system's root."""
     return "copy-in " + " ".join(f'"{path}"' for path in paths) + " /"
 
 
 def in_system(command: str) -> str:
-    """The hook that runs a command in the system, without this machine's environment variables."""
+    """Returns the hook that runs a command in the system, without the caller's environment."""
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return f'chroot "$1" env -i HOME=/root LC_ALL=C PATH={path} {command} </dev/null'
 
 
 def conduct(name: str, text: str | None, check: Callable[[Path], int]) -> int:
-    """The `main` of a check without options; returns the exit status.
+    """Acts as the `main` of a check without options; returns the exit status.
 
     Args:
         name: name of the check.
@@ -72,7 +72,7 @@ class DebianSystem:
         include: packages in addition to the essential ones.
         hooks: run in this order after installation (`copy_in`, `in_system`).
         components: components of the archive.
-        image: path for an ext2 image of the system; None: the system is deleted.
+        image: path for an ext2 image of the system; if None, the system is deleted.
     """
 
     suite: str
@@ -82,7 +82,7 @@ class DebianSystem:
     image: Path | None = None
 
     def command(self, mode: str) -> list[str]:
-        """The mmdebstrap command; it verifies the archive with this machine's key."""
+        """Returns the mmdebstrap command, which verifies the archive with this machine's key."""
         source = archive_source()
         signed = f"[signed-by={source.signed_by}] " if source.signed_by.startswith("/") else ""
         kind = "ext2" if self.image else "null"
@@ -95,7 +95,7 @@ class DebianSystem:
         ]
 
     def make(self, mode: str) -> None:
-        """Makes the system and runs the hooks.
+        """Creates the system and runs the hooks.
 
         Raises:
             DistError: a package is unavailable, or a hook failed; its output was shown.

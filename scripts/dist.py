@@ -38,7 +38,7 @@ FLAGS = "-g0 -ffile-prefix-map={folder}=. -fdebug-prefix-map={folder}=."
 
 
 class DistError(Exception):
-    """An error for the user; only its text is printed."""
+    """An error that is reported to the user as its message alone, without a traceback."""
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -58,7 +58,7 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
 
 
 def epoch() -> int:
-    """The timestamp of all files: SOURCE_DATE_EPOCH, or the last commit's."""
+    """Returns the timestamp for all files: SOURCE_DATE_EPOCH, or that of the last commit."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     return int(given or run("git", "log", "-1", "--format=%ct"))
 
@@ -106,7 +106,7 @@ def copy_tracked(folder: Path) -> None:
 
 
 def make_sdist(source: Path, folder: Path, when: int) -> Path:
-    """Makes the sdist of a source tree, rewritten with fixed order, timestamps and owner."""
+    """Builds the sdist of a source tree, rewritten with fixed order, timestamps and owner."""
     call = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
     run(PYTHON, "-c", call, folder, cwd=source)
     (made,) = folder.glob("*.tar.gz")
@@ -141,7 +141,7 @@ def make_wheel(sdist: Path, folder: Path, when: int) -> Path:
 
 
 def make_bench_wheel(source: Path, folder: Path, when: int) -> Path:
-    """Builds the wheel of pyvmem-bench from benchmarks/ of a source tree."""
+    """Builds the wheel of pyvmem-bench from a source tree's benchmarks/."""
     call = "import sys, setuptools.build_meta as b; print(b.build_wheel(sys.argv[1]))"
     run(PYTHON, "-c", call, folder, cwd=source / "benchmarks", SOURCE_DATE_EPOCH=str(when))
     (made,) = folder.glob("pyvmem_bench-*.whl")
@@ -149,7 +149,7 @@ def make_bench_wheel(source: Path, folder: Path, when: int) -> Path:
 
 
 def platform_tag(wheel: Path) -> str:
-    """The oldest manylinux tag that auditwheel accepts for a wheel."""
+    """Returns the oldest manylinux tag that auditwheel accepts for a wheel."""
     said = run(PYTHON, "-m", "auditwheel", "show", wheel)
     found = re.search(r'platform\s+tag:\s+"(manylinux_\w+)"', said)
     if found is None:
@@ -182,7 +182,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def sbom(files: Sequence[Path], when: int) -> dict[str, Any]:
-    """The CycloneDX 1.6 bill of materials, from the wheel's metadata."""
+    """Returns the CycloneDX 1.6 bill of materials, generated from the wheel's metadata."""
     (wheel,) = [path for path in files if path.suffix == ".whl"]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
@@ -255,7 +255,7 @@ def sbom(files: Sequence[Path], when: int) -> dict[str, Any]:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Returns the SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Prints the command line's reference in Markdown, generated from the parsers.
 
-Run it with the interpreter of an environment with pyvmem.
+Run it with the Python of an environment that has pyvmem.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pyvmem.commands import cli
 
 WIDTH = "88"  # width of usage lines, independent of the terminal
-# Benchmarks of serving, which have a separate page.
+# Serving benchmarks, which have a separate page.
 SERVING = ("serve", "sharing", "swap", "vllm", "sglang", "models", "paper")
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of a command's subcommands."""
+    """Returns the parsers of a command's subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
@@ -39,7 +39,7 @@ def section(
     level: int,
     leave_out: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """A command's section: description, usage, options, subcommands."""
+    """Returns a command's section: description, usage, options, subcommands."""
     yield f"{'#' * level} {name} {{#{name.replace(' ', '-')}}}\n"
     about = (parser.description or summary or "").strip().replace("``", "`")
     if about:
@@ -80,12 +80,12 @@ def main() -> int:
     os.environ["COLUMNS"] = WIDTH
     if sys.argv[1:] == ["bench"]:
         print("# Command line: benchmarks\n")
-        print("The benchmarks of serving are on another page: [serving](bench-serving.md).\n")
+        print("The serving benchmarks are on another page: [serving](bench-serving.md).\n")
         show("bench", leave_out=SERVING)
         return 0
     if sys.argv[1:] == ["bench-serving"]:
-        print("# Command line: benchmarks of serving\n")
-        print("[The other benchmarks](bench.md), and what `vmem bench` takes.\n")
+        print("# Command line: serving benchmarks\n")
+        print("[The other benchmarks](bench.md), and the options of `vmem bench`.\n")
         bench = subparsers(cli._parser("bench"))["bench"]
         others = tuple(name for name in subparsers(bench) if name not in SERVING)
         text = "\n".join(section("vmem bench", bench, "", 1, leave_out=others))

@@ -3,8 +3,8 @@
 
 Some pages are files from elsewhere in the repository (TAKEN); man pages and the command line's
 reference are generated. Links are relative to the file that contains them, so that they work in the
-repository as well; here they become links to the page, or to a copy of the file under files/. A
-broken link is a warning, which `make docs` turns into an error.
+repository as well; the hooks turn them into links to the page, or to a copy of the file under
+files/. A broken link is a warning, which `make docs` turns into an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("mkdocs.docs_hooks")
 ROOT = Path(__file__).resolve().parent.parent
 MAN = ROOT / "libvmem" / "man"
 
-# Page of the site: file of the repository.
+# Maps pages of the site to files of the repository.
 TAKEN = {
     "benchmarks/method.md": "benchmarks/README.md",
     **{
@@ -66,7 +66,7 @@ DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
 
 
 def page_of(path: str) -> str | None:
-    """The site's page made from a file of the repository."""
+    """Returns the site's page for a file of the repository."""
     if path == "README.md":
         return "index.md"
     if path == "libvmem/man":
@@ -80,26 +80,26 @@ def page_of(path: str) -> str | None:
 
 
 def source_of(page: str) -> str:
-    """The repository file that a page is made from or stands for."""
+    """Returns the repository file that a page shows or is generated from."""
     if page.startswith("files/"):
         return page.removeprefix("files/")
     return TAKEN.get(page, f"docs/{page}")
 
 
 def copy_name(path: str) -> str:
-    """The path on the site of a repository file."""
+    """Returns the path on the site of a repository file."""
     suffix = "" if posixpath.splitext(path)[1] in SHOWN else ".txt"
     shown = "/".join(part.lstrip(".") for part in path.split("/"))  # MkDocs ignores dot files
     return f"files/{shown}{suffix}"
 
 
 def man_page(name: str, section: str) -> str:
-    """The site's page for a man page."""
+    """Returns the site's page for a man page."""
     return f"reference/c/{name}.{section}.md"
 
 
 def man_link(name: str, section: str) -> str:
-    """HTML for a reference from one man page to another."""
+    """Returns HTML for a reference from one man page to another."""
     shown = f"<code>{name}({section})</code>"
     path = MAN / f"{name}.{section}"
     if not path.exists():
@@ -111,7 +111,7 @@ def man_link(name: str, section: str) -> str:
 
 
 def man_index(pages: dict[str, Path]) -> str:
-    """The list of man pages, by section, with their descriptions."""
+    """Returns a list of the man pages, by section, with their descriptions."""
     lines = [
         "# C library",
         "",
@@ -135,12 +135,12 @@ def man_index(pages: dict[str, Path]) -> str:
 
 
 def command_line(*words: str) -> str:
-    """The reference of the command line, from the parsers."""
+    """Returns the command-line reference, generated from the parsers."""
     command = [sys.executable, str(ROOT / "scripts" / "docs_cli.py"), *words]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        sys.exit(f"the reference of the command line: {done.stderr}")
+        sys.exit(f"the command-line reference: {done.stderr}")
     return done.stdout
 
 
@@ -184,7 +184,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
-    """Warns of an index page that would become its section's page."""
+    """Warns about an index page that would become its section's page."""
     for section in (item for item in nav.items if isinstance(item, Section)):
         for child in section.children[1:]:
             if isinstance(child, Page) and child.is_index:
@@ -222,12 +222,12 @@ def prepare(files: Files, config: MkDocsConfig) -> None:
 
 
 def outside_code(text: str) -> str:
-    """The text without its fenced blocks."""
+    """Returns the text without its fenced blocks."""
     return re.sub(r"^ *(```+).*?^ *\1 *$", "", text, flags=re.M | re.S)
 
 
 def repository_path(target: str, source: str) -> str | None:
-    """The repository file that a link points to; None if it points elsewhere."""
+    """Returns the repository file that a link points to, or None if it points elsewhere."""
     path = target.partition("#")[0]
     if not path or re.match(r"[a-z]+:", path):
         return None
@@ -278,9 +278,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Marks table cells and options that must not wrap or need width; makes long tables foldable.
+    """Marks table cells and options that must not wrap or that need width; folds long tables.
 
-    Also formats all names that a docstring describes together in the same way.
+    Also formats names that a docstring describes together in the same way.
     """
 
     def cell(match: re.Match[str], columns: int) -> str:
@@ -322,6 +322,6 @@ def on_post_build(config: MkDocsConfig) -> None:
     query = (ROOT / "scripts" / "docs_search.js").read_text(encoding="utf-8")
     workers = sorted(Path(config.site_dir).glob("assets/javascripts/workers/search.*.js"))
     if len(workers) != 1:
-        log.warning("the theme has %d search workers, expected one", len(workers))
+        log.warning("the theme has %d search workers, not one", len(workers))
     for worker in workers:
         worker.write_text(query + worker.read_text(encoding="utf-8"), encoding="utf-8")

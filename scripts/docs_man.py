@@ -34,16 +34,16 @@ QUOTED = {"Bq": ("[", "]"), "Dq": ("“", "”"), "Op": ("[", "]"), "Pq": ("(", 
 OTHER = {"Fn", "No", "Ns", "Sx", "Xr"}
 OPENING, CLOSING = set("(["), set(".,:;)]?!")
 LIB = {"Sh": "##", "Ss": "###"}
-WIDTH = 76  # of a declaration
+WIDTH = 76  # maximum columns of a declaration
 STANDARD_EXIT = "The command exits 0 on success, and above 0 if an error occurs."
 
 
 class MdocError(Exception):
-    """A macro that this converter does not know."""
+    """Raised for a macro that this converter does not support."""
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a macro line. Quoted words lose their quotes and are never macros."""
+    """Returns the words of a macro line. Quoted words lose their quotes and are never macros."""
     lexer = shlex.shlex(line, posix=True)
     lexer.whitespace_split, lexer.quotes, lexer.escape, lexer.commenters = True, '"', "", ""
     return list(lexer)
@@ -55,7 +55,7 @@ def text_of(text: str) -> str:
 
 
 def declaration(name: str, arguments: list[str]) -> str:
-    """A function's C declaration, in lines that fit on a page."""
+    """Returns a function's C declaration, broken into lines that fit on a page."""
     line = f"{name}({', '.join(arguments)});"
     if len(line) <= WIDTH:
         return line
@@ -70,7 +70,7 @@ class Inline:
         self._link, self._name = link, name
 
     def render(self) -> str:
-        """HTML of the remaining words."""
+        """Returns the remaining words as HTML."""
         pieces: list[str] = []
         glue = True
         while self._at < len(self._words):
@@ -104,7 +104,7 @@ class Inline:
         return text_of(word)
 
     def _styled(self, macro: str) -> str:
-        """The macro's words, styled; as in mdoc, the style continues after a comma."""
+        """Returns the macro's words, styled; as in mdoc, the style continues after a comma."""
         tag = STYLED[macro]
         arguments = self._arguments()
         if macro == "Nm" and not arguments:
@@ -135,7 +135,7 @@ class Inline:
         return word
 
     def _rest(self) -> tuple[str, str]:
-        """The words that a quoting macro encloses, and the punctuation after them."""
+        """Returns the words that a quoting macro encloses, and the punctuation after them."""
         words = self._words[self._at :]
         tail = ""
         while words and words[-1] in CLOSING:
@@ -158,7 +158,7 @@ class Page:
         self._hold = ""  # an opening parenthesis before the next word
 
     def convert(self) -> str:
-        """The page in Markdown."""
+        """Returns the page as Markdown."""
         lines = iter(self._lines)
         for line in lines:
             if not line.startswith("."):
@@ -274,7 +274,7 @@ class Page:
             self._code(declaration(words[0], arguments))
 
     def _code(self, text: str, prefix: str = "") -> None:
-        """Adds to the SYNOPSIS's single block of code."""
+        """Appends to the SYNOPSIS's code block, of which a page has one."""
         shown = text_of(text)
         end = "</code></pre>"
         if self._out and self._out[-1].endswith(end):
@@ -299,7 +299,7 @@ class Page:
 
 
 def names_of(folder: Path) -> dict[str, Path]:
-    """The pages by ``name.section``, without links to other pages."""
+    """Returns the pages by ``name.section``, without those that only link to another page."""
     return {
         path.name: path
         for path in sorted(folder.glob("*.[1-9]"))

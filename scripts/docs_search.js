@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Put before the theme's search worker, so that an option is found as it is written: lunr takes a
- * dash before a word for "without this word", and two of them for an error.
+ * Inserted before the theme's search worker, so that options such as --quick can be searched for:
+ * lunr reads a dash before a word as "without this word", and rejects two dashes.
  */
 addEventListener("message", ({ data: message }) => {
   if (typeof message.data === "string") {

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds the documentation site in build/site; `--serve` shows a live preview.
 
-MkDocs runs in its own environment, build/docs-venv, which has the packages that pyvmem needs for
-import, but not torch. Warnings are errors. The built site is checked as well: every link and anchor
-must resolve, and nothing may be loaded from another host.
+MkDocs runs in its own environment, build/docs-venv, which contains the packages that importing
+pyvmem requires, but not torch. Warnings are errors. The built site is checked as well: every link
+and anchor must resolve, and nothing may be loaded from another host.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ENVIRONMENT = ROOT / "build" / "docs-venv"
 SITE = ROOT / "build" / "site"
 FOREIGN = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s;]+)""")
 REQUIREMENTS = [ROOT / "scripts" / "requirements" / f"{name}.txt" for name in ("build", "docs")]
-MISSING = 3  # exit status: the tools could not be installed here
+MISSING = 3  # exit status if the tools cannot be installed on this machine
 
 
 def tools() -> bool:
-    """Creates or updates the environment; returns False if that is impossible here."""
+    """Creates or updates the environment; returns False if this machine cannot."""
     stamp = ENVIRONMENT / "requirements"
     wanted = "".join(path.read_text(encoding="utf-8") for path in REQUIREMENTS)
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
@@ -43,12 +43,12 @@ def tools() -> bool:
         if not python(*words, *(f"{name}=={version}" for name, version in pins.items())):
             return False
         stamp.write_text(wanted, encoding="utf-8")
-    # The reference of the command line imports pyvmem; `make setup` has built it already.
+    # The command-line reference imports pyvmem, which `make setup` has usually built already.
     return any((ROOT / "pyvmem").glob("_vmem*.so")) or python("setup.py", "-q", "build_ext", "-i")
 
 
 def python(*words: str) -> bool:
-    """Runs the environment's Python with these words; returns True if it succeeds."""
+    """Runs the environment's Python with these arguments; returns True if it succeeds."""
     command = [str(ENVIRONMENT / "bin" / "python"), *words]
     return not subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
 
@@ -98,12 +98,12 @@ def read_site() -> dict[Path, References]:
 
 
 def problem_of(page: Path, link: str, pages: dict[Path, References]) -> str | None:
-    """Checks a link inside the site; returns the problem."""
+    """Checks a link inside the site; returns the problem, or None."""
     parts = urllib.parse.urlsplit(link)
     if parts.scheme or parts.netloc:
         return None
     path = urllib.parse.unquote(parts.path)
-    if path.startswith("/"):  # only the page for unknown addresses may have absolute links
+    if path.startswith("/"):  # only the page for unknown addresses (404) may use absolute links
         root = urllib.parse.urlsplit(os.environ.get("SITE_URL", "")).path or "/"
         if not path.startswith(root):
             return f"no page {link}"

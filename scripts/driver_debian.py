@@ -13,7 +13,7 @@ __all__ = ["PACKAGE", "SUITES", "fetch", "installed", "unpack"]
 
 PACKAGE = "nvidia-open-kernel-source"
 ARCHIVE = "usr/src/nvidia-open-kernel.tar.xz"
-# Driver versions that the project supports, and Debian's suites that have them in contrib.
+# Driver versions that the project supports, and the Debian suites whose contrib has them.
 SUITES = {"535.261.03": "bookworm", "550.163.01": "trixie", "555.58.02": "experimental"}
 
 
@@ -44,7 +44,7 @@ def fetch(version: str, folder: Path) -> Path:
 
 
 def installed(root: Path = Path("/")) -> Path | None:
-    """The archive of the installed package; None if it is not installed."""
+    """Returns the archive of the installed package, or None if it is not installed."""
     path = root / ARCHIVE
     return path if path.is_file() else None
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Edits to NVIDIA's published files that newer kernels require.
 
-For the tests only: a user of such a kernel has a driver that was made or patched for it, and `make
-module` builds that source unchanged.
+For the tests only: a user of such a kernel has a driver that was written or patched for it, and
+`make module` builds that source unchanged.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Gone:
 
     Attributes:
         header: the kernel header that declared it.
-        shown: text in that header as long as the API exists.
-        file: the driver's file that uses it.
-        old: its code in that file.
-        new: its replacement.
+        shown: text that the header contains as long as the API exists.
+        file: the driver's file that uses the API.
+        old: the driver's code that uses the API.
+        new: replacement for that code.
     """
 
     header: str
@@ -42,8 +42,8 @@ GONE = (
     Gone("of_gpio.h", "", "common/inc/nv-linux.h", b"#include <linux/of_gpio.h>\n", b""),
     # The name fits its buffer, and the zeros that strncpy pads it with are never read.
     Gone("string.h", "strncpy(char", "nvidia-uvm/uvm_pmm_gpu.c", b"strncpy(", b"strscpy("),
-    # A debug build with HMM reads past the GPU's last page, and faults. Debian's first kernels with
-    # HMM are also the first without this callback.
+    # A debug build with HMM reads past the GPU's last page and faults. Debian's first kernels with
+    # HMM are also its first kernels without this callback.
     Gone(
         "memremap.h",
         "(*page_free)",
@@ -55,7 +55,7 @@ GONE = (
 
 
 def edits(files: Mapping[str, bytes], linux: Path) -> dict[str, bytes]:
-    """The new contents of the driver's files that must change for these Linux sources."""
+    """Returns the new contents of the driver's files that must change for these Linux sources."""
     changed: dict[str, bytes] = {}
     for one in GONE:
         content = changed.get(one.file, files.get(one.file, b""))

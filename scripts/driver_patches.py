@@ -2,8 +2,8 @@
 """Finds and applies the patch series of a driver version.
 
 patches/series.json lists each directory's versions: `built` are the versions that the project
-builds and tests, `applies` the versions in NVIDIA's public repository to which each hunk applies in
-exactly one place without fuzz.
+builds and tests; `applies` are the versions in NVIDIA's public repository to which each hunk
+applies in exactly one place without fuzz.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATCHES = ROOT / "patches"
 KERNEL_MODULE = ROOT / "kernel_module"
 MUTANTS = ROOT / "tests" / "kernel" / "mutants"
 
-# Paths in the patches are NVIDIA's repository's: kernel-open/nvidia-uvm/uvm.c.
+# The patches use the paths of NVIDIA's repository, such as kernel-open/nvidia-uvm/uvm.c.
 STRIP = 2
 FILE = re.compile(r"^--- a/(\S+)$", re.MULTILINE)
 HUNK = re.compile(r"^@@ [^@]* @@.*\n", re.MULTILINE)
@@ -48,19 +48,19 @@ HUNK = re.compile(r"^@@ [^@]* @@.*\n", re.MULTILINE)
 
 @functools.cache
 def series_table() -> dict[str, dict[str, list[str]]]:
-    """The contents of series.json, by directory."""
+    """Returns the contents of series.json, by directory."""
     table: dict[str, dict[str, list[str]]]
     table = json.loads((PATCHES / "series.json").read_text(encoding="utf-8"))
     return table
 
 
 def built_versions() -> dict[str, str]:
-    """Each version that the project builds, with the directory of its series."""
+    """Returns each version that the project builds, with the directory of its series."""
     return {v: folder for folder, known in series_table().items() for v in known["built"]}
 
 
 def series_folder(version: str) -> Path:
-    """The directory whose series is for a version.
+    """Returns the directory of the series for a version.
 
     For an untested version this is the series of the newest older version, in the same branch if
     possible. Applying it either succeeds or fails and names the hunks that do not fit.
@@ -85,18 +85,18 @@ def series_folder(version: str) -> Path:
 
 
 def patches_in(folder: Path) -> list[Path]:
-    """The patches of a directory in order, without the cover letter."""
+    """Returns the patches in a directory in order, without the cover letter."""
     patches = sorted(folder.glob("[0-9][0-9][0-9][0-9]-*.patch"))
     return [path for path in patches if not path.name.startswith("0000-")]
 
 
 def series_for(version: str) -> list[Path]:
-    """The patches of a version in order, without the cover letter."""
+    """Returns the patches for a version in order, without the cover letter."""
     return patches_in(series_folder(version))
 
 
 def series_digest(version: str) -> str:
-    """SHA-256 over the patches of a version."""
+    """Returns a SHA-256 over the patches for a version."""
     digest = hashlib.sha256()
     for path in series_for(version):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -104,18 +104,18 @@ def series_digest(version: str) -> str:
 
 
 def changed_files(patch: Path) -> list[str]:
-    """The files that a patch changes, as paths of NVIDIA's repository."""
+    """Returns the files that a patch changes, as paths in NVIDIA's repository."""
     return FILE.findall(patch.read_text(encoding="utf-8"))
 
 
 def changed_lines(patch: Path) -> int:
-    """The number of lines a patch removes and adds."""
+    """Returns the number of lines that a patch removes and adds."""
     body = patch.read_text(encoding="utf-8").split("\ndiff --git ", 1)[1]
     return len(re.findall(r"^(?:\+(?!\+\+ b/)|-(?!-- a/)).*$", body, re.MULTILINE))
 
 
 def ambiguous_hunks(patch: Path, tree: Path) -> list[str]:
-    """Reports hunks of a patch whose old lines are not in exactly one place of the tree's file.
+    """Reports hunks of a patch whose old lines do not occur exactly once in the tree's file.
 
     A missing file is reported instead of its hunks.
     """
@@ -154,7 +154,7 @@ def apply_patch(patch: Path, tree: Path, *, reverse: bool = False) -> None:
 
 
 def apply_series(version: str, tree: Path) -> None:
-    """Applies all patches of a version to a pristine kernel-open tree.
+    """Applies all patches for a version to a pristine kernel-open tree.
 
     For a version that series.json does not list, each hunk must fit in exactly one place.
     """
@@ -173,7 +173,7 @@ def apply_series(version: str, tree: Path) -> None:
 
 
 def kernel_files(mutant: str | None = None) -> dict[str, bytes]:
-    """The files of kernel_module/ to copy into nvidia-uvm/, with the bug `mutant` if given."""
+    """Returns the files of kernel_module/ to copy to nvidia-uvm/, with the bug `mutant` if any."""
     names = [*KERNEL_MODULE.glob("uvm_vmem*.[ch]"), *KERNEL_MODULE.glob("uvm_vmem*.Kbuild")]
     if mutant is None:
         return {path.name: path.read_bytes() for path in sorted(names)}

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes build/kernel/src/VERSION, the kernel-open tree of one driver version, and prints its path.
+"""Creates build/kernel/src/VERSION, the kernel-open tree of a driver version, and prints its path.
 
 The tree is copied from the first of these places that has the version: NV_SRC (a driver source
 tree), the directory VMEM_DRIVER_SRC_DIR (kernel-open trees named by version), the installed
-driver's DKMS tree, Debian's package, installed or downloaded.
+driver's DKMS tree, Debian's package (installed or downloaded).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kernel_common import (
 
 __all__ = ["BUILD_PARTS", "driver_source", "kernel_open_below", "version_of"]
 
-# The parts of a kernel-open tree that a build copies unchanged; of nvidia/ only the headers and the
-# list of conftests.
+# The parts of a kernel-open tree that a build copies unchanged. From nvidia/ it takes only the
+# headers and the list of conftests.
 BUILD_PARTS = (
     "Kbuild",
     "Makefile",
@@ -45,7 +45,7 @@ BUILD_PARTS = (
 
 
 def version_of(tree: Path) -> str | None:
-    """The version in a kernel-open tree's Kbuild file; None if it is not such a tree."""
+    """Returns the version in a kernel-open tree's Kbuild file, or None for any other directory."""
     kbuild = tree / "Kbuild"
     if not kbuild.is_file() or not (tree / "nvidia-uvm" / "uvm.c").is_file():
         return None
@@ -55,7 +55,7 @@ def version_of(tree: Path) -> str | None:
 
 
 def kernel_open_below(path: Path) -> Path | None:
-    """The kernel-open tree at a path: the path itself or its directory kernel-open."""
+    """Returns the kernel-open tree at a path: the path itself or its directory kernel-open."""
     for tree in (path, path / "kernel-open", path / "kernel"):
         if version_of(tree):
             return tree
@@ -63,7 +63,7 @@ def kernel_open_below(path: Path) -> Path | None:
 
 
 def candidates(version: str) -> list[tuple[str, Path]]:
-    """Candidate places of a version on this machine, best first, with descriptions."""
+    """Returns places on this machine that may have a version, best first, with descriptions."""
     found: list[tuple[str, Path]] = []
     given = os.environ.get("NV_SRC")
     if given:
@@ -77,7 +77,7 @@ def candidates(version: str) -> list[tuple[str, Path]]:
 
 
 def find(version: str) -> tuple[str, Path] | None:
-    """The first place on this machine that has exactly this version."""
+    """Returns the first place on this machine that has exactly this version."""
     for origin, path in candidates(version):
         tree = kernel_open_below(path)
         if tree is None:
@@ -92,7 +92,7 @@ def find(version: str) -> tuple[str, Path] | None:
 
 
 def debian_source(version: str, folder: Path, download: bool) -> Path:
-    """A version's tree from Debian's package, installed or downloaded."""
+    """Returns a version's tree from Debian's package, installed or downloaded."""
     archive = driver_debian.installed()
     other = ""
     if archive is not None:
@@ -111,10 +111,10 @@ def debian_source(version: str, folder: Path, download: bool) -> Path:
 
 
 def driver_source(version: str, *, download: bool = True) -> Path:
-    """The directory of a version's pristine sources, created if missing.
+    """Returns the directory with a version's pristine sources, created if missing.
 
-    An existing directory is kept, unless NV_SRC now names another source. Without `download` a
-    version that is not on this machine is an error.
+    An existing directory is kept, unless NV_SRC now names another source. Without `download` it is
+    an error if the version is not on this machine.
     """
     check_version(version)
     final = KERNEL_BUILD / "src" / version

@@ -3,8 +3,8 @@
 """Sets up the environment of `make run` and `make test`; cheap when up to date.
 
 Missing system packages are listed, then installed (as root or with sudo); everything else is
-installed below build/. A torch that the python3 running this script has is reused, like any other
-requirement found there, so that set-up works without a network.
+installed below build/. If the python3 that runs this script has torch or another requirement, it is
+reused, so that set-up works without a network.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ BUILD = ROOT / "build"
 VENV = BUILD / "venv"
 STAMPS = BUILD / "stamps"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
-# Required groups; without the others only parts of the program or of the tests are missing.
+# Required groups; without the other groups only parts of the program or of the tests are missing.
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
-# Installed without dependencies: of `model`, only the model file is needed; vllm.txt and sglang.txt
-# list all that vLLM and SGLang import, a third of their requirements.
+# Groups installed without dependencies: `model` is needed only for the model file; vllm.txt and
+# sglang.txt list everything that vLLM and SGLang import, a third of their requirements.
 WITHOUT_DEPENDENCIES = ("model", "sglang", "sglang-old", "vllm")
 PYTHONS = tuple((3, minor) for minor in range(10, 15))
 # A line of a requirements file; some packages have no version for every Python.
@@ -49,7 +49,7 @@ def run(*command: str | Path) -> int:
 
 
 def install_probes() -> None:
-    """Installs the header of USDT probes if that needs no password; otherwise prints a hint."""
+    """Installs the header for USDT probes if this needs no password; otherwise prints a hint."""
     given_up = STAMPS / "without-probes"
     if given_up.exists() or install(["probes"], useful=True):
         return
@@ -74,7 +74,7 @@ def read_pins(group: str, minor: int = sys.version_info[1]) -> Pins:
 
 
 def installed(names: Iterable[str]) -> Pins:
-    """Versions of the given distributions that are installed."""
+    """Returns the versions of those given distributions that are installed."""
     program = (
         "import importlib.metadata as m, json, sys\n"
         "found = {}\n"
@@ -89,21 +89,21 @@ def installed(names: Iterable[str]) -> Pins:
 
 
 def pip_install(*arguments: str | Path, show: bool = True) -> bool:
-    """Returns True if pip could install it."""
+    """Runs pip install; returns True if it succeeds."""
     pip = [str(VENV / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
     pip += ["--no-input", "--progress-bar", "off", "--retries", "2"]
     return quiet([*pip, *map(str, arguments)], show=show)
 
 
 def packages(environment: Path) -> Path:
-    """An environment's site-packages."""
+    """Returns an environment's site-packages directory."""
     program = "import sysconfig; print(sysconfig.get_path('purelib'))"
     python = environment / "bin" / "python"
     return Path(subprocess.check_output([python, "-c", program], text=True).strip())
 
 
 def make_venv(keep_torch: bool) -> None:
-    """Recreates the environment if it is missing, broken or made by another Python."""
+    """Recreates the environment if it is missing, broken or was created by another Python."""
     stamp = STAMPS / "venv"
     wanted = f"{sys.executable} {sys.version} keep_torch={keep_torch}"
     if (

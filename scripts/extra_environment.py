@@ -12,7 +12,7 @@ from environment import BENCHMARKS, REQUIREMENTS, ROOT, VENV, WITHOUT_DEPENDENCI
 
 __all__ = ["CANNOT", "make"]
 
-CANNOT = 77  # exit status: the packages are unavailable here
+CANNOT = 77  # exit status if this machine cannot get the packages
 
 
 def ask(python: str | Path, program: str) -> str:
@@ -32,8 +32,8 @@ def make(
     """Updates an environment; returns 0 or an exit status (`CANNOT`).
 
     Args:
-        groups: files of scripts/requirements.
-        below: environments whose packages it can import, nearest first.
+        groups: files in scripts/requirements.
+        below: environments whose packages the new one can import, nearest first.
         more: requirements that are installed with their dependencies.
         size: size of the download, to print before installing.
     """
@@ -49,7 +49,7 @@ def make(
     command = [python, "-m", "venv", "--without-pip", "--clear", str(venv)]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         return 1
-    # pyvmem too: build/venv only has a link to this tree, which a .pth file does not follow.
+    # Add pyvmem too: build/venv contains only a link to this tree, which a .pth does not follow.
     paths = [*map(packages, below), *own]
     (packages(venv) / "base.pth").write_text("".join(f"{one}\n" for one in paths), "utf-8")
     pip = [VENV / "bin" / "python", "-m", "pip", "--python", venv / "bin" / "python", "install"]

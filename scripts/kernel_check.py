@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Checks our kernel files with sparse and with the compiler's warnings of `make W=1`.
 
-Uses the recorded commands that built the tree. Only findings in our files count, not in the
+Reuses the recorded commands that built the tree. Only findings in our files count, not those in the
 kernel's or NVIDIA's headers.
 """
 
@@ -25,7 +25,7 @@ from kernel_tree import Tree, build_tree, headers_of, softgpu_folder
 
 __all__ = ["check_tree"]
 
-# Level 1 of the kernel's scripts/Makefile.extrawarn, and the default warnings that it turns off.
+# Level 1 of the kernel's scripts/Makefile.extrawarn, including the default warnings it turns off.
 WARNINGS = shlex.split(
     "-Wextra -Wunused -Wno-unused-parameter -Wmissing-declarations -Wmissing-format-attribute "
     "-Wmissing-prototypes -Wold-style-definition -Wmissing-include-dirs "
@@ -42,7 +42,7 @@ COLUMNS = 140
 
 
 def noted_command(work: Path, source: Path) -> list[str]:
-    """The command that compiled a source, without its output and dependency options."""
+    """Returns the command that compiled a source, without its output and dependency options."""
     notes = (work / source.parent / f".{source.stem}.o.cmd").read_text(encoding="utf-8")
     found = re.search(r"^(?:saved)?cmd_\S+ := +(.*)$", notes, re.MULTILINE)
     if found is None:
@@ -62,7 +62,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
 
 
 def noted_folder(tree: Tree) -> Path:
-    """The working directory of recorded commands: since Linux 6.13 the module's."""
+    """Returns the working directory of the recorded commands: since Linux 6.13 the module's."""
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:
         raise KernelBuildError(f"{tree.headers.release} is not a Linux release")
@@ -77,7 +77,7 @@ def findings(
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = [line.replace(f"{work}/", "") for line in (done.stdout + done.stderr).splitlines()]
     ours = {path.name for path in sources}
-    # A report about a line of our source, or about kernel source inlined into it.
+    # Matches a report about a line of our source, or about kernel source inlined into it.
     named = re.compile(r"(?:\S*/)?(\w+\.[ch]):\d+:.*: |.*inlined from .* at (?:\S*/)?(\w+\.[ch]):")
     said = [
         line
@@ -90,7 +90,7 @@ def findings(
 
 
 def long_lines(work: Path, source: Path) -> list[str]:
-    """The lines of a file that exceed the width limit."""
+    """Returns the lines of a file that exceed the width limit."""
     text = (work / source).read_text(encoding="utf-8").splitlines()
     return [
         f"{source}:{number}: {len(line)} columns"
@@ -100,7 +100,7 @@ def long_lines(work: Path, source: Path) -> list[str]:
 
 
 def check_tree(tree: Tree) -> list[str]:
-    """All findings in our files of a built tree."""
+    """Returns all findings in our files of a built tree."""
     ours = [Path("nvidia-uvm") / name for name in kernel_files() if name.endswith((".c", ".h"))]
     # The software GPU is the same in both builds.
     if tree.type == "release":

@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-# A test may set another directory, to build separately.
+# A test may set another directory, in order to build separately.
 KERNEL_BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
 
 VERSION = re.compile(r"[0-9]{3}\.[0-9]{2,3}(\.[0-9]{2})?")
 
 
 class KernelBuildError(Exception):
-    """An error for the user; only its text is printed."""
+    """An error that is reported to the user as its message alone, without a traceback."""
 
 
 def say(text: str) -> None:
@@ -65,7 +65,7 @@ def version_key(version: str) -> list[int]:
 
 
 def branch_of(version: str) -> int:
-    """The branch of a version: 535 of 535.261.03."""
+    """Returns the branch of a version: 535 for 535.261.03."""
     return int(check_version(version).split(".")[0])
 
 
@@ -109,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
-    """All plain files below the named parts of a directory, relative to it, in order."""
+    """Returns all plain files below the named parts of a directory, relative to it, in order."""
     found: list[Path] = []
     for name in names:
         top = folder / name
@@ -119,7 +119,7 @@ def tree_files(folder: Path, names: Sequence[str] = (".",)) -> list[Path]:
 
 
 def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
-    """SHA-256 over the names and contents, but not the dates, of a directory's files."""
+    """Returns a SHA-256 over the names and contents, but not the dates, of a directory's files."""
     digest = hashlib.sha256()
     for path in tree_files(folder, names):
         content = hashlib.sha256((folder / path).read_bytes()).hexdigest()
@@ -130,7 +130,7 @@ def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
 def write_if_changed(path: Path, content: bytes) -> bool:
     """Writes a file unless its content is unchanged, so that make rebuilds only what changed.
 
-    Shell scripts are made executable: newer drivers' makefiles run theirs by name.
+    Shell scripts are made executable, because the makefiles of newer drivers run them by name.
     """
     if path.is_file() and path.read_bytes() == content:
         return False

@@ -19,7 +19,7 @@ from kernel_headers import KernelHeaders, kernel_headers
 
 __all__ = ["KERNEL_SUITES", "debian_headers"]
 
-# The suites whose kernel is tested, and the suite that has the compiler for it.
+# The suites whose kernels are tested, each with the suite that has the compiler for it.
 KERNEL_SUITES = {"trixie": "trixie", "trixie-backports": "trixie"}
 FOLDER = KERNEL_BUILD / "debian"
 FLAVOUR = "cloud-amd64"
@@ -51,7 +51,7 @@ def use_libraries(root: Path, libraries: Path) -> None:
 
 
 def compiler_folder(suite: str, compiler: str) -> Path:
-    """The directory with a suite's compiler, created if missing."""
+    """Returns the directory with a suite's compiler, created if missing."""
     final = FOLDER / f"{suite}-{compiler}"
     with locked(FOLDER / f".{final.name}.lock"):
         if final.is_dir():
@@ -70,17 +70,17 @@ def compiler_folder(suite: str, compiler: str) -> Path:
 
 
 def kernel_packages(area: AptArea, release: str) -> list[str]:
-    """The packages of a release's headers, image and modules."""
+    """Returns the packages of a release's headers, image and modules."""
     version = release.removesuffix(f"-{FLAVOUR}")
     names = [f"linux-headers-{release}", f"linux-headers-{version}-common"]
     names += [f"linux-kbuild-{version}", f"linux-image-{release}"]
-    # Used if linux-image is a metapackage.
+    # These packages are used if linux-image is a metapackage.
     parts = (f"linux-binary-{release}", f"linux-modules-{release}")
     return [*names, *(name for name in parts if area.versions(name))]
 
 
 def newest_release(area: AptArea) -> str:
-    """The release of a suite's newest kernel."""
+    """Returns the release of a suite's newest kernel."""
     meta = f"linux-headers-{FLAVOUR}"
     shown = run("apt-cache", *area.options(), "show", "--no-all-versions", meta)
     found = re.search(rf"\blinux-headers-(\d\S*-{FLAVOUR})\b", shown)
@@ -114,7 +114,7 @@ def fetch_kernel(suite: str, final: Path) -> None:
         (kbuild,) = (new / "usr" / "lib").glob("linux-kbuild-*")
         use_libraries(kbuild, programs / LIBRARIES)
         (new / "compiler").symlink_to(Path("..") / programs.name)
-        # Move the image and its modules to their places in older packages.
+        # Move the image and its modules to where older packages have them.
         image = new / "usr" / "lib" / "modules" / release / "vmlinuz"
         if image.is_file():
             (new / "boot").mkdir()
@@ -125,7 +125,7 @@ def fetch_kernel(suite: str, final: Path) -> None:
 
 
 def debian_headers(suite: str) -> KernelHeaders:
-    """The headers of a suite's kernel; fetches kernel and compiler if missing.
+    """Returns the headers of a suite's kernel; fetches kernel and compiler if missing.
 
     An unpacked kernel is kept, even if its suite has a newer kernel.
     """

@@ -18,10 +18,10 @@ class KernelHeaders:
     """A kernel that modules can be built for.
 
     Attributes:
-        build: its build directory.
-        source: directory of its sources.
-        release: its `uname -r`.
-        tools: directory of the compiler and binutils to use; None: the system's.
+        build: the kernel's build directory.
+        source: directory of the kernel's sources.
+        release: the kernel's `uname -r`.
+        tools: directory of the compiler and binutils to use; None for the system's.
     """
 
     build: Path
@@ -30,13 +30,13 @@ class KernelHeaders:
     tools: Path | None = None
 
     def with_tools(self, *command: str | Path) -> list[str | Path]:
-        """A command line that puts `tools` first in PATH."""
+        """Returns a command line that puts `tools` first in PATH."""
         if self.tools is None:
             return [*command]
         return ["env", f"PATH={self.tools}:{os.environ['PATH']}", *command]
 
     def compiler(self) -> str:
-        """The compiler's program for this kernel."""
+        """The compiler for this kernel."""
         if self.tools is None:
             return "gcc"
         (found,) = self.tools.glob("x86_64-linux-gnu-gcc-[0-9]*")
@@ -50,7 +50,7 @@ def kernel_headers(folder: Path) -> KernelHeaders:
     makefile = folder / "Makefile"
     if not release_file.is_file() or not makefile.is_file():
         raise KernelBuildError(f"{folder} is not the build directory of a configured kernel")
-    # include/config/kernel.release is wrong in Debian's headers: it has the source's version.
+    # include/config/kernel.release is wrong in Debian's headers: it contains the source's version.
     quoted = re.search(r'UTS_RELEASE "([^"]+)"', release_file.read_text(encoding="utf-8"))
     if quoted is None:
         raise KernelBuildError(f"{release_file} names no release")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reuses results between build directories.
 
-The results of the driver's conftests (some 300 small compilations) depend only on the script, the
-tests, the compiler and the kernel's headers; they are cached under a key made from these. A
+The results of the driver's conftests (about 300 small compilations) depend only on the script, the
+tests, the compiler and the kernel's headers; they are cached under a key computed from these. A
 mutant's directory starts as a copy of the original build: objects contain no paths
 (-ffile-prefix-map), so a build in that directory would produce the same objects.
 """
@@ -27,7 +27,7 @@ KERNEL = ("include/generated/autoconf.h", "Module.symvers", ".config")
 
 
 def conftest_key(work: Path, headers: KernelHeaders) -> str:
-    """The cache key of the conftest results."""
+    """Returns the cache key of the conftest results."""
     compiler = run(*headers.with_tools(headers.compiler(), "--version"))
     digest = hashlib.sha256(f"{headers}\n{compiler}".encode())
     paths = [work / name for name in QUESTIONS] + [headers.build / name for name in KERNEL]
@@ -43,12 +43,12 @@ def conftest_key(work: Path, headers: KernelHeaders) -> str:
 
 
 def take_conftests(work: Path, headers: KernelHeaders) -> bool:
-    """Restores cached results into a build directory that has none; returns True if found."""
+    """Restores cached results into a build directory without results; returns True if found."""
     kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
     if (work / "conftest").exists() or not kept.is_dir():
         return False
     shutil.copytree(kept, work / "conftest")
-    # Give all the same timestamp, later than the script's, so that nothing looks out of date.
+    # Give all files one timestamp, later than the script's, so that nothing looks out of date.
     now = time.time_ns()
     for path in (work / "conftest").rglob("*"):
         os.utime(path, ns=(now, now))

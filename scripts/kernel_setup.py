@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Sets up the tests of the kernel module; cheap when up to date.
 
-Missing Debian packages are listed and installed, as by environment.py. The guest boots the kernel
-of the newest installed headers: Debian's package is unpacked into build/kernel/image, not
+Missing Debian packages are listed and installed, as in environment.py. The guest boots the kernel
+that matches the newest installed headers: Debian's package is unpacked into build/kernel/image, not
 installed.
 """
 
@@ -48,13 +48,13 @@ HEADERS = "linux-headers-cloud-amd64"
 
 
 def is_static(program: str) -> bool:
-    """True if a program is statically linked, as it must be: the guest has no libraries."""
+    """True if a program is statically linked, which the guest requires: it has no libraries."""
     content = Path(program).resolve().read_bytes()
     return content[:4] == b"\x7fELF" and b"/ld-linux" not in content[:4096]
 
 
 def missing_packages(*, long: bool = False) -> list[str]:
-    """The missing Debian packages."""
+    """Returns the missing Debian packages."""
     wanted = {**PROGRAMS, **(PROGRAMS_LONG if long else {})}
     # An ordinary user's PATH may not include the sbin directories.
     path = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
@@ -112,7 +112,7 @@ def main() -> int:
         try:
             kernel_image(default_headers().release)
         except KernelBuildError as error:
-            # The archive has only the newest kernel: the installed headers are older than it.
+            # The archive has only the newest kernel, and the installed headers are older.
             say(f"{error}\nnewer headers are needed")
             install_debian_packages([HEADERS])
             kernel_image(default_headers().release)

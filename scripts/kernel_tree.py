@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds nvidia-uvm.ko (patched) and the software GPU's nvidia.ko; prints the directory with both.
 
-The build is incremental, in build/kernel/work/NAME. The two modules, without debug information, and
-links to the headers are put in build/kernel/trees/NAME; each module is replaced atomically.
-Concurrent runs for a tree wait for each other.
+The build is incremental, in build/kernel/work/NAME. build/kernel/trees/NAME receives the two
+modules, without debug information, and links to the headers; each module is replaced atomically.
+Concurrent runs for the same tree wait for each other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NV_OBJECTS_DEPEND_ON_CONFTEST += $(SOFTGPU_OBJECTS)
 """
 
 # Features of a version's UVM interface: SG_HAS_NAME is set if its headers contain this text.
-# Version numbers do not determine them, since versions of a branch differ.
+# Version numbers do not determine the features, since versions of a branch differ.
 INTERFACE = ("nv_uvm_interface.h", "nv_uvm_types.h")
 FEATURES = {
     "ACCESS_BITS": "nvUvmInterfaceAccessBitsBufAlloc(",
@@ -82,7 +82,7 @@ class Tree:
     mutant: str | None = None
     own_kernel: bool = False  # a self-checking kernel instead of the guest's usual kernel
     suite: str = ""  # Debian suite of the kernel to build for; "": the guest's usual kernel
-    patches: int | None = None  # apply only the first n, to check that each builds
+    patches: int | None = None  # apply only the first n patches, to check that each builds
 
     @property
     def base(self) -> str:
@@ -118,12 +118,12 @@ class Tree:
 
 
 def softgpu_folder() -> Path:
-    """The sources of the software GPU."""
+    """Returns the directory with the software GPU's sources."""
     return Path(os.environ.get("VMEM_SOFTGPU_DIR", ROOT / "tests" / "kernel" / "softgpu"))
 
 
 def patched_source(version: str, patches: int | None) -> Path:
-    """A version's patched sources, recreated if the driver's source or the patches changed."""
+    """Returns a version's patched sources, recreated if the driver or the patches changed."""
     pristine = driver_source(version)
     wanted = f"{tree_digest(pristine, BUILD_PARTS)} {series_digest(version)} {patches}\n"
     final = KERNEL_BUILD / "patched" / (version if patches is None else f"{version}-{patches}")
@@ -142,7 +142,7 @@ def patched_source(version: str, patches: int | None) -> Path:
 
 
 def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
-    """The software GPU's files for nvidia/, including generated ones."""
+    """Returns the software GPU's files for nvidia/, including generated files."""
     folder = softgpu_folder()
     sources = [path for path in sorted(folder.glob("*.c")) if path.name != "softgpu_user.c"]
     if not sources:
@@ -170,16 +170,16 @@ def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
 
 
 def features(source: Path) -> str:
-    """Definitions of the software GPU's feature macros, as 1 or 0."""
+    """Returns definitions of the software GPU's feature macros, as 1 or 0."""
     headers = [source / "common" / "inc" / name for name in INTERFACE]
     text = "".join(path.read_text("utf-8", "replace") for path in headers if path.is_file())
     return "".join(f"#define SG_HAS_{name} {int(FEATURES[name] in text)}\n" for name in FEATURES)
 
 
 def exports(folder: Path, source: Path) -> str:
-    """An EXPORT_SYMBOL for each function that this version of UVM calls in nvidia.ko.
+    """Returns an EXPORT_SYMBOL for each function of nvidia.ko that this version of UVM calls.
 
-    A file exports.txt in the software GPU's directory restricts them to the names in it.
+    If the software GPU's directory contains exports.txt, only the names in it are exported.
     """
     called: set[str] = set()
     for path in (source / "nvidia-uvm").glob("*.c"):
@@ -192,7 +192,7 @@ def exports(folder: Path, source: Path) -> str:
 
 
 def wanted_files(tree: Tree) -> dict[str, bytes]:
-    """Path and content of each file of the work directory."""
+    """Returns the path and content of each file of the work directory."""
     if tree.patched:
         source = patched_source(tree.version, tree.patches)
     else:
@@ -200,7 +200,8 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
     parts = [part for part in BUILD_PARTS if (source / part).exists()]
     files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
     files |= edits(files, tree.headers.source)
-    # Skip debug information, which is not loaded. KCFLAGS in make() cannot: they precede these.
+    # Skip debug information, which is not loaded. KCFLAGS in make() cannot do this, since they
+    # precede these flags.
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
     files["nvidia-uvm/nvidia-uvm.Kbuild"] = kbuild.replace(b"-DDEBUG -O1 -g\n", b"-DDEBUG -O1\n")
     if tree.own_kernel:
@@ -299,7 +300,7 @@ def build_tree(tree: Tree, jobs: int = 2) -> Path:
 
 
 def headers_of(suite: str | None) -> KernelHeaders:
-    """The headers of a Debian suite's kernel; without a suite, of the guest's usual kernel."""
+    """Returns the headers of a Debian suite's kernel, or of the guest's usual kernel if None."""
     return debian_headers(suite) if suite else default_headers()
 
 

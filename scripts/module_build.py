@@ -27,12 +27,12 @@ __all__ = ["build_module", "headers_for", "module_folder"]
 
 
 def module_folder(version: str, release: str) -> Path:
-    """The output directory of the module for a driver and a kernel."""
+    """Returns the output directory of the module for a driver and a kernel."""
     return KERNEL_BUILD / "module" / f"{version}-{release}"
 
 
 def headers_for(system: System, kdir: str = "") -> KernelHeaders:
-    """The kernel to build for: KDIR, the running kernel, or the newest with installed headers."""
+    """Returns the kernel to build for: KDIR, the running kernel, or the newest with headers."""
     if kdir:
         return kernel_headers(Path(kdir))
     running = system.root / "lib/modules" / system.release() / "build"
@@ -52,7 +52,7 @@ def headers_for(system: System, kdir: str = "") -> KernelHeaders:
 
 
 def about_versions(nvidia: KernelModule | None, modversions: bool, release: str) -> str:
-    """The message about the symbol versions of nvidia.ko."""
+    """Returns the message about nvidia.ko's symbol versions."""
     if nvidia is not None and modversions:
         return f"linked against the symbol versions of {nvidia.path}"
     if nvidia is not None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""The patched module as a DKMS package: `package` makes it, `install` and `uninstall` use it.
+"""The patched module as a DKMS package: `package` creates it, `install` and `uninstall` use it.
 
 The package's module has a different file name, nvidia-uvm-vmem.ko; a modprobe rule makes `modprobe
 nvidia-uvm` load it instead of the stock module. The stock file is never touched, so removing the
@@ -37,7 +37,7 @@ PROGRAM = "usr/local/libexec/vmem/load-uvm"
 
 
 def providers(tree: Path) -> list[str]:
-    """The names of the DKMS packages that build nvidia.ko; empty if there are none."""
+    """Returns the names of the DKMS packages that build nvidia.ko."""
     found: set[str] = set()
     for path in tree.glob("nvidia*/*/source/dkms.conf"):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -73,7 +73,7 @@ class Dkms:
     """DKMS on this machine, or below a test's directories.
 
     Attributes:
-        packaged: the modprobe rule and its program belong to a distribution's package.
+        packaged: true if the modprobe rule and its program belong to a distribution's package.
     """
 
     system: System
@@ -82,7 +82,7 @@ class Dkms:
 
     @property
     def rule(self) -> list[tuple[str, str, int]]:
-        """The files that make modprobe load the module: source, destination, mode."""
+        """The files that make modprobe load the module, each with source, destination and mode."""
         if self.packaged:
             return []
         return [("load-uvm", PROGRAM, 0o755), ("modprobe.conf", RULE, 0o644)]
@@ -107,13 +107,13 @@ class Dkms:
             options = ["--dkmstree", str(self.tree), "--sourcetree", str(self.sources)]
             options += ["--installtree", str(modules), "--no-depmod"]
             os.environ["VMEM_MODULES_DIR"] = str(modules)
-            # Neither create nor use the machine's signing keys.
+            # Prevent DKMS from creating or using the machine's signing keys.
             key, certificate = self.tree / "mok.key", self.tree / "mok.pub"
             os.environ.update(mok_signing_key=str(key), mok_certificate=str(certificate))
         return run("dkms", *words, *options)
 
     def versions(self) -> list[str]:
-        """The versions of our package registered in DKMS."""
+        """Returns the versions of our package that DKMS has registered."""
         folder = self.tree / NAME
         return sorted(path.name for path in folder.glob("*") if (path / "source").exists())
 
@@ -144,7 +144,7 @@ class Dkms:
 
     def uninstall(self) -> list[str]:
         """Removes all parts of an installation; returns the versions that were installed."""
-        # Remove the rule first: from then on modprobe loads the stock module.
+        # Remove the rule first, so that modprobe loads the stock module from then on.
         for _, path, _ in reversed(self.rule):
             (self.system.root / path).unlink(missing_ok=True)
         versions = self.versions()
@@ -156,7 +156,10 @@ class Dkms:
 
 
 def package(system: System, options: argparse.Namespace) -> tuple[Path, str, Path]:
-    """Makes the package for this machine's driver; returns it, the kernel's release and headers."""
+    """Creates the package for this machine's driver.
+
+    Returns the package, and the kernel's release and headers.
+    """
     kernel = headers_for(system, options.kdir)
     source = choose_source(
         system, kernel.release, options.nv_src, options.version, download=not options.packaged

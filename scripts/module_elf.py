@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reads kernel modules: modinfo fields, exported and required symbol versions.
 
-It is also part of the DKMS package, so it must not import other modules of this project.
+This file is also part of the DKMS package, so it must not import other modules of this project.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHT_NOBITS = 8
 
 
 class ModuleFileError(Exception):
-    """A file is not a kernel module, or cannot be read."""
+    """Raised when a file is not a kernel module or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class KernelModule:
     signed: bool = False
 
     def first(self, key: str) -> str:
-        """The first value of a modinfo field, empty if there is none."""
+        """Returns the first value of a modinfo field, or an empty string."""
         return self.info.get(key, [""])[0]
 
     @property
@@ -67,17 +67,17 @@ class KernelModule:
 
     @property
     def release(self) -> str:
-        """The kernel release it was built for."""
+        """The kernel release that the module was built for."""
         return self.first("vermagic").split(" ")[0]
 
     @property
     def parameters(self) -> list[str]:
-        """The names of its parameters."""
+        """The names of the module's parameters."""
         return [text.split(":")[0] for text in self.info.get("parmtype", [])]
 
 
 def plain_bytes(path: Path) -> bytes:
-    """The content of a module's file, decompressed."""
+    """Returns the decompressed content of a module's file."""
     try:
         if path.suffix == ".xz":
             return lzma.decompress(path.read_bytes())
@@ -102,12 +102,12 @@ class Section:
 
 
 def text_at(table: bytes, offset: int) -> str:
-    """The string that starts at an offset of a string table."""
+    """Returns the string that starts at an offset of a string table."""
     return table[offset : table.index(b"\0", offset)].decode("utf-8", "replace")
 
 
 def read_sections(image: bytes) -> list[Section]:
-    """All sections of a 64-bit little-endian ELF file."""
+    """Returns all sections of a 64-bit little-endian ELF file."""
     header = ELF_HEADER.unpack_from(image)
     if header[0][:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
@@ -122,7 +122,7 @@ def read_sections(image: bytes) -> list[Section]:
 
 
 def read_info(sections: list[Section]) -> dict[str, list[str]]:
-    """The fields of .modinfo: every key with its values in order."""
+    """Returns the fields of .modinfo: every key with its values in order."""
     info: dict[str, list[str]] = {}
     for section in sections:
         if section.name != ".modinfo":
@@ -135,7 +135,7 @@ def read_info(sections: list[Section]) -> dict[str, list[str]]:
 
 
 def read_symbols(sections: list[Section]) -> list[tuple[str, int, int]]:
-    """Name, section number and value of every symbol."""
+    """Returns the name, section number and value of every symbol."""
     found: list[tuple[str, int, int]] = []
     for section in sections:
         if section.name != ".symtab":
@@ -148,12 +148,12 @@ def read_symbols(sections: list[Section]) -> list[tuple[str, int, int]]:
 
 
 def read_exports(sections: list[Section], symbols: list[tuple[str, int, int]]) -> dict[str, Export]:
-    """The exported symbols, read from the labels that the kernel's headers emit for them."""
+    """Returns the exported symbols, found by the labels that the kernel's headers emit for them."""
     crcs: dict[str, int] = {}
     gpl: dict[str, bool] = {}
     for name, index, value in symbols:
         if name.startswith("__crc_"):
-            if index == SHN_ABS:  # until 5.18 the version is the symbol's value
+            if index == SHN_ABS:  # up to Linux 5.18, the version is the symbol's value
                 crcs[name[6:]] = value & 0xFFFFFFFF
             elif 0 < index < len(sections):
                 crcs[name[6:]] = struct.unpack_from("<I", sections[index].content, value)[0]
@@ -163,7 +163,10 @@ def read_exports(sections: list[Section], symbols: list[tuple[str, int, int]]) -
 
 
 def read_demanded(sections: list[Section]) -> dict[str, int]:
-    """The symbol versions that the module requires: __versions or, since 6.14, its successor."""
+    """Returns the symbol versions that the module requires.
+
+    They are in __versions or, since Linux 6.14, in its successor.
+    """
     by_name = {section.name: section.content for section in sections}
     demanded: dict[str, int] = {}
     table = by_name.get("__versions", b"")
@@ -177,7 +180,7 @@ def read_demanded(sections: list[Section]) -> dict[str, int]:
 
 
 def read_module(path: Path, name: str = "") -> KernelModule:
-    """Reads a module's file, which may be compressed; `name`: reject a module of another name."""
+    """Reads a module's file, which may be compressed; rejects a module not called `name`."""
     image = plain_bytes(path)
     # Parsing a large module of another name would dominate the run time.
     if name and b"\0name=" + name.encode() + b"\0" not in image:
@@ -203,7 +206,7 @@ def read_module(path: Path, name: str = "") -> KernelModule:
 
 
 def symvers_text(module: KernelModule) -> str:
-    """A module's exports in modpost's format (KBUILD_EXTRA_SYMBOLS)."""
+    """Returns a module's exports in modpost's format (KBUILD_EXTRA_SYMBOLS)."""
     lines = []
     for name, export in sorted(module.exports.items()):
         kind = "EXPORT_SYMBOL_GPL" if export.gpl else "EXPORT_SYMBOL"

@@ -34,7 +34,7 @@ __all__ = [
 VERSION = re.compile(r'NV_VERSION_STRING=\\"([0-9.]+)\\"')
 
 
-# MODULE_LICENSE of the proprietary nvidia.ko, and the reason why the module cannot be used with it.
+# MODULE_LICENSE of the proprietary nvidia.ko, and why our module cannot be used with it.
 PROPRIETARY = "NVIDIA"
 NEEDS_OPEN = (
     "of NVIDIA's proprietary flavour: since Linux 5.9 a module that uses such a module's symbols "
@@ -45,11 +45,11 @@ NEEDS_OPEN = (
 
 
 class BuildError(Exception):
-    """The build failed; the text is for the user."""
+    """Raised when the build failed; the message is for the user."""
 
 
 def tree_version(tree: Path) -> str:
-    """The driver version of a kernel-open tree; empty if it is not such a tree."""
+    """Returns the driver version of a kernel-open tree; empty for any other directory."""
     kbuild = tree / "Kbuild"
     if not kbuild.is_file() or not (tree / "nvidia-uvm").is_dir():
         return ""
@@ -58,7 +58,7 @@ def tree_version(tree: Path) -> str:
 
 
 def kernel_config(build: Path) -> dict[str, str]:
-    """The configuration of the kernel with this build directory."""
+    """Returns the configuration of the kernel with this build directory."""
     path = build / "include" / "config" / "auto.conf"
     if not path.is_file():
         raise BuildError(f"{build} is not the build directory of a configured kernel")
@@ -68,7 +68,7 @@ def kernel_config(build: Path) -> dict[str, str]:
 
 
 def installed_nvidia(modules: Path) -> list[KernelModule]:
-    """All files below /lib/modules/RELEASE with NVIDIA's main module, under any name.
+    """Returns all files below /lib/modules/RELEASE with NVIDIA's main module, under any name.
 
     Debian renames the file (nvidia-current.ko), but the module's name is always `nvidia`.
     """
@@ -86,14 +86,14 @@ def installed_nvidia(modules: Path) -> list[KernelModule]:
 
 
 def find_nvidia(modules: Path, version: str, srcversion: str = "") -> KernelModule | None:
-    """Finds the installed nvidia.ko of a driver version; prefers the loaded one."""
+    """Finds the installed nvidia.ko of a driver version; prefers the loaded module's file."""
     right = [module for module in installed_nvidia(modules) if module.version == version]
     loaded = [module for module in right if module.first("srcversion") == srcversion]
     return next(iter(loaded or right), None)
 
 
 def flavour_refusal(nvidia: KernelModule | None) -> str:
-    """The reason why the module cannot be used with this nvidia.ko; "" if it is open or unknown."""
+    """Returns why our module cannot be used with this nvidia.ko; "" if it is open or unknown."""
     if nvidia is None or nvidia.first("license") != PROPRIETARY:
         return ""
     return f"{nvidia.path} is {NEEDS_OPEN}"
@@ -102,8 +102,8 @@ def flavour_refusal(nvidia: KernelModule | None) -> str:
 def conftests_only(tree: Path) -> None:
     """Reduces nvidia.ko's build file to its conftests.
 
-    The headers that UVM includes from nvidia/ and common/ need their results. nvidia.ko itself is
-    not needed, and some versions do not compile on every kernel on which UVM does.
+    The headers that UVM includes from nvidia/ and common/ need the conftests' results. nvidia.ko
+    itself is not needed, and some versions do not compile on every kernel on which UVM compiles.
     """
     path = tree / "nvidia" / "nvidia.Kbuild"
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -171,7 +171,7 @@ def build_uvm(
         "SYSOUT": str(build),
         "NV_KERNEL_MODULES": "nvidia nvidia-uvm",
         "KCFLAGS": flags,
-        # BTF is generated from debug information, if the headers include a vmlinux.
+        # Otherwise make generates BTF from debug information if the headers include a vmlinux.
         "CONFIG_DEBUG_INFO_BTF_MODULES": "",
     }
     if nvidia is None:
@@ -183,7 +183,7 @@ def build_uvm(
         symvers.write_text(symvers_text(nvidia), encoding="utf-8")
         variables["KBUILD_EXTRA_SYMBOLS"] = str(symvers)
     module = tree / "nvidia-uvm.ko"
-    # modpost would not rerun if only symbol versions changed.
+    # Otherwise modpost would not rerun if only symbol versions changed.
     for left in (module, tree / "nvidia-uvm.mod.c", tree / "Module.symvers"):
         left.unlink(missing_ok=True)
     run_make(tree, variables, jobs)
@@ -224,7 +224,7 @@ def main() -> int:
 
 
 def source_folder(build: Path) -> Path:
-    """The kernel's sources, which some distributions separate from the build directory."""
+    """Returns the kernel's sources, which some distributions separate from the build directory."""
     text = (build / "Makefile").read_text(encoding="utf-8")
     found = re.search(r"^include (/\S+)/Makefile$", text, re.MULTILINE)
     return Path(found.group(1)) if found else build

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Replaces the stock nvidia-uvm with the patched module (`load`), or restores it (`unload`).
 
-Exit status: 0 done; 1 refused, nothing changed; 2 failed, the previous module was restored; 3
-failed and the stock module could not be restored.
+The exit status is 0 on success, 1 if refused with nothing changed, 2 if it failed and the previous
+module was restored, and 3 if it failed and the stock module could not be restored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DONE, REFUSED, FAILED, NOT_RESTORED = range(4)
 
 
 class Refused(Exception):
-    """Loading or unloading is refused on this machine now."""
+    """Raised when loading or unloading is refused on this machine at present."""
 
 
 @contextmanager
@@ -54,12 +54,12 @@ def only_one(system: System) -> Iterator[None]:
 
 
 def default_module(system: System) -> Path:
-    """The path of the module that `make module` builds for the loaded driver and running kernel."""
+    """Returns the path of the module that `make module` builds for the loaded driver and kernel."""
     return KERNEL_BUILD / "module" / f"{system.driver_version()}-{system.release()}/nvidia-uvm.ko"
 
 
 def loaded_nvidia(system: System) -> KernelModule | None:
-    """The file of the loaded nvidia.ko; None if it is missing or has been replaced."""
+    """Returns the file of the loaded nvidia.ko, or None if it is missing or has been replaced."""
     srcversion = system.source_version("nvidia")
     modules = system.root / "lib/modules" / system.release()
     found = find_nvidia(modules, system.driver_version(), srcversion)
@@ -69,7 +69,7 @@ def loaded_nvidia(system: System) -> KernelModule | None:
 
 
 def read_given(system: System, given: str) -> KernelModule:
-    """The module to load."""
+    """Returns the module to load."""
     path = Path(given) if given else default_module(system)
     if not path.is_file():
         if not given and not system.driver_version():
@@ -88,7 +88,7 @@ def refuse(reasons: list[str]) -> None:
 
 
 def load(swap: Swap, given: str, allowed: Collection[str]) -> None:
-    """`make load`."""
+    """Carries out `make load`."""
     module = read_given(swap.system, given)
     nvidia = loaded_nvidia(swap.system)
     refuse(load_refusals(swap.system, module, nvidia, allowed))
@@ -99,18 +99,18 @@ def load(swap: Swap, given: str, allowed: Collection[str]) -> None:
 
 
 def unload(swap: Swap) -> None:
-    """`make unload`."""
+    """Carries out `make unload`."""
     refuse(unload_refusals(swap.system, unfinished=swap.stock_expected()))
     swap.unload()
 
 
 def stop(number: int, _frame: FrameType | None) -> None:
-    """Turns a signal into an exception, so that a started swap is undone."""
+    """Turns a signal into an exception, so that a swap that has started is undone."""
     raise Interrupted(f"stopped by {signal.Signals(number).name}")
 
 
 def usual_selftest() -> list[str]:
-    """The self test of this checkout."""
+    """Returns the command of this checkout's self test."""
     program = ROOT / "build" / "venv" / "bin" / "vmem"
     report = ROOT / "build" / "selftest.json"
     return [str(program), "selftest", "--backend", "uvm", "--out", str(report)]

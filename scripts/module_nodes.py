@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""UVM's device nodes, which must follow its major number when the module is swapped."""
+"""UVM's device nodes, which must follow UVM's major number when the module is swapped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from module_system import System
 
 __all__ = ["NODES", "Access", "make_nodes", "remember_nodes"]
 
-# Names in /dev and minor numbers. The kernel does not create these nodes.
+# Names in /dev, and minor numbers. The kernel does not create these nodes.
 NODES = {"nvidia-uvm": 0, "nvidia-uvm-tools": 1}
 
 
@@ -26,7 +26,7 @@ class Access:
 
 
 def access_of(path: Path, otherwise: Access) -> Access:
-    """The permissions of a node, or a default if it does not exist."""
+    """Returns the permissions of a node, or a default if it does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -35,7 +35,7 @@ def access_of(path: Path, otherwise: Access) -> Access:
 
 
 def remember_nodes(system: System) -> dict[str, Access]:
-    """The permissions of UVM's nodes; if missing, those of /dev/nvidiactl."""
+    """Returns the permissions of UVM's nodes; for missing nodes, those of /dev/nvidiactl."""
     usual = access_of(system.root / "dev/nvidiactl", Access())
     return {name: access_of(system.root / "dev" / name, usual) for name in NODES}
 

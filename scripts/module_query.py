@@ -41,7 +41,7 @@ class Layout:
 
 
 def query_layout(header: str) -> Layout:
-    """UVM_VMEM_QUERY, parsed from the header; the struct has no padding."""
+    """Returns the layout of UVM_VMEM_QUERY, parsed from the header; the struct has no padding."""
     numbers = {
         name: int(value, 0)
         for name, value in re.findall(
@@ -61,7 +61,7 @@ def query_layout(header: str) -> Layout:
 
 
 def query(node: Path) -> Answer:
-    """The answer of the driver behind a device node; OSError if it does not support QUERY."""
+    """Returns the answer of the driver behind a node; OSError if it does not support QUERY."""
     layout = query_layout(HEADER.read_text(encoding="utf-8"))
     buffer = bytearray(layout.packing.size)
     struct.pack_into("=I", buffer, 0, layout.packing.size)

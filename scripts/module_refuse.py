@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reasons to refuse a swap of nvidia-uvm, all checked before anything is changed."""
+"""Reasons to refuse a swap of nvidia-uvm. All are checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
     "unload_refusals",
 ]
 
-# Prefix of the parameters that the patches add, which identifies the patched module.
+# Prefix of the parameters that the patches add. It identifies the patched module.
 PREFIX = "uvm_vmem_"
-# Reasons that the user may override, each by name.
+# Names of the reasons that the user may override.
 ALLOWABLE = ("driver", "kernel", "symbols")
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """A doubt: an untested or uncheckable combination, not a known fault."""
+    """A reason for doubt: an untested or uncheckable combination, not a known fault."""
 
-    word: str  # of ALLOWABLE
+    word: str  # one of ALLOWABLE
     text: str
 
     def __str__(self) -> str:
@@ -46,20 +46,20 @@ class Doubt:
 
 @functools.cache
 def tried_table() -> dict[str, dict[str, str]]:
-    """patches/kernels.json: by kernel series, the tested drivers, each with its record."""
+    """Reads patches/kernels.json: for each kernel series, the tested drivers with their records."""
     table: dict[str, dict[str, str]]
     table = json.loads((PATCHES / "kernels.json").read_text(encoding="utf-8"))
     return table
 
 
 def kernel_series(release: str) -> str:
-    """The series that a kernel's release belongs to: 6.1 of 6.1.0-50-cloud-amd64."""
+    """Returns the series that a kernel's release belongs to: 6.1 for 6.1.0-50-cloud-amd64."""
     found = re.match(r"\d+\.\d+", release)
     return found.group() if found else release
 
 
 def not_allowed(system: System) -> list[str]:
-    """Reasons why this process cannot change kernel modules at all."""
+    """Returns reasons why this process cannot change kernel modules at all."""
     if not system.may_load():
         return [
             "only root may load modules (CAP_SYS_MODULE, which root in a container usually lacks)"
@@ -70,7 +70,7 @@ def not_allowed(system: System) -> list[str]:
 
 
 def in_use(system: System) -> list[str]:
-    """The users of a GPU or of UVM."""
+    """Reports the users of a GPU or of UVM."""
     users = system.device_users()
     if users:
         shown = "".join(f"\n    {user}" for user in users)
@@ -174,7 +174,7 @@ def untried_kernel(release: str) -> list[Doubt]:
 
 
 def unknown_symbols(module: KernelModule, nvidia: KernelModule) -> list[Doubt]:
-    """Checks that the match of module and nvidia.ko can be verified at all."""
+    """Checks whether the match between module and nvidia.ko can be verified at all."""
     if not versioned(nvidia):
         return [
             Doubt(
@@ -196,16 +196,16 @@ def unknown_symbols(module: KernelModule, nvidia: KernelModule) -> list[Doubt]:
 
 
 def doubts(system: System, module: KernelModule, nvidia: KernelModule | None) -> list[Doubt]:
-    """The doubts about a module on this machine."""
+    """Returns the doubts about a module on this machine."""
     found = untried_driver(module.version) + untried_kernel(system.release())
-    # Known mismatches of symbols are reported elsewhere, as refusals.
+    # Known symbol mismatches are reported elsewhere, as refusals.
     if nvidia is not None and not wrong_symbols(module, nvidia):
         found += unknown_symbols(module, nvidia)
     return found
 
 
 def not_signed(system: System, module: KernelModule) -> list[str]:
-    """Checks if the kernel would reject the module for a missing signature."""
+    """Checks whether the kernel would reject the module for a missing signature."""
     reason = system.signatures_enforced()
     if not reason or module.signed:
         return []
@@ -222,14 +222,14 @@ def load_refusals(
     nvidia: KernelModule | None,
     allowed: Collection[str] = (),
 ) -> list[str]:
-    """All reasons against loading the patched module now; empty if there is none.
+    """Returns all reasons not to load the patched module now.
 
     `allowed`: names in ALLOWABLE to ignore.
     """
     if not any(name.startswith(PREFIX) for name in module.parameters):
         return [f"{module.path} is not the patched module: it has no parameter {PREFIX}*"]
     reasons = not_allowed(system)
-    if reasons:  # users of the GPU cannot be determined either
+    if reasons:  # then the users of the GPU cannot be determined either
         return reasons
     reasons += wrong_kernel(system, module)
     reasons += wrong_driver(system, module, nvidia)
@@ -243,9 +243,9 @@ def load_refusals(
 
 
 def unload_refusals(system: System, *, unfinished: bool = False) -> list[str]:
-    """All reasons against unloading the patched module now.
+    """Returns all reasons not to unload the patched module now.
 
-    `unfinished`: a load was killed half-way, and the stock module must be restored.
+    `unfinished`: a load was killed halfway, and the stock module must be restored.
     """
     reasons = not_allowed(system)
     if reasons:

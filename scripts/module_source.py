@@ -17,7 +17,7 @@ from module_system import System
 
 __all__ = ["DEFAULT_VERSION", "DriverSource", "choose_source", "meeting", "stage"]
 
-# Built if no driver is installed: Debian 12's version.
+# The version to build if no driver is installed: Debian 12's.
 DEFAULT_VERSION = "535.261.03"
 
 
@@ -31,7 +31,7 @@ class DriverSource:
 
 
 def flavour(tree: Path) -> str:
-    """The flavour of a driver's tree, open or proprietary; UVM's own files are open in both.
+    """Returns the flavour of a driver's tree; UVM's own files are open in both flavours.
 
     Raises KernelBuildError for the proprietary flavour.
     """
@@ -44,13 +44,13 @@ def flavour(tree: Path) -> str:
 
 
 def dkms_trees(version: str, root: Path) -> list[Path]:
-    """Candidate directories of an installed driver's sources; names differ by distribution."""
+    """Returns candidate directories of an installed driver's sources; distributions differ."""
     found = sorted((root / "usr/src").glob(f"nvidia*-{version}"))
     return found + sorted((root / "var/lib/dkms").glob(f"nvidia*/{version}/source"))
 
 
 def installed_version(system: System, release: str) -> tuple[str, str]:
-    """The driver's version and where it was found; empty if no driver is installed."""
+    """Returns the driver's version and where it was found; empty if no driver is installed."""
     loaded = system.driver_version()
     if loaded:
         return loaded, "loaded"
@@ -66,7 +66,7 @@ def installed_version(system: System, release: str) -> tuple[str, str]:
 def choose_source(
     system: System, release: str, nv_src: str = "", version: str = "", *, download: bool = True
 ) -> DriverSource:
-    """The driver source to build: NV_SRC, the installed driver's, or Debian's package.
+    """Returns the driver source to build: NV_SRC, the installed driver's, or Debian's package.
 
     `download`: fetch the package if it is not installed.
     """
@@ -98,7 +98,7 @@ def choose_source(
 
 
 def meeting(system: System, release: str, version: str, given: str = "") -> KernelModule | None:
-    """The installed nvidia.ko for this kernel and driver; None if there is none."""
+    """Returns the installed nvidia.ko for this kernel and driver, or None."""
     if not given:
         return find_nvidia(
             system.root / "lib/modules" / release, version, system.source_version("nvidia")
@@ -117,7 +117,7 @@ def meeting(system: System, release: str, version: str, given: str = "") -> Kern
 
 
 def stage(source: DriverSource, destination: Path) -> None:
-    """Creates or updates the tree to build: the driver's UVM, the patches, our files.
+    """Creates or updates the tree to build, from the driver's UVM, the patches and our files.
 
     Only files with changed content are written, so that make rebuilds only what is necessary.
     """

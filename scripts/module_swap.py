@@ -27,20 +27,20 @@ from module_system import UVM, System
 __all__ = ["Interrupted", "NotRestored", "Swap", "SwapError"]
 
 STATE = "run/vmem-module.json"
-# Seconds that processes which were just stopped have to release the module.
+# Seconds within which processes that were just stopped must release the module.
 PATIENCE_SECONDS = 20
 
 
 class SwapError(Exception):
-    """The swap failed; the previous module was restored."""
+    """Raised when the swap failed and the previous module was restored."""
 
 
 class NotRestored(Exception):
-    """The swap failed, and so did restoring the stock module."""
+    """Raised when the swap failed and the stock module could not be restored."""
 
 
 class Interrupted(Exception):
-    """A signal asked the program to stop."""
+    """Raised when a signal asks the program to stop."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Swap:
     def tool(self, *words: str) -> str:
         """Runs one of kmod's tools; SwapError with its output if it fails."""
         path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
-        # VMEM_UVM=stock makes the DKMS package's modprobe rule load the stock module.
+        # With VMEM_UVM=stock, the DKMS package's modprobe rule loads the stock module.
         environment = {**os.environ, "PATH": path, "LC_ALL": "C", "VMEM_UVM": "stock"}
         try:
             done = subprocess.run(
@@ -79,7 +79,7 @@ class Swap:
         return done.stdout
 
     def stock_arguments(self) -> list[str]:
-        """Options of the stock module on this machine (modprobe.d, kernel command line)."""
+        """Returns the stock module's options on this machine (modprobe.d, kernel command line)."""
         words: list[str] = []
         for line in self.tool("modprobe", "--showconfig").splitlines():
             parts = line.split(None, 2)
@@ -120,8 +120,8 @@ class Swap:
     def try_kernel(self, module: Path) -> None:
         """Checks that the kernel would accept the module, while the stock module is still loaded.
 
-        The kernel checks signature and version magic before it finds that a module of that name is
-        already loaded.
+        The kernel checks signature and version magic before it notices that a module of that name
+        is already loaded.
         """
         try:
             self.tool("insmod", str(module))
@@ -138,7 +138,7 @@ class Swap:
             self.say(f"made {path}")
 
     def bring_stock_back(self, access: dict[str, Access]) -> None:
-        """Loads UVM as the machine does by default; NotRestored if that is not the stock module."""
+        """Loads UVM as the machine does by default; NotRestored if this loads another module."""
         try:
             self.tool("modprobe", "nvidia-uvm")
             if not self.system.loaded(UVM):
@@ -189,7 +189,7 @@ class Swap:
     # Swaps
 
     def load(self, module: KernelModule) -> None:
-        """Swaps the patched module in; undoes it if anything fails."""
+        """Swaps the patched module in; undoes the swap if anything fails."""
         access = remember_nodes(self.system)
         stock = self.system.loaded(UVM)
         arguments = [*self.stock_arguments(), *self.arguments]
@@ -248,7 +248,7 @@ class Swap:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignores termination signals: a half-done swap is the worst state to leave behind."""
+    """Ignores termination signals, because a half-done swap is the worst state to leave behind."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:

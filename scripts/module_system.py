@@ -18,8 +18,9 @@ UVM = "nvidia_uvm"
 SECURE_BOOT = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 CAP_SYS_MODULE = 16
 
-# Services that always have the driver's nodes open: one keeps the driver's state between programs,
-# the other manages NVLink switches. They do not block a swap unless they have opened UVM.
+# Services that always have the driver's nodes open: nvidia-persistenced keeps the driver's state
+# between programs, nv-fabricmanager manages NVLink switches. They do not block a swap unless they
+# have opened UVM.
 HARMLESS = ("nvidia-persistenced", "nv-fabricmanager")
 
 # Nodes that GPU programs open; nodes for displays, MIG and switches are ignored.
@@ -29,7 +30,7 @@ DEVICES = ("nvidia", "nvidia-frontend", "nvidiactl", "nvidia-uvm")
 
 @dataclass(frozen=True)
 class DeviceUser:
-    """A process with a device node of the driver open."""
+    """A process that has a device node of the driver open."""
 
     pid: int
     command: str
@@ -37,7 +38,7 @@ class DeviceUser:
 
     @property
     def harmless(self) -> bool:
-        """True if it is a service that a swap of UVM does not affect."""
+        """True if the process is a service that a swap of UVM does not affect."""
         return self.command in HARMLESS and not any("uvm" in node for node in self.nodes)
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ class System:
     root: Path = Path("/")
 
     def text(self, path: str) -> str:
-        """A file's stripped content; empty if it cannot be read."""
+        """Returns a file's stripped content; empty if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip("\0 \n")
         except OSError:
@@ -73,7 +74,7 @@ class System:
         return self.text("proc/sys/kernel/modules_disabled") == "1"
 
     def signatures_enforced(self) -> str:
-        """The reason why an unsigned module would be rejected; empty if it is accepted."""
+        """Returns why an unsigned module would be rejected; empty if it is accepted."""
         if self.text("sys/module/module/parameters/sig_enforce") == "Y":
             return "the kernel accepts only signed modules (module.sig_enforce)"
         lockdown = re.search(r"\[(\w+)\]", self.text("sys/kernel/security/lockdown"))
@@ -96,11 +97,11 @@ class System:
     # Modules
 
     def loaded(self, module: str) -> bool:
-        """True if a module is loaded (or built in with parameters, but NVIDIA's never are)."""
+        """True if a module is loaded. (NVIDIA's modules are never built in.)"""
         return (self.root / "sys/module" / module / "refcnt").exists()
 
     def source_version(self, module: str) -> str:
-        """The fingerprint of a loaded module's sources."""
+        """Returns the fingerprint of a loaded module's sources."""
         return self.text(f"sys/module/{module}/srcversion")
 
     def driver_version(self) -> str:
@@ -141,7 +142,7 @@ class System:
         return majors
 
     def device_users(self) -> list[DeviceUser]:
-        """The processes with a node of the driver open, under any path."""
+        """Returns the processes that have a node of the driver open, under any path."""
         majors = self.device_majors()
         users: list[DeviceUser] = []
         folders = (self.root / "proc").glob("[0-9]*")
@@ -152,7 +153,7 @@ class System:
         return [user for user in users if not user.harmless]
 
     def open_nodes(self, folder: Path, majors: dict[int, str]) -> list[str]:
-        """The driver's nodes among the open files of a process."""
+        """Returns the driver's nodes among the open files of a process."""
         found: set[str] = set()
         try:
             files = list(folder.iterdir())
@@ -168,7 +169,7 @@ class System:
         return sorted(found)
 
     def command(self, folder: Path) -> str:
-        """The name of a process's program."""
+        """Returns the name of a process's program."""
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             name = Path(words[0].decode("utf-8", "replace")).name
@@ -178,7 +179,7 @@ class System:
 
 
 def device_major(path: Path) -> int:
-    """The major number of a character device, -1 for anything else."""
+    """Returns the major number of a character device, or -1 for anything else."""
     try:
         status = os.stat(path)
     except OSError:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Creates build/notebook: a notebook kernel with its debugger, on top of build/venv.
 
-Exit status 77: the packages are unavailable here.
+The exit status is 77 if the packages are unavailable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from extra_environment import make
 
 
 def requirements() -> list[str]:
-    """The requirements of pyproject.toml's extra ``notebook``."""
+    """Returns the requirements of pyproject.toml's extra ``notebook``."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extra = re.search(r"^notebook = \[(.*?)\]", text, re.M)
     if extra is None:

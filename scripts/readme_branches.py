@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The table of driver branches that `stock` supports, made from libvmem's table in abi.h."""
+"""Generates the table of driver branches that `stock` supports, from libvmem's table in abi.h."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLASSES = {
 
 
 def branches() -> list[tuple[int, str, str]]:
-    """Branch, evidence and versions of each row, in the table's order."""
+    """Returns branch, evidence and versions of each row, in the table's order."""
     rows = re.findall(r'\{(\d+), (NV_\w+), "(.+?)"\}', ABI.read_text(encoding="utf-8"))
     found = [(int(major), evidence, versions) for major, evidence, versions in rows]
     if not found or any(evidence not in CLASSES for _, evidence, _ in found):
@@ -27,6 +27,6 @@ def branches() -> list[tuple[int, str, str]]:
 
 
 def part() -> list[str]:
-    """The lines of the table."""
+    """Returns the lines of the table."""
     body = [[str(major), CLASSES[evidence], versions] for major, evidence, versions in branches()]
     return table(["branch", "class", "versions"], body)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tables of the benchmarks of the cache and of attention, one per run."""
+"""Tables of the cache and attention benchmarks, one per run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, 
 from pyvmem.plumbing.units import counted
 
 MODES = {
-    "mapped": "everything mapped before",
+    "mapped": "all memory mapped beforehand",
     "async": "mapped in the background",
-    "reuse": "an earlier request's pages",
-    "sync": "mapped first",
-    "pages": "mapped first, page by page",
+    "reuse": "reused pages of an earlier request",
+    "sync": "mapped on the critical path",
+    "pages": "mapped on the critical path, page by page",
 }
 KINDS = {
     "runs": "runs of 64 KB pages",
@@ -33,11 +33,11 @@ MEMORIES = {
     "2M": "2 MB pages",
     "entries": "64 KB pages with 2 MB entries",
 }
-SLOTS = {"slots": "a cache's calls", "layered": "the same, layers in one tensor"}
+SLOTS = {"slots": "a cache's calls", "layered": "a cache's calls, layers in one tensor"}
 
 
 def runs(name: str) -> Iterator[Result]:
-    """The committed full runs of a benchmark."""
+    """Yields the committed full runs of a benchmark."""
     for path in sorted(RESULTS.glob("*.json")):
         result = load_run(path, ROOT)
         if result.get("format") == f"vmem-bench-{name}/1" and not result["options"]["quick"]:
@@ -45,20 +45,20 @@ def runs(name: str) -> Iterator[Result]:
 
 
 def page_words(run: Result) -> str:
-    """The page size of a run; 64 KB if it is not recorded."""
+    """Returns the page size of a run; 64 KB if it is not recorded."""
     size = run["options"].get("page") or 64 << 10
     return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
 
 
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
-    """A row's number divided by another's; empty if either was not run."""
+    """Returns a row's number divided by another's; empty if either row was not run."""
     if row is None or base is None or row is base:
         return ""
     return f"{row[field] / base[field]:.3f}"
 
 
 def part_overlap(_: list[Result]) -> list[str]:
-    """Decode iterations, by when their memory is mapped."""
+    """Decode iterations, by the time at which their memory is mapped."""
     lines: list[str] = []
     for run in runs("overlap"):
         found, body = rows(run), []
@@ -72,20 +72,20 @@ def part_overlap(_: list[Result]) -> list[str]:
             body.append([words, *times, over(row, base, "p99"), str(spikes)])
         options = run["options"]
         count = base["n"] if base else 0
-        head = ["", "median ms", "99th percentile", "longest", "99th, relative to the first row"]
+        head = ["", "median ms", "p99", "longest", "p99 relative to the first row"]
         lines += [
             f"Decode iterations, Llama-3-8B's shape, {options['batch']} requests of "
-            f"{options['low']:,} to {options['high']:,} tokens, {count:,} iterations each, "
-            f"pages of {page_words(run)}, {title(run)}:",
+            f"{options['low']:,} to {options['high']:,} tokens, {count:,} iterations per row, "
+            f"{page_words(run)} pages, {title(run)}:",
             "",
-            *table([*head, "above 1.2 times the median"], body),
+            *table([*head, "iterations above 1.2 times the median"], body),
             "",
         ]
     return lines[:-1]
 
 
 def part_deferred(_: list[Result]) -> list[str]:
-    """Prefill, by when its memory is mapped."""
+    """Prefill, by the time at which its memory is mapped."""
     lines: list[str] = []
     for run in runs("deferred"):
         found, body = rows(run), []
@@ -99,16 +99,16 @@ def part_deferred(_: list[Result]) -> list[str]:
             body.append([words, number(row["median"], 4), of_that, spread, over(row, base)])
         lines += [
             f"Prefill of {run['options']['tokens']:,} tokens, Llama-3-8B's shape, medians of "
-            f"{base['n'] if base else 0}, pages of {page_words(run)}, {title(run)}:",
+            f"{base['n'] if base else 0} prefills, {page_words(run)} pages, {title(run)}:",
             "",
-            *table(["", "ms", "of that, step", "spread", "relative to the first row"], body),
+            *table(["", "ms", "of which `step`", "spread", "relative to the first row"], body),
             "",
         ]
     return lines[:-1]
 
 
 def part_kernels(_: list[Result]) -> list[str]:
-    """A kernel on contiguous and paged memory: times relative to contiguous 64 KB pages."""
+    """Times of a kernel on contiguous and paged memory, relative to contiguous 64 KB pages."""
     lines: list[str] = []
     for run in runs("kernels"):
         if "footprint" in run["options"]:
@@ -146,18 +146,18 @@ def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -
     blocks = [SLOTS.get(form, f"blocks of {form.removeprefix('paged')}") for form in forms]
     page = page_words(run)
     own = any("heads" in what or "KV head" in what for what, *_ in body)
-    heads = "heads of 128, as named" if own else "32 query and 8 KV heads of 128"
+    heads = "head size 128" if own else "32 query and 8 KV heads of size 128"
     head = ["", f"contiguous, {page} pages: ms", "contiguous, cudaMalloc", *blocks]
     return [
         f"{name}, bfloat16, {heads}: time relative to contiguous {page} "
-        f"pages (above 1 is the cost of paging), {title(run)}:",
+        f"pages (above 1: slower), {title(run)}:",
         "",
         *table(head, body),
     ]
 
 
 def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
-    """Times on a kind of memory relative to cudaMalloc's, by layout and case, then footprint."""
+    """Returns times on a kind of memory relative to cudaMalloc, by layout and case, then size."""
     found, times = rows(run), dict[str, dict[str, float]]()
     for name, row in found.items():
         kernel, size, layout, case, memory = name.split("/")
@@ -168,7 +168,7 @@ def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
 
 
 def part_footprint(_: list[Result]) -> list[str]:
-    """Attention by cache size: each kind of memory relative to cudaMalloc's."""
+    """Attention times by cache size, for each kind of memory relative to cudaMalloc."""
     lines: list[str] = []
     for run in runs("kernels"):
         if "footprint" not in run["options"]:
@@ -190,7 +190,7 @@ def part_footprint(_: list[Result]) -> list[str]:
             body.append([_layout_words(layout), _case_words(case), *cells])
         lines += [
             "Attention over all layers of Llama-3-8B's shape, FlashAttention-3: time relative to "
-            f"cudaMalloc memory, by bytes of keys and values; through {words}, {title(run)}:",
+            f"cudaMalloc memory, by size of keys and values, with {words}, {title(run)}:",
             "",
             *table(["layout", "", *(f"{size[:-1]} GiB" for size in sizes)], body),
             "",
@@ -214,7 +214,7 @@ def _case_words(case: str) -> str:
 
 
 def part_prefix_map(_: list[Result]) -> list[str]:
-    """The time a request takes to start on a cached prefix."""
+    """Time that a request takes to start with a cached prefix."""
     lines: list[str] = []
     for run in runs("prefix-map"):
         found, body = rows(run), []
@@ -226,21 +226,21 @@ def part_prefix_map(_: list[Result]) -> list[str]:
             times = [number(row["median"]), number(row["p99"]), number(match["median"])]
             body.append([words, *times, f"{pieces['value']:,}"])
         where = title(run) if run["machine"]["gpu"] else f"back end `host` ([raw]({run['file']}))"
-        head = ["prefix in", "median ms", "99th percentile", "of that, match: µs"]
+        head = ["prefix in", "median ms", "p99", "of which match, µs"]
         lines += [
             f"Time for a request to start with {run['options']['tokens']:,} recorded tokens, "
             f"Llama-3-8B's shape (64 tensors), {where}:",
             "",
-            *table([*head, "pieces of mappings"], body),
+            *table([*head, "contiguous mappings"], body),
             "",
         ]
     return lines[:-1]
 
 
 def part_kernel_times(_: list[Result]) -> list[str]:
-    """Each kernel by phase, head size and type, with its over-read.
+    """Times of each kernel by phase, head size and type, and how far it reads too much.
 
-    From the committed run with the most kernels.
+    Uses the committed run with the most kernels.
     """
 
     def timed(run: Result) -> list[Any]:
@@ -262,8 +262,9 @@ def part_kernel_times(_: list[Result]) -> list[str]:
     head = ["kernel", "phase", "past", "before", *(f"{one[0]}, {one[1]}" for one in cases)]
     return [
         f"Median microseconds for a prefill of {found[0]['tokens']:,} tokens and for a decode step "
-        "of 8 requests with that many, by type and head size; past, before: rows read past a "
-        f"length and before a window; empty: the kernel cannot be used; {title(run)}:",
+        "of 8 requests of that length, by type and head size; past, before: rows read past a "
+        "request's end and before its window; cells are empty where a kernel cannot be used; "
+        f"{title(run)}:",
         "",
         *table(head, body),
     ]
@@ -278,7 +279,7 @@ WAYS = {
 
 
 def part_models(_: list[Result]) -> list[str]:
-    """Model kinds on transformers' cache and on ours: time and memory."""
+    """Time and memory of several kinds of model, on transformers' cache and on ours."""
     lines: list[str] = []
     for run in runs("models"):
         body = []
@@ -301,16 +302,16 @@ def part_models(_: list[Result]) -> list[str]:
         head = ["", "", "prefill ms", "decode ms", "keys and values, GB", "torch's peak, GB"]
         lines += [
             f"A prefill of {options['tokens']:,} tokens, and a decode step of {options['batch']} "
-            f"requests with that many; {title(run)}:",
+            f"requests of that length; {title(run)}:",
             "",
-            *table([*head, "scores differ by"], body),
+            *table([*head, "logits differ by"], body),
             "",
         ]
     return lines[:-1]
 
 
 def part_swap(_: list[Result]) -> list[str]:
-    """Swapping to host memory and back, relative to recomputing."""
+    """Time to swap to host memory and back, relative to recomputation."""
     lines: list[str] = []
     for run in runs("swap"):
         found, body = rows(run), []
@@ -326,9 +327,9 @@ def part_swap(_: list[Result]) -> list[str]:
             words = "the cache's pages" if way == "pages" else f"blocks of {way.partition('/')[2]}"
             body.append([words, *cells])
         lengths = dict.fromkeys(int(name[1]) for name in names)
-        head = [one for n in lengths for one in (f"{n:,} tokens: ms", "relative to recomputing")]
+        head = [one for n in lengths for one in (f"{n:,} tokens: ms", "relative to recomputation")]
         lines += [
-            f"Swapping out and back in, medians, Llama-3-8B's shape, {title(run)}:",
+            f"Time to swap out and back in, medians, Llama-3-8B's shape, {title(run)}:",
             "",
             *table(["", *head], body),
             "",
@@ -337,7 +338,7 @@ def part_swap(_: list[Result]) -> list[str]:
 
 
 def part_devices(_: list[Result]) -> list[str]:
-    """Mappings by number of devices, pages in peers, steps by number of ranks."""
+    """Mapping by number of devices, pages in peers, steps by number of ranks."""
     lines: list[str] = []
     for run in runs("devices"):
         found = rows(run)
@@ -355,7 +356,7 @@ def part_devices(_: list[Result]) -> list[str]:
             for name in found
             if name.startswith("map/map/")
         ]
-        size = f"pages of {run['options']['page'] >> 10} KB"
+        size = f"{run['options']['page'] >> 10} KB pages"
         head = ["devices", "map us", "p99", "unmap us", "p99", "kernel bytes per mapping"]
         lines += [f"`{run['options']['backend']}`, {size}, {title(run)}:", "", *table(head, body)]
         places = [name.partition("out/")[2] for name in found if name.startswith("tiers/out/")]

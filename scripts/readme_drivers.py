@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tables of driver versions and long runs, from the records of suite.py --driver and --runs.
 
-Also generates patches/kernels.json, from which `make load` knows the tested combinations.
+Also generates patches/kernels.json, which tells `make load` which combinations were tested.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Record = dict[str, Any]
 
 
 def load() -> list[Record]:
-    """The records, by version."""
+    """Returns the records, ordered by version."""
     found = []
     for path in RESULTS.glob("driver-*.json"):
         record: Record = json.loads(path.read_text(encoding="utf-8"))
@@ -58,12 +58,12 @@ def load() -> list[Record]:
 
 
 def series_of(record: Record) -> list[int]:
-    """A record's kernel series, as numbers."""
+    """Returns a record's kernel series, as numbers."""
     return version_key(kernel_series(record["sources"]["kernel"]))
 
 
 def run_on(record: Record, build: str) -> str:
-    """The architectures on which a build ran, each with its missing tests."""
+    """Returns the architectures on which a build ran, each with its missing tests."""
     words = []
     for architecture, name in ARCHITECTURES.items():
         tests = [
@@ -112,7 +112,7 @@ def tried(record: Record) -> bool:
 
 
 def by_kernel() -> dict[str, list[Record]]:
-    """The records of versions that were `tried`, by kernel series."""
+    """Returns the records of versions that were `tried`, by kernel series."""
     found: dict[str, list[Record]] = {}
     for record in filter(tried, load()):
         found.setdefault(kernel_series(record["sources"]["kernel"]), []).append(record)
@@ -120,7 +120,7 @@ def by_kernel() -> dict[str, list[Record]]:
 
 
 def kernels_text() -> str:
-    """The text of patches/kernels.json: drivers tested on each kernel series, with the record."""
+    """Returns patches/kernels.json: the drivers tested on each kernel series, with the record."""
     table_of = {
         name: {record["sources"]["driver"]: record["file"] for record in records}
         for name, records in by_kernel().items()
@@ -141,7 +141,7 @@ def part_kernels() -> list[str]:
 
 
 def done_in(runs: list[Record]) -> str:
-    """The total work of runs, in a suitable unit."""
+    """Returns the total work of runs, in a suitable unit."""
     for count, unit in UNITS.items():
         if total := sum(one["counts"].get(count, 0) for one in runs):
             return f"{total:,} {unit}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tables of engines: the serving loop's arms, and vLLM and SGLang, each elastic and stock."""
+"""Tables about engines: the serving loop's arms, and vLLM and SGLang, each elastic and stock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from readme_format import ROOT, Result, number, rows, table, title
 from vmem_bench.sglang import tables as sglang
 from vmem_bench.vllm import picture
 
+AIMS = {
+    "tokens": "tokens/s",
+    "between99": "p99 inter-token latency",
+    "host": "host time in the cache manager",
+    "batch": "mean batch",
+    "full": "mean batch while others wait",
+}
 # The arms, in the order of benchmarks/serve/README.md.
 ARMS = (
     *("contiguous", "again", "fa3", "256K", "2M", "paged16", "paged128", "static"),
@@ -22,26 +29,26 @@ _GB = 1e9
 
 
 def arrivals(options: Result) -> str:
-    """The arrival pattern of a serving run's requests."""
+    """Describes the arrival pattern of a serving run's requests."""
     if options["workload"] == "offline":
         return "all arriving at the start"
     if options["workload"] == "azure":
         times = options["speed_up"]
         return "at the trace's times" + (f", {times:g} times as fast" if times != 1 else "")
-    return f"{options['rate']:g} a second"
+    return f"{options['rate']:g} requests/s"
 
 
 def on_ranks(options: Result) -> str:
-    """Ranks and layers per tensor if not 1; the page size if unusual."""
+    """Describes the ranks and the layers per tensor if not 1, and the page size if unusual."""
     ranks, group = options.get("ranks", 1), options.get("group", 1)
     words = f" on each of {ranks} ranks" if ranks > 1 else ""
     words += f", {group} layers per tensor" if group > 1 else ""
     page = options["page"] >> 10
-    return words + (f", pages of {page} KB" if page not in (64, 2048) else "")
+    return words + (f", {page} KB pages" if page not in (64, 2048) else "")
 
 
 def driver_line(found: dict[str, Result], part: str, arm: str) -> str:
-    """A sentence about a rank's driver calls."""
+    """Returns a sentence about a rank's driver calls."""
 
     def value(what: str) -> float:
         return float(found[f"{part}/{what}/{arm}"]["value"])
@@ -49,13 +56,13 @@ def driver_line(found: dict[str, Result], part: str, arm: str) -> str:
     both = value("critical_driver") + value("background_driver")
     return (
         f"`{arm}`: {value('driver_calls'):,.0f} driver calls per rank took "
-        f"{both / 1e3:.1f} s, {1e3 * both / value('driver_calls'):.0f} us each; steps waited "
-        f"{value('wait') / 1e3:.1f} s of {value('makespan'):.1f}."
+        f"{both / 1e3:.1f} s, {1e3 * both / value('driver_calls'):.0f} us per call; of the run's "
+        f"{value('makespan'):.1f} s, steps spent {value('wait') / 1e3:.1f} s waiting for memory."
     )
 
 
 def serving_row(found: dict[str, Result], part: str, arm: str) -> list[str]:
-    """An arm's row; cells that were not recorded are empty."""
+    """Returns an arm's row; cells without a recorded value are empty."""
 
     def cell(key: str, form: str, per: float = 1) -> str:
         row = found.get(f"{part}/{key}/{arm}")
@@ -76,7 +83,7 @@ def part_serving(_: list[Result]) -> list[str]:
     lines: list[str] = []
     for run in runs("serve"):
         found, options = rows(run), run["options"]
-        head = ["", "tokens/s", "batch", "first token p50 ms", "p99", "between tokens p99 ms"]
+        head = ["", "tokens/s", "batch", "time to first token p50 ms", "p99", "inter-token p99 ms"]
         for part in run["parts"]:
             ran = [arm for arm in ARMS if f"{part}/tokens/{arm}" in found]
             arms = [arm for arm in ran if not found[f"{part}/makespan/{arm}"].get("cut")]
@@ -87,19 +94,23 @@ def part_serving(_: list[Result]) -> list[str]:
                 f"{on_ranks(options)}, {title(run)}:",
                 "",
                 *table(
-                    [*head, "GB held by requests", "GB of rows", "host us per step"],
+                    [*head, "GB held by requests", "GB used by rows", "host us per step"],
                     [serving_row(found, part, arm) for arm in arms],
                 ),
                 "",
             ]
             cut = [f"`{arm}`" for arm in ran if arm not in arms]
             if cut:
-                lines += [f"The run's time ended before {', '.join(cut)} had finished.", ""]
+                lines += [f"The run's time limit passed before {', '.join(cut)} finished.", ""]
             if options.get("ranks", 1) > 1:
                 lines += [driver_line(found, part, arms[0]), ""]
-            missed = [aim for aim in run["aims"] if aim["pass"] is False]
+            missed: dict[str, list[str]] = {}
+            for aim in run["aims"]:
+                if aim["pass"] is False:
+                    what, _, base = aim["id"].partition("_")
+                    missed.setdefault(base, []).append(f"{AIMS[what]} {aim['value']:.3f}")
             if missed:
-                words = (f"{aim['what'].partition(': ')[2]} {aim['value']:.3f}" for aim in missed)
+                words = (f"relative to `{base}`, {', '.join(m)}" for base, m in missed.items())
                 lines += [f"Targets **missed** by `{arms[0]}`: {'; '.join(words)}.", ""]
     return lines[:-1]
 
@@ -120,7 +131,7 @@ def load_table(run: Result) -> Iterator[str]:
             same = found[f"load/same/{name}/{engine}"]
             body.append(
                 [
-                    f"{name} a second" if rate else "all at once",
+                    f"{name} per second" if rate else "all at once",
                     engine,
                     f"{speed:,.0f}",
                     f"{speed / base:.3f}",
@@ -128,7 +139,7 @@ def load_table(run: Result) -> Iterator[str]:
                     f"{same['value']} of {same['of']}",
                 ]
             )
-    head = ["requests", "engine", "tokens/s", "relative to stock", "first token p50 ms", "p99"]
+    head = ["requests", "engine", "tokens/s", "relative to stock", "time to first token p50 ms"]
     split = "".join(
         f"{kind} parallel on {count} GPUs, "
         for kind in ("tensor", "pipeline")
@@ -140,7 +151,8 @@ def load_table(run: Result) -> Iterator[str]:
         f"tokens on pages of {options['page'] >> 10} KB, {title(run)}:"
     )
     yield ""
-    yield from table([*head, "between tokens p50 ms", "p99", "answers equal to stock's"], body)
+    head += ["p99", "inter-token p50 ms", "p99", "answers identical to stock's"]
+    yield from table(head, body)
     if "load/rest/mapped" not in found:
         return
     yield ""
@@ -148,8 +160,8 @@ def load_table(run: Result) -> Iterator[str]:
         found[f"load/{key}"]["value"] for key in ("peak", "rest/mapped", "rest/seconds")
     )
     yield (
-        f"The elastic engine had up to {peak / _GB:.1f} GB mapped, and {rest / 2**20:.0f} MiB "
-        f"{after:.1f} s after its last request."
+        f"The elastic engine had up to {peak / _GB:.1f} GB mapped during the load, and "
+        f"{rest / 2**20:.0f} MiB {after:.1f} s after its last request."
     )
     kept = [row for name, row in found.items() if name.startswith("load/rank/kept/")]
     if len(kept) > 1:
@@ -157,13 +169,13 @@ def load_table(run: Result) -> Iterator[str]:
         yield ""
         yield (
             f"{len(kept)} ranks, each on a separate GPU. With prefixes kept after the last load, "
-            f"{' and '.join(number(row['value'] / _GB) for row in kept)} GB were mapped on them: "
-            f"{'the same pages' if alike else 'not the same pages'} of the same tensors."
+            f"{' and '.join(number(row['value'] / _GB) for row in kept)} GB were mapped on them, "
+            f"{'at' if alike else 'not at'} the same pages of the same tensors."
         )
 
 
 def heading(run: Result) -> str:
-    """The line above a table: version, shape, machine and commit."""
+    """Returns the line above a table: version, shape, machine and commit."""
     options = run["options"]
     return (
         f"vLLM {options['vllm']}, {options['shape']}'s shape, {title(run)}, "
@@ -172,17 +184,17 @@ def heading(run: Result) -> str:
 
 
 def idle_table(run: Result) -> Iterator[str]:
-    """Memory that an idle engine withholds from others."""
+    """Memory that an idle engine withholds from other processes."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
 
     def times(row: str) -> list[str]:
         at = found.get(f"first/{row}")
         return [number(at["median"]), number(at["p99"])] if at else ["", ""]
 
-    yield f"An engine at rest; {heading(run)}"
+    yield f"An idle engine; {heading(run)}"
     yield ""
     yield from table(
-        ["engine", "requests/s", "first token p50 ms", "p99"],
+        ["engine", "requests/s", "time to first token p50 ms", "p99"],
         [
             [engine, f"{found[f'rate/{engine}']['value']:.1f}", *times(engine)]
             for engine in ("stock", "elastic")
@@ -192,7 +204,7 @@ def idle_table(run: Result) -> Iterator[str]:
     yield ""
     live, mapped, slabs = (found[name]["value"] for name in ("live", "mapped", "slabs"))
     text = (
-        f"At rest {live / _GB:.2f} GB of pages hold a prefix, {mapped / _GB:.2f} GB are mapped, "
+        f"When idle, {live / _GB:.2f} GB of pages hold a prefix, {mapped / _GB:.2f} GB are mapped, "
         f"and {slabs / _GB:.2f} GB are allocated from the device"
     )
     if "kv" in found:
@@ -208,7 +220,7 @@ def idle_table(run: Result) -> Iterator[str]:
         )
         yield (
             f"Another process requested {need / _GB:.1f} GB from the ledger. The request was "
-            f"granted after {granted:.2f} s, and the memory allocated after {usable:.2f} s."
+            f"granted after {granted:.2f} s, and the memory was allocated after {usable:.2f} s."
         )
 
 
@@ -232,26 +244,26 @@ def share_table(run: Result) -> Iterator[str]:
                 str(first["rounds"]),
             ]
         )
-    bursts = "bursts of the trace" if options["bursts"] == "trace" else "ramps, climbs"
+    bursts = "bursts from the trace" if options["bursts"] == "trace" else "ramps"
     most = "at" if options["bursts"] == "trace" else "to"
     yield (
-        f"{options['engines']} engines, {bursts} {most} {options['rate']:g} requests a second, "
-        f"{found['share/capacity']['value'] / 2**30:.0f} GiB for all; {heading(run)}"
+        f"{options['engines']} engines, {bursts} {most} {options['rate']:g} requests/s, "
+        f"{found['share/capacity']['value'] / 2**30:.0f} GiB for all engines; {heading(run)}"
     )
     yield ""
-    head = ["engines", "first token mean ms", "p50", "p99", "between tokens p50 ms", "p99"]
+    head = ["engines", "time to first token mean ms", "p50", "p99", "inter-token p50 ms", "p99"]
     yield from table([*head, "requests per round", "rounds"], body)
     yield ""
-    yield f"![Memory over time, and the time to the first token]({picture_of(run)})"
+    yield f"![Memory over time, and time to first token]({picture_of(run)})"
 
 
 def picture_of(run: Result) -> str:
-    """The path of a run's picture."""
+    """Returns the path of a run's picture."""
     return f"benchmarks/vllm/{Path(run['file']).stem}.svg"
 
 
 def pictures() -> dict[Path, Result]:
-    """Paths of the pictures of memory over time, each with its run."""
+    """Returns the paths of the pictures of memory over time, each with its run."""
     drawn = [run for run in runs("vllm") if not run["parts"].keys().isdisjoint(picture.PARTS)]
     return {ROOT / picture_of(run): run for run in drawn}
 
@@ -275,12 +287,12 @@ def blocks_table(run: Result) -> Iterator[str]:
                 *(number(one["median"]) if one else "" for one in gaps),
             ]
         )
-    for what, label in (("live", "GB that hold a prefix"), ("mapped", "GB mapped at rest")):
+    for what, label in (("live", "GB that hold a prefix"), ("mapped", "GB mapped when idle")):
         values = [found.get(f"{what}/{size}") for size in sizes]
         if all(values):
             sums = (f"{one['value'] / _GB:.2f}" for one in values if one)
             body.append([label, *sums, "", "", ""])
-    yield f"Blocks of two sizes on pages of {run['options']['page'] >> 10} KB; {heading(run)}"
+    yield f"Blocks of two sizes on {run['options']['page'] >> 10} KB pages; {heading(run)}"
     yield ""
     words = [f"blocks of {size}" for size in sizes]
     yield from table(["tokens/s", *words, "ratio", *(f"ms per token, {w}" for w in words)], body)
@@ -300,7 +312,7 @@ def rough_table(run: Result) -> Iterator[str]:
     yield f"Requests that arrive and are aborted at random; {heading(run)}"
     yield ""
     head = ["engine", "answered", "aborted", "prefixes reset", "memory trimmed", "steps"]
-    yield from table([*head, "answers equal to stock's"], body)
+    yield from table([*head, "answers identical to stock's"], body)
     if "rough/blocks/stored" in found:
         stored, loaded, dropped = (
             found[f"rough/blocks/{what}"]["value"] for what in ("stored", "loaded", "dropped")
@@ -308,8 +320,8 @@ def rough_table(run: Result) -> Iterator[str]:
         size = run["options"]["offload"] / _GB
         yield ""
         yield (
-            f"The elastic engine had {size:.1f} GB of host memory: {stored:,} blocks were stored, "
-            f"{loaded:,} loaded, {dropped:,} dropped."
+            f"The elastic engine had {size:.1f} GB of host memory: it stored {stored:,} blocks, "
+            f"loaded {loaded:,} and dropped {dropped:,}."
         )
 
 
@@ -332,10 +344,11 @@ def sleep_table(run: Result) -> Iterator[str]:
                 f"{same['value']} of {same['of']}",
             ]
         )
-    head = ["engine", "longest `sleep(1)` s", "shortest s", "`wake_up()` s", "then first token ms"]
+    head = ["engine", "longest `sleep(1)` s", "shortest s", "`wake_up()` s"]
+    head += ["then time to first token ms", "GB freed", "answers identical to those before"]
     yield heading(run)
     yield ""
-    yield from table([*head, "GB freed", "answers equal to before"], body)
+    yield from table(head, body)
 
 
 def limit_table(run: Result) -> Iterator[str]:
@@ -357,10 +370,10 @@ def limit_table(run: Result) -> Iterator[str]:
         ]
         for number in names
     ]
-    yield from table(["device", "limit GB", "met after s", "peak after that GB"], body)
+    yield from table(["device", "limit GB", "met after s", "peak afterwards GB"], body)
     yield ""
     yield (
-        f"Requests held {found['peak'] / _GB:.3f} GB before; they free memory as they finish. "
+        f"Before, requests held {found['peak'] / _GB:.3f} GB; they free memory as they finish. "
         f"{found['same']:.0f} of {found['requests']:.0f} answers were the same as without a limit."
     )
 
@@ -370,7 +383,7 @@ def _over(row: Result | None) -> str:
 
 
 def full_table(run: Result) -> Iterator[str]:
-    """A full card, one engine at a time."""
+    """A full GPU, one engine at a time."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = [name.partition("/")[2] for name in found if name.startswith("rate/")]
     body = []
@@ -386,14 +399,15 @@ def full_table(run: Result) -> Iterator[str]:
         body.append([arm, *cells])
     engines = len(found[f"rate/{arms[0]}"]["rounds"])
     yield (
-        f"A full card: {run['options']['requests']} requests fill "
-        f"{found['memory']['value'] / _GB:.1f} GB of keys and values; one engine at a time, "
-        f"{engines} of each in alternating order; ± shows 95 % confidence; {heading(run)}"
+        f"A full GPU: {run['options']['requests']} requests fill "
+        f"{found['memory']['value'] / _GB:.1f} GB of keys and values; engines run one at a time, "
+        f"{engines} of each kind in alternating order; ± is the 95 % confidence interval; "
+        f"{heading(run)}"
     )
     yield ""
     head = ["engine", "tokens/s", "decode step ms", "tokens/s relative to stock"]
-    head += ["in the first load", "step's speed relative to stock"]
-    head += ["host waits for the GPU", "GB mapped", "answers equal to stock's"]
+    head += ["in the first load", "step speed relative to stock"]
+    head += ["host waits for the GPU", "GB mapped", "answers identical to stock's"]
     yield from table(head, body)
 
 
@@ -408,11 +422,11 @@ def first_table(run: Result) -> Iterator[str]:
         body.append([f"{int(size):,}", *firsts, _over(found.get(f"over/{size}/{arms[-1]}"))])
     each = found[f"{sizes[0]}/{arms[0]}"]["n"]
     yield (
-        f"Time to an idle engine's first token in ms; {each} requests to each engine in "
-        f"alternating order; ± shows 95 % confidence; {heading(run)}"
+        f"Time to first token of an idle engine in ms; {each} requests to each engine in "
+        f"alternating order; ± is the 95 % confidence interval; {heading(run)}"
     )
     yield ""
-    yield from table(["prompt's tokens", *arms, f"{arms[-1]} relative to {arms[0]}"], body)
+    yield from table(["prompt tokens", *arms, f"{arms[-1]} relative to {arms[0]}"], body)
 
 
 def cost_table(run: Result) -> Iterator[str]:
@@ -428,7 +442,7 @@ def cost_table(run: Result) -> Iterator[str]:
 
 
 def offload_table(run: Result) -> Iterator[str]:
-    """Prompts from host memory."""
+    """Prompts loaded from host memory."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     keys = [name.split("/") for name in found]
     sizes = list(dict.fromkeys(key[1] for key in keys if key[0] == "computed"))
@@ -453,7 +467,7 @@ def offload_table(run: Result) -> Iterator[str]:
     yield ""
     head = [f"{how}, {arm}" for how, arm in ways]
     head.append(f"loaded, {arms[-1]} relative to {arms[0]}")
-    yield from table(["prompt's tokens", *head], firsts)
+    yield from table(["prompt tokens", *head], firsts)
     yield ""
     hows = ("none", "loaded", "computed")
     body = [
@@ -462,12 +476,12 @@ def offload_table(run: Result) -> Iterator[str]:
         + [number(found[f"gap/{how}/{arm}"]["value"], 3) for how in hows]
         for arm in arms
     ]
-    gaps = ["p99 between tokens ms", "while prompts are loaded", "while prompts are computed"]
+    gaps = ["inter-token p99 ms", "while prompts are loaded", "while prompts are computed"]
     yield from table(["engine", "stores GB/s", "loads GB/s", *gaps], body)
 
 
 def prefixes_table(run: Result) -> Iterator[str]:
-    """Engines that take turns, with prefixes that do not fit."""
+    """Engines that take turns and whose prefixes do not fit in memory."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = [name.partition("/")[2] for name in found if name.startswith("hits/")]
     body = []
@@ -487,10 +501,10 @@ def prefixes_table(run: Result) -> Iterator[str]:
         f"values; {heading(run)}"
     )
     yield ""
-    head = ["engines", "tokens of prompts not computed, %", "first token p50 ms", "p90", "p99"]
-    yield from table([*head, "answers equal to the first kind's"], body)
+    head = ["engines", "prompt tokens found, %", "time to first token p50 ms", "p90", "p99"]
+    yield from table([*head, "answers identical to the first arm's"], body)
     yield ""
-    yield f"![Memory over time, and the time to the first token]({picture_of(run)})"
+    yield f"![Memory over time, and time to first token]({picture_of(run)})"
 
 
 def part_vllm(_: list[Result]) -> list[str]:
@@ -536,28 +550,28 @@ def part_sglang(_: list[Result]) -> list[str]:
 
 
 def turns_words(options: Result) -> str:
-    """The setting of a comparison with stock SGLang."""
+    """Describes the setting of a comparison with stock SGLang."""
     tier = ", hierarchical cache" if options["engine"].get("enable_hierarchical_cache") else ""
     return (
         f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
-        f"{options['prompt']:,} tokens, answers of {options['answer']}, `--page-size "
-        f"{options['page_size']}`, attention by {options['engine']['attention_backend']}{tier}"
+        f"{options['prompt']:,} tokens, answers of {options['answer']} tokens, `--page-size "
+        f"{options['page_size']}`, {options['engine']['attention_backend']} attention{tier}"
     )
 
 
 def shared_words(options: Result, found: Result) -> str:
-    """The setting of a run of vLLM and SGLang on one card."""
+    """Describes the setting of a run of vLLM and SGLang on one GPU."""
     prefixes = "" if options["prefixes"] else ", without prefix caches"
     return (
-        f"vLLM {options['vllm']} and SGLang {options['sglang']} on one card, shape "
+        f"vLLM {options['vllm']} and SGLang {options['sglang']} on one GPU, shape "
         f"{options['shape']}, {found['capacity']['value'] / _GB:.1f} GB of keys and values for both"
-        f"{prefixes}, bursts of {options['burst']:g} of that every {options['period']:g} s, "
+        f"{prefixes}, bursts that need {options['burst']:g} of it every {options['period']:g} s, "
         f"rounds of {options['bursts']} bursts"
     )
 
 
 def missing(run: Result) -> list[Result]:
-    """The rows of a run that were not run."""
+    """Returns the rows of a run that were not run."""
     return [one for part in run["parts"].values() for one in part["missing"]]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The table of features: the package's rows, with results from records of probed back ends.
+"""The table of features: the package's rows, with results from the records of probed back ends.
 
 A record is a file written by `vmem features --out`. pyvmem must be importable.
 """
@@ -23,7 +23,7 @@ Record = dict[str, Any]
 
 
 def records() -> dict[str, Record]:
-    """For each back end, the newest of its records on the most devices."""
+    """Returns, for each back end, the newest record among those with the most devices."""
     best: dict[str, Record] = {}
     for path in RESULTS.glob("features-*.json"):
         report: Record = json.loads(path.read_text(encoding="utf-8"))
@@ -38,12 +38,12 @@ def records() -> dict[str, Record]:
 
 
 def rank(record: Record) -> tuple[int, str]:
-    """Devices, then date."""
+    """Orders records by their number of devices, then by date."""
     return len(Probed.of(record).devices), record["date"]
 
 
 def cell(feature: Feature, record: Record | None) -> str:
-    """A feature's support on a back end, with what is missing if unsupported."""
+    """Returns whether a back end supports a feature, and if not, what is missing."""
     if record is None:
         return "not probed"
     info = Probed.of(record)
@@ -59,7 +59,7 @@ def code(text: str) -> str:
 
 
 def source(name: str, record: Record | None) -> str:
-    """The source of a column's results."""
+    """Returns the source of a column's results."""
     if record is None:
         return f"`{name}`: not probed"
     driver = f", driver {record['driver']}" if record["driver"] else ""
@@ -78,7 +78,7 @@ def part() -> list[str]:
         lines.append("| " + " | ".join(row) + " |")
     sources = "; ".join(source(name, found.get(name)) for name in BACKENDS)
     return [
-        "Which features work on which back end, as each reported when opened. A call "
+        "Which features work on which back end, as the back end reported when opened. A call "
         "that needs a missing capability is refused; nothing is emulated. `vmem features` prints "
         "the same for your machine.",
         "",

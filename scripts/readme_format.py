@@ -21,7 +21,7 @@ def load_run(path: Path, root: Path = ROOT) -> Result:
 
 
 def rows(result: Result) -> dict[str, Result]:
-    """All rows of a run by id."""
+    """Returns all rows of a run by id."""
     return {row["id"]: row for part in result["parts"].values() for row in part["rows"]}
 
 
@@ -32,13 +32,13 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def title(result: Result) -> str:
-    """The machine of a run, and a link to its file."""
+    """Returns the machine of a run, and a link to its file."""
     machine = result["machine"]
     return f"{machine['gpu']}, driver {machine['driver']} ([raw]({result['file']}))"
 
 
 def table(head: list[str], body: list[list[str]]) -> list[str]:
-    """A table in Markdown; the first column, and columns without digits, are left-aligned."""
+    """Formats a Markdown table; the first column and columns without digits are left-aligned."""
     columns = zip(*body, strict=True)
     counts = [any(character.isdigit() for character in "".join(column)) for column in columns]
     rule = ["---"] + ["---:" if count else "---" for count in counts[1:]]

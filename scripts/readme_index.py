@@ -14,7 +14,7 @@ from readme_format import RESULTS, ROOT
 __all__ = ["part"]
 
 LOGS = RESULTS / "logs"
-# Machines by prefix of a log's name, as many logs do not name their machine.
+# Machines by prefix of a log's name, since many logs do not name their machine.
 MACHINES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h100x2": "2 x NVIDIA H100 80GB HBM3",
@@ -27,7 +27,7 @@ OUTCOME = re.compile(r"^.*\b\d+ (?:passed|failed)\b.*$", re.M)
 FAILED = re.compile(r"\b[1-9]\d* failed\b|^FAILED\b|^Traceback |^status [1-9]|^rc [1-9]", re.M)
 COMMIT = re.compile(r'^(?:# | *"|vmem .*, )?commit"?:?\s+"?([0-9a-f]{7})', re.M)
 DATE = re.compile(r'^(?:# )?\s*"?(?:date|started)"?:?\s+"?(\d{4}-\d\d-\d\d)', re.M)
-# A log's head: "command   WORDS" in a line, or "# commit HASH, MACHINE; WORDS".
+# Head of a log: a line "command   WORDS", or "# commit HASH, MACHINE; WORDS".
 COMMAND = re.compile(r"^(?:# )?command\s+(.+)$|^# commit [^;\n]*; (.+)$", re.M)
 PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
 
@@ -36,14 +36,14 @@ Origin = dict[str, str]  # commit (for a driver record, the digest of the module
 
 
 def machine_of(machine: Record) -> str:
-    """A GPU and its driver, or the processor."""
+    """Returns the GPU and its driver, or the processor."""
     if machine.get("gpu"):
         return f"{machine['gpu']}, driver {machine['driver']}"
     return f"no GPU, {machine['cores']} cores"
 
 
 def origin_of(path: Path, said: Origin) -> tuple[str, str, str]:
-    """The cells for commit, date and command.
+    """Returns the cells for commit, date and command.
 
     Raises:
         ValueError: the file does not name its sources and its command.
@@ -54,12 +54,12 @@ def origin_of(path: Path, said: Origin) -> tuple[str, str, str]:
             f"{name} does not state its {missing[0]}: see benchmarks/README.md for a log's head"
         )
     command = said["command"].replace("|", "\\|")
-    ticks = "" if "`" in command else "`"  # a run described in words has its own backticks
+    ticks = "" if "`" in command else "`"  # a run described in prose has its own backticks
     return said["commit"], said.get("date", ""), f"{ticks}{command}{ticks}"
 
 
 def describe(record: Record) -> tuple[str, Origin]:
-    """A record's machine and origin, by its kind.
+    """Returns a record's machine and origin, found according to its kind.
 
     Raises:
         ValueError: unknown kind.
@@ -86,10 +86,10 @@ def describe(record: Record) -> tuple[str, Origin]:
 
 
 def gaps(record: Record) -> str:
-    """The parts of a record that were not measured or failed, with reasons; empty if complete.
+    """Returns the parts of a record that were not measured or failed, with reasons.
 
     Raises:
-        ValueError: a part was aborted or failed: run it again, or delete the file.
+        ValueError: a part was aborted or failed. Run it again, or delete the file.
     """
     words = []
     for what, part in record.get("parts", {}).items():
@@ -106,7 +106,7 @@ def gaps(record: Record) -> str:
 
 
 def failures(runs: list[Record]) -> str:
-    """The tests that failed in runs (oldest first), and whether they passed later."""
+    """Returns the tests that failed in runs (oldest first), and whether they passed later."""
     words = []
     for number, one in enumerate(runs):
         if one["result"] == "FAIL":
@@ -118,12 +118,12 @@ def failures(runs: list[Record]) -> str:
 
 
 def short(text: str, most: int = 90) -> str:
-    """The beginning of a reason, cut at a word."""
+    """Returns the beginning of a reason, cut at a word."""
     return text if len(text) <= most else text[:most].rpartition(" ")[0] + " ..."
 
 
 def row(path: Path) -> str:
-    """The row of a result file."""
+    """Returns the row of a result file."""
     text = path.read_text(encoding="utf-8")
     said: Origin
     if path == RUNS:
@@ -149,10 +149,10 @@ def row(path: Path) -> str:
 
 
 def log_row(path: Path) -> str:
-    """The row of a log: its machine, origin and last result.
+    """Returns the row of a log: its machine, origin and last result.
 
     Raises:
-        ValueError: a log of a failure: run it again, or delete it.
+        ValueError: the log of a failure. Run it again, or delete the log.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix != ".json" and (failed := FAILED.search(text)):
@@ -173,10 +173,10 @@ def log_row(path: Path) -> str:
 
 
 def part() -> list[str]:
-    """The table of results.
+    """Returns the table of results.
 
     Raises:
-        ValueError: a file that fits neither table, or does not state its origin.
+        ValueError: a file belongs to neither table, or does not state its origin.
     """
     if strange := unlisted():
         raise ValueError(f"{strange[0]}: results are *.json, *.jsonl and logs/*")
@@ -188,10 +188,10 @@ def part() -> list[str]:
 
 
 def part_logs() -> list[str]:
-    """The table of logs.
+    """Returns the table of logs.
 
     Raises:
-        ValueError: a log that does not state its origin, or of a failure.
+        ValueError: a log does not state its origin, or records a failure.
     """
     return [
         "| log | machine | commit | date | command | ended with | notes |",
@@ -201,16 +201,16 @@ def part_logs() -> list[str]:
 
 
 def results() -> list[Path]:
-    """The files of results."""
+    """Returns the result files."""
     return sorted({*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")})
 
 
 def logs() -> list[Path]:
-    """The logs."""
+    """Returns the log files."""
     return sorted(path for path in LOGS.iterdir() if path.is_file())
 
 
 def unlisted() -> list[Path]:
-    """Files below the results that no table lists, except raw/, which is not committed."""
+    """Returns files below the results that no table lists, except in raw/, which git ignores."""
     listed = {*results(), *logs(), *(RESULTS / "raw").glob("*.json")}
     return sorted(path for path in RESULTS.rglob("*") if path.is_file() and path not in listed)

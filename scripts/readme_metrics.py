@@ -21,7 +21,7 @@ COMMON = {"cache", "le"}  # labels of every metric, and of every histogram
 
 
 def zeros(kind: Any) -> dict[str, Any]:
-    """Zeros for all fields of a dataclass of numbers."""
+    """Returns zeros for all fields of a dataclass of numbers."""
     return {one.name: 0 for one in dataclasses.fields(kind)}
 
 
@@ -41,14 +41,14 @@ class Idle:
 
 
 def families() -> tuple[Family, ...]:
-    """The metric families of a cache."""
+    """Returns the metric families of a cache."""
     telemetry, cache = Telemetry(), Idle()
     telemetry.add(cache)
     return telemetry.families()
 
 
 def labels(family: Family) -> str:
-    """The family's labels besides the common ones, each with its values if these are fixed."""
+    """Returns the family's own labels, each with its values if these are fixed."""
     found: dict[str, dict[str, None]] = {}
     for sample in family.samples:
         for name, value in sample.labels.items():
@@ -62,7 +62,7 @@ def labels(family: Family) -> str:
 
 
 def part() -> list[str]:
-    """The lines of the table."""
+    """Returns the lines of the table."""
     rows = [["metric", "type", "labels besides `cache`", "what"], ["---"] * 4]
     for family in families():
         name = family.name + ("_total" if family.kind == "counter" else "")

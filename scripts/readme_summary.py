@@ -16,13 +16,13 @@ NOT_MEASURED = "not measured yet"
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """A number, or the range of several."""
+    """Formats a number, or the range of several."""
     shown = [format(value, form) for value in sorted(values)]
     return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
 
 
 def aims(results: list[Result], wanted: Callable[[str], bool]) -> list[float]:
-    """The values of the aims whose ids are wanted, on all machines."""
+    """Returns the values of the aims whose ids are `wanted`, on all machines."""
     return [
         aim["value"]
         for result in results
@@ -32,7 +32,7 @@ def aims(results: list[Result], wanted: Callable[[str], bool]) -> list[float]:
 
 
 def machines(results: list[Result]) -> str:
-    """The GPUs of some results."""
+    """Returns the GPUs of some results."""
     names = dict.fromkeys(result["machine"]["gpu"] for result in results)
     return ", ".join(name.removeprefix("NVIDIA ").partition(" ")[0] for name in names)
 
@@ -49,7 +49,7 @@ def capacity() -> tuple[str, str]:
 
 
 def overlap() -> tuple[str, str]:
-    """The p99 of decode iterations with mapping in the background, relative to ahead of time."""
+    """p99 of decode iterations with mapping in the background, relative to mapping beforehand."""
     found = []
     where: list[Result] = []
     for run in runs("overlap"):
@@ -64,7 +64,7 @@ def overlap() -> tuple[str, str]:
 
 
 def full_card(kind: str, form: str) -> tuple[str, str]:
-    """Decode time on a kind of memory relative to cudaMalloc's, at each run's largest footprint."""
+    """Decode time on a kind of memory relative to cudaMalloc, at each run's largest footprint."""
     found: list[float] = []
     where: list[Result] = []
     for run in runs("kernels"):
@@ -81,7 +81,7 @@ def full_card(kind: str, form: str) -> tuple[str, str]:
 
 
 def shorter() -> tuple[list[float], list[Result]]:
-    """The factor by which sharing shortens p99 time to first token."""
+    """Returns the factors by which sharing shortens p99 time to first token, and their runs."""
     found = []
     where: list[Result] = []
     for run in runs("vllm"):
@@ -94,7 +94,7 @@ def shorter() -> tuple[list[float], list[Result]]:
 
 
 def sharing() -> tuple[str, str]:
-    """`shorter`, as a range."""
+    """Formats `shorter` as a range."""
     found, where = shorter()
     if not found:
         return NOT_MEASURED, ""
@@ -102,7 +102,7 @@ def sharing() -> tuple[str, str]:
 
 
 def vllm() -> tuple[str, str]:
-    """Throughput of the elastic engine relative to the mean of the stock engines' at each rate."""
+    """Throughput of the elastic engine at each rate, relative to the mean of the stock engines."""
     found = []
     where: list[Result] = []
     equal = answers = 0
@@ -123,7 +123,7 @@ def vllm() -> tuple[str, str]:
 
 
 def at_rest() -> tuple[float, float, float, list[Result]]:
-    """For the load with the largest peak: bytes at the peak and at rest, seconds until at rest."""
+    """Returns bytes at the peak and when idle, and seconds until idle, of the largest load."""
     most = 0.0, 0.0, 0.0
     where: list[Result] = []
     for run in runs("vllm"):
@@ -137,13 +137,13 @@ def at_rest() -> tuple[float, float, float, list[Result]]:
 
 
 def full_runs() -> list[tuple[Result, Result]]:
-    """Runs of vLLM on a full card, each with its row of throughput relative to stock's."""
+    """Returns runs of vLLM on a full GPU, each with its throughput relative to stock."""
     over = [(run, rows(run).get("full/over/rate/elastic")) for run in runs("vllm")]
     return [(run, row) for run, row in over if row is not None]
 
 
 def vllm_full() -> tuple[str, str]:
-    """Throughput on a full card relative to stock's, with each run's confidence interval."""
+    """Throughput on a full GPU relative to stock, with each run's confidence interval."""
     found = full_runs()
     if not found:
         return NOT_MEASURED, ""
@@ -152,7 +152,7 @@ def vllm_full() -> tuple[str, str]:
 
 
 def headline() -> list[str]:
-    """Three numbers: the gain of sharing, the memory an idle server frees, and the cost."""
+    """Three numbers: the gain from sharing, the memory that an idle server frees, and the cost."""
     found, shared = shorter()
     peak, rest, seconds, idle = at_rest()
     full = full_runs()
@@ -168,8 +168,8 @@ def headline() -> list[str]:
         f"| [first tokens]({page}) (p99) of {engines} vLLM servers that share memory, versus "
         f"servers with a fixed equal share each; {number(min(found), 2)} times at heavier load "
         f"({machines(shared)}) | of KV cache stay [mapped]({page}) {seconds:.1f} s after the last "
-        f"request ({machines(idle)}) | stock vLLM's [tokens a second]({page}) with 48 GiB of keys "
-        f"and values, and the same answers ({machines([run for run, _ in full])}) |",
+        f"request ({machines(idle)}) | of stock vLLM's [tokens/s]({page}) with 48 GiB of keys "
+        f"and values, with the same answers ({machines([run for run, _ in full])}) |",
     ]
 
 
@@ -199,7 +199,7 @@ def part(results: list[Result]) -> list[str]:
             "benchmarks/capacity/README.md",
         ),
         (
-            "Time to map a 64 KB page, relative to CUDA's for a 2 MB page",
+            "Time to map a 64 KB page, relative to CUDA's time for a 2 MB page",
             (f"{spread(calls, '.2f')} times", where) if calls else (NOT_MEASURED, ""),
             "benchmarks/api/README.md",
         ),
@@ -210,45 +210,49 @@ def part(results: list[Result]) -> list[str]:
             "benchmarks/api/README.md",
         ),
         (
-            "The same on a full card, decoding, by layout: 64 KB pages",
+            "FlashAttention-3 decoding on a full GPU, 64 KB pages: time relative to cudaMalloc "
+            "memory, by layout",
             full_card("64K", ".2f"),
             "benchmarks/kernels/README.md",
         ),
         (
-            "The same: 64 KB pages with page-table entries of 2 MB",
+            "FlashAttention-3 decoding on a full GPU, 64 KB pages with 2 MB page-table entries: "
+            "time relative to cudaMalloc memory",
             full_card("entries", ".3f"),
             "benchmarks/kernels/README.md",
         ),
         (
-            "The same: 2 MB pages",
+            "FlashAttention-3 decoding on a full GPU, 2 MB pages: time relative to cudaMalloc "
+            "memory",
             full_card("2M", ".3f"),
             "benchmarks/kernels/README.md",
         ),
         (
-            "99th percentile of a decode iteration: memory mapped in the background, relative to "
-            "all mapped beforehand",
+            "p99 of decode iterations: memory mapped in the background, relative to all memory "
+            "mapped beforehand",
             overlap(),
             "benchmarks/overlap/README.md",
         ),
         (
-            "64 tensors grow by a page each with the patched driver: system calls, submissions to "
-            "the GPU, TLB invalidates (counted)",
+            "64 tensors grow by a page each with the patched driver: number of system calls, "
+            "submissions to the GPU and TLB invalidates",
             counts(),
             "docs/driver/evidence.md",
         ),
         (
-            "vLLM with the plug-in: tokens a second relative to stock vLLM",
+            "vLLM with the plug-in: tokens/s relative to stock vLLM",
             vllm(),
             "benchmarks/vllm/README.md",
         ),
         (
-            "The same with 48 GiB of keys and values, one engine at a time",
+            "vLLM with the plug-in and 48 GiB of keys and values, one engine at a time: tokens/s "
+            "relative to stock vLLM",
             vllm_full(),
             "benchmarks/vllm/README.md",
         ),
         (
-            "Several vLLM servers that share a GPU's memory: 99th percentile of the time to the "
-            "first token, versus servers with a fixed equal share each",
+            "Several vLLM servers that share a GPU's memory: p99 time to first token, versus "
+            "servers with a fixed equal share each",
             sharing(),
             "benchmarks/vllm/README.md",
         ),

@@ -3,9 +3,9 @@
 """Writes the measured parts of the README and of the documentation, from benchmarks/results.
 
 A part is between `<!-- measured NAME -->` and `<!-- /measured NAME -->`. All text there is
-generated, as is the text after `<!-- features -->` and `<!-- metrics -->`, which is made from the
+generated, as is the text after `<!-- features -->` and `<!-- metrics -->`, which comes from the
 package. Every part is in one file, the headline also on the site's home page; links are relative to
-that file. The table of branches is made from libvmem. The script also writes patches/kernels.json
+that file. The table of branches comes from libvmem. The script also writes patches/kernels.json
 and the pictures of benchmarks/vllm. `--check` changes nothing and fails if a file is out of date.
 Parts of readme_cache.py are required only if a result for them exists.
 """
@@ -59,12 +59,12 @@ PAGES = {"64K": "64 KB", "128K": "128 KB", "256K": "256 KB", "2M": "2 MB"}
 
 
 def load() -> list[Result]:
-    """The newest run of each GPU and driver that measured the calls, by GPU."""
+    """Returns the newest run of each GPU and driver that measured the calls, by GPU."""
     return newest_with("calls")
 
 
 def newest_with(part: str) -> list[Result]:
-    """The newest run of each GPU and driver that has a part, by GPU."""
+    """Returns the newest run of each GPU and driver that has a part, by GPU."""
     newest: dict[tuple[str, str], Result] = {}
     for path in sorted(RESULTS.glob("*.json")):
         result = load_run(path)
@@ -80,14 +80,14 @@ def newest_with(part: str) -> list[Result]:
 
 
 def time_of(row: Result | None) -> str:
-    """The median and 99th percentile of a row of times, in microseconds."""
+    """Formats the median and 99th percentile of a row of times, in microseconds."""
     if row is None:
         return ""
     return f"{number(row['median'])} ({number(row['p99'])})"
 
 
 def part_calls(results: list[Result]) -> list[str]:
-    """Microseconds per call, a table for each GPU."""
+    """Microseconds per call, with a table for each GPU."""
     lines = []
     for result in results:
         found = rows(result)
@@ -116,7 +116,7 @@ SLOTS = (
     ("`can_admit`", "can_admit"),
     ("a step in which no request needs a page", "idle"),
     ("a step that returns -1", "short"),
-    ("per growing request (one in 32), without the driver", "grow"),
+    ("a step, per growing request (one in 32), without the driver", "grow"),
 )
 SLOT_COUNTS = (256, 1024, 4096)
 
@@ -134,10 +134,10 @@ def part_slots(_: list[Result]) -> list[str]:
         ]
         apart = [
             f"{words} {time_of(found.get(f'slots/{key}/{backend}'))}"
-            for words, key in (("after a pause", "async_cold"), ("at once", "async_warm"))
+            for words, key in (("after a pause", "async_cold"), ("back to back", "async_warm"))
         ]
         lines += [
-            f"Microseconds of the caller, median (99th percentile), `{backend}`, {title(result)}, "
+            f"Microseconds per call, median (99th percentile), `{backend}`, {title(result)}, "
             f"commit {machine['commit'][:7]}{changes}:",
             "",
             *table(["slots", *(f"{n:,}" for n in SLOT_COUNTS)], body),
@@ -170,12 +170,12 @@ def part_aims(results: list[Result]) -> list[str]:
 
 
 def unit_of(aim: Result) -> str:
-    """The unit after a number; a ratio has none."""
+    """Returns the unit after a number; a ratio has none."""
     return {"x": "", "us": " µs"}.get(aim["unit"], f" {aim['unit']}")
 
 
 def aim_value(aim: Result | None) -> str:
-    """The measured value, marked if it misses the target."""
+    """Formats the measured value, marked if it misses the target."""
     if aim is None or aim["value"] is None:
         return "not run"
     digits = 4 if aim["unit"] == "x" else 3
@@ -191,25 +191,25 @@ def part_verified(results: list[Result]) -> list[str]:
 
 COUNTS = [
     ("a page added to each of 64 tensors", "grow 64 tensors, tables there"),
-    ("the same, `stock`'s calls", "stock path: grow 64 tensors, tables there"),
-    ("the same in 64 slots that were never used", "grow 64 tensors, first touch of 64 slots"),
-    ("the same, `stock`'s calls", "stock path: grow 64 tensors, first touch"),
+    ("page added to 64 tensors, `stock`'s calls", "stock path: grow 64 tensors, tables there"),
+    ("page added in 64 slots never used before", "grow 64 tensors, first touch of 64 slots"),
+    ("page added in 64 new slots, `stock`'s calls", "stock path: grow 64 tensors, first touch"),
     ("a page removed from each of 64 tensors", "unmap one page of 64 tensors"),
-    ("the same, `stock`'s calls", "stock path: unmap one page of 64 tensors"),
-    ("the first row with 100,000 live pages", "grow 64 tensors beside 100,000 live pages"),
+    ("page removed from 64 tensors, `stock`'s calls", "stock path: unmap one page of 64 tensors"),
+    ("page added with 100,000 live pages", "grow 64 tensors beside 100,000 live pages"),
     ("growing from 0 to 8K tokens in 256 steps", "grow from 0 to 8K tokens, 256 steps"),
     ("unmapping the 8K tokens", "unmap a request of 8K tokens"),
 ]
 GIGABYTE = [
     ("mapped for the first time, 64 KB entries", "map 1 GB by entries of 64 KB"),
-    ("the same, 2 MB entries", "map 1 GB by entries of 2 MB"),
+    ("mapped for the first time, 2 MB entries", "map 1 GB by entries of 2 MB"),
     ("unmapped, 64 KB entries", "unmap 1 GB by entries of 64 KB"),
-    ("the same, 2 MB entries", "unmap 1 GB by entries of 2 MB"),
+    ("unmapped, 2 MB entries", "unmap 1 GB by entries of 2 MB"),
     ("mapped again, 64 KB entries", "map 1 GB by entries of 64 KB, again"),
-    ("the same, 2 MB entries", "map 1 GB by entries of 2 MB, again"),
-    ("a page of each of its 2 MB entries unmapped, which splits them", "split 512 entries"),
-    ("the same, with the tables in place", "split 512 entries, tables there"),
-    ("those pages mapped and the 2 MB entries joined", "join 512 entries"),
+    ("mapped again, 2 MB entries", "map 1 GB by entries of 2 MB, again"),
+    ("a page of each 2 MB entry unmapped, which splits the entry", "split 512 entries"),
+    ("entries split with the tables in place", "split 512 entries, tables there"),
+    ("those pages mapped again and the 2 MB entries joined", "join 512 entries"),
 ]
 COUNTED = [
     ("ioctls", "ioctls"),
@@ -222,7 +222,7 @@ COUNTED = [
 
 
 def part_counts(_: list[Result]) -> list[str]:
-    """The patched driver's work for a request, counted by the software GPU."""
+    """Work of the patched driver for a request, counted by the software GPU."""
     path = RESULTS / "softgpu-counts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {line["case"]: line for line in lines[1:]}
@@ -251,9 +251,9 @@ def part_counts(_: list[Result]) -> list[str]:
 WORKLOADS = [
     ("growth", "{requests} requests grow to {tokens:,} tokens, a token per step"),
     ("prefix", "a request starts with a prefix of {prefix:,} tokens"),
-    ("prefix ends", "that request is freed"),
+    ("prefix ends", "the request with the prefix is freed"),
     ("move", "a request's {tokens:,} tokens move, page by page"),
-    ("promotion", "its pages become pages of 2 MB"),
+    ("promotion", "a request's pages become 2 MB pages"),
     ("a request ends", "a request of {tokens:,} tokens is freed"),
 ]
 WORKED = [
@@ -261,7 +261,7 @@ WORKED = [
     ("pushes", "pushes"),
     ("invalidates", "TLB invalidates"),
     ("entries", "entries"),
-    ("tables", "tables made"),
+    ("tables", "tables created"),
 ]
 
 
@@ -277,7 +277,7 @@ def part_workloads(_: list[Result]) -> list[str]:
             cells = [f"{uvm[field]:,} / {stock[field]:,}" for field, _ in WORKED]
             body.append([what.format(prefix=head["prefix_tokens"], **uvm), str(tensors), *cells])
     return [
-        f"Counts for `uvm` / `stock`, for the same work: {head['model']}'s rows, 64 KB pages "
+        f"Counts for `uvm` / `stock` for the same work: {head['model']}'s rows, 64 KB pages "
         f"mapped one by one, nvidia-uvm {head['driver']} on the software GPU "
         f"({head['architecture']}; [raw]({path.relative_to(ROOT).as_posix()})):",
         "",
@@ -289,7 +289,7 @@ LAYOUTS = ["g1/64K", "g1/256K", "g1/2M", "g4/64K", "g4/2M", "blocks/16", "blocks
 
 
 def layout_name(layout: str) -> str:
-    """The heading of a layout: g4/2M is four layers in a tensor, pages of 2 MB."""
+    """Returns the heading of a layout: g4/2M is four layers in a tensor, 2 MB pages."""
     how, _, size = layout.partition("/")
     if how == "blocks":
         return f"paged, {size} tokens"
@@ -358,22 +358,22 @@ def part_sharing(_: list[Result]) -> list[str]:
                 cells = [" / ".join(f"{found[one]['value']:.0f}" for one in each) for each in ids]
                 body.append([f"{words}; {name}'s means; {model}", *cells])
     return [
-        "Memory saved by sharing, as % of the memory without it, for 2 / 4 / 6 samples or beams, "
-        f"computed ([raw]({run['file']})):",
+        "Memory saved by sharing, in % of the memory without sharing, for 2 / 4 / 6 samples or "
+        f"beams, computed ([raw]({run['file']})):",
         "",
         *table(["", *systems.values()], body),
     ]
 
 
 def part_turns(_: list[Result]) -> list[str]:
-    """The share of prefix hits that were already mapped, for each budget."""
+    """Share of prefix hits that were still mapped, for each budget."""
     run = load_run(RESULTS / "prefix-turns.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
     body = []
     for kind, what in (
         ("hits", "prefix hits"),
-        ("next", "of these, next turns"),
+        ("next", "of which next turns"),
         ("tokens", "hit tokens"),
     ):
         cells = [found[f"turns/{kind}/{budget}"] for budget in budgets]
@@ -381,7 +381,7 @@ def part_turns(_: list[Result]) -> list[str]:
         body.append([what, *shown])
     note = run["parts"]["turns"]["notes"][0]
     return [
-        f"Hits that were already mapped in a free slot, so that no driver call was needed, "
+        f"Hits that were still mapped in a free slot, so that no driver call was needed, "
         f"{run['options']['trace'] or 'synthetic'}, keys and values of {run['options']['model']} "
         f"({note}; [raw]({run['file']})):",
         "",
@@ -432,18 +432,18 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
 }
 
 
-OF_PACKAGE = {"features", "metrics"}  # made from the package
-OF_GPU = {"calls", "aims", "verified"}  # parts made from the runs of calls
+OF_PACKAGE = {"features", "metrics"}  # parts generated from the package
+OF_GPU = {"calls", "aims", "verified"}  # parts generated from the runs of calls
 MARKER = re.compile(r"<!-- (measured [a-z-]+|features|metrics) -->.*?<!-- /\1 -->", re.S)
 
 
 def files() -> list[Path]:
-    """The files that may contain parts."""
+    """Returns the files that may contain parts."""
     return [README, *sorted(path for folder in FOLDERS for path in ROOT.glob(folder))]
 
 
 def relative(line: str, path: Path) -> str:
-    """A part's line for a file: links from the repository's root become relative to the file."""
+    """Returns a part's line for a file: links from the repository's root become relative to it."""
     here = os.path.relpath(path.parent, ROOT)
 
     def link(match: re.Match[str]) -> str:
@@ -453,7 +453,7 @@ def relative(line: str, path: Path) -> str:
 
 
 def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
-    """The files' texts with their generated parts renewed."""
+    """Returns the files' texts with their generated parts renewed."""
     optional = {name: part for name, part in {**CACHE_PARTS, **ENGINE_PARTS}.items() if part([])}
     parts = {
         name if name in OF_PACKAGE else f"measured {name}": (name, part)

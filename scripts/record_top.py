@@ -5,8 +5,8 @@
     scripts/record_top.py docs/operations/top.svg
 
 The engines are pyvmem caches in separate processes, on the back end `host`, which share a ledger in
-a temporary directory. The animation shows what the command wrote to a terminal. Run it with the
-interpreter of an environment with pyvmem.
+a temporary directory. The animation shows what the command wrote to a terminal. Run this script
+with the Python of an environment that has pyvmem.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Screen:
             self.colour = "" if number == "0" else number
 
     def frame(self) -> Frame:
-        """The current characters on the screen."""
+        """Returns the characters that are on the screen."""
         return tuple(map(tuple, self.lines))
 
 
 def engine(name: str, folder: Path) -> None:
-    """Runs an engine whose requests only grow; it has more of them during its turn."""
+    """Runs an engine whose requests only grow; it has more requests during its turn."""
     from pyvmem import Context, KVCache, KVCacheConfig
     from pyvmem.kvcache import Budget
     from pyvmem.ledger import Ledger
@@ -157,7 +157,7 @@ def record(folder: Path) -> list[tuple[float, Frame]]:
 
 
 def line_of(cells: tuple[Cell, ...], y: float) -> str:
-    """A line as SVG text; gaps come from positions."""
+    """Returns a line as SVG text; gaps result from the positions."""
     parts, column = [], 0
     for colour, group in groupby(cells, key=lambda cell: cell[1]):
         text = "".join(char for char, _ in group)
@@ -171,7 +171,7 @@ def line_of(cells: tuple[Cell, ...], y: float) -> str:
 
 
 def drawing(frames: list[tuple[float, Frame]]) -> str:
-    """The animation: stacked frames behind a window that jumps from frame to frame."""
+    """Returns the animation: stacked frames behind a window that jumps from frame to frame."""
     lines: dict[tuple[Cell, ...], str] = {}
     shown, steps = [], []
     height = MARGIN * 2 + HEIGHT * CELL_H

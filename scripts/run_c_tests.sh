@@ -3,12 +3,12 @@
 #
 # usage: run_c_tests.sh SECONDS WRAPPER PROGRAM...
 # Runs each program with a time limit, under WRAPPER (may be empty), as many at a time as there are
-# processors (JOBS=n overrides); prints a program's output when it exits. A program's exit status: 0
-# passed, 77 cannot run on this machine (it says why), anything else failed. This script's: 1 if any
-# failed. Tests print their own counts of passed and failed checks; with COUNT=1 programs are
-# counted instead.
+# processors (JOBS=n overrides); prints a program's output when it exits. A program exits with 0 if
+# it passed, 77 if it cannot run on this machine (it says why), and any other status if it failed.
+# This script exits with 1 if any program failed. Tests print their own counts of passed and failed
+# checks; with COUNT=1 programs are counted instead.
 
-# Run a program: leave its result in $results, and do not mix the output of concurrent programs.
+# Run a program: leave its result in $results, without mixing the output of concurrent programs.
 run_one() {
   name=${program##*/}
   said=$results/$name.out

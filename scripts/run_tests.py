@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Runs all tests possible on this machine, stage by stage; finally reports tests that did not run.
+"""Runs all tests possible on this machine, stage by stage, and reports the tests that did not run.
 
 Summaries of the runners (pytest's last line, "N passed, N failed" of the C programs) are printed
 immediately. Each stage's duration is stored in build/, so that the next run can estimate the
-remaining time; a run that failed or was interrupted names the stage to resume from. Exit status 0:
-no stage failed.
+remaining time; a run that failed or was interrupted names the stage to resume from. The exit status
+is 0 if no stage failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import extra_environment
 import vllm_setup
 from environment import PYTHONS as SERVED
-from extra_environment import CANNOT  # also scripts' exit status: a prerequisite is missing here
+from extra_environment import CANNOT  # also the exit status of scripts that lack a prerequisite
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -36,18 +36,18 @@ VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
 PYTHONS = tuple(f"{major}.{minor}" for major, minor in SERVED)
 VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
-# Groups of build/venv's requirements, without linting and packaging.
+# Requirement groups of build/venv, without linting and packaging.
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
 SLOWEST = ("--durations=12", "--durations-min=8")  # report slow tests in a stage's log
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
-# Tests that take a minute and catch most mistakes: of each layer and of the cache's usual calls.
+# Tests that take a minute and catch most mistakes. They cover each layer and the usual cache calls.
 EVERYDAY = (
     *("bad_input", "columns", "context", "errors", "order", "parts", "structure", "tensor"),
     *("tickets", "turns", "bench", "docs", "layouts", "logs", "run_tests", "bug_report"),
     *("kvcache", "kvcache_budget", "kvcache_config", "kvcache_prefix", "kvcache_rows"),
     *("kvcache_share", "kvcache_swap", "prefix_tree", "serve_scheduler", "slot_index"),
 )
-# Tests of the back end cuda on a software CUDA driver; other tests are slow with its page size.
+# Tests to run on the back end cuda with a software CUDA driver; others are slow with its page size.
 ON_CUDA = (
     *("bad_input", "calls", "context", "entries", "errors", "features", "kvcache"),
     *("kvcache_order", "kvcache_share", "kvcache_swap", "kvcache_waits", "tensor", "torch_pool"),
@@ -58,7 +58,7 @@ ON_CUDA_LONG = (
     *("engine_requests", "kvcache_ahead", "kvcache_budget", "kvcache_host_prefixes"),
     *("kvcache_prefix", "kvcache_rows", "kvcache_window", "parallel"),
 )
-# Tests of the back end stock on software replacements of CUDA and of the kernel modules.
+# Tests to run on the back end stock with software replacements of CUDA and the kernel modules.
 ON_STOCK = (
     *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
     *("kvcache_swap", "selftest"),
@@ -67,13 +67,13 @@ C_ON_STOCK = (
     *("accounting", "basic", "bind", "entries", "errors", "events", "fork", "join", "large"),
     *("parts", "tickets", "unknown_state", "zeroing"),
 )
-# C tests that take half a minute each on the back end stock.
+# C tests that each take half a minute on the back end stock.
 C_ON_STOCK_LONG = (
     *("async", "batch", "compact", "limits", "move", "pool", "stress", "threads", "transfer"),
 )
 # A driver and the Debian suite of the kernel, as in tests/kernel/manifest/kernels.py.
 NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
-# Each directory's slowest files: started first, so that no processor is idle at the end.
+# The slowest files of each directory. They start first, so that no processor idles at the end.
 LONGEST = {
     "tests/python": ("compiled", "serve_identity", "example_engine", "parallel", "interrupts"),
     "tests/vllm": ("engine", "pool", "bench", "server", "example"),
@@ -81,13 +81,13 @@ LONGEST = {
 ENGINES = 2  # vLLM tests in parallel: each has one or two processes of 1 GB
 LINTED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 TYPED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks/src", "scripts")
-WORDS = 12  # words of a command to show
+WORDS = 12  # maximum number of words of a command to show
 TIMES = BUILD / "test-times.json"
 DOCKERFILE = ROOT / "packaging" / "containers" / "Dockerfile"
 
 
 class Failed(Exception):
-    """A stage failed."""
+    """Raised when a stage failed."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Session:
 
 
 def shown(command: Sequence[str | Path]) -> str:
-    """A command shortened to a line: the tool, its options and the first files."""
+    """Shortens a command to a line: the tool, its options and the first files."""
     words = [str(word) for word in command]
     if len(words) > 2 and words[1] == "-m":
         words = words[2:]
@@ -148,12 +148,12 @@ def quiet(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
 
 
 def make(*arguments: str) -> list[str]:
-    """The make command that builds in libvmem/ on two cores."""
+    """Returns the make command that builds in libvmem/ on two cores."""
     return ["make", "-s", "--no-print-directory", "-C", "libvmem", "-j2", *arguments]
 
 
 def c_tests(sanitizer: str) -> Callable[[Session], None]:
-    """The C programs of tests/c, built with a sanitizer or none."""
+    """Returns a stage with the C programs of tests/c, built with a sanitizer or without."""
 
     def stage(session: Session) -> None:
         if not list((ROOT / "tests" / "c").glob("test_*.c")):
@@ -191,7 +191,7 @@ def docs(session: Session) -> None:
 
 
 def c_sources() -> list[Path]:
-    """The C files to format in libvmem's style; vmem.h is formatted by hand."""
+    """Returns the C files to format in libvmem's style; vmem.h is formatted by hand."""
     folders = ("libvmem/src", "libvmem/examples", "tests/c", "tests/gpu", "tests/softcuda")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*.[ch]")]
     return sorted([*found, *(ROOT / "pyvmem").glob("_[!v]*.[ch]")])  # _vmem.c is generated
@@ -217,7 +217,7 @@ def lint(session: Session) -> None:
         [PYTHON, "-m", "ruff", "check", *LINTED],
         [PYTHON, "-m", "ruff", "format", "--check", *LINTED],
         [VENV / "shellcheck", *scripts],
-        # Versions of Debian's packages and of the wheel's requirements are not pinned.
+        # Ignored: unpinned versions of Debian's packages and of the wheel's requirements.
         [VENV / "hadolint", "--ignore=DL3008", "--ignore=DL3013", DOCKERFILE],
         [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],
         [PYTHON, ROOT / "scripts" / "readme_tables.py", "--check"],
@@ -240,17 +240,17 @@ def lint(session: Session) -> None:
 
 
 def processors() -> int:
-    """The processors that this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def side_by_side(workers: int) -> tuple[str, ...]:
-    """pytest's options for parallel processes, each of which runs whole files."""
+    """Returns pytest's options for parallel processes, each of which runs whole files."""
     return ("-n", str(workers), "--dist", "loadfile")
 
 
 def longest_first(folder: str) -> list[str]:
-    """pytest's arguments for the test files of a directory, those in `LONGEST` first."""
+    """Returns pytest's arguments for the test files of a directory, those in `LONGEST` first."""
     files = {one.stem.removeprefix("test_"): one for one in (ROOT / folder).glob("test_*.py")}
     names = dict.fromkeys((*LONGEST[folder], *sorted(files)))
     paths = [str(files[name].relative_to(ROOT)) for name in names]
@@ -316,7 +316,7 @@ def other_pythons(session: Session) -> None:
 
 
 def can(script: str, *words: str) -> bool:
-    """Runs a set-up or check script; False: not possible on this machine."""
+    """Runs a set-up or check script; returns False if this machine cannot run it."""
     command = [str(PYTHON), str(ROOT / "scripts" / script), *words]
     status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
     if status not in (0, CANNOT):
@@ -468,7 +468,7 @@ def stock(session: Session) -> None:
 
 
 def usable_gpu_backends() -> list[str]:
-    """The back ends among stock and cuda whose probe succeeds."""
+    """Returns those of the back ends stock and cuda whose probe succeeds."""
     found = json.loads(quiet(VENV / "vmem", "probe", "--json"))
     return [one["backend"] for one in found if one["usable"] and one["backend"] != "host"]
 
@@ -496,7 +496,7 @@ def gpu_tests(session: Session) -> None:
 
 
 def interpreters() -> tuple[dict[str, str], list[str]]:
-    """The installed Pythons' executables by version, and the missing versions."""
+    """Returns the installed Pythons' executables by version, and the missing versions."""
     found: dict[str, str] = {}
     for version in PYTHONS:
         for path in (shutil.which(f"python{version}"), *map(str, pyenv_pythons(version))):
@@ -507,13 +507,13 @@ def interpreters() -> tuple[dict[str, str], list[str]]:
 
 
 def pyenv_pythons(version: str) -> list[Path]:
-    """Interpreters that pyenv has installed, selected or not."""
+    """Returns the interpreters that pyenv has installed, selected or not."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     return sorted(root.glob(f"versions/{version}.*/bin/python{version}"))
 
 
 def answer(*command: str) -> str | None:
-    """A command's output; None if it fails."""
+    """Returns a command's output, or None if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -593,8 +593,8 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "python-fast": python_fast,
     "gpu": gpu_tests,
 }
-ASKED_FOR = ("python-fast", "gpu")  # run only if named
-# Run if named, and with --long.
+ASKED_FOR = ("python-fast", "gpu")  # stages that run only if named
+# Stages that run if named, and with --long.
 LONG = ("pythons", "sglang", "transformers", "notebook", "wheel-debian", "deb", "containers")
 
 
@@ -614,7 +614,7 @@ class Times:
             self._all = json.loads(path.read_text(encoding="utf-8"))
 
     def left(self, names: Sequence[str]) -> str:
-        """The expected duration of stages, from earlier runs."""
+        """Returns the expected duration of stages, from earlier runs."""
         known = self._all.get(self._mode, {})
         seconds = [known[name] for name in names if name in known]
         if not seconds:
@@ -638,7 +638,7 @@ def run_stages(
     """Runs stages and prints a summary; returns the exit status.
 
     Args:
-        chosen: the stages were named explicitly, by `make check` or a user.
+        chosen: true if `make check` or the user named the stages.
     """
     results: dict[str, str] = {}
     start = time.monotonic()

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Creates build/sglang: SGLang's Python, on top of build/vllm. With `old`, also build/sglang-old.
 
-Exit status 77: the packages are unavailable here. SGLang's wheel contains its Python code; its
-kernels are a separate package without a build for CPUs. tests/sglang/stand_ins has stubs for the
-parts of that package and of torchvision that its CPU engine imports. build/sglang-old has a version
-that the plug-in rejects.
+The exit status is 77 if the packages are unavailable. SGLang's wheel contains its Python code; its
+kernels are a separate package without a build for CPUs. tests/sglang/stand_ins contains stubs for
+the parts of that package and of torchvision that SGLang's CPU engine imports. build/sglang-old
+contains a version that the plug-in rejects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Makes build/vllm, which shares most packages, and build/sglang."""
+    """Creates build/vllm, which shares most packages, and build/sglang."""
     old = sys.argv[1:] == ["old"]
     del sys.argv[1:]  # hide the arguments from vllm_setup, which parses its own
     below = [BUILD / "vllm", VENV]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The parts of the system that set-up needs, and the packages that provide them.
 
-Each package manager is a row with its install command and its package for each part. The first
+Each package manager has a row with its install command and its package for each part. The first
 available manager is used. Its sources and keys are never changed.
 """
 
@@ -50,12 +50,12 @@ def say(text: str) -> None:
 
 
 def fail(text: str) -> NoReturn:
-    """Ends the program with a message."""
+    """Exits the program with a message."""
     sys.exit(f"setup: {text}")
 
 
 def quiet(command: Sequence[str], *, show: bool) -> bool:
-    """True if a command succeeds; `show`: prints its output if it fails."""
+    """Returns True if a command succeeds; with `show`, prints its output if it fails."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -76,8 +76,8 @@ class Manager:
 
     Attributes:
         install: the install command, to which the packages' names are appended.
-        names: the package for each part; {python} is "python3", or for example "python3.12" if
-            that is not the system's python3; {minor} is then 12.
+        names: the package for each part. {python} stands for "python3", or, if the Python is not
+            the system's python3, for example "python3.12" with {minor} 12.
         refresh: the command that fetches package lists, if installing does not.
     """
 
@@ -86,7 +86,7 @@ class Manager:
     refresh: tuple[str, ...] = ()
 
     def packages(self, parts: Sequence[str]) -> list[str]:
-        """The packages that provide `parts`, for the Python that runs this."""
+        """Returns the packages that provide `parts`, for the Python that runs this script."""
         minor = sys.version_info[1]
         of_system = Path("/usr/bin/python3").resolve().name == f"python3.{minor}"
         python = "python3" if of_system else f"python3.{minor}"
@@ -145,12 +145,12 @@ MANAGERS = (
 
 
 def manager() -> Manager | None:
-    """The package manager of this system; None: no known manager was found."""
+    """Returns this system's package manager, or None if it is not a known one."""
     return next((one for one in MANAGERS if shutil.which(one.install[0])), None)
 
 
 def missing() -> list[str]:
-    """The missing parts without which nothing can be built."""
+    """Returns the missing parts without which nothing can be built."""
     found = [] if shutil.which("gcc") else ["compiler"]
     found += [] if shutil.which("make") else ["make"]
     found += [] if Path("/usr/include/stdio.h").exists() else ["libc"]
@@ -168,18 +168,21 @@ def missing() -> list[str]:
 
 
 def has_probes() -> bool:
-    """True if the header of USDT probes exists; the library is built without probes otherwise."""
+    """True if the header for USDT probes exists; otherwise the library is built without probes."""
     folders = (Path("/usr/include"), *Path("/usr/include").glob("*-linux-gnu"))
     return any((folder / "sys" / "sdt.h").exists() for folder in folders)
 
 
 def privileged(command: Sequence[str], *, ask: bool) -> list[str] | None:
-    """The command to run as root; None if impossible. `ask`: it may ask for a password."""
+    """Returns the command to run as root, or None if impossible.
+
+    ask: the command may ask for a password.
+    """
     if os.geteuid() == 0:
         return list(command)
     if not shutil.which("sudo"):
         return None
-    # Asking for a password needs a terminal.
+    # The command can ask for a password only on a terminal.
     if ask and sys.stdin.isatty():
         return ["sudo", *command]
     return ["sudo", "-n", *command] if quiet(["sudo", "-n", "true"], show=False) else None
@@ -190,8 +193,7 @@ def install_packages(tool: Manager, packages: Sequence[str], *, useful: bool = F
 
     Args:
         useful: the packages are optional: no password is asked for, and False is returned if they
-            cannot be installed. Otherwise a failure exits the program and prints the command to
-            run.
+            cannot be installed. Without it, a failure prints the command to run and exits.
     """
     say(f"missing packages: {' '.join(packages)}")
     wanted = [*tool.install, *packages]
@@ -226,7 +228,7 @@ def install(parts: Sequence[str], *, useful: bool = False) -> bool:
 
 
 def install_debian_packages(packages: Sequence[str]) -> None:
-    """Installs tools for tests and packaging, for which only Debian's names are known."""
+    """Installs tools for tests and packaging, whose package names are known only for Debian."""
     if not shutil.which(APT.install[0]):
         names = " ".join(packages)
         fail(f"no apt-get here: install what Debian calls {names}, then run this again")

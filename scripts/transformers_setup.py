@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Creates build/transformers: the oldest supported transformers, on top of build/venv.
 
-Exit status 77: the packages are unavailable here. Dependencies that need a different version than
-build/venv's (huggingface-hub) are installed with it; everything else is imported from build/venv.
+The exit status is 77 if the packages are unavailable. Dependencies that need a different version
+than build/venv's (huggingface-hub) are installed with it; everything else is imported from
+build/venv.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["oldest"]
 
 
 def oldest() -> str:
-    """The oldest supported version as a requirement, ``transformers==VERSION``."""
+    """Returns the oldest supported version as a requirement, ``transformers==VERSION``."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     bounds = set(re.findall(r'"transformers>=([0-9.]+)', text))
     if len(bounds) != 1:

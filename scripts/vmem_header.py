@@ -20,7 +20,7 @@ def normal(declaration: str) -> str:
 
 
 def functions() -> dict[str, str]:
-    """Declarations by name, without VMEM_API and the semicolon, in the header's order."""
+    """Returns declarations by name, without VMEM_API and the semicolon, in the header's order."""
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.S)
     found = {}
     for match in re.finditer(r"^VMEM_API\s+([^;]*?\b(\w+)\s*\([^;]*\))\s*;", text, flags=re.M):
@@ -29,7 +29,7 @@ def functions() -> dict[str, str]:
 
 
 def version() -> str:
-    """The value of VMEM_VERSION."""
+    """Returns the value of VMEM_VERSION."""
     match = re.search(r'^#define VMEM_VERSION "(.+)"', HEADER.read_text(encoding="utf-8"), re.M)
     if not match:
         raise ValueError(f"{HEADER} has no VMEM_VERSION")

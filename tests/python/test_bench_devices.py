@@ -39,7 +39,7 @@ def test_measurements_without_gpus(tmp_path: Path) -> None:
 
 def test_devices_must_start_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "devices", "--quick", "--backend", "host", "--device", "1"]) == 2
-    assert "it begins with device 0" in capsys.readouterr().err
+    assert "this benchmark starts with device 0" in capsys.readouterr().err
 
 
 def test_lost_rows_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

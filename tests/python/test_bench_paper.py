@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks that the page that compares the papers' numbers with ours matches the kept results."""
+"""Checks that the page which compares the papers' numbers with ours matches the kept results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEEDS_RUNS = {
     "makespan",
     "latency",
     "memory",
-}  # pictures of GPU runs, whose results may not be in the repository yet
+}  # pictures of runs on a GPU, which may not be kept yet
 
 
 def test_the_page_and_the_pictures_show_the_kept_results() -> None:
@@ -91,7 +91,7 @@ def test_pictures_of_runs_that_are_not_kept_yet_can_be_drawn(tmp_path: Path) -> 
 
 
 def test_rows_of_serving_runs_match_the_runs(tmp_path: Path) -> None:
-    """Each arm's figures are half, equal to, or twice those of the contiguous arm."""
+    """Every figure of an arm is half, the same, or twice that of the contiguous arm."""
     factors = {"contiguous": 8.0, "2M": 16.0, "paged16": 4.0, "static": 32.0, "again": 8.0}
     figures = ("tokens", "requests", "first50", "batch", "largest", "mapped", "used", "shared")
     for part in ("offline", "azure", "prefixes", "chat"):
@@ -115,13 +115,13 @@ def test_rows_of_serving_runs_match_the_runs(tmp_path: Path) -> None:
     texts = [row.ours(results) for row in served if row.ours is not None]
     assert len(texts) == len(served) > 8
     found = "\n".join(texts)
-    assert "tokens/s, contiguous over paged16 2.000x, again 1.000x" in found
+    assert "tokens/s of contiguous relative to paged16 2.000x, again 1.000x" in found
     ratios = "largest batch 0.50x, tokens/s 0.50x"
-    # measured with the chat workload
-    assert f"64 KB over 2 MB in 20 GB: batch 0.50x, {ratios}" in found
+    # From the chat workload:
+    assert f"64 KB relative to 2 MB in 20 GB: batch 0.50x, {ratios}" in found
     assert f"20 GB: batch 0.50x, batch while others wait 1.00x, {ratios}" in found
     assert "-100 % of the pool is not mapped" in found
-    assert "held memory that is rows 25 % / 100 % static" in found
+    assert "share of held memory that rows use 25 %, static 100 %" in found
 
 
 def test_the_time_model_follows_its_inputs_and_states_its_error() -> None:
@@ -198,8 +198,7 @@ def test_without_results_every_measured_row_says_so(tmp_path: Path) -> None:
 
 
 def test_rows_are_complete() -> None:
-    """Each row has a source, either a result of ours or a reason for its absence, and an existing
-    command."""
+    """Each has a source, a result of ours or a reason, and an existing command."""
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())
     for row in ROWS:
@@ -218,7 +217,7 @@ def test_rows_are_complete() -> None:
 
 
 def test_blocks_and_waste_match_the_paper() -> None:
-    """Checks vAttention's table of blocks: tokens per page, and the largest waste per request."""
+    """Checks vAttention's table of blocks: tokens per page, and the most that a request wastes."""
     tokens = [block_tokens(m, r, 64 * K) for m in ("Yi-6B", "Llama-3-8B", "Yi-34B") for r in (1, 2)]
     assert tokens == [64, 128, 32, 64, 32, 64]
     pages = (64 * K, 128 * K, 256 * K, 2 * M)
@@ -227,12 +226,12 @@ def test_blocks_and_waste_match_the_paper() -> None:
 
 
 def test_room_for_tokens_matches_the_paper() -> None:
-    """Checks PagedAttention's table 1: OPT-13B with 12 GB of KV cache."""
+    """Checks PagedAttention's table 1: OPT-13B with 12 GB for keys and values."""
     assert round(slot_tokens(12 * (1 << 30), 40, 5120) / 1e3, 1) == 15.7
 
 
 def test_decoding_rate_counts_all_keys_and_values() -> None:
-    """32 requests of 16K tokens, with 8 heads of 128 two-byte elements, store 2 GiB of keys and
+    """Takes 32 requests of 16K tokens, 8 heads of 128 elements, two bytes: 2 GiB of keys and
     values.
     """
     results = Results(KEPT)

@@ -68,7 +68,7 @@ def test_rows_and_table() -> None:
     assert rows["most/vllm/static"]["value"] == 1 << 29
     assert rows["most/both/elastic"]["value"] == 1 << 30
     lines = {line[0]: line[1:] for line in shared(rows)}
-    assert lines["first token of vLLM, p99, ms"][2].startswith("0.25")
+    assert lines["time to first token of vLLM, p99, ms"][2].startswith("0.25")
     assert lines["GB of keys and values of both, peak"] == ["1.074", "1.074", ""]
     assert not any("at rest" in title or "device" in title for title in lines)  # not measured yet
 
@@ -89,8 +89,8 @@ def test_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readme_engines, "runs", lambda name: [run])
     monkeypatch.setattr(readme_engines, "title", lambda run: "H100")
     text = "\n".join(readme_engines.part_sglang([]))
-    assert "vLLM 0.33.0 and SGLang 0.5.23 on one card, shape 1b, 3.2 GB" in text
-    assert "| first token of SGLang, p99, ms |" in text
+    assert "vLLM 0.33.0 and SGLang 0.5.23 on one GPU, shape 1b, 3.2 GB" in text
+    assert "| time to first token of SGLang, p99, ms |" in text
     assert text.endswith("Not run: rest (late).")
 
 

@@ -245,7 +245,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words += ["--memory", "44G", "--pages", "64K,2M", "--groups", "1", "--blocks", "16"]
     assert cli.main([*words, "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "azure_small: Llama-3-8B, batch of 64 KB pages over 2 MB pages" in text
+    assert "azure_small: Llama-3-8B, batch with 64 KB pages relative to 2 MB pages" in text
     assert "wasted MB a request" in text
     kept = json.loads(out.read_text())
     assert kept["format"] == capacity.FORMAT

@@ -370,7 +370,7 @@ def test_an_unused_trace_is_rejected(
     trace.write_text("")
     assert cli.main(["bench", *words, "--trace", str(trace)]) == 2
     what = " ".join(words[1:][-2:])
-    expected = f"vmem bench: {what} makes its own requests: omit --trace {trace}\n"
+    expected = f"vmem bench: {what} generates its own requests: omit --trace {trace}\n"
     assert capsys.readouterr() == ("", expected)
 
 

@@ -90,12 +90,15 @@ def test_an_unknown_macro_is_an_error(tmp_path: Path) -> None:
         ("```python\nprint(1)\n```\n", "page.md:1: the page does not show what it prints:\n1\n"),
         (
             "```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n2\n```\n",
-            "page.md:5: the page shows another text than what it prints:\n1\n",
+            "page.md:5: the page does not match what it prints:\n1\n",
         ),
-        ("```sh\necho 1 2\n```\n\n```text\n1 ... 2\n```\n", "than what it prints:\n1 2\n"),
+        ("```sh\necho 1 2\n```\n\n```text\n1 ... 2\n```\n", "not match what it prints:\n1 2\n"),
         ("```\nwhat\n```\n", "a block of no language"),
         ("text\n\n    code\n", "an indented block: code"),
-        ("```sh\nfalse\n```\n\n*Needs a GPU. Log: none.*\n", "what ran it is not linked"),
+        (
+            "```sh\nfalse\n```\n\n*Needs a GPU. Log: none.*\n",
+            "no link to the test, log or result that ran it",
+        ),
         ("[there](nowhere.md)\n", "no file nowhere.md"),
     ],
 )
@@ -304,8 +307,8 @@ def test_lists_of_errors_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = check_docs.returned("src", r"-(E[A-Z0-9]+)\b")
     assert found == {"EINTR", "EBUSY"}
     assert check_docs.compare("page", {"EIO", "EBUSY"}, "code", found) == [
-        "page: no EINTR, which code has",
-        "page: EIO, which code has not",
+        "page: no EINTR, which is in code",
+        "page: EIO, which is not in code",
     ]
 
 

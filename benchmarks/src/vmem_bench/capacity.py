@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench capacity`: how many requests run at a time in a GPU's memory, by layout.
+"""`vmem bench capacity`: how many requests a GPU's memory holds at a time, by layout.
 
 Follows figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch with 64 KB and
 with 2 MB pages for another trace (OpenChat); its artifact has no script for it. Here:
@@ -7,11 +7,11 @@ with 2 MB pages for another trace (OpenChat); its artifact has no script for it.
 - Memory for keys and values is a GPU's memory minus a tenth (activations, CUDA's context and
   libraries; engines use 0.9 of a GPU by default) and minus the weights in bfloat16, counted from
   the model's public configuration. Yi-34B runs on two ranks, each with half of the heads and
-  weights: on one card its weights leave too little for the long trace. Numbers are per rank.
+  weights: on one GPU its weights leave too little for the long trace. Numbers are per rank.
 - The batch is the mean number of running requests while memory is the limit; each row also records
   the largest batch of any iteration. `vmem_bench.replay` defines an iteration.
-- PagedAttention is counted without its block tables: blocks of 16 or 256 tokens, for all layers at
-  once.
+- PagedAttention allocates blocks of 16 or 256 tokens, for all layers at once. Its block tables are
+  not counted.
 - Pages that a request has mapped ahead of need (`KVCacheConfig.growth_fraction`) are not counted:
   when memory is the limit they are unmapped for other requests.
 
@@ -78,7 +78,7 @@ class System:
     overread_rows: int = 0
 
     def layout(self, shape: ModelShape, longest: int) -> Layout:
-        """The cache's arithmetic for requests of up to `longest` tokens."""
+        """Returns the cache's layout for requests of up to `longest` tokens."""
         config = shape.config(
             max_batch=1,
             max_seq_len=longest + self.overread_rows,
@@ -128,7 +128,7 @@ def measure(
     longest = max(request.longest for request in requests)
     part.notes.append(
         f"{shape.name}: {shape.weight_bytes / 1e9:.1f} GB of weights, {memory / 2**30:.1f} GiB for "
-        f"keys and values, {shape.token_bytes:,} bytes a token"
+        f"keys and values, {shape.token_bytes:,} bytes per token"
     )
     for system in compared:
         layout = system.layout(shape, longest)
@@ -152,7 +152,7 @@ def measure(
 def aims(record: Record) -> list[dict[str, Any]]:
     """Ratios of the batch with 64 KB pages, a tensor per layer, to other layouts' batches.
 
-    Only Azure's trace has goals.
+    Only Azure's trace has targets.
     """
     found = []
     for part in record.parts.values():
@@ -171,7 +171,7 @@ def aims(record: Record) -> list[dict[str, Any]]:
                 found.append(
                     {
                         "id": f"{part.name}/{model}/{other}",
-                        "what": f"{part.name}: {model}, batch of 64 KB pages over {words}",
+                        "what": f"{part.name}: {model}, batch with 64 KB pages relative to {words}",
                         "value": value,
                         "unit": "x",
                         "op": ">=" if goal else None,
@@ -179,7 +179,7 @@ def aims(record: Record) -> list[dict[str, Any]]:
                         "pass": value >= goal if goal else None,
                         "applies": goal is not None,
                         "rows": [ours["id"], theirs["id"]],
-                        "why": "" if goal else "no goal for this trace",
+                        "why": "" if goal else "no target for this trace",
                     }
                 )
     return found
@@ -241,7 +241,9 @@ def run(args: argparse.Namespace) -> int:
             "overread_rows": args.overread,
             "kv_dtype": args.kv_dtype or "the model's",
         },
-        method={"batch": "mean of running requests over iterations in which memory is the limit"},
+        method={
+            "batch": "mean number of running requests, over iterations in which memory is the limit"
+        },
         started=now(),
         format=FORMAT,
     )

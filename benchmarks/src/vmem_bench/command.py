@@ -44,7 +44,7 @@ class WrongResult(RuntimeError):
 
 
 def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
-    """Adds the options that all these commands have; `seconds` is the default deadline."""
+    """Adds the options common to all these commands; `seconds` is the default deadline."""
     add = parser.add_argument
     add_backend(parser, "of the cache")
     add_device(parser)
@@ -72,9 +72,9 @@ class Command:
     """One run of a command: the record that it fills, and where it is written.
 
     Args:
-        args: with the options of `add_common`.
+        args: the parsed arguments, which include the options of `add_common`.
         name: name of the benchmark; the format is ``vmem-bench-NAME/1``.
-        method: how it measures, in words.
+        method: describes how each quantity is measured.
         **options: recorded in addition to the common options.
 
     Attributes:
@@ -129,7 +129,7 @@ class Command:
         return min(size for size in self.page_sizes if size >= 64 << 10)
 
     def device(self) -> torch.device:
-        """Returns the tensors' device. RuntimeError: torch cannot use it; the text says why."""
+        """Returns the tensors' device. RuntimeError: torch cannot use it; the message says why."""
         try:
             import torch
         except ImportError as error:
@@ -137,7 +137,7 @@ class Command:
         if self.backend == "host":
             return torch.device("cpu")
         if not torch.cuda.is_available():
-            raise RuntimeError("torch has no CUDA here")
+            raise RuntimeError("this torch cannot use CUDA")
         return torch.device(f"cuda:{self.args.device}")
 
     def load_fa3(self, part: Part, device: torch.device) -> None:
@@ -157,17 +157,17 @@ class Command:
             self.record.write(self.args.out)
 
     def show(self, text: str) -> None:
-        """Prints a line about progress."""
+        """Prints a progress line."""
         print(f"{self.deadline.used:5.0f} s  {text}", file=sys.stderr, flush=True)
 
     def finish(self) -> int:
-        """Writes and prints everything. Returns the command's status, as `ended` does."""
+        """Writes and prints everything. Returns the exit status that `ended` chooses."""
         self.write()
         return said(self.record, self.args)
 
 
 def open_command(*args: Any, **options: Any) -> Command | None:
-    """A `Command`, or None with a line on stderr if the back end cannot be opened."""
+    """Returns a `Command`, or None and prints why if the back end cannot be opened."""
     try:
         return Command(*args, **options)
     except VMemError as error:
@@ -194,9 +194,11 @@ def run_on_device(
     *,
     follows: bool = False,
 ) -> int:
-    """Runs one part on the back end's device. Returns as `ended`, or 2 without a back end.
+    """Runs one part on the back end's device.
 
-    follows: another rank's process has the results; this one only reports its failure.
+    Returns the exit status of `ended`, or 2 if the back end cannot be opened.
+
+    follows: the results are in another rank's process; this process only reports its own failure.
     """
     if command is None:
         return 2

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""A Llama-like model with random weights: costs the real model's FLOPs and bytes, writes no text.
+"""A Llama-like model with random weights: as many FLOPs and bytes as the real model, but no text.
 
 Plain torch with rotary embedding, without a tokenizer. The caller supplies attention and the cache:
-`pyvmem.attention`, or anything with the same interface. With several ranks (`Shard`) each has a
-part of the heads and of the MLP, and a full copy of everything else.
+`pyvmem.attention`, or anything with the same interface. With several ranks (`Shard`), each rank
+holds a part of the heads and of the MLP, and a full copy of everything else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ class Sizes:
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
     def on_ranks(self, ranks: int) -> Sizes:
-        """One rank's part. ValueError: `ranks` does not divide the heads or the inner layer."""
+        """Returns one rank's part.
+
+        Raises:
+            ValueError: `ranks` does not divide the heads or the inner layer.
+        """
         if self.kv_heads % ranks or self.heads % ranks or self.inner % ranks:
             raise ValueError(
                 f"{self.name}: {self.kv_heads} KV heads cannot be split over {ranks} ranks"
@@ -63,7 +67,7 @@ class Sizes:
         return replace(self, heads=heads, kv_heads=kv_heads, inner=inner)
 
     def config(self, **values: Any) -> KVCacheConfig:
-        """The configuration of a cache for this shape, with a K and a V tensor for each layer."""
+        """Returns a cache configuration for this shape, with a K and a V tensor for each layer."""
         return KVCacheConfig(
             num_layers=self.layers,
             num_kv_heads=self.kv_heads,
@@ -80,10 +84,10 @@ TINY = Sizes("a tiny model", 2, 64, 4, 2, 64, 96, 128)
 
 
 class Shard(NamedTuple):
-    """A rank's place among those that share a model.
+    """A rank's position among the ranks that share a model.
 
     Attributes:
-        rank: its number, from 0.
+        rank: the rank's number, from 0.
         ranks: the number of ranks.
         sum: sums a tensor over the ranks, in place or not.
     """
@@ -101,7 +105,7 @@ class NewTokens(Protocol):
 
     @property
     def positions(self) -> torch.Tensor:
-        """Each new token's place in its request, ``[tokens]``."""
+        """Position of each new token in its request, ``[tokens]``."""
 
     @property
     def starts(self) -> torch.Tensor:
@@ -112,7 +116,7 @@ _Batch = TypeVar("_Batch", bound=NewTokens, contravariant=True)
 
 
 class Attends(Protocol, Generic[_Batch]):
-    """Storage for keys and values, and attention over it, as `pyvmem.attention.Attention` is."""
+    """Storage for keys and values and attention over it, like `pyvmem.attention.Attention`."""
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, batch: _Batch) -> None:
         """Stores the new tokens' rows, ``[tokens, num_kv_heads, head_dim]``."""
@@ -167,7 +171,7 @@ class Decoder:
         self._head = self._random(s.vocabulary, s.hidden, s.hidden)
 
     def _random(self, rows: int, columns: int, inputs: int) -> torch.Tensor:
-        """Weights scaled so that outputs are about as large as inputs."""
+        """Returns weights scaled so that outputs are about as large as inputs."""
         weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=self._device)
         return weight.normal_(0, inputs**-0.5, generator=self._generator)
 
@@ -175,7 +179,7 @@ class Decoder:
         return torch.ones(self.sizes.hidden, dtype=torch.bfloat16, device=self._device)
 
     def _part(self, weight: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-        """This rank's part of each piece of a weight, concatenated."""
+        """Returns this rank's part of each piece of a weight, concatenated."""
         rank, ranks, _ = self._shard
         if ranks == 1:
             return weight
@@ -206,10 +210,10 @@ class Decoder:
         batch: _Batch,
         during: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """One forward pass: writes the new tokens' rows into the cache and reads it.
+        """Runs one forward pass: writes the new tokens' rows into the cache and attends to it.
 
         Args:
-            ids: token ids of the new tokens, one request after the other, int64 ``[tokens]``.
+            ids: token ids of the new tokens, request by request, int64 ``[tokens]``.
             attend: stores the rows and attends to them.
             batch: which requests the tokens belong to, and where their rows are.
             during: called once the first layers are launched, while the GPU is busy.

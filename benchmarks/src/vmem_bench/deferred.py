@@ -9,7 +9,8 @@ once, so they cannot be mapped while something else runs. Four modes take turns:
   cache's default); they are zeroed for it.
 - ``sync``: pages are unmapped when a request ends, and `step` maps all of them before the prefill,
   in runs, since the pool is not fragmented.
-- ``pages``: as ``sync``, with free memory fragmented to single pages, as in a long-running server.
+- ``pages``: like ``sync``, but free memory is fragmented to single pages, as in a long-running
+  server.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class _Mode:
                 raise RuntimeError("pages of a freed request stay mapped")
 
     def turn(self) -> None:
-        """One prefill of a new request."""
+        """Prefills a new request."""
         clock, takes = time.perf_counter_ns, self.name != "mapped"
         start = clock()
         if takes:
@@ -203,11 +204,11 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
             for field in ("grown_pages", "reused_pages", "zeroed_pages"):
                 value = getattr(stats, field) - getattr(before[mode.name], field)
                 value /= turns[mode.name]
-                what = f"{field.replace('_', ' ')} a prefill, {MODES[mode.name]}"
+                what = f"{field.replace('_', ' ')} per prefill, {MODES[mode.name]}"
                 part.value(f"{field}/{mode.name}", what, mode.name, value, "count")
             mode.cache.check_integrity()
         difference = _compare([mode.out for mode in modes if mode.out is not None])
-    what = "largest difference of the modes' outputs, over the largest output"
+    what = "largest difference between the modes' outputs, relative to the largest output"
     part.value("difference", what, "all", difference, "x")
     _add_aims(command, length, done - 1)
     if not difference <= 0.02:  # also catches NaN
@@ -215,7 +216,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _compare(outs: list[torch.Tensor]) -> float:
-    """Largest difference from the first output, relative to its largest element."""
+    """Returns the largest difference from the first output, relative to its largest element."""
     first = outs[0].float()
     return max(float((one.float() - first).abs().max() / first.abs().max()) for one in outs)
 
@@ -227,7 +228,7 @@ def _add_aims(command: Command, length: int, rounds: int) -> None:
         wanted = mode == "reuse"
         aims.add(
             f"prefill_{mode}",
-            f"prefill of {length:,} tokens, {MODES[mode]}: time over {MODES['mapped']}",
+            f"prefill of {length:,} tokens, {MODES[mode]}: time relative to {MODES['mapped']}",
             [f"prefill/time/{mode}", "prefill/time/mapped"],
             _over,
             op="<=" if wanted else None,
@@ -245,7 +246,7 @@ def add_parser(which: Any) -> None:
         "deferred",
         help="prefill with memory mapped beforehand, reused, or mapped on the critical path",
         description="Prefills one prompt with random weights of Llama-3-8B's shape with four "
-        "caches in turn. Full size needs a GPU of 35 GB.",
+        "caches in turn. Full size needs a GPU with 35 GB.",
     )
     add_common(parser, 120)
     add_page(parser)

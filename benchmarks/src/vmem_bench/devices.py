@@ -43,17 +43,17 @@ __all__ = ["add_parser", "run"]
 
 _Call = Callable[[Sequence[int]], int]
 _PAGES = 64  # mapped and unmapped per turn, one by one
-_ALIVE = 16384  # mappings alive while the kernel's memory is measured
-_STEPS = 32  # in a turn
+_ALIVE = 16384  # mappings that exist while the kernel's memory is measured
+_STEPS = 32  # steps per turn
 _MIB = 1 << 20
 _METHOD = {
     "map": "vMemMap and vMemUnmap of one page, from Python; the contexts take turns",
-    "kernel memory": "of mappings that are alive together, the larger of two estimated differences "
+    "kernel memory": "of mappings that exist together, the larger of two estimated differences "
     "(pyvmem.bench.memory); read once",
-    "tiers": "KVCache.move of all pages of a request, until done; read: a sum over its keys by the "
-    "first device, timed by events",
-    "step": "rank 0's time; in every step one request gets a page in each tensor, which is mapped; "
-    "agreed: with the all_reduce that tells every rank of a failure",
+    "tiers": "KVCache.move of all pages of a request, until done; read: the first device sums the "
+    "request's keys, timed by events",
+    "step": "rank 0's time; every step maps a page in each tensor for one request; agreed: "
+    "includes the all_reduce that tells every rank of a failure",
 }
 
 
@@ -63,7 +63,7 @@ def _counts(most: int) -> list[int]:
 
 
 def _opened(command: Command, devices: int) -> Context:
-    """A context on the first `devices` devices."""
+    """Opens a context on the first `devices` devices."""
     return Context(command.backend, devices=range(devices), granule=command.page)
 
 
@@ -92,7 +92,8 @@ def _mapping(command: Command, book: Book, number: int, native: Native) -> Calla
     unmapped = book.samples(f"unmap/{number}", f"unmap, {what}", native.system, **fields)
     base = native.reserve(2 * _PAGES * page)
     handles = [native.create(page, page) for _ in range(_PAGES)]
-    places = [base + 2 * n * page for n in range(_PAGES)]  # gaps, so that no mappings can be joined
+    # The gaps keep mappings from being joined.
+    places = [base + 2 * n * page for n in range(_PAGES)]
     maps = [(native.vm, at, page, one, 0, 0) for at, one in zip(places, handles, strict=True)]
     unmaps = [(native.vm, at, page) for at in places]
 
@@ -158,7 +159,7 @@ def _tiers(command: Command, part: Part, devices: int) -> None:
     with _opened(command, devices) as context:
         peers = range(1, devices) if Caps.PEER in context.info.caps else ()
         if not peers:
-            why = "the devices do not reach each other" if devices > 1 else "one device here"
+            why = "the devices do not reach each other" if devices > 1 else "only one device"
             part.not_run("*/peer", why)
         if Caps.HOST_PAGES not in context.info.caps:
             part.not_run("*/host", "no pages in host memory")
@@ -179,12 +180,12 @@ def _tiers(command: Command, part: Part, devices: int) -> None:
 
 
 def _keys(cache: KVCache) -> list[torch.Tensor]:
-    """The keys' tensors. Made anew each time: while any is alive the cache cannot be closed."""
+    """Returns new tensors of the keys. The cache cannot be closed while any of them is alive."""
     return [cache.k(layer)[0] for layer in range(cache.config.num_layers)]
 
 
 def _means(cache: KVCache) -> list[float]:
-    """The mean of sampled elements of each tensor."""
+    """Returns the mean of sampled elements of each tensor."""
     return [float(one.view(-1)[:: 1 << 10].float().mean()) for one in _keys(cache)]
 
 
@@ -260,11 +261,11 @@ def _step(command: Command, part: Part, devices: int) -> None:
         part.not_run("*", f"torch.distributed cannot be imported: {error}")
         return
     if not dist.is_available():
-        part.not_run("*", "torch has no torch.distributed here")
+        part.not_run("*", "this torch has no torch.distributed")
         return
     ranks = 2 if command.backend == "host" else devices
     if ranks < 2:
-        part.not_run("*", "one device here")
+        part.not_run("*", "only one device")
         return
     with tempfile.TemporaryDirectory(prefix="vmem-ranks-") as name:
         out = Path(name, "samples.json")
@@ -284,7 +285,7 @@ def _step(command: Command, part: Part, devices: int) -> None:
 def _rank(
     index: int, ranks: int, backend: str, page: int, quick: bool, seconds: float, out: str
 ) -> None:
-    """One rank's process; rank 0 writes the samples: {row: [what, rounds of ns]}."""
+    """Runs one rank in its own process. Rank 0 writes the samples, {row: [what, rounds of ns]}."""
     import torch
     import torch.distributed as dist
 
@@ -373,10 +374,10 @@ def _walk(cache: KVCache | ParallelKVCache, call: _Call, samples: Samples) -> No
             raise RuntimeError("memory is short")
     grown = cache.stats().active_pages - before
     if grown != steps * cache.layout.num_tensors:
-        raise WrongResult(f"{steps} steps took {grown} pages, not one per tensor and step")
+        raise WrongResult(f"{steps} steps mapped {grown} pages, not one per tensor and step")
     for reqid in reqids:
         cache.free_reqid(reqid)  # type: ignore[arg-type]
-    cache.trim()  # the next turn maps again
+    cache.trim()  # so that the next turn maps pages again
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -396,9 +397,12 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns as `ended`, or 2 if the back end cannot be opened."""
+    """Runs the command. Returns the status of `ended`, or 2 if the back end cannot be opened."""
     if args.device:
-        print(f"vmem bench: --device {args.device}: it begins with device 0", file=sys.stderr)
+        print(
+            f"vmem bench: --device {args.device}: this benchmark starts with device 0",
+            file=sys.stderr,
+        )
         return 2
     command = open_command(args, "devices", _METHOD)
     if command is None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench fill`: requests grow until no page is left, with the default settings and others.
 
-A driver call makes one mapping, and a card allows fewer mappings than it has pages, so it cannot be
-filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of these ways in turn:
+A driver call creates one mapping, and a GPU allows fewer mappings than it has pages, so its memory
+cannot be filled page by page (`pyvmem.kvcache.growth`). The same requests grow in each of these
+ways in turn:
 
 - ``default``: mapped in runs; a step joins mappings when they run low.
 - ``runs``: mapped in runs, never joined.
@@ -37,7 +38,7 @@ from vmem_bench.command import Command, WrongResult, add_common, open_command
 __all__ = ["WAYS", "add_parser", "run"]
 
 _LARGE = 2 << 20
-_LEFT = 2 << 30  # bytes of the card left for CUDA and other kernels
+_LEFT = 2 << 30  # bytes of GPU memory left for CUDA and other kernels
 _QUICK = 96 << 20
 _SHARES = 5  # forks, and as many prefix matches, halfway
 _SEED = 11
@@ -50,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 _METHOD = {
     "growth": "every request grows by at most a page's rows per step, each at a different pace",
-    "step": "perf_counter_ns around step, from Python; one sample a step",
+    "step": "perf_counter_ns around step, from Python; one sample per step",
     "kernel memory": "the larger of two estimated differences (pyvmem.bench.memory)",
     "order": "the ways take turns, in a different order in each round",
 }
@@ -58,7 +59,7 @@ _METHOD = {
 
 @dataclass
 class _Filled:
-    """One run's measurements; bytes, counts, nanoseconds."""
+    """One run's measurements, in bytes, counts and nanoseconds."""
 
     steps: list[int] = field(default_factory=list)
     forks: list[int] = field(default_factory=list)
@@ -75,7 +76,7 @@ class _Filling(Closable):
         self.requests = min(args.requests, 12) if quick else args.requests
         mappings = args.max_mappings
         if quick and command.backend == "host" and not mappings:
-            mappings = 400  # few enough for the ways to differ
+            mappings = 400  # a limit low enough that the ways differ
         self._stack = ExitStack()
         page = min(size for size in command.page_sizes if size >= 64 << 10)
         with ExitStack() as stack:
@@ -142,7 +143,7 @@ class _Filling(Closable):
         return found
 
     def _share(self, found: _Filled) -> None:
-        """Forks the longest request, and starts another request from its recorded rows."""
+        """Forks the longest request, then starts another request from its recorded rows."""
         cache = self.cache
         if Caps.ALIAS | Caps.READONLY not in cache.context.info.caps:
             return
@@ -194,15 +195,15 @@ class _Filling(Closable):
 
 _ROWS = (
     ("filled", "memory that requests own at the end", "%", 1),
-    ("active", "the same in bytes", "GB", 1e-9),
+    ("active", "memory that requests own at the end, in bytes", "GB", 1e-9),
     ("mappings", "mappings at the end", "count", 1),
     ("map_calls", "map calls", "count", 1),
     ("unmap_calls", "unmap calls", "count", 1),
     ("driver", "time in driver calls", "s", 1e-9),
-    ("waited", "of that, what a call waited for", "s", 1e-9),
-    ("waste", "most memory that holds no token (internal fragmentation)", "GB", 1e-9),
-    ("surplus", "most memory mapped ahead", "GB", 1e-9),
-    ("large", "of the mapped memory, what entries of 2 MiB map", "%", 1),
+    ("waited", "part of that time for which a call waited", "s", 1e-9),
+    ("waste", "peak of mapped memory that holds no token (internal fragmentation)", "GB", 1e-9),
+    ("surplus", "peak of memory mapped ahead", "GB", 1e-9),
+    ("large", "share of the mapped memory that 2 MiB entries map", "%", 1),
     ("kernel", "kernel memory", "MB", 1e-6),
 )
 
@@ -223,8 +224,8 @@ def _add(part: Part, way: str, rounds: list[_Filled], page: int) -> None:
     tokens = rounds[0].numbers.get("shared_tokens", 0)
     for name, what in (
         ("steps", "step"),
-        ("forks", f"fork of {tokens:,} tokens, half way"),
-        ("hits", f"a request begins with {tokens:,} recorded tokens, half way"),
+        ("forks", f"fork of {tokens:,} tokens, halfway"),
+        ("hits", f"a request begins with {tokens:,} recorded tokens, halfway"),
     ):
         samples = Samples()
         samples.rounds = [list(map(float, getattr(one, name))) for one in rounds]
@@ -275,7 +276,7 @@ def _add_aims(command: Command) -> None:
 
 def add_parser(which: Any) -> None:
     """Adds ``fill`` to the benchmarks."""
-    text = "requests grow until the card is full: mappings, waste, driver time"
+    text = "requests grow until the GPU is full: mappings, waste, driver time"
     parser = which.add_parser("fill", help=text, description=text)
     add_common(parser, 300)
     add = parser.add_argument
@@ -287,9 +288,14 @@ def add_parser(which: Any) -> None:
         type=size,
         default=0,
         metavar="SIZE",
-        help="memory of the cache, such as 20G (0: free memory minus 2G)",
+        help="the cache's memory, such as 20G (0: free memory minus 2G)",
     )
-    add("--max-mappings", type=int, default=0, help="mappings of the context (0: its default)")
+    add(
+        "--max-mappings",
+        type=int,
+        default=0,
+        help="limit of the context's mappings (0: its default)",
+    )
     add("--max-tokens", type=count, default=1 << 17, help="maximum tokens of a request (131072)")
     parser.set_defaults(run=run)
 

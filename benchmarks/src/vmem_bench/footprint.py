@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench kernels --footprint`: attention by the size of the cache and of page-table entries.
+"""`vmem bench kernels --footprint`: attention by cache size and by size of page-table entries.
 
 One attention step over all layers of a model whose keys and values fill a *footprint*: the number
 of mapped bytes, all of which a decode step reads once. A GPU's TLBs cover a few gigabytes with
-entries of 64 KB and the whole card with entries of 2 MB, so only large footprints show what small
+64 KB entries and the whole memory with 2 MB entries, so only large footprints show what small
 entries cost.
 
-A card has no room for two large footprints, so the kinds of memory take turns: each is allocated,
+A GPU has no room for two large footprints, so the kinds of memory take turns: each is allocated,
 filled with the same numbers, timed in all layouts, and freed again, for several rounds.
 """
 
@@ -96,7 +96,7 @@ class _Work:
 
 
 def memories(command: Command) -> list[str]:
-    """Kinds of memory to compare: cudaMalloc's, and ours by page size."""
+    """Returns the kinds of memory to compare: cudaMalloc's, and ours in each page size."""
     small = command.page
     kinds = [MALLOC, *(page_name(size) for size in dict.fromkeys((small, 2 << 20)))]
     if command.backend == "cuda":
@@ -108,9 +108,9 @@ class Footprint:
     """Times one kernel on footprints of several sizes.
 
     Args:
-        command: has the back end and the device's ordinal.
+        command: provides the back end and the device's ordinal.
         part: receives the rows ``FOOTPRINT/LAYOUT/CASE/MEMORY``.
-        kernel: reads slots and blocks.
+        kernel: a kernel that can read both slots and blocks.
         device: device of the tensors.
     """
 
@@ -200,7 +200,7 @@ class Footprint:
             try:
                 use(reservation.tensor((nbytes // 2,), torch.bfloat16))
             except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # they hold the tensor
+                traceback.clear_frames(error.__traceback__)  # the frames hold the tensor
                 raise
             finally:
                 self._settle()
@@ -242,7 +242,7 @@ class Footprint:
                     break
                 lengths = [min(rows, length + step) for length in lengths]
             else:
-                raise WrongResult(f"a cache of {nbytes} bytes found no memory for its rows")
+                raise WrongResult(f"a cache of {nbytes} bytes could not map memory for its rows")
             stats = cache.context.stats()
             share = 100 * (stats.large_entries << 21) / max(1, stats.mapped_bytes)
             note = f"{_name(nbytes)}: entries of 2 MB map {share:.1f} % of the cache's memory"
@@ -251,7 +251,7 @@ class Footprint:
             try:
                 use(cache.reservation.tensor((nbytes // 2,), torch.bfloat16))
             except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # they hold the tensor
+                traceback.clear_frames(error.__traceback__)  # the frames hold the tensor
                 raise
             finally:
                 self._settle()
@@ -308,7 +308,7 @@ class Footprint:
         return q.normal_(generator=generator)
 
     def _slots(self, size: str, case: Case, together: int) -> _Work:
-        """Contiguous requests; rows of `together` layers are interleaved in a tensor."""
+        """Returns the step over slots; each tensor interleaves the rows of `together` layers."""
         layers, model = self.model.layers, self.model
 
         def views(flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -338,7 +338,7 @@ class Footprint:
         )
 
     def _blocks(self, size: str, case: Case, together: int) -> _Work:
-        """Blocks of 16 tokens in random order; those of `together` layers are adjacent."""
+        """Returns the step over 16-token blocks in random order; `together` layers are adjacent."""
         import torch
 
         layers, model = self.model.layers, self.model
@@ -386,7 +386,9 @@ class Footprint:
         worst = float(((out - work.wanted).abs().amax(-1) / largest).max())
         self._checked += 1
         if not worst <= _TOLERANCE:  # also catches NaN
-            raise WrongResult(f"{work.row}, {kind}: differs by {worst:.2g} of a head's largest")
+            raise WrongResult(
+                f"{work.row}, {kind}: differs by {worst:.2g} times the head's largest output"
+            )
 
     def _aims(self, works: Sequence[_Work], kinds: Sequence[str]) -> None:
         """Adds the ratios of each memory's time to cudaMalloc's, in every layout."""
@@ -395,11 +397,13 @@ class Footprint:
             for kind in kinds[1:]:
                 self.command.aims.add(
                     f"{prefix}_{work.row}_{kind}",
-                    f"{work.what}: time through {kind} pages over cudaMalloc",
+                    f"{work.what}: time with {kind} pages relative to cudaMalloc",
                     [f"{prefix}/{work.row}/{kind}", f"{prefix}/{work.row}/{MALLOC}"],
                     _ratio,
                 )
-        self.part.notes.append(f"{self._checked} outputs compared with those of the first memory")
+        self.part.notes.append(
+            f"{self._checked} outputs compared with those from the first kind of memory"
+        )
 
 
 def _name(nbytes: int) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A context as a long-running server may leave it: free memory in single pages only."""
+"""A context fragmented as in a long-running server: only single pages are free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fragments(Closable):
         backend: name of the back end.
         device: CUDA ordinal.
         page: bytes.
-        nbytes: free memory wanted; as much again is taken.
+        nbytes: free memory to leave; an equal amount is taken.
 
     Attributes:
         context: owned by this object.

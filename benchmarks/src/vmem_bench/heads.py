@@ -2,8 +2,8 @@
 """The part ``kernels`` of `vmem bench models`: times of each kernel of `pyvmem.attention`.
 
 Each kernel runs on one layer of a cache, by phase, head size and type; a decode step has 8 requests
-with one new token each. All kernels must compute the same on a cache, which is checked. The results
-also say how many rows a kernel reads past a length and before a window.
+with one new token each. All kernels must agree on the same cache, which is checked. The results
+also state how many rows a kernel reads past a request's end and before its window.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ NAME = "kernels"
 TITLE = "Kernels by phase, head size and type"
 FP8 = "float8_e4m3fn"
 _WARM, _TIMES = 3, 20
-_TOLERANCE = {FP8: 0.25}  # between kernels, relative to the largest element; other types: 0.05
+# Largest difference between two kernels, relative to the largest element; 0.05 for other types.
+_TOLERANCE = {FP8: 0.25}
 
 
 class _Case(NamedTuple):
@@ -131,7 +132,7 @@ def _measure(
     dtype: Any = torch.bfloat16 if case.dtype == FP8 else getattr(torch, case.dtype)
     phases = {"prefill": ([0], [tokens]), "decode": (list(range(8)), [1] * 8)}
     first: dict[str, torch.Tensor] = {}
-    # FlashInfer compiles for a minute: it comes last.
+    # FlashInfer compiles for a minute, so it runs last.
     for kernel in sorted(KERNELS, key=lambda name: name == "flashinfer"):
         why = whys[kernel] or ("" if left.allows() else "the deadline passed first")
         reads = KERNELS[kernel].reads(device)
@@ -175,4 +176,6 @@ def _check(part: Part, case: _Case, name: str, out: torch.Tensor, first: torch.T
     """Raises WrongResult if two kernels differ by more than rounding."""
     difference = float((out - first).abs().max() / first.abs().max())
     if not difference <= _TOLERANCE.get(case.dtype, 0.05):  # also catches NaN
-        raise WrongResult(f"{name}/{case.name} differs from the first kernel by {difference:.2g}")
+        raise WrongResult(
+            f"{name}/{case.name} differs from the first kernel's output by {difference:.2g}"
+        )

@@ -5,10 +5,10 @@ Real transformers models with random weights, in the shapes of well-known models
 layers. They run in four ways, each with the same tokens:
 
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
-    vmem      the same with `pyvmem.hf.VMemCache`
+    vmem      ``model.forward`` with `pyvmem.hf.VMemCache`
     attend    requests concatenated in one batch without padding, `pyvmem.attention` over the slots,
               MLA with its up-projections: what engines with continuous batching do
-    fp8       the same with keys and values of 8 bits, if a kernel reads them
+    fp8       like ``attend``, with 8-bit keys and values, if a kernel reads them
 
 A last part times the kernels themselves (heads.py).
 """
@@ -42,7 +42,7 @@ __all__ = ["KINDS", "add_parser", "run"]
 _METHOD = {
     "clock": "perf_counter_ns from before the forward pass until the device is idle",
     "rounds": "the ways take turns, kind after kind; the first round is discarded",
-    "memory": "of keys and values after the last token: the tensors' storage, or mapped pages",
+    "memory": "bytes of keys and values after the last token, as tensor storage or mapped pages",
     "peak": "torch's largest allocation during a way's rounds, without the weights; GPU only",
     "check": "the last logits are compared with the first way's; see largest_difference",
 }
@@ -55,7 +55,7 @@ class Kind:
 
     Attributes:
         model: the class name of its transformers configuration, without "Config".
-        what: the model in words.
+        what: description of the model.
         fields: fields of its configuration at full size.
         small: the fields that a quick run changes.
     """
@@ -185,7 +185,7 @@ WAYS = {
 
 
 def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
-    """Makes the model with random weights, in bfloat16 on a GPU."""
+    """Creates the model with random weights, in bfloat16 on a GPU."""
     import torch
     import transformers
 
@@ -206,7 +206,7 @@ def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Clears the frames of an error and of its causes, as they hold a cache's tensors."""
+    """Clears the frames of an error and of its causes, which hold a cache's tensors."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -232,7 +232,7 @@ class _Way:
         self._stack.__exit__(*exc)
 
     def open(self, stack: ExitStack) -> None:
-        """Makes the cache."""
+        """Creates the cache."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the logits ``[batch, vocabulary]`` of the last of ``[batch, new]`` tokens."""
@@ -362,7 +362,7 @@ class _Attend(_Way):
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
 ) -> tuple[Any, None]:
-    """An attention function for transformers; the call's ``vmem_models`` has the step's batch."""
+    """An attention function for transformers; the argument ``vmem_models`` is the step's batch."""
     from pyvmem.hf.latent import UP
 
     attend, step = more["vmem_models"]
@@ -388,12 +388,12 @@ _CLASSES: dict[str, type[_Way]] = {
 
 @contextmanager
 def _weights(kind: Kind, quick: bool, device: torch.device) -> Iterator[Any]:
-    """Makes the model for a `with` block, and frees its memory at the end."""
+    """Creates the model for a `with` block, and frees its memory at the end."""
     import gc
 
     import torch
 
-    gc.collect()  # reference cycles left by an earlier part would count as weights
+    gc.collect()  # cycles left over from an earlier part would count as weights
     model = _model(kind, quick, device)
     try:
         with torch.inference_mode():
@@ -466,7 +466,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
                 command.write()
                 continue
             difference = float((out - first).abs().max() / first.abs().max())
-            what = f"largest difference of the last scores over the largest score, {about}"
+            what = f"largest difference of the last logits, relative to the largest logit, {about}"
             part.value(f"difference/{way}", what, way, difference, "x")
             differences[way] = difference
             if not difference <= largest_difference(way, cuda, differences):  # also catches NaN
@@ -475,7 +475,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
 
 
 def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> float:
-    """Tolerance of last logits against the first variant's, relative to the largest logit.
+    """Tolerance for the last logits compared with the first way's, relative to the largest logit.
 
     0.1 in bfloat16, 0.001 in float32. An 8-bit element has 3 bits of mantissa, a bfloat16 element
     has 7: rounding is 16 times as coarse, so the difference may be 16 times that of the same
@@ -522,9 +522,9 @@ def add_parser(which: Any) -> None:
     """Adds ``models`` to the benchmarks."""
     parser = which.add_parser(
         "models",
-        help="decode and prefill with windows, MLA and full attention, against transformers' cache",
+        help="decode and prefill of several models, compared with transformers' cache",
         description="Times transformers models with random weights on DynamicCache, VMemCache and "
-        "pyvmem.attention. Full size needs a GPU of 40 GB.",
+        "pyvmem.attention. Full size needs a GPU with 40 GB.",
     )
     add_common(parser, 240)
     add_page(parser)

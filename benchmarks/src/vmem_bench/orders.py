@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Orders from a `Fleet` to an engine's process: the process's side."""
+"""Orders from a `Fleet` to an engine's process: the receiving side."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """`vmem bench overlap`: what mapping in the background adds to decode iterations.
 
 Follows figure 9 of the vAttention paper (ASPLOS'25). One process decodes with one model over three
-caches, which take turns every block of iterations, all with the same lengths and tokens:
+caches. They take turns in blocks of iterations, all with the same lengths and tokens:
 
 - ``mapped``: all pages were mapped beforehand; the cache is not called while the model runs.
 - ``async``: calls `step_async` for the next iteration as soon as the first layers of this one are
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_SPARE = 6 << 30  # bytes for activations and libraries
+_SPARE = 6 << 30  # bytes left for activations and libraries
 _METHOD = {
     "time": "host clock around step, forward, step_async and synchronize",
     "gpu": "events around the forward pass",
@@ -51,7 +51,7 @@ _METHOD = {
 
 
 def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
-    """Largest difference between outputs of the same iteration, relative to their largest element.
+    """Largest difference between outputs of one iteration, relative to their largest element.
 
     Replacement requests, whose first `low` rows were never written, are compared only between
     ``async`` and ``sync``: there these rows are zeros.
@@ -72,7 +72,7 @@ def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
 
 
 def _fitting(batch: int, sizes: Sizes, high: int, free: int, modes: int) -> int:
-    """The number of requests, at most `batch`, that fit beside the weights with all caches full."""
+    """Returns how many requests, at most `batch`, fit beside the weights with all caches full."""
     each = modes * high * sizes.token_bytes
     return max(0, min(batch, (free - 2 * sizes.weights - _SPARE) // each))
 
@@ -102,7 +102,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     command.show(f"{sizes.name}, {batch} requests of {low} to {high} tokens")
     model = Decoder(sizes, device)
     with ExitStack() as stack:
-        # Make all caches before any maps a page: their limits together must fit into free memory.
+        # Create all caches before any of them maps a page: free memory must hold all their limits.
         modes = [
             stack.enter_context(Mode(name, command, model, lengths, batch)) for name in args.modes
         ]
@@ -145,7 +145,7 @@ def _turns(
             mode.add_rows(part)
         part.value(
             "difference",
-            "largest difference of the modes' outputs, over the largest output",
+            "largest difference between the modes' outputs, relative to the largest output",
             "all",
             difference,
             "x",
@@ -160,7 +160,7 @@ def _turns(
         last = warm_up
         for number, first in enumerate(range(warm_up, warm_up + iterations, block)):
             if number and not command.deadline.allows(slowest):
-                part.notes.append(f"the deadline came after {first - warm_up} iterations")
+                part.notes.append(f"the deadline passed after {first - warm_up} iterations")
                 break
             began, last = time.monotonic(), min(first + block, warm_up + iterations)
             for k in range(len(modes)):
@@ -194,13 +194,13 @@ def _add_aims(command: Command, batch: int, iterations: int) -> None:
 
     pairs: list[tuple[str, str, Callable[[Any, Any], float], str, float]] = [
         ("p99", "99th percentile of iterations", p99, "x", 1.03),
-        ("spikes", "iterations above 1.2 times the median, more than", more, "count", 1.0),
+        ("spikes", "additional iterations above 1.2 times the median", more, "count", 1.0),
     ]
     for row, what, value, unit, goal in pairs:
         kind = "time" if row == "p99" else row
         for mode in ("async", "sync"):
             wanted = mode == "async"
-            words = f"over {MODES['mapped']}" if row == "p99" else f"with {MODES['mapped']}"
+            words = f"compared with {MODES['mapped']}"
             aims.add(
                 f"{row}_{mode}",
                 f"{MODES[mode]}: {what}, {words}",
@@ -225,7 +225,7 @@ def add_parser(which: Any) -> None:
         "overlap",
         help="decode iterations with memory mapped beforehand, in the background or synchronously",
         description="Decodes with random weights of Llama-3-8B's shape with three caches in "
-        "turn, and compares their iterations. Full size needs a GPU of 120 GB.",
+        "turn, and compares their iterations. Full size needs a GPU with 120 GB.",
     )
     add_common(parser, 180)
     add_page(parser)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A way of mapping while a model decodes, with its cache, requests and times."""
+"""The modes of `vmem bench overlap`, each with its cache, requests and times."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MODES = {
     "async": "mapped in the background",
     "sync": "mapped on the critical path",
 }
-_DRAWN = 500  # iterations whose times are stored individually
+_DRAWN = 500  # number of iterations whose times are stored individually
 SPIKE = 1.2
-OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
+OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole tiles
 
 
 class Lengths:
@@ -57,7 +57,7 @@ class Lengths:
         return [i for i, length in enumerate(self.at(iteration)) if length == self.high]
 
     def replaced(self, iteration: int) -> list[bool]:
-        """For each place in the batch, true if its first request has been replaced."""
+        """For each position in the batch, true if its first request has been replaced."""
         span = self.high - self.low
         return [start + iteration >= span for start in self._starts]
 
@@ -89,10 +89,10 @@ class Mode(Closable):
 
     Args:
         name: one of `MODES`.
-        command: has the back end, page size and kernel.
+        command: provides the back end, page size and kernel.
         model: the model that decodes.
         lengths: lengths of the requests.
-        batch: requests.
+        batch: number of requests.
 
     Attributes:
         times: times of the rounds so far.
@@ -156,7 +156,7 @@ class Mode(Closable):
         return out
 
     def _write_rows(self, lengths: list[int]) -> None:
-        """Writes the rows from before the first iteration, with the same numbers in every mode."""
+        """Writes the rows that precede the first iteration, with the same values in every mode."""
         import torch
 
         generator = torch.Generator(device=self.device).manual_seed(2)
@@ -223,7 +223,10 @@ class Mode(Closable):
         return self._batch
 
     def capture(self) -> str:
-        """Captures the forward pass as a CUDA graph, after an iteration. Returns why not, or ""."""
+        """Captures the forward pass as a CUDA graph, after an iteration.
+
+        Returns "", or the reason if it cannot be captured.
+        """
         import torch
 
         if self._cuda is None:
@@ -249,7 +252,7 @@ class Mode(Closable):
         self._ahead_ns = time.perf_counter_ns() - start
 
     def _replace(self, iteration: int) -> None:
-        """Replaces the requests that end with this iteration; its work must have been launched."""
+        """Replaces the requests that end with this iteration. Its work must have been launched."""
         for request in self.lengths.ended(iteration):
             self.cache.free_reqid(self.reqids[request])
             self.reqids[request] = self._take(self.lengths.low + 1)
@@ -257,7 +260,7 @@ class Mode(Closable):
             must(self.cache.step_async(self._by_slot(self.lengths.at(iteration + 1))))
 
     def add_rows(self, part: Part) -> None:
-        """Adds rows from the times so far."""
+        """Adds the rows of the times recorded so far."""
         what, name = MODES[self.name], self.name
         times = self.times
         row = part.time(f"time/{name}", f"an iteration, {what}", name, times.total, unit="ms")

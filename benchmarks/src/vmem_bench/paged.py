@@ -32,24 +32,26 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNELS", "add_parser", "run"]
 
-_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
+_OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole tiles
 _PREFILL, _DECODE = 0.99, 0.97
-# For prompts of this many tokens or more, FlashInfer's blocks should take this many times as long.
+# For prompts of at least _LONG tokens, FlashInfer's best paged form should take at least
+# _FLASHINFER times as long as its calls over slots.
 _LONG = 64 << 10
 _FLASHINFER = 1.10
 KERNELS = {
     "fa3": "FlashAttention-3, vLLM's op",
     "flashinfer": "FlashInfer",
     "fa2": "FlashAttention-2 of torch, which has no paged call",
-    "sdpa": "torch's SDPA, with a copy of the blocks before it",
+    "sdpa": "torch's SDPA, after a copy of the blocks",
 }
 _METHOD = {
-    "time": "by events; decoding: a CUDA graph of calls over different memory, over their number",
+    "time": "CUDA events; for decoding, a graph of calls over different memory, divided by their "
+    "number",
     "turns": "every form and memory in turn, in rotating order; the first round is discarded",
     "splits": "in tuned cases, the fastest of 0 (the kernel chooses), 1, 2, 4, 8, 16, 32, for each "
     "form and block size",
-    "checked": "each output against the contiguous form's on a copy of the rows in order, and the "
-    "last token's against float32",
+    "checked": "each output against that of the contiguous form on a copy of the rows in order, "
+    "and the last token's output against float32",
 }
 
 
@@ -67,24 +69,24 @@ def _page(command: Command) -> int:
 
 
 def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> None:
-    """Adds our speed relative to the best paged form, to each block size and to the card's peak."""
+    """Adds our speed relative to the best paged form, each block size and the GPU's bandwidth."""
     pages = f"{page_name(_page(command))} pages"
     prefix = f"{kernel}/{case.name}"
     ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
     goal = _DECODE if case.decodes else _PREFILL
-    # Decoding a single request depends on the number of splits, so only the tuned case has a goal.
+    # Decoding a single request depends on the number of splits: only the tuned case has a target.
     plain = case.decodes and case.batch == 1 and not case.tuned
     over = []  # name, text, our rows, block sizes to compare with, target
     for block in (0, *blocks) if blocks else ():
         words = "the best paged form" if block == 0 else f"blocks of {block}"
         judged = block == 0 and not plain and kernel != Gather.name
-        name, what = f"{block or 'best'}", f"speed of contiguous {pages} over {words}"
+        name, what = f"{block or 'best'}", f"speed of contiguous {pages} relative to {words}"
         over.append((name, what, ours, blocks if block == 0 else (block,), judged and goal))
     for how, words in SLOTS.items() if blocks and not case.tuned else ():
         mine = [f"{prefix}/{how}/{memory}" for memory in OURS]
         prompt = case.q_len == case.kv_len >= _LONG
         judged = kernel == FlashInfer.name and how == "slots" and prompt
-        what = f"speed over {words}, {pages}, over the best paged form"
+        what = f"speed over {words}, {pages}, relative to the best paged form"
         over.append((how, what, mine, blocks, judged and _FLASHINFER))
     for name, what, mine, each, wanted in over:
         theirs = [f"{prefix}/paged{size}/{memory}" for size in each for memory in THEIRS]
@@ -99,7 +101,7 @@ def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> N
     if case.decodes:
         command.aims.add(
             f"{kernel}_{case.name}_roofline",
-            f"{kernel}, {case.what}: bytes that contiguous {pages} read a second, over the "
+            f"{kernel}, {case.what}: rate at which contiguous {pages} are read, relative to the "
             "memory's bandwidth",
             [*ours, f"{kernel}/peak"],
             _roofline,
@@ -107,13 +109,13 @@ def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> N
 
 
 def _roofline(*rows: Any) -> float:
-    """GB/s of keys and values (median over buffers), relative to the card's bandwidth."""
+    """Rate at which keys and values are read (median over buffers), relative to the bandwidth."""
     *forms, peak = rows
     return statistics.median(float(row["gb_per_s"]) for row in forms) / float(peak["value"])
 
 
 def _speed(ours: int, each: int, *rows: Any) -> float:
-    """The fastest paged form's time divided by ours, each the median over its buffers."""
+    """Returns the fastest paged form's time divided by ours, each the median over its buffers."""
     medians = [float(row["median"]) for row in rows]
     paged = medians[ours:]
     best = min(statistics.median(paged[i : i + each]) for i in range(0, len(paged), each))
@@ -224,7 +226,8 @@ def _run_all(
     """Measures every case with every kernel on the same buffers; writes the file after each."""
     if not kernels:
         return
-    deadline = Deadline(command.args.deadline)  # starts anew: kernels have compiled by now
+    # Restart the deadline: the kernels are compiled by now.
+    deadline = Deadline(command.args.deadline)
     rows = max(case.kv_heads * case.head_dim for case in cases)
     # A prefill's layer is small, so make room for several layers in one tensor.
     nbytes = max(case.nbytes * (1 if case.decodes else GROUP // 2) for case in cases)
@@ -249,12 +252,12 @@ def _run_all(
                         command.write()
                     _raise_wrong(part)
         finally:
-            gc.collect()  # a failed case's frames hold views of the buffers
+            gc.collect()  # the frames of a failed case hold views of the buffers
             buffers.close()
 
 
 def _add_peak(part: Part, device: torch.device) -> None:
-    """Adds the card's memory bandwidth, the upper bound of a decode step's GB/s."""
+    """Adds the GPU's memory bandwidth, the upper bound of a decode step's GB/s."""
     import torch
 
     if device.type != "cuda":
@@ -263,7 +266,7 @@ def _add_peak(part: Part, device: torch.device) -> None:
     clock = getattr(properties, "memory_clock_rate", 0)  # kHz; two transfers per cycle
     width = getattr(properties, "memory_bus_width", 0)  # bits
     if clock and width:
-        what = "memory bandwidth by clock and width of the bus"
+        what = "memory bandwidth, computed from memory clock and bus width"
         part.value("peak", what, "device", 2 * clock * 1e3 * width / 8 / 1e9, "GB/s")
 
 

@@ -2,11 +2,12 @@
 """Times and checks one attention kernel, contiguous and in blocks, over memory of two kinds.
 
 It also times the calls that `pyvmem.attention` makes for a cache: over slots with a tensor for each
-layer, and over slots whose tensor has the rows of several layers, so that a layer's rows are
+layer, and over slots whose tensor holds the rows of several layers, so that a layer's rows are
 strided.
 
-A decoding call is measured in a CUDA graph of several calls, each over another part of the memory,
-like the layers of a model: a single call would finish faster than the CPU launches it.
+A decoding call is measured in a CUDA graph of several calls, each over a different part of the
+memory, like the layers of a model: the GPU would finish single calls faster than the CPU can launch
+them.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUP", "OURS", "SLOTS", "THEIRS", "PagedBench"]
 
-OURS = ("random0", "random1")  # of `Buffers`
+OURS = ("random0", "random1")  # names in `Buffers`
 THEIRS = ("malloc0", "malloc1")
 SLOTS = {"slots": "slots", "layered": "slots of layers in one tensor"}
-GROUP = 8  # most layers in one tensor
-_LAYERS = 16  # most decoding calls in one sample
+GROUP = 8  # maximum number of layers in one tensor
+_LAYERS = 16  # maximum number of decoding calls in one sample
 _TOLERANCE = 0.03  # relative to a head's largest output: bfloat16 has 8 bits
 
 
@@ -56,7 +57,7 @@ class PagedBench:
         part: receives the rows ``CASE/contiguous/MEMORY``, ``CASE/pagedBLOCK/MEMORY``, and for
             our pages ``CASE/slots/MEMORY`` and ``CASE/layered/MEMORY``.
         kernel: the kernel, in both forms.
-        buffers: with room for the largest case's keys and values.
+        buffers: each has room for the largest case's keys and values.
         quick: take few samples.
     """
 
@@ -64,7 +65,7 @@ class PagedBench:
         self.part, self.kernel, self.buffers, self.quick = part, kernel, buffers, quick
         self.device = buffers.device
         self._clock = timer(self.device)
-        self._graphs: list[Any] = []  # with the captured functions, which hold the tensors
+        self._graphs: list[Any] = []  # each with its captured function, which holds the tensors
         self._graph_why = ""
         self._checked: list[float] = []
 
@@ -81,11 +82,11 @@ class PagedBench:
         self._checked.clear()
         try:
             forms = [*self._contiguous(case, q), *self._paged(case, q, generator)]
-            if not case.tuned:  # with slots, the number of splits is always the kernel's choice
+            if not case.tuned:  # over slots, the kernel always chooses the number of splits
                 forms += self._slots(case, q)
             self.part.notes.append(
                 f"{case.name}: {len(self._checked)} outputs checked, the largest difference is "
-                f"{max(self._checked):.2g} of the largest number of its head"
+                f"{max(self._checked):.2g} times the largest output of its head"
             )
             if case.tuned:
                 chosen = {form.row.split("/")[1]: str(form.splits) for form in forms}
@@ -174,7 +175,10 @@ class PagedBench:
     def _slotted(
         self, case: Case, memory: str, layered: bool
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Layers of a cache. `layered`: all in one tensor, or an empty list if only one fits."""
+        """Returns the layers of a cache, with a tensor for each.
+
+        layered: all layers are in one tensor; if only one layer fits, the list is empty.
+        """
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         if not layered:
             return self._layers(case, memory, shape)
@@ -190,7 +194,7 @@ class PagedBench:
     def _layers(
         self, case: Case, memory: str, shape: tuple[int, ...]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values: for decoding in several parts of a buffer, otherwise in one."""
+        """Returns keys and values: for decoding, several parts of a buffer, otherwise one."""
         flat, n = self.buffers.tensors[memory], case.elements
         half = flat.numel() // 2
         count = min(_LAYERS, half // n) if case.decodes else 1
@@ -225,7 +229,7 @@ class PagedBench:
         *,
         graph: bool,
     ) -> Callable[[], Any]:
-        """A function that makes all calls of a sample, as a CUDA graph if wanted and possible."""
+        """Returns a function that makes all calls of a sample, as a CUDA graph where possible."""
 
         def plain() -> torch.Tensor:
             for k, v in layers:
@@ -248,7 +252,7 @@ class PagedBench:
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
         make: Callable[[int], Call],
     ) -> int:
-        """The number of splits with the shortest median."""
+        """Returns the number of splits with the shortest median."""
         candidates = self.kernel.splits(case)
         if len(candidates) == 1:
             return candidates[0]
@@ -262,7 +266,7 @@ class PagedBench:
     # ---- results ---------------------------------------------------------------------------------
 
     def _reference(self, case: Case, q: torch.Tensor) -> torch.Tensor:
-        """The contiguous form's output, after checking the last tokens of two requests."""
+        """Returns the contiguous form's output after checking the last tokens of two requests."""
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         k, v = self._layers(case, THEIRS[0], shape)[0]
         out = self.kernel.contiguous(case, 0)(q, k, v).clone()
@@ -284,4 +288,4 @@ class PagedBench:
         worst = float((difference / wanted.abs().amax(-1).clamp_min(1e-9)).max())
         self._checked.append(worst)
         if not worst <= _TOLERANCE:  # also catches NaN
-            raise WrongResult(f"{what}: differs by {worst:.2g} of a head's largest number")
+            raise WrongResult(f"{what}: differs by {worst:.2g} times the head's largest output")

@@ -2,13 +2,14 @@
 """FlashInfer, contiguous (its ragged wrapper), paged, and over a cache's slots.
 
 Its kernels are compiled on first use. The ragged wrapper needs rows without gaps, but slots have
-gaps: it serves a single long prompt in a slot; for other prefills each request is a call for a
-single request (`pyvmem.attention.infer`).
+gaps, so it is used only for a single long prompt in a slot; other prefills make a separate call
+for each request (`pyvmem.attention.infer`).
 
-Written for flashinfer-python 0.6.14, whose wheel has the headers; it needs nvcc, a C++ compiler and
-ninja on the PATH. Decoding uses the ``fa2`` kernels, which divide a request's rows among
-multiprocessors, and prefill the ``fa3`` kernels. FlashInfer would choose the same: with several
-query heads per KV head, it decodes with its prefill kernels (`use_tensor_cores`).
+Written for flashinfer-python 0.6.14, whose wheel includes the headers; it needs nvcc, a C++
+compiler and ninja on the PATH. Decoding uses the ``fa2`` kernels, which divide a request's rows
+among multiprocessors, and prefill uses the ``fa3`` kernels. FlashInfer would choose the same
+kernels: with several query heads per KV head, it decodes with its prefill kernels
+(`use_tensor_cores`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class FlashInfer:
 
     Raises:
         ValueError: not a GPU. ImportError: FlashInfer or a dependency is not installed.
-        RuntimeError: nothing could be compiled; the text says why.
+        RuntimeError: nothing could be compiled; the message says why.
     """
 
     name = "flashinfer"
@@ -65,7 +66,7 @@ class FlashInfer:
         self.notes = [f"compiled in {time.monotonic() - start:.0f} s", *failed]
 
     def _build(self, backend: str) -> str:
-        """Compiles the module for `plan` or a single call; returns why it failed, or ""."""
+        """Compiles the module for `plan` or a single call. Returns "", or why it failed."""
         import torch
 
         kind, dim = torch.bfloat16, 128
@@ -78,18 +79,18 @@ class FlashInfer:
                 types = (kind, kind, kind, torch.int32)
                 module = self._prefill.gen_batch_prefill_module(backend, *types, *rest)
             module.build(False)
-        except Exception as error:  # errors of files, processes, versions
+        except Exception as error:  # file, process and version errors
             lines = [line for line in str(error).splitlines() if line.strip()]
             telling = [line for line in lines if "error" in line.lower()] or lines[:1]
             return f"{type(error).__name__}: {' '.join(telling[:2])[:400]}"
         return ""
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """The numbers of splits to try; only decoding kernels can split."""
+        """Returns the numbers of splits to try; only decoding kernels can split."""
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """A call of the ragged wrapper, which reads the requests' rows one after the other."""
+        """Returns a call of the ragged wrapper, which reads the requests' rows back to back."""
         wrapper = self._prefill.BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace, "NHD", backend=self._backend(case)
         )
@@ -111,7 +112,7 @@ class FlashInfer:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """A call of the paged wrapper; all blocks of every request are full."""
+        """Returns a call of the paged wrapper; all blocks of every request are full."""
         import torch
 
         blocks = table.shape[1]
@@ -139,7 +140,10 @@ class FlashInfer:
         return call
 
     def slots(self, case: Case) -> Call:
-        """As `pyvmem.attention`: prefill calls per request, decoding pages by an identity table."""
+        """Returns the calls of `pyvmem.attention`.
+
+        Prefill makes a call per request; decoding makes a paged call with an identity table.
+        """
         for name in ("fa2",) if case.decodes else (_SINGLE, "fa3"):
             self._need(name)
         return of_slots("flashinfer", "flashinfer", case, self._device)
@@ -154,20 +158,20 @@ class FlashInfer:
             raise RuntimeError(f"{name} was not compiled: {self._why[name]}")
 
     def _starts(self, case: Case, each: int) -> torch.Tensor:
-        """Start offsets in CPU memory, as `plan` reads them there."""
+        """Returns start offsets in CPU memory, where `plan` reads them."""
         import torch
 
         return torch.arange(case.batch + 1, dtype=torch.int32) * each
 
     def _out(self, case: Case) -> torch.Tensor:
-        """A preallocated output: the paged wrapper would zero a new one in every call."""
+        """Preallocates the output: otherwise the paged wrapper zeroes a new one in every call."""
         import torch
 
         shape = (case.batch * case.q_len, case.heads, case.head_dim)
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
 
     def _plan(self, case: Case, splits: int, unit: int) -> dict[str, Any]:
-        """Arguments of `plan`; split sizes count units of `unit` tokens."""
+        """Returns the arguments of `plan`; split sizes count units of `unit` tokens."""
         import torch
 
         plan: dict[str, Any] = {"causal": True, "q_data_type": torch.bfloat16}

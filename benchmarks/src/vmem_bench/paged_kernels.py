@@ -25,11 +25,11 @@ Call = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of equal requests.
+    """A batch of equally long requests.
 
     Attributes:
         name: the case in the ids of rows.
-        what: the case in words.
+        what: description of the case.
         batch: number of requests.
         q_len: new tokens of each request, at the end of its rows.
         kv_len: rows of each request.
@@ -102,7 +102,13 @@ SETS: dict[str, tuple[Case, ...]] = {
     ),
     # A prompt of 16K, part of which is already in the cache; "none": the whole prompt is computed.
     "prefix": tuple(
-        Case(f"prefix_{name}", f"2 prompts of 16K, {name} of each shared", 2, new * _K, 16 * _K)
+        Case(
+            f"prefix_{name}",
+            f"2 prompts of 16K, {name} of each prompt shared",
+            2,
+            new * _K,
+            16 * _K,
+        )
         for name, new in (("none", 16), ("half", 8), ("most", 2))
     ),
 }
@@ -125,7 +131,9 @@ TINY_SETS: dict[str, tuple[Case, ...]] = {
     ),
     "long": (Case("prefill_1k", "prefill of 1K", 1, _K, _K, False, 4, 2),),
     "prefix": (
-        Case("prefix_most", "2 prompts of 512, most of each shared", 2, 64, 512, False, 4, 2),
+        Case(
+            "prefix_most", "2 prompts of 512, most of each prompt shared", 2, 64, 512, False, 4, 2
+        ),
     ),
 }
 
@@ -142,7 +150,7 @@ class Kernel(Protocol):
     blocks: tuple[int, ...]
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Numbers of splits of a request's rows to try; 0: the kernel chooses."""
+        """Returns the numbers of splits to try for a request's rows; 0 lets the kernel choose."""
 
     def contiguous(self, case: Case, splits: int) -> Call:
         """Returns a call that reads keys and values ``[batch, kv_len, kv_heads, dim]``."""
@@ -158,16 +166,16 @@ class Kernel(Protocol):
 
 
 def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Call:
-    """Returns a call of `pyvmem.attention`'s kernel for prefill or for decoding, by the case.
+    """Returns a call of `pyvmem.attention`'s prefill or decoding kernel, as the case requires.
 
     The call accepts keys and values ``[batch, rows, kv_heads, dim]`` as a cache stores them: they
-    are strided if a tensor has the rows of several layers.
+    are strided if a tensor holds the rows of several layers.
     """
     from pyvmem.attention.batch import Batch, Part
     from pyvmem.attention.kernels import KERNELS
 
     config = SimpleNamespace(max_batch=case.batch, max_seq_len=case.kv_len, window=0)
-    # Stands for a cache whose rows are all mapped; a batch needs no more of it.
+    # Stands in for a cache whose rows are all mapped. A batch uses no other attribute of a cache.
     cache: Any = SimpleNamespace(
         config=config, safe_overread=True, readable_rows=lambda ids: [case.kv_len] * len(ids)
     )
@@ -182,7 +190,7 @@ def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Cal
 
 
 class Fa3:
-    """FlashAttention-3, by vLLM's op. Raises what `fa3.load` raises."""
+    """FlashAttention-3, called through vLLM's op. Raises what `fa3.load` raises."""
 
     name = "fa3"
     blocks: tuple[int, ...] = (16, 64, 128, 256)
@@ -192,19 +200,19 @@ class Fa3:
         self._device = device
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """The values of the op's `num_splits` to try."""
+        """Returns the values of the op's `num_splits` to try."""
         return (0, 1, 2, 4, 8, 16, 32) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """A call of the op with a batch of slots."""
+        """Returns a call of the op over a batch of slots."""
         return self._call(case, None, splits)
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """A call of the op with a page table."""
+        """Returns a call of the op with a page table."""
         return self._call(case, table, splits)
 
     def slots(self, case: Case) -> Call:
-        """A call of the op with a batch of slots; for decoding, with a page table over them."""
+        """Returns a call of the op over a batch of slots; for decoding, with a page table."""
         return of_slots("fa3", "fa3-paged", case, self._device)
 
     def _call(self, case: Case, table: torch.Tensor | None, splits: int) -> Call:
@@ -220,7 +228,11 @@ class Fa3:
 
 
 class Fa2:
-    """FlashAttention-2, by torch's op, which has no paged call. ValueError: not a GPU."""
+    """FlashAttention-2, called through torch's op, which has no paged form.
+
+    Raises:
+        ValueError: the device is not a GPU.
+    """
 
     name = "fa2"
     blocks: tuple[int, ...] = ()
@@ -231,34 +243,34 @@ class Fa2:
         self._device = device
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Only 0: the kernel chooses."""
+        """Returns only 0: the kernel chooses the number of splits."""
         return (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """The op's variable-length call, in which requests may start anywhere."""
+        """Returns the op's variable-length call, in which requests may start anywhere."""
         return self.slots(case)
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
         """Raises NotImplementedError: the op has no paged call."""
-        raise NotImplementedError("torch's FlashAttention-2 takes no block table")
+        raise NotImplementedError("torch's FlashAttention-2 does not accept a block table")
 
     def slots(self, case: Case) -> Call:
-        """The same call; rows may be strided."""
+        """Returns the variable-length call; rows may be strided."""
         return of_slots("fa2", "fa2", case, self._device)
 
 
 class Gather:
-    """torch's SDPA; blocks are copied in order first. Not a paged kernel, but runs everywhere."""
+    """torch's SDPA. Not a paged kernel: blocks are first copied in order. Runs everywhere."""
 
     name = "sdpa"
     blocks: tuple[int, ...] = (16, 64)
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """0 and 1, which mean the same: SDPA never splits."""
+        """Returns 0 and 1, which have the same effect: SDPA never splits."""
         return (0, 1) if case.tuned else (0,)
 
     def contiguous(self, case: Case, splits: int) -> Call:
-        """A single call for the whole batch."""
+        """Returns a single call for the whole batch."""
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -279,7 +291,7 @@ class Gather:
         return call
 
     def paged(self, case: Case, table: torch.Tensor, splits: int) -> Call:
-        """Copies the blocks in order, then makes the contiguous call."""
+        """Returns a call that copies the blocks in order, then runs the contiguous call."""
         whole = self.contiguous(case, splits)
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         order = table.flatten().long()
@@ -290,7 +302,7 @@ class Gather:
         return call
 
     def slots(self, case: Case) -> Call:
-        """The batch's slots are adjacent and equally long, so one call covers all of them."""
+        """Returns one call for all slots of the batch, which are adjacent and equally long."""
         import torch
 
         return of_slots("sdpa", "sdpa", case, torch.device("cpu"))

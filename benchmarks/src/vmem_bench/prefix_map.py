@@ -6,10 +6,11 @@ of Llama-3-8B's shape are 1.34 GB in 64 tensors. The number of driver calls depe
 pages are in physical memory, and so on how the first request allocated them:
 
 - ``runs``: in one step, as for a prefill: a tensor's pages are adjacent.
-- ``runs_2m``: the same with pages of 2 MB, each of which the GPU can map with one large entry.
+- ``runs_2m``: in one step, with 2 MB pages, each of which the GPU can map with one large entry.
 - ``fragmented``: from memory in which only single pages are free, so that no two are adjacent.
 
-A next turn whose slot still has the prefix mapped is timed as well: it makes no driver call.
+A conversation's next turn, whose slot still has the prefix mapped, is timed as well: it makes no
+driver call.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _AIMS = {"runs": 6.0, "runs_2m": 2.0, "fragmented": None}
 _METHOD = {
     "time": "perf_counter_ns around alloc_prefix, from Python; the first call is discarded",
     "between": "the request is freed, and its pages are unmapped before the next call",
-    "resume": "the same, but the request is freed with its tokens: their pages stay mapped",
+    "resume": "like map, but the request is freed with its tokens, whose pages stay mapped",
 }
 
 
 class _Kind(Closable):
-    """A cache that holds the prefix, in one of `KINDS`. A context manager."""
+    """A cache that holds the prefix, allocated as one of `KINDS`. A context manager."""
 
     def __init__(self, name: str, command: Command, tokens: int) -> None:
         self.name = name
@@ -78,7 +79,7 @@ class _Kind(Closable):
         self.ids = TokenIds([(7 * i) % 128_000 for i in range(tokens)])
 
     def record(self) -> None:
-        """Makes the first request, writes marks to its rows, records them and frees it."""
+        """Creates the first request, marks its rows, records them and frees the request."""
         cache = self.cache
         one = self._take()
         if cache.step([self.tokens if reqid == one else 0 for reqid in range(2)]):
@@ -104,7 +105,7 @@ class _Kind(Closable):
     # ---- timing ----------------------------------------------------------------------------------
 
     def time(self, found: Samples, matched: Samples) -> None:
-        """Times a request that starts from the prefix, and a mere match of the prefix."""
+        """Times a request that starts from the prefix, and a match of the prefix alone."""
         cache = self.cache
         start = time.perf_counter_ns()
         cache.match(self.ids, 0)
@@ -180,7 +181,7 @@ def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> Non
         with quiet():
             for done in range(rounds + 1):
                 if done > 2 and not deadline.allows():
-                    part.notes.append(f"{name}: the deadline came after {done - 1} requests")
+                    part.notes.append(f"{name}: the deadline passed after {done - 1} requests")
                     break
                 kind.time(found, matched)
         resumed = Samples()
@@ -195,11 +196,11 @@ def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> Non
         what = f"prefix of {tokens:,} tokens, {KINDS[name]}"
         part.time(f"map/{name}", f"alloc_prefix: {what}", name, found, unit="ms", **more)
         part.time(f"match/{name}", f"match alone: {what}", name, matched, **more)
-        mapped = f"next turn of {tokens:,} tokens that are mapped: {KINDS[name]}"
+        mapped = f"next turn, whose {tokens:,} tokens are still mapped: {KINDS[name]}"
         part.time(f"resume/{name}", f"alloc_prefix: {mapped}", name, resumed, **more)
         part.value(f"bytes/{name}", f"mapped: {what}", name, nbytes, "bytes", **more)
         part.value(
-            f"segments/{name}", f"pieces of mappings: {what}", name, kind.segments, "count", **more
+            f"segments/{name}", f"contiguous mappings: {what}", name, kind.segments, "count", **more
         )
 
 
@@ -239,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
     command = open_command(args, "prefix-map", _METHOD, tokens=args.tokens)
     if command is None:
         return 2
-    part = command.record.part("prefix", "a request begins with a recorded prefix")
+    part = command.record.part("prefix", "start of a request with a recorded prefix")
     with conducted(part):
         for number, name in enumerate(KINDS):
             left = Deadline(command.deadline.left / (len(KINDS) - number))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Two prefix caches with the same trace and budget: our tree, and blocks named by their hash.
+"""Two prefix caches on the same trace and budget: our tree, and blocks named by their hash.
 
-Both serve one request after the other. At most n - 1 of a prompt's n tokens may come from the
-cache, since the last one must be computed. Then the prompt is recorded up to its last whole unit;
-this never evicts the prefix that was found, and units beyond the budget are not recorded. Outputs
-are not recorded, since the trace does not include them.
+Both serve one request at a time. At most n - 1 of a prompt's n tokens may come from the cache,
+since the last token must be computed. Then the prompt is recorded up to its last whole unit; this
+never evicts the prefix that was found, and units beyond the budget are not recorded. Outputs are
+not recorded, since the trace does not include them.
 
 - **Tree** (`PrefixTree`): a unit is the smallest number of tokens that two requests can share by
   mapping a page twice. The least recently used leaf is evicted first, from its end, by at least one
@@ -13,9 +13,9 @@ are not recorded, since the trace does not include them.
   of the block before it. A finished request appends its blocks to a queue, its last block first;
   new blocks are taken from the front of the queue.
 
-A third, `Turns`, is a real `KVCache`. It counts the hits whose rows were still mapped in the slot
-in which the conversation's previous turn ended. `Sliding` is the tree for a model with
-sliding-window layers: the rules of prefix_cache.py for windows, counted in units.
+A third cache, `Turns`, is a real `KVCache`. It counts the hits whose rows were still mapped in the
+slot in which the conversation's previous turn ended. `Sliding` is the tree for a model with
+sliding-window layers. It follows the rules of prefix_cache.py for windows, counted in units.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def conversations(count: int, seed: int) -> list[Prompt]:
 
 
 def token_ids(prompt: Prompt) -> TokenIds:
-    """Token ids for a prompt: block h is h * 512, h * 512 + 1, ..., so equal ids, equal tokens."""
+    """Returns a prompt's token ids. Block h has the tokens h * 512, h * 512 + 1, and so on."""
     starts = np.array(prompt.hash_ids, dtype=np.uint32) * np.uint32(TRACE_BLOCK)
     ids = starts[:, None] + np.arange(TRACE_BLOCK, dtype=np.uint32)
     return TokenIds(ids.ravel()[: prompt.length])
@@ -226,7 +226,7 @@ class Sliding:
         budget: bytes.
         layers: the number of sliding layers, and the number of all layers.
         kept: tokens before the next token that sliding layers need.
-        chunk: the most tokens that a step computes.
+        chunk: maximum number of tokens that a step computes.
 
     Attributes:
         evicted: units evicted so far.
@@ -244,7 +244,7 @@ class Sliding:
         self.tree: PrefixTree[Tail] = PrefixTree(unit)
         self.evicted = 0
         self._slides, self._layers = layers
-        self._layer_bytes = unit * token_bytes // self._layers  # of a unit
+        self._layer_bytes = unit * token_bytes // self._layers  # bytes of a unit in one layer
         self._capacity = budget // self._layer_bytes
         self._kept, self._chunk = kept, chunk
         self._held = 0  # units that sliding layers hold
@@ -269,7 +269,7 @@ class Sliding:
         self._evict()
         if node.end:
             tree.unpin(node)
-        self._evict()  # now also the prompt's own units, if they exceed the budget
+        self._evict()  # may now evict the prompt's own units, if they exceed the budget
         return found
 
     def held_bytes(self) -> int:
@@ -287,12 +287,12 @@ class Sliding:
             self.evicted += sum(span.pages for span in spans)
 
     def _need(self, tokens: int) -> int:
-        """The first unit that sliding layers need after `tokens` tokens."""
+        """Returns the first unit that sliding layers need after `tokens` tokens."""
         whole = tokens // self.tree.unit * self.tree.unit
         return max(0, whole - self._kept) // self.tree.unit
 
     def _end(self, match: Match[Tail]) -> int:
-        """The length of a match's longest part after which sliding layers have all needed rows."""
+        """Returns the most tokens of a match after which sliding layers have all needed rows."""
         unit, units = self.tree.unit, match.length // self.tree.unit
         runs: list[
             tuple[int, int]
@@ -314,8 +314,8 @@ class Sliding:
 class Blocks:
     """Blocks named by their hash, in one queue; see the top of this file.
 
-    A block's hash is that of its whole prefix. The trace gives such a hash for every 512 tokens, so
-    a block is named by that hash and its index within the 512 tokens.
+    A block's hash covers its whole prefix. The trace gives such a hash for every 512 tokens, so a
+    block is named by this hash and its index within the 512 tokens.
 
     Args:
         block: tokens, a divisor of 512.
@@ -363,26 +363,26 @@ class Blocks:
 class Turns(Closable):
     """A `KVCache` on ``host``, with few bytes per token, so that any budget fits.
 
-    Prompts are served one after the other: all of their tokens are admitted, and the trace's whole
-    blocks are recorded. (The id of a prompt's last, partial block does not say how the block
-    begins, so it is unknown which later prompts continue it.) Evicted pages are unmapped in the
-    background, before the next prompt starts. A context manager.
+    Prompts are served one at a time: all of their tokens are admitted, and the trace's whole blocks
+    are recorded. (The id of a prompt's last, partial block does not tell how the block begins, so
+    it is unknown which later prompts continue it.) Evicted pages are unmapped in the background,
+    before the next prompt starts. A context manager.
 
     Args:
         unit: tokens, a power of two up to 2,048: one page of ``host``.
         budget: tokens.
         slots: as `KVCacheConfig.max_batch`.
         longest: tokens of the longest prompt.
-        common: tokens that all prompts have in common: a longer hit is a next turn.
+        common: tokens that all prompts have in common; a longer hit counts as a next turn.
 
     Attributes:
         served: prompts that fit the budget.
         hits: prompts that started from a recorded prefix.
         next_turns: hits of more than `common` tokens.
-        resumed, next_resumed: the `hits` and `next_turns` whose tokens were all mapped already, so
+        resumed, next_resumed: the `hits` and `next_turns` whose tokens were all still mapped, so
             that no driver call was made.
         hit_tokens: tokens of hits.
-        mapped_tokens: the `hit_tokens` that were mapped already.
+        mapped_tokens: the `hit_tokens` that were still mapped.
     """
 
     def __init__(self, unit: int, budget: int, slots: int, longest: int, common: int) -> None:
@@ -467,7 +467,10 @@ def hit_tokens(prompts: Iterable[Prompt], cache: Cache) -> tuple[int, int]:
 
 
 def common_tokens(prompts: Sequence[Prompt]) -> int:
-    """The length of the prompts' common prefix in whole blocks of the trace: a system prompt."""
+    """Returns the length of the prefix (a system prompt) that all prompts share.
+
+    It is a whole number of the trace's blocks.
+    """
     first = prompts[0].hash_ids
     for at, one in enumerate(first):
         if any(
@@ -478,7 +481,7 @@ def common_tokens(prompts: Sequence[Prompt]) -> int:
 
 
 def bound(prompts: Sequence[Prompt]) -> int:
-    """Tokens that a cache of unlimited size finds, in the trace's blocks of 512."""
+    """Returns the tokens that a cache of unlimited size finds, in the trace's blocks of 512."""
     seen: set[int] = set()
     hits = 0
     for length, ids in prompts:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench prefixes`: hit rates of the prefix tree, and the time of a look-up.
+"""`vmem bench prefixes`: hit rates of the prefix tree, and the time of a match.
 
 - Part ``hits``: Mooncake's trace on the tree, with the units of several layouts, and on blocks of
   16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` describes both.
-- Part ``turns``: the same trace on a real cache, on ``host``, to count the hits that were already
-  mapped, so that the request started without a driver call.
+- Part ``turns``: the same trace on a real cache, on ``host``. Counts the hits whose pages were
+  still mapped, so that the request started without a driver call.
 - Part ``windows``: the same trace on the tree of a model like Gemma 3, with five sliding layers per
   full layer; once with windows and once with all rows kept.
-- Part ``match``: a prompt of 100,000 tokens is matched among 10,000 recorded prefixes. Half of them
-  agree with it up to some token, which splits its path into many nodes.
+- Part ``match``: a prompt of 100,000 tokens is matched against 10,000 recorded prefixes. Half of
+  them agree with the prompt up to some token, which splits its path into many nodes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns", "wi
 FORMAT = "vmem-bench-prefixes/1"
 PARTS = ("hits", "turns", "windows", "match")
 _SIX = (*(LayerShape(4, 256, window=1024),) * 5, LayerShape(4, 256))
-_SLIDING = ModelShape("a model of Gemma 3's kind", 36, 4, 256, layers=_SIX * 6)
+_SLIDING = ModelShape("a model like Gemma 3", 36, 4, 256, layers=_SIX * 6)
 _CHUNK = 16_384
 _LAYOUTS = ((1, 64 << 10), (8, 64 << 10), (1, 2 << 20))
 _BLOCK = 16
@@ -117,7 +117,7 @@ def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) 
 def turns(
     part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int], slots: int
 ) -> None:
-    """Adds the shares of hits, next turns and hit tokens that were mapped already, by budget."""
+    """Adds the shares of hits, next turns and hit tokens that were still mapped, by budget."""
     from vmem_bench.prefix_replay import Turns, common_tokens
 
     unit = cost(shape, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
@@ -140,7 +140,7 @@ def turns(
             ):
                 part.value(
                     f"{name}/{gigabytes}",
-                    f"{what} that were mapped already, {gigabytes}",
+                    f"{what} that were still mapped, {gigabytes}",
                     name,
                     100 * mapped / whole if whole else 0.0,
                     "%",
@@ -182,7 +182,7 @@ def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
     (slides, full) = shape.configs()
     part.notes.append(
         f"{shape.name}: {shape.num_layers} layers with {full.num_kv_heads} KV heads of "
-        f"{full.head_dim}, of each six five with a window of {slides.window:,}; units of {unit} "
+        f"{full.head_dim}, five of every six with a window of {slides.window:,}; units of {unit} "
         f"tokens, prompts computed in steps of {_CHUNK:,} tokens"
     )
     for budget in budgets:
@@ -244,7 +244,7 @@ def match(part: Part, count: int, length: int, rounds: int) -> None:
             for _ in range(rounds + 1):
                 time_each(TokenIds, [(form,)] * 10, samples.new_round())
             samples.drop_first_round()
-            part.time(f"{row}/convert", f"of that, TokenIds({name})", "tree", samples, unit="ms")
+            part.time(f"{row}/convert", f"of which TokenIds({name})", "tree", samples, unit="ms")
 
 
 def _aims(record: Record) -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ def _aims(record: Record) -> list[dict[str, Any]]:
     return [
         {
             "id": "prefix_match",
-            "what": "match of a 100 k-token prompt among 10 k recorded prefixes, median",
+            "what": "match of a 100 k-token prompt against 10 k recorded prefixes, median",
             "value": row["median"],
             "unit": "ms",
             "op": "<=",
@@ -263,7 +263,7 @@ def _aims(record: Record) -> list[dict[str, Any]]:
             "pass": row["median"] <= _AIM_MS,
             "applies": applies,
             "rows": ["match/TokenIds"],
-            "why": "" if applies else "smaller than the aim's case",
+            "why": "" if applies else "smaller than the target's case",
         }
     ]
 
@@ -285,7 +285,9 @@ def run(args: argparse.Namespace) -> int:
             "prompt": args.prompt,
             "slots": args.slots,
         },
-        method={"hit rate": "tokens found over tokens of all prompts; requests one by one"},
+        method={
+            "hit rate": "tokens found divided by the tokens of all prompts; one request at a time"
+        },
         started=_now(),
         format=FORMAT,
     )
@@ -293,7 +295,7 @@ def run(args: argparse.Namespace) -> int:
     todo: dict[str, tuple[str, Callable[[Part], None]]] = {
         "hits": (title, lambda part: hits(part, shape, prompts, args.budgets)),
         "turns": (
-            f"{title}: what was mapped already",
+            f"{title}: what was still mapped",
             lambda part: turns(part, shape, prompts, args.budgets, args.slots),
         ),
         "windows": (
@@ -301,7 +303,7 @@ def run(args: argparse.Namespace) -> int:
             lambda part: windows(part, prompts, args.budgets),
         ),
         "match": (
-            "how long a match takes",
+            "time of a match",
             lambda part: match(part, args.prefixes, args.prompt, args.rounds),
         ),
     }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Replays requests in a memory that is too small for all of them, and counts the running requests.
 
-Arrival times do not matter: the queue is never empty, so only memory limits the batch. An
-iteration, as in an engine with continuous batching:
+Arrival times do not matter: the queue is never empty, so only memory limits the batch. As in an
+engine with continuous batching, an iteration has these steps:
 
-1. Every running request needs one more token than in the iteration before. While memory is short,
+1. Every running request needs one more token than in the previous iteration. While memory is short,
 the request admitted last returns to the head of the queue, with all its tokens (preemption by
 recomputation). 2. Requests are admitted in queue order while the next request's tokens fit. 3. The
 running requests are counted, with the bytes that they map and the bytes that their tokens need.
@@ -45,7 +45,7 @@ class Memory(Protocol):
         ...
 
     def leave(self, places: Sequence[int]) -> None:
-        """Removes the requests at these places; later ones move up."""
+        """Removes the requests at these indices; later requests move up."""
         ...
 
     def mapped_bytes(self) -> int:
@@ -95,8 +95,8 @@ class Outcome:
 
     Attributes:
         iterations: all iterations of the trace.
-        limited: iterations limited by memory. 0: all requests fit together, and all iterations
-            count.
+        limited: iterations limited by memory; 0 if all requests fit together, in which case all
+            iterations count.
         mean_batch: mean number of running requests.
         max_batch: largest number of running requests.
         wasted_bytes: mean bytes of a running request that are mapped and hold no token.
@@ -141,8 +141,9 @@ def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Out
     if not requests:
         raise invalid("a replay needs at least one request", op="vmem bench")
     queue = deque((request.context, request.longest) for request in requests)
-    lengths: Lengths = np.zeros(0, np.int64)  # of the running requests, in order of admission
-    last: Lengths = np.zeros(0, np.int64)  # their lengths in their last iteration
+    # Lengths of the running requests, in order of admission.
+    lengths: Lengths = np.zeros(0, np.int64)
+    last: Lengths = np.zeros(0, np.int64)  # the requests' lengths in their last iteration
     every, limited = _Sums(), _Sums()
     preemptions = 0
     while queue or len(lengths):

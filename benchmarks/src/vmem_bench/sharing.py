@@ -4,11 +4,11 @@
 Figures 14 and 15 of the PagedAttention paper (SOSP'23) show the share of blocks that sharing saves.
 Requests have the mean lengths of the paper's two data sets, for its OPT-13B and for Llama-3-8B.
 Samples share only the prompt. Which beam descends from which depends on the model, so a beam search
-by transformers, with the demonstration's model and prompts, is recorded step by step.
+by transformers, with the demo's model and prompts, is recorded step by step.
 
 At these sizes the memory is computed, not measured: a fork shares the pages (or blocks) that its
-length fills and copies the last, partial one. A test forks a `KVCache` with real pages and gets the
-same numbers.
+length fills and copies the last, partial page. A test forks a `KVCache` with real pages and gets
+the same numbers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class Family:
         return pages[:full] + self._take(len(pages) - full)
 
     def step(self, parents: Sequence[int]) -> None:
-        """Adds a token to each request's parent's rows; a parent's first child needs no fork."""
+        """Gives each request its parent's rows and one more token.
+
+        A parent's first child takes the parent's place, without a fork.
+        """
         seen: set[int] = set()
         after = []
         for parent in parents:
@@ -91,17 +94,17 @@ class Family:
 
     @property
     def held(self) -> int:
-        """Pages that the requests hold; a shared page counts once."""
+        """Number of pages that the requests hold; a shared page counts once."""
         return len({page for pages in self._pages for page in pages})
 
     @property
     def alone(self) -> int:
-        """Pages that the requests would hold if none were shared."""
+        """Number of pages that the requests would hold if none were shared."""
         return len(self._pages) * self._layout.pages_for(self.length)
 
 
 def saved(layout: Layout, prompt: int, parents: Parents) -> float:
-    """The share of pages that sharing saves, from sums over the steps of an answer."""
+    """Returns the share of pages that sharing saves, summed over the steps of an answer."""
     family = Family(layout, prompt, len(parents[0]))
     held, alone = family.held, family.alone
     for step in parents:
@@ -111,7 +114,7 @@ def saved(layout: Layout, prompt: int, parents: Parents) -> float:
 
 
 def _sampling(count: int, steps: int) -> Parents:
-    """The parents in parallel sampling: every sample continues its own rows."""
+    """Returns the parents in parallel sampling: every sample continues its own rows."""
     return [range(count)] * steps
 
 
@@ -164,7 +167,10 @@ def _count(
     searched: Sequence[Parents] | None,
     compared: Sequence[tuple[str, ModelShape, System]],
 ) -> None:
-    """Adds a row for each load, model and layout; `searched` None: parallel sampling."""
+    """Adds a row for each load, model and layout.
+
+    searched: the beams' parents; None for parallel sampling.
+    """
     for key, load in LOADS.items():
         families = [_sampling(width, load.output)] if searched is None else searched
         families = [parents[: load.output] for parents in families]
@@ -224,7 +230,8 @@ def run(args: argparse.Namespace) -> int:
         machine=describe(),
         options={"quick": False, "backend": "none", "prompts": args.prompts, "widths": args.widths},
         method={
-            "saved": "pages that sharing saves over those without it, summed over the steps",
+            "saved": "pages that sharing saves, divided by the pages without sharing, both summed "
+            "over the steps",
             "lengths": {key: [load.prompt, load.output] for key, load in LOADS.items()},
             "beams": "by transformers' beam search with a real model, one batch of prompts",
         },

@@ -2,8 +2,8 @@
 """`vmem bench swap`: a preempted request is swapped in from host memory, or recomputed.
 
 Follows figure 19 of the PagedAttention paper (SOSP'23): with small blocks, swapping takes many
-small copies, while recomputation costs the same for every block size. For each length these take
-turns:
+small copies, while recomputation costs the same for every block size. For each length, these ways
+take turns:
 
 - ``pages``: `KVCache.swap_out` and `swap_in`.
 - ``blocks/N``: a pool of blocks of N tokens, each copied separately between the device and pinned
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Blocks", "add_parser", "run"]
 
 _HOST = 16 << 30  # limit on host memory for prefixes, in bytes; allocated as needed
-_OVERREAD = 192  # rows past a length: FlashAttention-3 reads whole tiles
+_OVERREAD = 192  # rows read past a request's end: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around the call and synchronize",
     "turns": "the ways take turns, in rotating order; the first round is discarded",
@@ -54,7 +54,7 @@ _METHOD = {
 
 
 class Blocks:
-    """A request's blocks, scattered over a pool of twice the size, and pinned host memory for them.
+    """A request's blocks, scattered over a pool of twice their size, and pinned host memory.
 
     Args:
         sizes: sizes of the model.
@@ -116,7 +116,7 @@ class _Length:
         return found
 
     def run(self, blocks: list[int], rounds: int, left: Deadline) -> None:
-        """Measures, and adds the rows."""
+        """Measures all ways and adds the rows."""
         config = self.model.sizes.config(
             max_batch=1,
             max_seq_len=self.tokens + _OVERREAD,
@@ -135,7 +135,7 @@ class _Length:
             self.book.close()
             cache.check_integrity()
             by.check_integrity()
-            turns.clear()  # they hold the caches' tensors
+            turns.clear()  # the turns hold the caches' tensors
 
     def _turn(
         self,
@@ -151,12 +151,12 @@ class _Length:
 
         Args:
             name: prefix of the result's rows, followed by "out" or "in".
-            words: the place of the request's rows, in words.
+            words: describes where the request's rows are.
             system: name of the measured method.
             out: moves the rows out; its result is passed to `back`.
             back: brings the rows back.
             rows: returns some of the rows, to compare.
-            lose: called between the two, untimed.
+            lose: called between `out` and `back`, untimed.
         """
         there = self._samples(f"{name}/out", f"out of {words}", system)
         again = self._samples(f"{name}/in", f"back of {words}", system)
@@ -211,7 +211,7 @@ class _Length:
 
         def back(_: Any) -> None:
             if cache.alloc_prefix(ids, leave=0) != (0, whole):
-                raise WrongResult("the prefix did not come back from host memory")
+                raise WrongResult("the prefix was not loaded from host memory")
 
         def end() -> None:
             cache.free_reqid(0, tokens=ids)
@@ -281,7 +281,7 @@ class _Length:
 
         def turn() -> None:
             self._timed(samples, work)
-            cache.k(0)[0, : self.tokens].copy_(kept[0])  # the check of swapping reads these rows
+            cache.k(0)[0, : self.tokens].copy_(kept[0])  # swapping is checked against these rows
 
         return turn
 
@@ -308,7 +308,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _add_aims(command: Command, lengths: list[int], blocks: list[int]) -> None:
-    """Adds the ratios of swapping, out and in, to recomputation: above 1, recomputation wins."""
+    """Adds the ratios of swapping out and in to recomputation; above 1, recomputation is faster."""
 
     def over(out: Any, back: Any, again: Any) -> float:
         return float(out["median"] + back["median"]) / float(again["median"])
@@ -318,7 +318,8 @@ def _add_aims(command: Command, lengths: list[int], blocks: list[int]) -> None:
         for way in ("pages", *(f"blocks/{block}" for block in blocks)):
             command.aims.add(
                 f"{tokens}_{way.replace('/', '_')}",
-                f"{tokens:,} tokens, {way.replace('/', ' of ')}: out and back over computing again",
+                f"{tokens:,} tokens, {way.replace('/', ' of ')}: time to swap out and in relative "
+                "to recomputation",
                 [f"swap/{tokens}/{way}/out", f"swap/{tokens}/{way}/in", again],
                 over,
             )
@@ -330,7 +331,7 @@ def add_parser(which: Any) -> None:
         "swap",
         help="a preempted request: swapped to host memory and back, or recomputed",
         description="Swaps requests of Llama-3-8B's shape by the cache's pages and by blocks, and "
-        "recomputes them. Full size needs a GPU of 30 GB.",
+        "recomputes them. Full size needs a GPU with 30 GB.",
     )
     add_common(parser, 90)
     add_page(parser)
@@ -354,4 +355,4 @@ def add_parser(which: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
     command = open_command(args, "swap", _METHOD)
-    return run_on_device(command, "swap", "out and back, or again", _measure)
+    return run_on_device(command, "swap", "swapped out and in, or recomputed", _measure)

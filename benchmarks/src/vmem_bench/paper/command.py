@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench paper`: makes the page that compares the papers' numbers with ours.
+"""`vmem bench paper`: generates the page that compares the papers' numbers with ours.
 
-It is made from ``benchmarks/results`` alone, so that no number is written by hand.
+The page is generated from ``benchmarks/results`` alone, so that no number is written by hand.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ hide: [toc]  # the tables are wide
 
 # The papers' evaluation, and ours
 
-One row for each table and figure of the three papers: their number, ours, the command that measures
-ours, and why the two differ. Theirs were measured on one or more A100s of 80 GB, ours on the GPU
-that the row names, or computed. "A over B, 1.2x" is A divided by B. "not run" names the missing
-result; "cannot be shown here" says what this project's machines lack. The letter in brackets names
-[the source of the paper's number](#where-the-papers-numbers-are-from). vAttention's figures are
-numbered as in arXiv's third version; from figure 7 on, its artifact's numbers are lower by one.
+Each table and figure of the three papers has a row: the paper's number, ours, the command that
+measures ours, and the reason for the difference. The papers' numbers were measured on one or more
+80 GB A100s; ours were measured on the GPU that the row names, or computed. "A relative to B, 1.2x"
+means that A is 1.2 times B. "not run" is followed by the missing result, "cannot be shown here" by
+the reason. The letter in brackets names
+[the source of the paper's number](#where-the-papers-numbers-come-from). vAttention's figures are
+numbered as in arXiv's third version; from figure 7 on, the numbers in its artifact are lower by
+one.
 
-AZURE, ARXIV and MOONCAKE stand for the traces that [the benchmarks' page](../benchmarks/README.md)
-names, FILE for FlashAttention-3's shared object. The ratio "again" compares two runs of the same
-arm, and shows how much equal runs differ. The results are also drawn
-[as in the papers](reproduction/pictures.md)."""
+AZURE, ARXIV and MOONCAKE stand for the traces described in
+[benchmarks/README.md](../benchmarks/README.md), FILE for FlashAttention-3's shared object. The
+ratio "again" compares two runs of the same arm: it shows how much identical runs differ. The
+results are also drawn [as in the papers](reproduction/pictures.md)."""
 _PICTURES = "pictures.md"
 _PICTURES_HEAD = """---
 hide: [toc]
@@ -81,20 +83,20 @@ def _table(paper: str, results: Results) -> list[str]:
 
 
 def page(results: Results) -> str:
-    """The page's text."""
+    """Returns the page's text."""
     lines = [_HEAD]
     for paper in PAPERS:
         lines += ["", *_table(paper, results)]
     if found := section(results):
         lines += ["", *found]
     used = dict.fromkeys(row.source for row in ROWS)
-    lines += ["", "## Where the papers' numbers are from", ""]
+    lines += ["", "## Where the papers' numbers come from", ""]
     lines += [f"- [{key}] {text}" for key, text in SOURCES.items() if key in used]
     return "\n".join(lines) + "\n"
 
 
 def pictures_page(results: Results) -> str:
-    """The text of the pictures' page."""
+    """Returns the text of the page of pictures."""
     lines = [_PICTURES_HEAD]
     for picture, _ in available(results):
         lines += ["", f"![{picture.title}]({picture.name}.svg)"]
@@ -102,7 +104,7 @@ def pictures_page(results: Results) -> str:
 
 
 def stale(results: Results, target: Path) -> list[Path]:
-    """The pages and pictures that are out of date."""
+    """Returns the pages and pictures that are out of date."""
     folder = target.parent / _FOLDER
     pages = {target: page(results), folder / _PICTURES: pictures_page(results)}
     found = [
@@ -136,8 +138,8 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser(
         "paper",
         help="the papers' tables and figures compared with our committed results",
-        description="Prints the text of docs/reproduction.md, made from benchmarks/results; runs "
-        "no benchmark.",
+        description="Prints the text of docs/reproduction.md, generated from benchmarks/results; "
+        "runs no benchmark.",
     )
     add = parser.add_argument
     add("--results", type=Path, default=_RESULTS, metavar="FOLDER", help=f"({_RESULTS})")

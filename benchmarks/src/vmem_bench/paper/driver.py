@@ -20,12 +20,13 @@ __all__ = ["Check", "Costs", "Work", "checks", "costs", "section", "workloads"]
 
 _TIMES, _COUNTS = "h100", "softgpu-workloads.jsonl"
 _WORDS = (
-    "The patched driver has run only on the software GPU, which counts but does not time. This is",
-    "a **model**, not a measurement: a push costs as much as a stock driver's call with one push,",
-    "and an entry of 64 KB as much as another page in such a call. The model assumes, without a",
-    "measurement, that the patched driver's calls cost no more than the stock driver's.",
+    "The patched driver has run only on the software GPU, which counts operations but does not",
+    "time them. These times come from a **model**, not from a measurement: a push costs as much as",
+    "a call of the stock driver with one push, and a 64 KB entry as much as one more page in such",
+    "a call. The model assumes, without a measurement, that the patched driver's calls cost no",
+    "more than the stock driver's.",
 )
-_PAGES = 64  # of a batch
+_PAGES = 64  # pages per batch
 _CASES = {
     "growth": ("{requests} requests grow to {tokens:,} tokens, a token per step", "map"),
     "prefix": ("a request starts with a prefix of {prefix:,} tokens", "map"),
@@ -36,7 +37,7 @@ _CASES = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Microseconds per push, including its call, and per entry of 64 KB."""
+    """Microseconds per push, including its call, and per 64 KB entry."""
 
     push: float
     entry: float
@@ -75,7 +76,10 @@ class Work:
 
 
 def costs(results: Results, way: str) -> Costs:
-    """Derives costs from 64 pages one by one and in one call. `way`: "map" or "unmap"."""
+    """Derives the costs from the times of 64 pages, one by one and in one call.
+
+    way: "map" or "unmap".
+    """
     one = results[_TIMES]
     apart, together = (
         one.value(f"batch/{way}_{how}/stock/64K") for how in ("scattered", "contiguous")
@@ -100,7 +104,7 @@ def checks(results: Results) -> list[Check]:
     cost = costs(results, "map")
     for row, what, pushes, entries in (
         ("pool/run/stock", "map 1,024 pages of 64 KB, in one call", 1, 1024),
-        ("bytes/singles/stock", "map 32 pages of 64 KB, a call of Python each", 32, 32),
+        ("bytes/singles/stock", "map 32 pages of 64 KB, one Python call per page", 32, 32),
         ("step/maps512_dirty/stock", "map 512 pages of 64 KB in 64 tensors, one by one", 512, 512),
     ):
         found.append(Check(what, cost.time(pushes, entries), one.value(row)))
@@ -108,7 +112,7 @@ def checks(results: Results) -> list[Check]:
 
 
 def workloads(results: Results) -> list[Work]:
-    """The counted work, with the model's times. NotMeasured: no counts were committed."""
+    """Returns the counted work, with the model's times. NotMeasured: no counts were committed."""
     path = results.folder / _COUNTS
     if not path.exists():
         raise NotMeasured(_COUNTS)
@@ -130,7 +134,7 @@ def _milliseconds(value: float) -> str:
 
 
 def section(results: Results) -> list[str]:
-    """The section of the page; empty if there are no counts or no times."""
+    """Returns the page's section; empty if there are no counts or no times."""
     try:
         inputs = {way: costs(results, way) for way in ("map", "unmap")}
         tested, counted = checks(results), workloads(results)
@@ -142,7 +146,7 @@ def section(results: Results) -> list[str]:
         "",
         *_WORDS,
         "",
-        "Inputs, from 64 pages of 64 KB one by one and in one call, by the stock driver on",
+        "Inputs, from 64 pages of 64 KB one by one and in one call, with the stock driver on",
         f"{where}: mapping {inputs['map']}; unmapping {inputs['unmap']}.",
         "",
         "| counted work, 2 tensors | pushes, stock | patched | entries, stock | patched "
@@ -155,7 +159,7 @@ def section(results: Results) -> list[str]:
             for one in counted
         ),
         "",
-        f"The model's error on times of the stock driver that are not its inputs, {where}:",
+        f"Error of the model for times of the stock driver that are not its inputs, on {where}:",
         "",
         "| | model: µs | measured: µs | error |",
         "| --- | ---: | ---: | ---: |",

@@ -58,18 +58,21 @@ _PAGES = ("64K", "128K", "256K", "2M")
 
 
 def block_tokens(model: str, ranks: int, page: int) -> int:
-    """Tokens of one layer's keys (or values) in a page."""
+    """Returns the number of tokens whose keys (or values) of one layer fit in a page."""
     shape = SHAPES[model].on_ranks(ranks)
     return page // (shape.num_kv_heads * shape.head_dim * shape.config().itemsize)
 
 
 def waste(model: str, page: int) -> float:
-    """The most MB that a request wastes: a page in each tensor, as on a single rank."""
+    """Returns the most MB that a request can waste: a page in each tensor on a single rank."""
     return 2 * SHAPES[model].num_layers * page / 2**20
 
 
 def slot_tokens(memory: float, layers: int, hidden: int) -> float:
-    """Tokens whose float16 keys and values fit in `memory` bytes, without grouped heads."""
+    """Returns how many tokens' float16 keys and values, without grouped heads, fit in `memory`.
+
+    memory: bytes.
+    """
     return memory / (2 * layers * hidden * 2)
 
 
@@ -110,7 +113,7 @@ def opt(_: Results) -> str:
 
 
 def over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]:
-    """The times with blocks of 16 and with the best block size, over our contiguous pages'."""
+    """Times with blocks of 16 and with the best block size, relative to our contiguous pages."""
 
     def text(results: Results) -> str:
         parts = []
@@ -123,7 +126,7 @@ def over_blocks(file: str, kernel: str, *cases: str) -> Callable[[Results], str]
 
 
 def block_sizes(results: Results) -> str:
-    """Decode time by block size, divided by the best."""
+    """Decode time by block size, relative to the best block size."""
     prefix = "fa3/decode_b16_16k/paged"
     times = {
         block: results["kernels-h200"].median([f"{prefix}{block}/malloc{i}" for i in (0, 1)])
@@ -138,7 +141,7 @@ DECODING = {case.name: case for case in CASES if case.name in _BATCHES}
 
 
 def reading(results: Results, case: str, form: str) -> float:
-    """GB/s: bytes of keys and values of a case of `DECODING`, divided by the time of `form`."""
+    """Returns the GB/s at which `form` reads the keys and values of a case of `DECODING`."""
     names = [f"fa3/{case}/{form}/malloc{i}" for i in (0, 1)]
     if form == "contiguous":
         names = [f"fa3/{case}/{form}/random{i}" for i in (0, 1)]
@@ -146,7 +149,7 @@ def reading(results: Results, case: str, form: str) -> float:
 
 
 def roofline(results: Results) -> str:
-    """The memory bandwidth of decoding, contiguous and in blocks of 16."""
+    """Memory bandwidth that decoding reaches, contiguous and in blocks of 16."""
     parts = []
     for case, one in DECODING.items():
         mine, paged = (reading(results, case, form) / 1e3 for form in ("contiguous", "paged16"))
@@ -170,21 +173,23 @@ _VERSIONS = ("sdpa", "fa3")  # torch's flash kernel is FlashAttention-2
 
 
 def page_size(results: Results) -> str:
-    """Attention time over 64 KB pages, divided by that over cudaMalloc."""
+    """Attention time with 64 KB pages, relative to cudaMalloc memory."""
     names = ("decode_b64_8k", "decode_b32_32k", "prefill_32k")
     found = [results["h100"].aim(f"fa3_{name}_random") for name in names]
-    return f"64 KB over cudaMalloc, time: {min(found):.3f}x to {max(found):.3f}x"
+    return f"time with 64 KB pages relative to cudaMalloc {min(found):.3f}x to {max(found):.3f}x"
 
 
 def by_slots(results: Results) -> str:
-    """The time of FlashInfer's best paged form divided by that of its calls for slots."""
+    """Time of FlashInfer's best paged form, relative to its calls over slots."""
     one = results["kernels-flashinfer-long-h100"]
     parts: list[str] = []
     for tokens in ("128k", "192k"):
         name = f"flashinfer_prefill_{tokens}"
         slots, layered = (one.aim(f"{name}_{how}") for how in ("slots", "layered"))
-        parts.append(f"prefill {tokens}: {slots:.2f}x, of layers in one tensor {layered:.2f}x")
-    return "best blocks over slots, time: " + "; ".join(parts)
+        parts.append(
+            f"prefill {tokens}: {slots:.2f}x, with all layers in one tensor {layered:.2f}x"
+        )
+    return "time of the best block size relative to slots: " + "; ".join(parts)
 
 
 # ---- memory calls --------------------------------------------------------------------------------
@@ -225,17 +230,17 @@ def rate(results: Results) -> str:
 
 
 def overlap(results: Results, file: str = "overlap-h200") -> str:
-    """The ratios of iterations' p99 with mapping in the background and on the critical path."""
+    """Ratios of iterations' p99: memory mapped in the background and on the critical path."""
     one = results[file]
     counts = [f"{one.value(f'iterations/spikes/{mode}'):.0f}" for mode in ("async", "sync")]
     return (
         f"p99 of an iteration {one.aim('p99_async'):.3f}x in the background, "
-        f"{one.aim('p99_sync'):.2f}x on the critical path; spikes {' against '.join(counts)}"
+        f"{one.aim('p99_sync'):.2f}x on the critical path; spikes: {' and '.join(counts)}"
     )
 
 
 def deferred(results: Results, file: str = "deferred-h200") -> str:
-    """The ratios of prefill time with reused pages and with pages mapped first."""
+    """Ratios of prefill time: with reused pages and with pages mapped first."""
     one = results[file]
     reuse, runs, pages = (one.aim(f"prefill_{mode}") for mode in ("reuse", "sync", "pages"))
     return f"reused {reuse:.3f}x; mapped first in runs {runs:.2f}x, in single pages {pages:.2f}x"
@@ -252,7 +257,7 @@ def largest(results: Results, file: str = "capacity", models: Sequence[str] = MO
 
 
 def used(results: Results) -> str:
-    """The share of held memory that is used by rows, by page size."""
+    """Share of held memory that rows use, by page size."""
     parts = []
     for name, words in (
         ("g1/64K", "64 KB pages"),
@@ -262,7 +267,7 @@ def used(results: Results) -> str:
         row = results["capacity"].row(f"azure_2023_conv/Llama-3-8B/{name}")
         wasted = row["wasted_bytes"] * row["value"]
         parts.append(f"{words} {100 * (1 - wasted / row['mapped_bytes']):.1f} %")
-    return "held memory that is rows, Azure's trace: " + ", ".join(parts)
+    return "share of held memory that rows use, Azure's trace: " + ", ".join(parts)
 
 
 def long_batches(results: Results) -> str:
@@ -298,7 +303,7 @@ def hits(results: Results) -> str:
 
 
 def served(file: str, part: str, figure: str, words: str, *others: str) -> Callable[[Results], str]:
-    """The contiguous arm's figure over each other arm's, and over a second run of its own."""
+    """The contiguous arm's figure, relative to each other arm's and to a second run of its own."""
 
     def text(results: Results) -> str:
         one = results[file]
@@ -312,7 +317,7 @@ def served(file: str, part: str, figure: str, words: str, *others: str) -> Calla
                 continue
         if not ratios:
             raise NotMeasured(f"{file}: {figure} of another arm")
-        return f"{words}, {first} over " + ", ".join(ratios)
+        return f"{words} of {first} relative to " + ", ".join(ratios)
 
     return text
 
@@ -326,8 +331,8 @@ def static(results: Results) -> str:
     held = one.value(f"{part}/used/static") / one.value(f"{part}/held/static")
     mine = one.value(f"{part}/used/{first}") / one.value(f"{part}/held/{first}")
     return (
-        f"batch {batches[0]:.0f} / {batches[1]:.0f} static, tokens/s {speed:.1f}x; held memory "
-        f"that is rows {100 * mine:.0f} % / {100 * held:.0f} % static"
+        f"batch {batches[0]:.0f}, static {batches[1]:.0f}; tokens/s {speed:.1f}x; share of held "
+        f"memory that rows use {100 * mine:.0f} %, static {100 * held:.0f} %"
     )
 
 
@@ -343,7 +348,7 @@ def shared(results: Results) -> str:
     one, part = results["serve-prefixes-h200"], "prefixes"
     found = [f"{one.value(f'{part}/shared/{name}'):,.0f}" for name in ("contiguous", "paged16")]
     speed = one.value(f"{part}/tokens/contiguous") / one.value(f"{part}/tokens/paged16")
-    return f"tokens found {found[0]}, {found[1]} in blocks of 16; tokens/s {speed:.3f}x of these"
+    return f"tokens found {found[0]}, with blocks of 16 {found[1]}; tokens/s {speed:.3f}x"
 
 
 _BATCH_FIGURES = {
@@ -355,7 +360,7 @@ _BATCH_FIGURES = {
 
 
 def small_pages(results: Results, file: str = "serve-azure-h200", part: str = "offline") -> str:
-    """Batch and throughput with pages of 64 KB, divided by those with 2 MB."""
+    """Batch and throughput with 64 KB pages, relative to 2 MB pages."""
     one = results[file]
     first = one.data["options"]["arms"][0]
     parts = []
@@ -363,11 +368,13 @@ def small_pages(results: Results, file: str = "serve-azure-h200", part: str = "o
         try:
             rows = [one.row(f"{part}/{key}/{arm}") for arm in (first, "2M")]
         except NotMeasured:
-            if key != "full":  # missing if arrivals are so slow that no request waits
+            if key != "full":  # absent if arrivals are so slow that no request waits
                 raise
             continue
         parts.append(f"{words} {over(*rows):.2f}x")
-    return f"64 KB over 2 MB in {one.data['options']['kv_bytes'] >> 30} GB: " + ", ".join(parts)
+    return f"64 KB relative to 2 MB in {one.data['options']['kv_bytes'] >> 30} GB: " + ", ".join(
+        parts
+    )
 
 
 def forks(results: Results) -> str:
@@ -388,7 +395,7 @@ def forks(results: Results) -> str:
 
 
 def swapping(results: Results) -> str:
-    """Time to swap out and back in, divided by that of recomputing, by length."""
+    """Time to swap out and back in, relative to recomputation, by length."""
     one, parts = results["swap-h200"], []
     for tokens in (512, 2048, 8192):
         pages = one.aim(f"{tokens}_pages")
@@ -396,4 +403,4 @@ def swapping(results: Results) -> str:
         parts.append(
             f"{tokens:,} tokens: pages {pages:.2f}x, blocks of 16 / 64 {' / '.join(blocks)}x"
         )
-    return "out and back over recomputing, " + "; ".join(parts)
+    return "time to swap out and in relative to recomputation, " + "; ".join(parts)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The papers' figures, redrawn from our committed results. Needs matplotlib.
 
-Every file contains a digest of the data that it shows: a changed result is detected without
+Every file contains a digest of the data that it shows, so that a changed result is detected without
 comparing drawings, which differ between versions of matplotlib.
 """
 
@@ -26,7 +26,7 @@ _GB = 1 << 30
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of our page.
+    """A figure on our page.
 
     Attributes:
         name: name of the file, without its extension.
@@ -47,7 +47,7 @@ class Picture:
 
 
 def _paged(results: Results, cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Data of bars: each block size's time divided by that of contiguous 64 KB pages."""
+    """Data for bars: time with each block size, divided by the time with contiguous 64 KB pages."""
     groups: list[str] = []
     series: dict[str, list[float]] = {name: [] for name in ("contiguous", "16", "128", "256")}
     for file, kernel, words in (
@@ -213,7 +213,7 @@ def _hits(results: Results) -> dict[str, Any]:
 
 
 def _served(file: str, part: str, figures: dict[str, str]) -> Callable[[Results], dict[str, Any]]:
-    """Data of bars: the figures of a serving run's arms, divided by the contiguous arm's."""
+    """Data for bars: the figures of a serving run's arms, divided by the contiguous arm's."""
 
     def data(results: Results) -> dict[str, Any]:
         one = results[file]
@@ -273,7 +273,7 @@ PICTURES = (
     ),
     Picture(
         "bandwidth",
-        "Bandwidth of allocation by page size (vAttention, table 9)",
+        "Allocation bandwidth by page size (vAttention, table 9)",
         "bars",
         "GB/s",
         "page size",
@@ -289,7 +289,7 @@ PICTURES = (
     ),
     Picture(
         "reads",
-        "Keys and values that decoding reads a second, FlashAttention-3",
+        "Rate at which decoding reads keys and values, FlashAttention-3",
         "bars",
         "GB/s",
         "requests and context length",
@@ -300,7 +300,7 @@ PICTURES = (
         "Largest batch by page size, Azure's trace, replayed (vAttention, figure 15)",
         "bars",
         "largest batch",
-        "model and memory of the GPU",
+        "model and GPU memory",
         _largest,
     ),
     Picture(
@@ -313,7 +313,7 @@ PICTURES = (
     ),
     Picture(
         "hits",
-        "Tokens of prompts found in the cache, Mooncake's conversations, replayed (vTensor)",
+        "Prompt tokens found in the cache, Mooncake's conversations, replayed (vTensor)",
         "lines",
         "% of prompt tokens",
         "GB for keys and values",
@@ -323,13 +323,13 @@ PICTURES = (
         "sharing",
         "Memory saved by sharing, ShareGPT's means, OPT-13B (PagedAttention, figures 14, 15)",
         "bars",
-        "% of the memory without it",
+        "% of the memory without sharing",
         "of a prompt",
         _sharing,
     ),
     Picture(
         "heads",
-        "Kernels by KV heads of 32 heads (vTensor)",
+        "Kernels by number of KV heads, 32 query heads (vTensor)",
         "bars",
         "normalized runtime",
         "phase and KV heads",
@@ -412,7 +412,7 @@ PICTURES = (
 
 
 def available(results: Results) -> list[tuple[Picture, dict[str, Any]]]:
-    """The pictures whose results exist, with their data."""
+    """Returns the pictures whose results exist, with their data."""
     found = []
     for picture in PICTURES:
         try:
@@ -423,13 +423,13 @@ def available(results: Results) -> list[tuple[Picture, dict[str, Any]]]:
 
 
 def digest(picture: Picture, data: dict[str, Any]) -> str:
-    """A digest of everything that a picture shows."""
+    """Returns a digest of everything that a picture shows."""
     shown = [picture.name, picture.title, picture.kind, picture.label, picture.along, data]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
 def draw(picture: Picture, data: dict[str, Any]) -> str:
-    """The picture as SVG, with its digest in a comment at the end.
+    """Returns the picture as SVG, with its digest in a comment at the end.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

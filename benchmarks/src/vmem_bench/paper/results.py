@@ -14,7 +14,7 @@ __all__ = ["NotMeasured", "Result", "Results"]
 
 
 class NotMeasured(LookupError):
-    """A result file or row that a value needs does not exist."""
+    """Raised when a result file or row that a value needs does not exist."""
 
 
 class Result:
@@ -51,7 +51,7 @@ class Result:
         return float(row["value"] if "value" in row else row["median"])
 
     def median(self, names: Sequence[str]) -> float:
-        """The median over rows that are the same measurement on several buffers."""
+        """The median over rows that repeat one measurement on several buffers."""
         return statistics.median(self.value(name) for name in names)
 
     def aim(self, name: str) -> float:
@@ -71,7 +71,7 @@ class Result:
 
 
 class Results:
-    """The directory; `results["h100"]` is ``h100.json``."""
+    """The results directory; `results["h100"]` is ``h100.json``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""One row for each table and figure of the papers: their number, ours, and why they differ.
+"""A row for each table and figure of the papers: the paper's number, ours, and why they differ.
 
-The papers' numbers are from their abstracts and from public texts that quote them (`SOURCES`);
+The papers' numbers come from their abstracts and from public texts that quote them (`SOURCES`);
 numbers that only a curve shows are left out. Ours are computed in our_numbers.py, or marked as not
 measured.
 """
@@ -48,14 +48,14 @@ class Row:
     Attributes:
         paper: one of `PAPERS`.
         number: number of the table or figure in the paper, in v3 if versions differ.
-        what: what it shows.
+        what: what the table or figure shows.
         theirs: the paper's number, with its hardware.
         source: a key of `SOURCES`.
         file: the results file, without its extension; "" if none is read.
         ours: returns the text of our number. NotMeasured: the result is missing.
         command: the command that measures our number.
         why: why the two differ, in a sentence.
-        cannot: why none of our machines can measure it; "" if one can.
+        cannot: why none of our machines can measure our number; "" if one of them can.
     """
 
     paper: str
@@ -76,7 +76,7 @@ ROWS = (
     Row(
         _V,
         "Tables 2, 3",
-        "latency of the memory calls",
+        "latency of memory calls",
         "map 8 / 8.5 / 9 µs at 64 / 128 / 256 KB with a modified driver; CUDA at 2 MB: create 29, "
         "map 2, set access 38, unmap 34, release 23 µs (A100)",
         "t",
@@ -92,7 +92,7 @@ ROWS = (
         "models and GPUs",
         "Yi-6B on one A100, Llama-3-8B and Yi-34B on two (80 GB)",
         "v1",
-        "One GPU of the next generation.",
+        "We have one GPU of the next generation.",
         cannot="no A100",
     ),
     Row(
@@ -118,11 +118,11 @@ ROWS = (
     Row(
         _V,
         "Figure 2",
-        "prefill kernels, paged over contiguous, time",
+        "time of prefill kernels, paged relative to contiguous",
         "up to 1.37x (FlashAttention-2) and 1.42x (FlashInfer) (A100)",
         "s",
-        "On Hopper a block table costs FlashAttention-3 less, and with blocks of 128 almost "
-        "nothing; it still slows FlashInfer.",
+        "On Hopper, a block table costs FlashAttention-3 less, and almost nothing with blocks of "
+        "128; it still slows FlashInfer down.",
         "kernels-h200",
         lambda r: (
             "FA3 "
@@ -137,10 +137,11 @@ ROWS = (
     Row(
         _V,
         "Figure 3",
-        "decode kernel by block size",
+        "time of the decode kernel by block size",
         "up to 1.9x between block sizes (vLLM's own kernel, A100)",
         "s",
-        "On Hopper vLLM decodes with FlashAttention-3 today, whose time hardly depends on it.",
+        "On Hopper, vLLM now decodes with FlashAttention-3, whose time hardly depends on the "
+        "block size.",
         "kernels-h200",
         ours.block_sizes,
         _KERNELS,
@@ -148,10 +149,10 @@ ROWS = (
     Row(
         _V,
         "Figure 3",
-        "the same against the card's memory",
-        "no number in the texts at hand",
+        "memory bandwidth that the decode kernel reaches",
+        "our sources give no number",
         "s",
-        "The H200's data sheet says 4.8 TB/s; the contiguous form has pages of 64 KB.",
+        "The H200's data sheet gives 4.8 TB/s; the contiguous form uses 64 KB pages.",
         "kernels-h200",
         ours.roofline,
         _KERNELS,
@@ -162,7 +163,7 @@ ROWS = (
         "rate at which decoding allocates memory",
         "at most 750 MB/s (A100; 600 MB/s in the first version)",
         "s",
-        "Ours keeps replacing requests that end, so the new requests' first pages count too.",
+        "Our run replaces requests that end, so the first pages of new requests count too.",
         "overlap-h200",
         ours.rate,
         "vmem bench overlap --fa3 FILE",
@@ -170,11 +171,12 @@ ROWS = (
     Row(
         _V,
         "Figure 7, Table 6",
-        "prefill throughput, contiguous over paged",
-        "1.24x to 1.26x of FA2 paged at 192K, 1.17x to 1.36x of FlashInfer paged (A100)",
+        "prefill throughput, contiguous relative to paged",
+        "at 192K, 1.24x to 1.26x relative to FA2 paged, 1.17x to 1.36x relative to FlashInfer "
+        "paged (A100)",
         "s",
-        "End to end, long prompts of the offline trace; attention is a smaller part of the time on "
-        "Hopper and its paged kernels are better.",
+        "Ours is end to end, with the long prompts of the offline trace. On Hopper, attention "
+        "takes a smaller part of the time, and the paged kernels are better.",
         "serve-arxiv-h200",
         ours.served("serve-arxiv-h200", "offline", "tokens", "tokens/s", "paged16", "paged128"),
         _ARXIV,
@@ -183,9 +185,9 @@ ROWS = (
         _V,
         "Figure 7",
         "prefill kernels at 128K and 192K",
-        "with Table 6: 1.24x to 1.26x of FA2 paged end to end at 192K (A100)",
+        "with Table 6: end to end at 192K, 1.24x to 1.26x relative to FA2 paged (A100)",
         "s",
-        "The kernels alone, on another GPU.",
+        "Ours times the kernels alone, on another GPU.",
         "kernels-long-h200",
         ours.over_blocks("kernels-long-h200", "fa3", "prefill_128k", "prefill_192k"),
         f"{_KERNELS} --cases long",
@@ -193,11 +195,11 @@ ROWS = (
     Row(
         _V,
         "Figure 7",
-        "the same by FlashInfer",
-        "with Table 6: 1.17x to 1.36x of FlashInfer paged end to end (A100)",
+        "FlashInfer's prefill kernels at 128K and 192K",
+        "with Table 6: end to end, 1.17x to 1.36x relative to FlashInfer paged (A100)",
         "s",
-        "The kernels alone, on another GPU. A single prompt uses its batched call; several slots "
-        "leave gaps, and take a slower one each.",
+        "Ours times the kernels alone, on another GPU. A single prompt uses FlashInfer's batched "
+        "call; several slots leave gaps, and each slot takes a slower call.",
         "kernels-flashinfer-long-h100",
         ours.by_slots,
         "vmem bench kernels --kernels flashinfer --cases prefill_128k,prefill_192k",
@@ -205,10 +207,11 @@ ROWS = (
     Row(
         _V,
         "Figure 8",
-        "decode throughput, contiguous over paged",
-        "as FA2 paged; 1.99x / 1.58x / 1.53x of vLLM's kernel (Yi-6B / Llama-3-8B / Yi-34B, A100)",
+        "decode throughput, contiguous relative to paged",
+        "as fast as FA2 paged; relative to vLLM's kernel 1.99x / 1.58x / 1.53x "
+        "(Yi-6B / Llama-3-8B / Yi-34B, A100)",
         "s",
-        "On Hopper vLLM decodes with FlashAttention-3 today, as fast paged as contiguous.",
+        "On Hopper, vLLM now decodes with FlashAttention-3, which is as fast paged as contiguous.",
         "kernels-h200",
         ours.over_blocks(
             "kernels-h200", "fa3", "decode_b16_16k", "decode_b32_16k", "decode_b128_4k"
@@ -219,18 +222,19 @@ ROWS = (
         _V,
         "Table 7",
         "latency of the decode kernels",
-        "vLLM's kernel up to 2.8x of FlashAttention-2's (Yi-6B, A100)",
+        "vLLM's kernel up to 2.8x FlashAttention-2's (Yi-6B, A100)",
         "s",
-        "On Hopper vLLM decodes with FlashAttention-3 today.",
+        "On Hopper, vLLM now decodes with FlashAttention-3.",
         cannot="vLLM 0.2.7 was not run",
     ),
     Row(
         _V,
         "Figure 9",
         "offline makespan, arXiv trace of 427 requests",
-        "1.18x / 1.15x / 1.13x of FA2 paged; 1.19x / 1.23x / 1.14x of FlashInfer paged (A100)",
+        "relative to FA2 paged 1.18x / 1.15x / 1.13x, to FlashInfer paged 1.19x / 1.23x / 1.14x "
+        "(A100)",
         "s",
-        "The first 8 requests of the trace, Llama-3-8B on one GPU.",
+        "Ours serves the first 8 requests of the trace, Llama-3-8B on one GPU.",
         "serve-arxiv-h200",
         ours.served(
             "serve-arxiv-h200", "offline", "requests", "requests/min", "paged16", "paged128"
@@ -240,10 +244,10 @@ ROWS = (
     Row(
         _V,
         "Figure 9",
-        "the same with prompts by FlashInfer",
-        "1.19x / 1.23x / 1.14x of FlashInfer paged (A100)",
+        "offline makespan, prefill with FlashInfer",
+        "relative to FlashInfer paged 1.19x / 1.23x / 1.14x (A100)",
         "s",
-        "The first 8 requests; decoding is FlashAttention-3's in both.",
+        "Ours serves the first 8 requests; both arms decode with FlashAttention-3.",
         "serve-arxiv-flashinfer-h200",
         ours.served(
             "serve-arxiv-flashinfer-h200", "offline", "requests", "requests/min", "flashinfer16"
@@ -253,10 +257,11 @@ ROWS = (
     Row(
         _V,
         "Figure 9",
-        "number of the 427 that run at a time",
-        "not in the texts at hand",
+        "number of the 427 requests that run at a time",
+        "our sources give no number",
         "s",
-        "All 427 replayed, 88K tokens each on average: a page's waste hardly matters.",
+        "All 427 are replayed. They have 88K tokens on average, so the waste of a page hardly "
+        "matters.",
         "capacity",
         ours.long_batches,
         "vmem bench capacity --trace ARXIV",
@@ -267,14 +272,14 @@ ROWS = (
         "online latency",
         "median latency of a request 42 % / 28 % / 29 % lower than FA2 paged (A100)",
         "s",
-        "Another trace with shorter prompts, and the time to the first token instead; their gain "
+        "Ours is the time to first token, on another trace with shorter prompts; the paper's gain "
         "comes from faster prefill.",
         "serve-azure-online-h200",
         ours.served(
             "serve-azure-online-h200",
             "azure",
             "first50",
-            "median time to the first token",
+            "median time to first token",
             "paged16",
             "2M",
         ),
@@ -283,10 +288,10 @@ ROWS = (
     Row(
         _V,
         "Figure 11",
-        "FlashAttention-3 over FlashAttention-2, both unmodified",
+        "FlashAttention-3 relative to FlashAttention-2, both unmodified",
         "1.26x to 1.50x end to end (H100)",
         "s",
-        "Kernels alone, without the layers around them.",
+        "Ours times the kernels alone, without the layers around them.",
         "h100",
         ours.fa3_over_fa2,
         "vmem bench api --only attention --fa3 FILE",
@@ -297,7 +302,7 @@ ROWS = (
         "decoding with memory mapped in the background",
         "spikes of 5 to 15 ms are gone (Llama-3-8B, A100, pages of 2 MB)",
         "s",
-        "Pages of 64 KB, so that memory grows 32 times as often.",
+        "Ours uses 64 KB pages, so memory grows 32 times as often.",
         "overlap-h200",
         ours.overlap,
         "vmem bench overlap --fa3 FILE",
@@ -305,10 +310,11 @@ ROWS = (
     Row(
         _V,
         "Figure 12",
-        "the same with pages of 2 MB",
+        "decoding with 2 MB pages mapped in the background",
         "spikes of 5 to 15 ms are gone (Llama-3-8B, A100, pages of 2 MB)",
         "s",
-        "The paper's page size; memory grows in steps 32 times as large and 32 times as rare.",
+        "With the paper's page size, memory grows 1/32 as often as with 64 KB pages, by 32 times "
+        "as much.",
         "overlap-2m-h200",
         lambda r: ours.overlap(r, "overlap-2m-h200"),
         "vmem bench overlap --fa3 FILE --page 2M",
@@ -319,7 +325,8 @@ ROWS = (
         "prefill of 16K with memory mapped first",
         "1.15x at 64 KB, 1.03x at 2 MB; 1.00x with deferred reclamation (A100)",
         "s",
-        "Runs are mapped in one call here; page by page shows what a fragmented pool costs.",
+        "Here a run is mapped in one call; mapping single pages shows the cost of a fragmented "
+        "pool.",
         "deferred-h200",
         ours.deferred,
         "vmem bench deferred --fa3 FILE",
@@ -327,10 +334,10 @@ ROWS = (
     Row(
         _V,
         "Figure 13",
-        "the same with pages of 2 MB",
+        "prefill of 16K with 2 MB pages mapped first",
         "1.03x, 1.00x with deferred reclamation (A100)",
         "s",
-        "The same four modes in the paper's larger pages.",
+        "Ours runs the same four modes, with the paper's larger pages.",
         "deferred-2m-h200",
         lambda r: ours.deferred(r, "deferred-2m-h200"),
         "vmem bench deferred --fa3 FILE --page 2M",
@@ -338,10 +345,10 @@ ROWS = (
     Row(
         _V,
         "Figure 14",
-        "attention by page size",
+        "attention time by page size",
         "no difference between 64 KB and 2 MB (A100)",
         "s",
-        "No difference here either.",
+        "Ours shows no difference either.",
         "h100",
         ours.page_size,
         "vmem bench api --only attention --fa3 FILE",
@@ -352,8 +359,8 @@ ROWS = (
         "largest batch, 64 KB / 2 MB",
         "240 / 187, 258 / 203, 68 / 56: 1.28x, 1.27x, 1.21x (OpenChat at 7 requests/s, A100)",
         "t",
-        "Arrivals limit their batch too; our replay, on another trace, never has an empty queue, "
-        "so only memory limits its batch.",
+        "In the paper, arrivals limit the batch too. Our replay, of another trace, never has an "
+        "empty queue, so only memory limits its batch.",
         "capacity",
         ours.largest,
         "vmem bench capacity --trace AZURE",
@@ -361,10 +368,10 @@ ROWS = (
     Row(
         _V,
         "Figure 15",
-        "the same with 40 GB a GPU",
-        "only 80 GB in the texts at hand",
+        "largest batch, 64 KB / 2 MB, with 40 GB per GPU",
+        "our sources give only 80 GB",
         "s",
-        "With less memory the ratio is the same: a request wastes as much as before.",
+        "With less memory the ratio stays the same, since a request wastes as much as with 80 GB.",
         "capacity-40g",
         lambda r: ours.largest(r, "capacity-40g", ours.MODELS[:2]),
         "vmem bench capacity --trace AZURE --memory 40G --models Yi-6B,Llama-3-8B --groups 1",
@@ -372,10 +379,10 @@ ROWS = (
     Row(
         _V,
         "Figure 15",
-        "the same, run instead of replayed",
+        "largest batch, 64 KB / 2 MB, served instead of replayed",
         "1.28x, 1.27x, 1.21x (A100)",
         "t",
-        "Azure's trace, all requests at the start, 20 GB for keys and values.",
+        "Ours serves Azure's trace, with all requests at the start and 20 GB for keys and values.",
         "serve-azure-h200",
         ours.small_pages,
         _AZURE,
@@ -383,10 +390,10 @@ ROWS = (
     Row(
         _V,
         "Figure 15",
-        "the same under arrivals, 7 requests/s",
+        "largest batch, 64 KB / 2 MB, at 7 requests/s",
         "1.28x, 1.27x, 1.21x (OpenChat, A100)",
         "t",
-        "Synthetic lengths with OpenChat's means; 100 requests on one GPU.",
+        "Ours serves 100 requests on one GPU, of synthetic lengths with OpenChat's means.",
         "serve-chat-h200",
         lambda r: ours.small_pages(r, "serve-chat-h200", "chat"),
         _CHAT,
@@ -394,10 +401,11 @@ ROWS = (
     Row(
         _V,
         "Figure 15",
-        "the same under arrivals, 14 requests/s",
+        "largest batch, 64 KB / 2 MB, at 14 requests/s",
         "1.28x, 1.27x, 1.21x (OpenChat at 7 requests/s, A100)",
         "t",
-        "More than the card can serve, so that requests queue for memory; 200 requests.",
+        "Ours serves 200 requests, which arrive faster than the GPU can serve them and queue for "
+        "memory.",
         "serve-chat-14-h100",
         lambda r: ours.small_pages(r, "serve-chat-14-h100", "chat"),
         _CHAT.replace("--rate 7 --requests 100", "--rate 14 --requests 200"),
@@ -436,8 +444,8 @@ ROWS = (
     Row(
         _V,
         "Table 10",
-        "in none of the texts at hand",
-        "not known here",
+        "not described in our sources",
+        "unknown to us",
         "s",
         "Not compared.",
         cannot="we have no version of the paper that contains it",
@@ -446,9 +454,10 @@ ROWS = (
         _V,
         "all of Yi-34B",
         "a 34B model on two GPUs",
-        "throughputs and latencies above (two A100s)",
+        "the throughputs and latencies above (two A100s)",
         "s",
-        "Random weights in its shape, Azure's trace, 100 requests; two ranks with a cache each.",
+        "Ours serves 100 requests of Azure's trace with random weights of the model's shape, on "
+        "two ranks with a cache each.",
         "serve-yi-34b-h100x2",
         ours.served("serve-yi-34b-h100x2", "offline", "tokens", "tokens/s", "paged16"),
         f"{_SERVE} --model Yi-34B --trace AZURE --workload offline --requests 100 --limit 20G "
@@ -457,10 +466,10 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "end to end over vLLM",
+        "end to end, relative to vLLM",
         "1.86x on average (A100)",
         "a",
-        "Their baseline is vLLM 0.4.2; the paged arm here has today's kernels.",
+        "The paper's baseline is vLLM 0.4.2; our paged arm uses today's kernels.",
         "serve-azure-online-h200",
         ours.served("serve-azure-online-h200", "azure", "tokens", "tokens/s", "paged16"),
         _ONLINE,
@@ -469,9 +478,9 @@ ROWS = (
         _T,
         "abstract",
         "memory freed compared with a static pool",
-        "71.25 % (57 GB of an A100 of 80 GB)",
+        "71.25 % (57 GB of an 80 GB A100)",
         "a",
-        "Depends on the load: here Azure's trace, four times as fast, in 55 GB.",
+        "The share depends on the load: ours is Azure's trace at four times its rate, in 55 GB.",
         "serve-azure-online-h200",
         ours.freed,
         _ONLINE,
@@ -479,10 +488,10 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "memory by arrival rate",
-        "no number in the texts at hand",
+        "memory freed at half the arrival rate",
+        "our sources give no number",
         "a",
-        "The same run at half the rate; a picture shows memory over time.",
+        "As in the row above, at half the arrival rate; a picture shows memory over time.",
         "serve-azure-slow-h200",
         lambda r: ours.freed(r, "serve-azure-slow-h200"),
         _ONLINE.replace("--speed-up 4 --requests 200", "--speed-up 2 --requests 100"),
@@ -491,9 +500,9 @@ ROWS = (
         _T,
         "abstract",
         "throughput by batch and length",
-        "no number in the texts at hand",
+        "our sources give no number",
         "a",
-        "The number of slots bounds the batch; one run per number.",
+        "The number of slots bounds the batch; each number is a separate run.",
         "serve-slots16-h200",
         ours.served("serve-slots16-h200", "offline", "tokens", "tokens/s", "paged16", "2M"),
         _AZURE.replace("--requests 300", "--requests 60 --slots 16"),
@@ -501,10 +510,10 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "kernels over vLLM's paged kernel",
+        "kernels relative to vLLM's paged kernel",
         "3.15x on average, at most 3.27x (A100)",
         "a",
-        "Both forms are FlashAttention-3's; theirs compares with the kernel of vLLM 0.4.2.",
+        "Our two forms are both FlashAttention-3; the paper compares with vLLM 0.4.2's kernel.",
         "kernels-h200",
         ours.over_blocks("kernels-h200", "fa3", "decode_b1_16k_tuned", "decode_b128_4k"),
         _KERNELS,
@@ -512,10 +521,10 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "prefill after a shared prefix, over SGLang's Triton kernel",
+        "prefill after a shared prefix, relative to SGLang's Triton kernel",
         "2.12x on average, at most 3.92x (A100)",
         "a",
-        "Ours is a late chunk of a prompt, contiguous over paged, by the same kernel.",
+        "Ours is a late chunk of a prompt: paged relative to contiguous, with the same kernel.",
         "kernels-h200",
         ours.over_blocks("kernels-h200", "fa3", "chunk_2k_64k", "chunks_512_32k"),
         _KERNELS,
@@ -523,10 +532,10 @@ ROWS = (
     Row(
         _T,
         "abstract",
-        "the same by the shared part",
+        "prefill after a shared prefix, by the shared part",
         "2.12x on average, at most 3.92x (A100)",
         "a",
-        "Two prompts of 16K, with nothing, half or seven eighths of each cached.",
+        "Ours prefills two prompts of 16K, of which nothing, half or seven eighths is cached.",
         "kernels-prefix-h100",
         ours.over_blocks("kernels-prefix-h100", "fa3", "prefix_none", "prefix_half", "prefix_most"),
         f"{_KERNELS} --cases prefix",
@@ -535,9 +544,9 @@ ROWS = (
         _T,
         "prefix match",
         "cost of starting from a recorded prefix",
-        "no number in the texts at hand",
+        "our sources give no number",
         "a",
-        "Mapping replaces computing; its time depends on how scattered the pages are.",
+        "Mapping replaces recomputation; its time depends on how scattered the pages are.",
         "prefix-map-h200",
         ours.prefix,
         "vmem bench prefix-map",
@@ -545,10 +554,10 @@ ROWS = (
     Row(
         _T,
         "multi-turn",
-        "tokens of prompts found in the cache",
-        "no number in the texts at hand",
+        "prompt tokens found in the cache",
+        "our sources give no number",
         "a",
-        "Mooncake's conversations, replayed without a GPU.",
+        "Ours replays Mooncake's conversations, without a GPU.",
         "prefixes",
         ours.hits,
         "vmem bench prefixes --trace MOONCAKE",
@@ -556,10 +565,10 @@ ROWS = (
     Row(
         _T,
         "multi-turn",
-        "end to end over vLLM",
+        "end to end, relative to vLLM",
         "2.42x (A100)",
         "a",
-        "The paged arm shares prefixes by hashing blocks, as vLLM does today.",
+        "Our paged arm shares prefixes by hashing blocks, as vLLM does today.",
         "serve-prefixes-h200",
         ours.served("serve-prefixes-h200", "prefixes", "tokens", "tokens/s", "paged16"),
         _PREFIXES,
@@ -568,9 +577,9 @@ ROWS = (
         _T,
         "kernels by heads",
         "MHA to MQA",
-        "no number in the texts at hand",
+        "our sources give no number",
         "a",
-        "The same kernel in both forms, with the heads of five models.",
+        "Ours compares both forms of one kernel, with the heads of five models.",
         "kernels-heads-h100",
         ours.over_blocks("kernels-heads-h100", "fa3", *_HEADS),
         f"{_KERNELS} --cases heads",
@@ -581,8 +590,8 @@ ROWS = (
         "memory that holds tokens, by system",
         "20.4 % to 38.2 % in earlier systems (A100)",
         "t",
-        "Earlier systems reserve the longest output; with pages or blocks, only partly filled "
-        "pages or blocks are waste.",
+        "Earlier systems reserve memory for the longest output; with pages or blocks, only the "
+        "partly filled ones waste memory.",
         "capacity",
         ours.used,
         "vmem bench capacity --trace AZURE",
@@ -590,7 +599,7 @@ ROWS = (
     Row(
         _P,
         "Table 1",
-        "room for keys and values, OPT-13B on 40 GB",
+        "memory for keys and values, OPT-13B on 40 GB",
         "800 KB per token, 12 GB, 15.7K tokens",
         "s",
         "Arithmetic: equal.",
@@ -600,10 +609,11 @@ ROWS = (
     Row(
         _P,
         "Figures 12, 13",
-        "compared with static reservation: request rates, batch",
-        "rates 2.7x to 8x, batch 4.3x of Orca (Max) (OPT-13B, ShareGPT, A100)",
+        "request rate and batch relative to static reservation",
+        "rate 2.7x to 8x, batch 4.3x relative to Orca (Max) (OPT-13B, ShareGPT, A100)",
         "t",
-        "A static slot has 8,192 tokens here, 2,048 there; all requests arrive at the start.",
+        "Our static slots have 8,192 tokens, the paper's 2,048; our requests all arrive at the "
+        "start.",
         "serve-azure-h200",
         ours.static,
         _AZURE,
@@ -614,8 +624,8 @@ ROWS = (
         "memory saved by sharing: parallel sampling, beam search",
         "6.1 to 9.8 %, 37.6 to 55.2 % (Alpaca); 16.2 to 30.5 %, 44.3 to 66.3 % (ShareGPT)",
         "t",
-        "Counted with the mean lengths of both data sets, for OPT-13B; beams are those of a model "
-        "of 135M parameters.",
+        "Ours is computed for OPT-13B from the mean lengths of both data sets; the beams come from "
+        "a model with 135M parameters.",
         "sharing",
         ours.forks,
         "vmem bench sharing",
@@ -623,10 +633,10 @@ ROWS = (
     Row(
         _P,
         "Figure 16",
-        "shared prefixes, throughput over Orca (Oracle)",
+        "throughput with shared prefixes, relative to Orca (Oracle)",
         "1.67x (80 tokens), 3.58x (341 tokens) (LLaMA-13B, A100)",
         "t",
-        "Both arms share prefixes here, on Mooncake's conversations; theirs does not.",
+        "Both our arms share prefixes, on Mooncake's conversations; the paper's baseline does not.",
         "serve-prefixes-h200",
         ours.shared,
         _PREFIXES,
@@ -634,10 +644,11 @@ ROWS = (
     Row(
         _P,
         "Figure 17",
-        "chatbot, request rate over Orca",
+        "request rate of a chatbot, relative to Orca",
         "2x (OPT-13B, A100)",
         "t",
-        "The same run: a conversation's next turn begins with the turns before it.",
+        "Ours is the same run as for figure 16: each turn of a conversation begins with the turns "
+        "before it.",
         "serve-prefixes-h200",
         ours.served("serve-prefixes-h200", "prefixes", "tokens", "tokens/s", "paged16"),
         _PREFIXES,
@@ -645,10 +656,10 @@ ROWS = (
     Row(
         _P,
         "Figure 18a",
-        "paged attention kernel over a contiguous one, time",
-        "1.20x to 1.26x of FasterTransformer's (A100)",
+        "time of a paged attention kernel relative to a contiguous one",
+        "1.20x to 1.26x relative to FasterTransformer's (A100)",
         "t",
-        "FlashAttention-3 on Hopper instead.",
+        "Ours is FlashAttention-3 on Hopper.",
         "kernels-h200",
         ours.over_blocks("kernels-h200", "fa3", "decode_b16_16k", "prefill_16k"),
         _KERNELS,
@@ -659,7 +670,7 @@ ROWS = (
         "block sizes",
         "16 to 128 are best on ShareGPT, 16 and 32 are best on Alpaca (A100)",
         "t",
-        "Kernels alone; the waste of large blocks is in the capacity table.",
+        "Ours times the kernels alone; the capacity benchmark measures the waste of large blocks.",
         "kernels-h200",
         ours.block_sizes,
         _KERNELS,
@@ -667,10 +678,10 @@ ROWS = (
     Row(
         _P,
         "Figure 19",
-        "swapping against recomputation",
+        "swapping compared with recomputation",
         "comparable at blocks of 16 to 64; recomputation never above 20 % of swapping's latency",
         "t",
-        "One request at a time; the cache copies contiguous pages in one piece.",
+        "Ours swaps one request at a time; the cache copies contiguous pages in one piece.",
         "swap-h200",
         ours.swapping,
         "vmem bench swap --fa3 FILE",
@@ -681,7 +692,7 @@ ROWS = (
         "larger models",
         "on 4 and 8 A100s",
         "t",
-        "One GPU here.",
+        "We have one GPU.",
         cannot="four and eight A100s",
     ),
 )

@@ -3,8 +3,8 @@
 
 All arms share one process, model, kernel library and loop; each has a store of keys and values
 (`vmem_bench.serving.stores`) with the same amount of memory. The arms take turns, in an order that
-rotates every round. The first is the reference for the others. It may run a second time under the
-name `again`, which shows the spread between equal arms.
+rotates every round. The first arm is the reference for the others. It may run a second time under
+the name `again`, which shows the spread between identical arms.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
 
 _BOUND = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and layers add their errors
-_TILE = 191  # rows that FlashAttention-3's contiguous call may read past a length
-_BLOCK = 32  # rows per block of a slot for the paged call, which reads no rows past a length
+_TILE = 191  # rows that FlashAttention-3's contiguous call may read past a request's end
+_BLOCK = 32  # a slot's rows per block for the paged call, which does not read past a request's end
 _CONTENT = 512  # tokens that a content id stands for
 _CHAT = (1800, 744)  # mean tokens of OpenChat's prompts and answers
 _TALKS = 4  # interleaved synthetic conversations
@@ -52,11 +52,11 @@ _FEW = 16  # slots for the comparison of logits
 _SPARE = 8 << 30  # bytes for activations, graphs and libraries
 _METHOD = {
     "time": "host clock; a token is ready when the wait for its step returns",
-    "turns": "the arms take turns, in rotating order; the median of the rounds",
-    "tokens": "given, not sampled, so that the arms compute the same; the sampled ones are dropped",
-    "host": "in the calls of the cache or block manager, on the thread that plans the steps",
+    "turns": "the arms take turns, in rotating order; values are medians of the rounds",
+    "tokens": "given, so that all arms compute the same; sampled tokens are dropped",
+    "host": "time in the calls of the cache or block manager, on the thread that plans the steps",
     "checked": "the logits of all requests in a small workload against the reference arm's",
-    "batch": "requests in a step, weighted by its time",
+    "batch": "requests in a step, weighted by the step's time",
 }
 
 
@@ -65,7 +65,7 @@ class Arm:
     """A way to store keys and values.
 
     Attributes:
-        what: the arm in words.
+        what: description of the arm.
         kind: "slots", "paged", "static", or "vllm", which is an engine with its own loop.
         prefill, decode: the attention kernel's call, "contiguous" or "paged".
         page: bytes of a page, for slots; 0: the command's.
@@ -90,7 +90,7 @@ ARMS = {
     "contiguous": Arm("contiguous, the best kernel for each phase", "slots", "contiguous", "paged"),
     "fa3": Arm("contiguous, one kernel", "slots", "contiguous", "contiguous", block=0),
     "256K": Arm(
-        "contiguous, pages of 256 KB of 4 layers",
+        "contiguous, 256 KB pages with 4 layers",
         "slots",
         "contiguous",
         "paged",
@@ -100,7 +100,7 @@ ARMS = {
     "2M": Arm("contiguous, pages of 2 MB", "slots", "contiguous", "paged", 2 << 20, backend="cuda"),
     "paged16": Arm("blocks of 16 tokens", "paged", "paged", "paged", block=16),
     "paged128": Arm("blocks of 128 tokens", "paged", "paged", "paged", block=128),
-    "static": Arm("memory for the longest request each", "static", "contiguous", "paged"),
+    "static": Arm("each slot has memory for the longest request", "static", "contiguous", "paged"),
     "fa2": Arm(
         "contiguous, torch's FlashAttention-2",
         "slots",
@@ -147,15 +147,15 @@ class _Runner:
         self.gpu = device.type == "cuda"
 
     def arm(self, name: str) -> Arm:
-        """The arm with a name; `again` is the first arm."""
+        """Returns the arm called `name`; `again` is the first arm."""
         return ARMS[self.command.args.arms[0] if name == AGAIN else name]
 
     def words(self, name: str) -> str:
-        """A description of an arm."""
+        """Returns a description of the arm."""
         return self.arm(name).what + (", again" if name == AGAIN else "")
 
     def _tiles(self, arm: Arm) -> bool:
-        """True if an arm's contiguous call reads whole tiles, past a request's length."""
+        """True if the arm's contiguous call reads whole tiles, past a request's end."""
         return self.gpu and arm.library == "fa3"
 
     def _store(self, arm: Arm, slots: int, limit: int, budget: int) -> Store:
@@ -170,14 +170,14 @@ class _Runner:
         on_host = self.command.backend == "host"
         page = arm.page or args.page or self.command.page
         if on_host and arm.page:
-            page = 16 * self.command.page  # about the rows of a tiny model's request
+            page = 16 * self.command.page  # about as many rows as a tiny model's request has
         config = sizes.config(
             max_batch=slots,
             max_seq_len=self.longest,
             page_size=page,
             group_size=gcd(arm.group or args.group, sizes.layers),
             memory_limit=limit,
-            zero_fill=False,  # the other arms do not zero memory between requests either
+            zero_fill=False,  # like the other arms, which do not zero memory between requests
             overread_rows=_TILE if self._tiles(arm) else 0,
             overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
@@ -200,7 +200,7 @@ class _Runner:
         limit_s: float = float("inf"),
         observer: Any = None,
     ) -> Outcome:
-        """Serves the arrivals with a new store, by default of the command's slots and memory."""
+        """Serves the arrivals with a new store, by default with the command's slots and memory."""
         from vmem_bench.serving.loop import serve
         from vmem_bench.serving.ranks import Run
 
@@ -246,7 +246,7 @@ class _Runner:
         )
 
     def open(self, run: Run) -> Forward:
-        """A forward pass over a new store; with several ranks, rank 0's leads the others."""
+        """Returns a forward pass over a new store; with several ranks, rank 0 leads the others."""
         from pyvmem.attention.reads import EXACT, Reads
         from vmem_bench.serving.forward import Forward, Kernels
         from vmem_bench.serving.ranks import LeadingForward, Told
@@ -263,7 +263,7 @@ class _Runner:
         return LeadingForward(self.model, Told(store, self.group), *rest)
 
     def sweep(self) -> None:
-        """Closes the stores. Not called from `serve`: an error's frames would hold the tensors."""
+        """Closes the stores. `serve` does not call it: an error's frames would hold the tensors."""
         import torch
 
         gc.collect()
@@ -290,7 +290,7 @@ class _Runner:
 
 
 def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
-    """A request's tokens, the same in every arm; equal content ids give equal tokens."""
+    """Returns a request's tokens, the same in every arm; equal content ids give equal tokens."""
     import numpy as np
 
     def drawn(seed: tuple[int, ...], count: int) -> Ints:
@@ -324,7 +324,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
         )
         part.value(
             f"difference/{name}",
-            f"{runner.arm(name).what}: largest difference of a logit, over the largest of its row",
+            f"{runner.arm(name).what}: largest difference of a logit, relative to the row",
             name,
             worst,
             "x",
@@ -338,7 +338,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
 
 
 def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
-    """The result of `work`, or None if the arm cannot run; other arms continue."""
+    """Returns the result of `work`, or None if the arm cannot run; other arms continue."""
     why = ""
     try:
         return work()
@@ -352,7 +352,7 @@ def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) ->
 
 
 def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arrival]:
-    """The requests that fit in a slot, with their arrivals; lengths are divided by `shrink`."""
+    """Returns the requests that fit in a slot, with arrival times; `shrink` divides lengths."""
     if args.workload == "chat":
         made = generate(args.requests, args.seed)
         prompts, answers = (
@@ -382,7 +382,10 @@ def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arriv
 
 
 def _conversations(args: argparse.Namespace) -> list[Arrival]:
-    """Synthetic conversations, `_TALKS` interleaved, of 4 prompts, each 128 tokens longer."""
+    """Returns synthetic conversations: `_TALKS` interleaved, each of 4 prompts.
+
+    Each prompt is 128 tokens longer than the conversation's previous prompt.
+    """
     arrivals = []
     for number, one in enumerate(poisson([Request(1, 32)] * args.requests, args.rate, args.seed)):
         turn, talk = divmod(number % (4 * _TALKS), _TALKS)
@@ -452,7 +455,7 @@ def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[A
     planned, done = args.rounds * (len(names) - len(broken & set(names))), 0
     for number in range(args.rounds):
         if number and not command.deadline.allows(slowest):
-            part.notes.append(f"the deadline came after {number} rounds")
+            part.notes.append(f"the deadline passed after {number} rounds")
             break
         began = command.deadline.used
         for k in range(len(names)):
@@ -492,7 +495,7 @@ def _arms(text: str) -> list[str]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that a run's numbers depend on."""
+    """Returns the options that affect a run's numbers."""
     names = (
         "arms workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
     )
@@ -563,7 +566,7 @@ def run(args: argparse.Namespace) -> int:
     if args.merge is not None:
         return put_together(join, args)
     if args.workload == "chat" and args.trace is not None:
-        text = f"--workload chat makes its own requests: omit --trace {args.trace}"
+        text = f"--workload chat generates its own requests: omit --trace {args.trace}"
         print(f"vmem bench: {text}", file=sys.stderr)
         return 2
     if rank := int(os.environ.get("RANK", "0")):  # set by torchrun; only rank 0 writes results

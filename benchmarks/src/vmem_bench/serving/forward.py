@@ -4,7 +4,7 @@
 A step copies its numbers to the device once, then runs the model. Requests with few new tokens come
 first and share a call of the decoding kernel; prompts share a call of the prefill kernel. A step
 that only decodes is replayed as a CUDA graph of the next larger size; the graph is padded with the
-last request, whose row is then written several times with the same numbers.
+last request, whose row is then written several times with the same values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Kernels(NamedTuple):
 
     Attributes:
         prefill, decode: "contiguous" or "paged".
-        reads: the rows that the contiguous call reads.
+        reads: which rows the contiguous call reads.
         library: "fa3", "fa2", or "flashinfer" (FlashInfer for prompts, FlashAttention-3 to decode).
     """
 
@@ -45,7 +45,7 @@ class Kernels(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A request's part of a step: its slot, its number of rows so far, and its new tokens."""
+    """A request's part in a step: its slot, its number of rows so far, and its new tokens."""
 
     slot: int
     first: int
@@ -134,9 +134,9 @@ class Forward:
 
     Args:
         model: the decoder.
-        store: has the rows.
+        store: holds the rows.
         kernels: calls for each phase; the CPU uses SDPA on the same rows.
-        budget: most new tokens in a step; at least the store's number of slots.
+        budget: maximum new tokens per step; at least the store's number of slots.
         graphs: decode with CUDA graphs.
     """
 
@@ -167,7 +167,7 @@ class Forward:
         fused.write_rows(key, value, *self.store.layers[layer], batch.rows, batch.places)
 
     def __call__(self, q: torch.Tensor, layer: int, batch: _Batch) -> torch.Tensor:
-        """Attention for the new tokens, with one call for each part."""
+        """Computes attention for the new tokens, with one call for each part."""
         found = [self._attend(q[part.tokens], layer, part) for part in batch.parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -207,7 +207,7 @@ class Forward:
             logits = self._replay(works, self._graphs)
         else:
             logits = self._eager(works)
-        logits = logits[: len(works)]  # without the graph's padding
+        logits = logits[: len(works)]  # drop the graph's padding
         self._tokens[: len(works)].copy_(logits.argmax(dim=1), non_blocking=True)
         if not self._gpu:
             return Launched(logits, lambda: None)
@@ -217,7 +217,7 @@ class Forward:
         return Launched(logits, event.synchronize)
 
     def _send(self, numbers: _Numbers, works: Sequence[Work], few: int) -> None:
-        """Writes and sends a step's numbers; the first `few` requests are the first part."""
+        """Fills and sends a step's numbers; the first `few` requests form the first part."""
         counts = np.array([len(work.ids) for work in works], dtype=np.int32)
         slots = np.array([work.slot for work in works], dtype=np.int32)
         used = np.array([work.end for work in works], dtype=np.int32)
@@ -251,9 +251,9 @@ class Forward:
         prompts: bool = False,
         max_kv: int = 0,
     ) -> _Part:
-        """Makes the part of `works`, whose first index in the step is `first`.
+        """Creates the part for `works`, whose first index in the step is `first`.
 
-        `max_kv`: upper bound of their rows; 0: the longest request's.
+        `max_kv`: upper bound of their rows; 0 for the longest request's.
         """
         end = first + len(works)
         index = there["index"][first:end]
@@ -276,7 +276,7 @@ class Forward:
         )
 
     def _width(self, works: Sequence[Work]) -> int:
-        """A block table's width: a power of two, to have few different widths, or all blocks."""
+        """Returns a block table's width: all blocks, or a power of two so that few widths occur."""
         table = self.store.table
         if table is None:
             return 0
@@ -284,7 +284,7 @@ class Forward:
         return min(1 << (needed - 1).bit_length(), table.width)
 
     def _prefills(self, work: Work) -> bool:
-        """True if a request can use the prefill kernel, which may read past its length."""
+        """True if a request can use the prefill kernel, which may read past the request's end."""
         if len(work.ids) <= PREFILL_TOKENS:
             return False
         if self.kernels.prefill == "paged" or self.store.table is None:
@@ -296,7 +296,7 @@ class Forward:
         late = [self._prefills(work) for work in works]
         few = late.index(True) if True in late else len(works)
         if not all(late[few:]):
-            few = len(works)  # the split is not clean: all use the decoding kernel
+            few = len(works)  # the two kinds are mixed, so all requests use the decoding kernel
         self._send(self._mixed, works, few)
         there = self._mixed.there()
         total = sum(len(work.ids) for work in works)
@@ -341,7 +341,7 @@ class Forward:
             return self._model(there, size, size, [part])
 
         if size not in graphs:
-            logits = forward()  # runs this step; kernels are loaded before the capture
+            logits = forward()  # runs this step, and loads the kernels before the capture
             graph: Any = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self._device)
             # Other threads may call the driver during the capture: a cache's worker maps pages.
@@ -383,7 +383,7 @@ class Forward:
 
 
 def _call(library: str) -> Any:
-    """A function that runs a kernel on a part's keys and values, with or without a table."""
+    """Returns a function that runs a kernel on a part, contiguous or with a block table."""
     if library != "fa2":
         return flash.fa3_call()
 

@@ -48,7 +48,7 @@ class Prompts:
             )
 
     def plan(self, works: Sequence[Work], table: torch.Tensor | None) -> None:
-        """Plans all layers of a step; `table`: the blocks of `works`, int32 ``[works, width]``."""
+        """Plans all layers of a step. `table`: the blocks of `works`, int32 ``[works, width]``."""
         self._works = works
         if self._batch is None:
             return
@@ -77,7 +77,7 @@ class Prompts:
         )
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of the planned prompts over a layer, ``[tokens, heads, head_dim]``."""
+        """Returns the planned prompts' attention over a layer, ``[tokens, heads, head_dim]``."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if self._batch is not None:
             found: torch.Tensor = self._batch.run(q, (k, v), out=out)
@@ -98,5 +98,5 @@ class Prompts:
 
 
 def _sums(counts: Any) -> torch.Tensor:
-    """Cumulative sums in CPU memory, as `plan` reads them there."""
+    """Returns cumulative sums in CPU memory, where `plan` reads them."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(counts)))).int()

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Continuous batching with chunked prefill, timed, for requests with given lengths and arrivals.
 
-A step is planned and launched while the previous one runs. It has every request that decodes, then
-prompts in chunks up to its token budget, in the order in which they joined. A request joins when
-its prompt fits in memory together with the prompts still being computed, and these have fewer
-tokens left than two steps' budget. If the store maps its memory in the background, the request
-takes part in a step only once that is done, or if no other request does. When memory is short, the
-request that joined last is preempted: it loses its rows and recomputes them.
+A step is planned and launched while the previous one runs. It contains every request that decodes,
+then prompts in chunks up to its token budget, in the order in which they joined. A request joins
+when its prompt fits in memory together with the prompts still being computed, and these prompts
+have fewer tokens left than two steps' budget. If the store maps the request's memory in the
+background, the request takes part in a step only once its memory is mapped, or if the step would
+otherwise be empty. When memory is short, the request that joined last is preempted: it loses its
+rows and recomputes them.
 
 Tokens are given, not sampled (sampled tokens are computed and dropped), so that every store
 computes the same and logits can be compared between stores.
@@ -41,7 +42,7 @@ class Live:
         ids: tokens of its prompt and its answer.
         rows: rows with keys and values, as of the last planned step.
         emitted: tokens of its answer so far.
-        fresh: it has not been in a step since it got its slot.
+        fresh: true until the request's first step in its slot.
         late: a step was planned without it because its memory was not ready.
         times: when each token of its answer was ready.
     """
@@ -66,7 +67,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of memory: bytes mapped, held by requests, and used by rows; running requests."""
+    """A sample: bytes mapped, held by requests and used by rows, and the running requests."""
 
     at: float
     mapped: int
@@ -89,9 +90,9 @@ class Outcome:
         late: requests left out of a step because their memory was not ready.
         shared: rows that requests started with, from shared prefixes.
         steps: forward passes.
-        batch_s: sum over the steps of their requests times their seconds.
-        short_s, short_batch_s: seconds in which requests waited for a slot or for memory, and
-            `batch_s` over these seconds.
+        batch_s: sum over the steps of the number of requests times the step's seconds.
+        short_s, short_batch_s: seconds in which requests waited for a slot or for memory, and the
+            part of `batch_s` from these seconds.
     """
 
     finished: int = 0
@@ -178,9 +179,9 @@ class _Loop:
         return out
 
     def _plan(self) -> list[tuple[Live, int]]:
-        """Requests of the next step and their numbers of new tokens, the smallest first.
+        """Returns the requests of the next step and their numbers of new tokens, smallest first.
 
-        Memory for their rows is held; requests are preempted if it is short.
+        Maps memory for their rows, and preempts requests if memory is short.
         """
         self._announce(self._join())
         while self.running:
@@ -288,7 +289,7 @@ class _Loop:
         asked: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
         for live in lives:
             pending = live.known - live.rows
-            if pending == 1:  # rounded, so that requests need new pages at different steps
+            if pending == 1:  # rounded, so that requests need new pages in different steps
                 length = (live.rows + max(1, self.ahead)) // part * part
             else:
                 length = live.rows + min(pending, self.budget if live.fresh else left)
@@ -338,11 +339,11 @@ def serve(
     Args:
         forward: the model over a store, all of whose slots are free.
         arrivals: the requests, sorted by time.
-        tokens: returns the ids of a request's prompt and answer, given its number and itself.
-        budget: most new tokens in a step.
-        ahead: tokens past a request's length that a store is told to prepare.
+        tokens: returns the ids of a request's prompt and answer, given its number and the request.
+        budget: maximum new tokens per step.
+        ahead: tokens past a request's end that the store is told to prepare.
         limit_s: stop after this time, in seconds.
-        observer: called with every step's requests and logits; with it, steps do not overlap.
+        observer: called with every step's requests and logits; if given, steps do not overlap.
 
     Raises:
         ValueError: a request is longer than a slot.

@@ -3,7 +3,7 @@
 
 Rank 0 runs the loop. Before each forward pass it sends the other ranks its store's calls since the
 last pass, and the requests of this pass. They make the same calls on their stores, which must
-return the same results, and run the pass as well. That takes one message per pass, over gloo.
+return the same results, and run the pass as well. This takes one message per pass, over gloo.
 Another message is sent when the store starts to map memory for the next pass, so that every rank
 maps while the current pass runs. The layers' sums use the model's process group.
 
@@ -31,7 +31,7 @@ __all__ = ["Group", "LeadingForward", "Told", "count", "follow"]
 
 
 def count() -> int:
-    """The number of ranks, from torchrun's variable; 1 without it."""
+    """Returns the number of ranks from torchrun's variable; 1 if it is not set."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -47,7 +47,8 @@ class Run(NamedTuple):
 class Step(NamedTuple):
     """The store's calls with their results, and a pass's requests (`works`).
 
-    None: the run ended. Empty: no pass, only calls, to start mapping memory for the next pass.
+    `works` is None when the run has ended. It is empty if no pass follows: then the calls start to
+    map memory for the next pass.
     """
 
     asked: list[tuple[str, tuple[Any, ...], Any]]
@@ -140,7 +141,7 @@ class Told(Store):
         return bool(self._ask("hold", slots, lengths))
 
     def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
-        """See `Store`; sent to the other ranks immediately, to map while a pass runs."""
+        """See `Store`; sent to the other ranks at once, so that they map while a pass runs."""
         if type(self.store).ahead is not Store.ahead:
             self._ask("ahead", *asked)
             self.tell([])
@@ -150,7 +151,7 @@ class Told(Store):
         self._ask("prompt_ends", slot, tokens)
 
     def settle(self) -> None:
-        """See `Store`; returns when every rank has settled, as the clock starts after this."""
+        """See `Store`; returns when every rank has settled, because the clock starts next."""
         self._ask("settle")
         self.tell([])
         self._group.meet()
@@ -184,7 +185,7 @@ class Told(Store):
         return self.store.driver()
 
     def tell(self, works: list[Work] | None) -> None:
-        """Sends the other ranks the calls since the last message, and a `Step`'s requests."""
+        """Sends the other ranks the calls since the last message, with a `Step`'s requests."""
         asked, self.asked = self.asked, []
         self._group.tell(Step(asked, works))
 
@@ -211,12 +212,12 @@ class LeadingForward(Forward):
 
 
 def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
-    """The loop of the other ranks: follows rank 0's runs until it sends None.
+    """Runs the loop of the other ranks: follows rank 0's runs until rank 0 sends None.
 
     Args:
         group: group of the ranks.
-        make: makes a forward pass over a new store.
-        sweep: closes the store, once nothing refers to the pass.
+        make: creates a forward pass over a new store.
+        sweep: closes the store once nothing refers to the pass.
 
     Raises:
         WrongResult: a call's result differs from rank 0's.
@@ -224,7 +225,7 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
     while (run := group.tell()) is not None:
         try:
             forward = group.make(partial(make, run))
-        except RuntimeError:  # raised on rank 0 as well, which goes on to its next run
+        except RuntimeError:  # rank 0 raises it as well, and continues with its next run
             sweep()
             continue
         with closing(forward):
@@ -243,7 +244,7 @@ def _follow(group: Group, forward: Forward) -> None:
             mine = getattr(forward.store, name)(*args)
             if mine != answer:
                 raise WrongResult(
-                    f"rank {group.rank}: {name}{args!r:.80} was {mine}, on rank 0 {answer}"
+                    f"rank {group.rank}: {name}{args!r:.80} returned {mine}, on rank 0 {answer}"
                 )
             if name == "settle":
                 group.meet()

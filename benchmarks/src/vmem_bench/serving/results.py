@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Results of the arms of `vmem bench serve`: rows, aims, and merging of runs.
 
-A run of a few minutes has time for only some arms. Runs of the same workload on the same machine
-are joined by their reference, the first arm, which all of them include. An arm is compared only
-with the reference's rounds of the same runs, so that a slower GPU in one run puts no arm at a
+A run of a few minutes has time for only some of the arms. Runs of the same workload on the same
+machine are joined by their reference, the first arm, which all of them include. An arm is compared
+only with the reference's rounds of the same runs, so that a slower GPU in one run puts no arm at a
 disadvantage.
 """
 
@@ -30,13 +30,14 @@ VLLM = "vllm"  # an engine with its own loop, whose steps are not measured
 _FORMAT = "vmem-bench-serve/1"
 # Options that may differ between joined runs.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
-_BINDS = 20 << 30  # up to this size, memory is short for Azure's trace and an 8B model
-_NOISE = 0.05  # largest tolerated difference between equal arms
-_SERIES = 400  # most samples of memory over time in a row
+# Bytes. With no more than this, memory is short for Azure's trace and an 8B model.
+_BINDS = 20 << 30
+_NOISE = 0.05  # largest tolerated difference between identical arms
+_SERIES = 400  # maximum samples of memory over time in a row
 
 
 def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
-    """The reported values of a run: name, words, value, unit."""
+    """Returns the reported values of a run by name: description, value, unit."""
     seconds = outcome.seconds
     tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
     found: dict[str, tuple[str, float, str]] = {
@@ -45,7 +46,7 @@ def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
         "answers": ("tokens of answers", outcome.new_tokens / seconds, "1/s"),
         "requests": ("requests finished", 60 * outcome.finished / seconds, "1/min"),
     }
-    if outcome.steps:  # vLLM's are not measured
+    if outcome.steps:  # vLLM's steps are not measured
         found |= _of_steps(outcome)
     if outcome.short_s:
         found["full"] = (
@@ -54,7 +55,7 @@ def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
             "requests",
         )
     for name, words, times in (
-        ("first", "time to the first token", outcome.first),
+        ("first", "time to first token", outcome.first),
         ("between", "time between tokens", outcome.between),
     ):
         ordered = sorted(times)
@@ -73,9 +74,9 @@ def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
             mean = statistics.fmean(getattr(s, key) for s in last)
             found[key] = (f"{what}, mean", mean, "bytes")
         used = statistics.fmean(s.used for s in last)
-        found["used"] = ("memory of rows, mean", used, "bytes")
+        found["used"] = ("memory that rows use, mean", used, "bytes")
         found["wasted"] = (
-            "memory of requests without rows, mean",
+            "memory that requests hold without rows, mean",
             found["held"][1] - used,
             "bytes",
         )
@@ -87,12 +88,16 @@ def _of_steps(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
         "batch": ("requests in a step, mean", outcome.batch_s / outcome.seconds, "requests"),
         "largest": ("requests in a step, at most", outcome.largest, "requests"),
         "preemptions": ("preemptions", outcome.preemptions, "count"),
-        "late": ("requests that waited a step for their memory", outcome.late, "requests"),
-        "shared": ("tokens that were there already", outcome.shared, "count"),
+        "late": (
+            "requests left out of a step because their memory was not ready",
+            outcome.late,
+            "requests",
+        ),
+        "shared": ("tokens found in shared prefixes", outcome.shared, "count"),
         "recomputed": ("tokens computed again", outcome.recomputed, "count"),
         "steps": ("forward passes", outcome.steps, "count"),
         "host": (
-            "host time in the cache or block manager, a step",
+            "host time per step in the cache or block manager",
             outcome.host_ns / 1e3 / outcome.steps,
             "us",
         ),
@@ -136,7 +141,7 @@ def _middle(values: Sequence[float]) -> dict[str, Any]:
 
 
 def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """A row's value divided by another's; in joined runs, the median over those that have both."""
+    """Divides a row's value by another's; in joined runs, takes the median over runs with both."""
     if "by_run" not in one:
         return float(one["value"]) / float(other["value"])
     mine, theirs = dict(one["by_run"]), dict(other["by_run"])
@@ -144,13 +149,13 @@ def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 
 def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> None:
-    """Adds the ratios of the reference to the other arms, with their goals if there are any.
+    """Adds the ratios of the reference to the other arms, with their targets if there are any.
 
     Args:
-        aims: aims of the record that has the part.
-        part: has the arms' rows.
+        aims: aims of the record that contains the part.
+        part: contains the arms' rows.
         names: names and descriptions of the arms; the reference comes first.
-        limit: requested bytes for keys and values; 0: all free memory. The goals for larger
+        limit: requested bytes for keys and values; 0 for all free memory. The targets for larger
             batches apply when memory is short and requests waited for it.
     """
     first, *others = names
@@ -163,13 +168,13 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
     def add(name: str, row: str, what: str, op: str = "", aim: float | None = None) -> None:
         whole = [part.find(f"makespan/{one}") for one in (first, name)]
         cut = [one["system"] for one in whole if one is not None and one["cut"]]
-        why = f"its time ran out: {', '.join(cut)}" if cut else ""
+        why = f"time ran out: {', '.join(cut)}" if cut else ""
         divisor = part.find(f"{row}/{name}")
         if divisor is not None and not divisor["value"]:
             why = f"{name} has 0"
         aims.add(
             f"{row}_{name}",
-            f"{names[first]}: {what} over {name}",
+            f"{names[first]}: {what} relative to {name}",
             [f"{part.name}/{row}/{first}", f"{part.name}/{row}/{name}"],
             over,
             op=op or None,
@@ -185,19 +190,19 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
             host = ("<=", 1.0)
         elif name == "2M" and binds:
             speed, batch = (">=", 1.2), (">=", 1.5)
-        add(name, "tokens", "tokens a second", *speed)
-        add(name, "between99", "p99 between tokens", *pause)
+        add(name, "tokens", "tokens/s", *speed)
+        add(name, "between99", "p99 inter-token latency", *pause)
         if name != VLLM:
-            add(name, "host", "host time in the manager", *host)
+            add(name, "host", "host time in the cache manager", *host)
         if name == "2M":
             add(name, "batch", "mean batch")
             add(name, "full", "mean batch while others wait", *batch)
 
 
 def join(paths: Sequence[Path]) -> Record:
-    """Joins results that each have some of the arms; machine and method are those of the first.
+    """Joins results that each contain some of the arms; machine and method are the first result's.
 
-    An arm's run that was cut counts only if no other run of that arm was complete.
+    A run of an arm that was cut short counts only if no other run of that arm was complete.
 
     Raises:
         MergeError: a file is not a result of this benchmark, the runs differ in more than their

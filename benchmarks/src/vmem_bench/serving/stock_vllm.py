@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """vLLM itself on an arm's requests: its own model, scheduler, sampler and graphs, and no plug-in.
 
-Compares the speed of `vmem bench serve`'s arms with an engine in production use. Its weights are
-other random numbers of the same shape and its tokens are sampled, so only times are compared.
+Compares the speed of `vmem bench serve`'s arms with an engine that is used in production. vLLM's
+weights are other random numbers of the same shape, and its tokens are sampled, so only times are
+compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def serve(
     budget: int,
     longest: int,
 ) -> Outcome:
-    """Serves a workload in an engine that is started for it and stopped after it.
+    """Serves a workload in an engine that runs only for this workload.
 
     Args:
         command: the run's command.

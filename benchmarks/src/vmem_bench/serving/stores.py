@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """KV stores of a serving loop: slots of a `KVCache`, paged blocks, static slots.
 
-A store has tensors of rows and manages their memory. All stores have the same interface, so that
+A store holds tensors of rows and manages their memory. All stores have the same interface, so that
 the loop, the model and the kernels do not depend on the store. Every call is timed: the sum is the
 host time that a cache, or a block manager, costs its engine.
 """
@@ -27,7 +27,7 @@ from vmem_bench.decoder import Sizes
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
 _FEW_TENSORS = 16  # each tensor needs separate calls to unmap and remap
-_RESERVE = 100  # 1 / _RESERVE of the pages is kept for running requests, as vLLM's watermark 0.01
+_RESERVE = 100  # 1 / _RESERVE of the pages is kept for running requests, like vLLM's watermark 0.01
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -71,11 +71,11 @@ def _timed(call: _Call) -> _Call:
 
 
 class Store(ABC):
-    """Has tensors of rows and manages their memory.
+    """Holds tensors of rows and manages their memory.
 
     Attributes:
-        slots: most requests at a time.
-        longest: most tokens of a request.
+        slots: maximum requests at a time.
+        longest: maximum tokens of a request.
         token_bytes: bytes of a token's keys and values.
         layers: keys and values ``[N, places, kv_heads, head_dim]``, to which rows are written.
         contiguous: true if a request's rows are ``layers[...][slot]``.
@@ -95,22 +95,22 @@ class Store(ABC):
     def take(self, ids: Ints) -> tuple[int, int] | None:
         """Allocates a slot for a request of these tokens; also returns its number of existing rows.
 
-        None: all slots are taken. Rows exist if the store shares prefixes and an earlier request
-        had the same tokens; the last token's row never exists.
+        Returns None if all slots are taken. Rows exist if the store shares prefixes and an earlier
+        request had the same tokens; the last token's row never exists.
         """
 
     @abstractmethod
     def release(self, slot: int, ids: Ints | None = None) -> None:
         """Frees a slot; launched work may still use it.
 
-        `ids`: the tokens of its rows, which a store that shares prefixes keeps; None: keeps none.
+        `ids`: the tokens of its rows, which a store that shares prefixes keeps; None to keep none.
         """
 
     @abstractmethod
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
         """True if another request of `tokens` fits once the `partial` requests have grown.
 
-        `partial`: slots, and the tokens that they will have. Assumes that no rows are shared.
+        `partial`: slots, and the tokens that they will hold. Assumes that no rows are shared.
         """
 
     @abstractmethod
@@ -130,27 +130,27 @@ class Store(ABC):
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """Called once all of a slot's prompt is launched: may free memory mapped past its end."""
-        return  # no such memory
+        """Called once a slot's whole prompt is launched. May free memory mapped past its end."""
+        return  # this store maps no such memory
 
     def readable(self, slot: int) -> int:
-        """Rows of a contiguous slot that a kernel may read."""
+        """Returns the number of rows of a contiguous slot that a kernel may read."""
         return self.longest
 
     def where(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
-        """The tokens' indices into the first two dimensions of `layers`."""
+        """Returns the tokens' indices into the first two dimensions of `layers`."""
         return slots, positions
 
     def upload(self) -> None:
         """Copies the table entries of newly allocated blocks to the device, before their use."""
-        return  # no blocks
+        return  # this store has no block table
 
     @abstractmethod
     def held(self) -> Held:
         """The store's current memory."""
 
     def driver(self) -> dict[str, float]:
-        """Driver calls since the store was made, and nanoseconds in them."""
+        """Returns the driver calls since the store was created, and the nanoseconds in them."""
         return {}
 
     def settle(self) -> None:
@@ -163,7 +163,7 @@ class Store(ABC):
 
 
 def _trivial(layers: Layers, rows: int) -> Table:
-    """A table that presents contiguous slots as blocks, in order."""
+    """Returns a table that presents contiguous slots as blocks, in order."""
     keys = layers[0][0]
     blocks = Blocks.of(keys.shape[1], keys.stride(0), keys.stride(1), rows)
     steps = torch.arange(blocks.per_slot, dtype=torch.int32, device=keys.device) * blocks.step
@@ -179,7 +179,7 @@ class Slots(Store):
     """Slots of a `KVCache`.
 
     Args:
-        config: configuration of the cache; its `overread_rows` are those of `reads`.
+        config: configuration of the cache; its `overread_rows` match `reads`.
         block: rows of a block for paged kernels; 0: no paged kernel is used.
         prefixes: share prefixes.
         ranks: number of ranks; if several, each has a `ParallelKVCache`, on torch's process group.
@@ -202,7 +202,7 @@ class Slots(Store):
         self.cache: KVCache | ParallelKVCache
         if ranks > 1:
             self.cache = ParallelKVCache(config, **options)
-        else:  # never return memory to the driver: the other stores do not either
+        else:  # never return memory to the driver, like the other stores
             self._context = Context(**options, granule=config.page_size, pool_high=KEEP_ALL)
             try:
                 self.cache = KVCache(config, self._context)
@@ -303,13 +303,15 @@ class Slots(Store):
         return {name: getattr(stats, name) - getattr(before, name) for name in names}
 
     def settle(self) -> None:
-        """See `Store`; allocates all memory from the driver, as other stores do when they are made.
+        """See `Store`; allocates all memory from the driver, as other stores do when created.
 
         torch caches memory that a warm-up freed, and releases it only for torch's allocations.
         """
         torch.cuda.empty_cache()
         self.cache.trim()
-        if self._ranks == 1:  # with several ranks, the cache allocated it when they agreed
+        if (
+            self._ranks == 1
+        ):  # several ranks: the cache allocated all memory when the ranks agreed on it
             self.cache.context.warm(self._limit)
         super().settle()
         self._before = self.cache.stats()
@@ -323,7 +325,7 @@ class Slots(Store):
 
 
 class Static(Store):
-    """Slots with memory for the longest request each, as many as the limit allows."""
+    """As many slots as the limit allows, each with memory for the longest request."""
 
     contiguous = True
 
@@ -476,8 +478,8 @@ class SharedPaged(Paged):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._users = [0] * self.blocks
-        self._key: dict[int, int] = {}  # of a block
-        self._known: dict[int, int] = {}  # a key's block
+        self._key: dict[int, int] = {}  # key by block
+        self._known: dict[int, int] = {}  # block by key
         self._idle: dict[int, None] = {}  # unused blocks with a key, in order of eviction
 
     def _keys(self, ids: Ints) -> list[int]:

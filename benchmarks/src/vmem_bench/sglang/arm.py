@@ -8,7 +8,7 @@ names, as in `vmem_bench.vllm.arm`:
                             -> {"answers": [[id, ...], ..], "times": [[s, ...], ...]}
     {"forget": true}        -> {"forgot": true}, after dropping all prefixes
 
-Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
+Times are in seconds since `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ async def _load(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
             input_ids=ids, sampling_params=greedy(new), stream=True
         )
         async for found in stream:
-            answer = found["output_ids"]  # all tokens so far
+            answer = found["output_ids"]  # holds all tokens so far
             if answer:
                 times.append(round(time.monotonic() - begin, 6))
         if len(answer) != new:
-            raise RuntimeError(f"an answer of {len(answer)} tokens instead of {new}")
+            raise RuntimeError(f"an answer has {len(answer)} tokens instead of {new}")
         return list(answer), times
 
     found = await asyncio.gather(*map(ask, order["load"], order["tokens"], order["at"]))

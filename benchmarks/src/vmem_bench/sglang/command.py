@@ -3,7 +3,7 @@
 
 Engines run one at a time, each in a new process: stock, elastic, elastic, stock, so that drift of
 the machine affects both equally. A ratio is the mean over neighbouring turns, with its confidence
-interval. The result file is written after each turn. The part ``share`` is in share.py.
+interval. The result file is written after each turn. share.py implements the part ``share``.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _METHOD = {
     "engines": "one at a time, each in a new process; turns: stock, elastic, elastic, stock; "
     "random weights, greedy; half_width: half a 95 % confidence interval, over turns for a ratio, "
     "otherwise over rounds",
-    "same": "answers equal to stock's first turn, one request at a time (alone) or all together "
-    "(batch); to the same engine's earlier answers, with cached prefixes (again), after sleep "
-    "(slept)",
-    "rate": "new tokens a second of requests submitted together; the cache is flushed before each "
-    "round, so an elastic engine starts with only page 0 mapped; the first round is discarded",
-    "first": "one request for one token: after a rest without prefixes (rest), and directly after "
-    "it (again)",
+    "same": "answers identical to those of stock's first turn, one request at a time (alone) or "
+    "all together (batch); to the same engine's earlier answers, with cached prefixes (again) or "
+    "after sleep (slept)",
+    "rate": "new tokens per second of requests submitted together; the cache is flushed before "
+    "each round, so an elastic engine starts with only page 0 mapped; the first round is discarded",
+    "first": "one request for one token: after an idle period, without prefixes (rest), and right "
+    "after that request (again)",
     "device": "bytes of the device in use (cuMemGetInfo) minus those before the engine; highest: "
     "sampled every 50 ms in the first round with the most requests",
-    "mapped": "of keys and values, by the ledger",
+    "mapped": "bytes of keys and values, by the ledger",
     "sleep": "release_memory_occupation and resume_memory_occupation, kv_cache",
 }
 
@@ -83,7 +83,7 @@ def measure(command: Command, part: Part) -> None:
             command.write()
             command.show(f"{arm}: {_said(found)}")
     if not part.rows:
-        raise WrongResult("no engine had started by the deadline")
+        raise WrongResult("no engine started before the deadline")
     _check(turns)
 
 
@@ -95,16 +95,16 @@ def _said(found: Found) -> str:
     rates = (
         f"{statistics.median(r):,.0f} tokens/s of {n}" for n, r in found.get("rate", {}).items()
     )
-    return ", ".join(rates) or "stopped before its first load had ended"
+    return ", ".join(rates) or "stopped before the end of its first load"
 
 
 def _check(turns: Turn) -> None:
-    """WrongResult: elastic answers to single requests match no stock engine's answers."""
+    """Raises WrongResult if elastic answers to single requests match no stock engine's answers."""
     stock, mine = (
         [one["tokens"]["alone"] for one in turns[arm] if "tokens" in one] for arm in ARMS
     )
     if stock and any(one not in stock for one in mine):
-        raise WrongResult("answers to requests one at a time differ from stock's")
+        raise WrongResult("answers to single requests differ from stock's")
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -112,9 +112,12 @@ def _check(turns: Turn) -> None:
 
 def _rows(part: Part, turns: Turn) -> None:
     for number in _counts(turns):
-        _add(part, turns, ("rate", number), "new tokens a second", "tokens/s")
-    for when, what in (("rest", "after a rest"), ("again", "at once")):
-        _add(part, turns, ("first", when), f"time to the first token {what}", "ms")
+        _add(part, turns, ("rate", number), "new tokens per second", "tokens/s")
+    for when, what in (
+        ("rest", "after an idle period"),
+        ("again", "right after another request"),
+    ):
+        _add(part, turns, ("first", when), f"time to first token, {what}", "ms")
     for arm in ARMS:
         _memory(part, arm, turns[arm])
         for name in ("release", "resume"):
@@ -139,7 +142,7 @@ def _value(part: Part, row: str, what: str, arm: str, unit: str, found: list[flo
 
 
 def _add(part: Part, turns: Turn, key: tuple[str, str | int], what: str, unit: str) -> None:
-    """Adds rows of both arms, and of the ratio of their turns' medians."""
+    """Adds rows for both arms and for the ratio of their turns' medians."""
     step, name = key
     row = f"{step}/{name}"
     medians = []
@@ -153,7 +156,9 @@ def _add(part: Part, turns: Turn, key: tuple[str, str | int], what: str, unit: s
     ratios = [mine / other for mine, other in zip(elastic, stock, strict=False)]
     if ratios:
         mean = statistics.fmean(ratios)
-        part.value(f"over/{row}", f"{what} over", "elastic", mean, "x", **spread(ratios))
+        part.value(
+            f"over/{row}", f"{what}, relative to stock", "elastic", mean, "x", **spread(ratios)
+        )
 
 
 def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
@@ -170,7 +175,7 @@ def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
 
 
 def _same(part: Part, arm: str, turns: Turn) -> None:
-    """Adds the numbers of equal answers; stock's first turn is itself the reference."""
+    """Adds the numbers of equal answers; the reference is stock's first turn."""
     of = {"alone": "stock's first turn", "again": "before", "batch": "stock's first turn"}
     stock = [one["tokens"] for one in turns["stock"] if "tokens" in one]
     mine = [one for one in turns[arm] if "tokens" in one]
@@ -292,14 +297,14 @@ def add_parser(which: Any) -> None:
     add("--prompt", type=count, default=1024, metavar="N", help="tokens of a prompt (1024)")
     add("--answer", type=count, default=128, metavar="N", help="tokens of an answer (128)")
     add("--repeats", type=count, default=2, metavar="N", help="rounds in a turn (2)")
-    add("--idle", type=positive, default=3.0, metavar="S", help="seconds of a rest (3)")
+    add("--idle", type=positive, default=3.0, metavar="S", help="seconds of an idle period (3)")
     add(
         "--page-size", type=count, default=16, metavar="N", help="SGLang's page size in tokens (16)"
     )
     add("--page", type=size, default=0, metavar="SIZE",
         help="page size of the pool, such as 2M (the pool's choice)")  # fmt: skip
     add("--tokens", type=natural, default=0, metavar="N",
-        help="tokens of the KV cache (enough for the most requests)")  # fmt: skip
+        help="tokens of the KV cache (enough for the largest number of requests)")  # fmt: skip
     add("--attention", default="", metavar="NAME",
         help="attention back end (triton; CPU: torch_native)")  # fmt: skip
     add("--option", type=_option, action="append", default=[], metavar="NAME=JSON",
@@ -307,12 +312,12 @@ def add_parser(which: Any) -> None:
     add("--env", type=_named, action="append", default=[], metavar="NAME=VALUE",
         help="environment of the elastic engines, such as VMEM_LIMIT=8G")  # fmt: skip
     add("--kv-memory", type=size, default=0, metavar="SIZE",
-        help="share: bytes of both engines (98,304 tokens: 3G for 1b, 12G for 8b)")  # fmt: skip
+        help="share: memory of both engines (98,304 tokens: 3G for 1b, 12G for 8b)")  # fmt: skip
     add("--rounds", type=count, default=4, metavar="N", help="share: rounds of each arm (4)")
     add("--bursts", type=count, default=3, metavar="N",
-        help="share: bursts of an engine in a round (3)")  # fmt: skip
+        help="share: bursts of each engine per round (3)")  # fmt: skip
     add("--burst", type=positive, default=0.8, metavar="X",
-        help="share: tokens of a burst, as a fraction of the memory (0.8)")  # fmt: skip
+        help="share: size of a burst's tokens, as a fraction of the memory (0.8)")  # fmt: skip
     add("--period", type=positive, default=8.0, metavar="S",
         help="share: seconds between an engine's bursts (8)")  # fmt: skip
     add("--no-prefixes", dest="prefixes", action="store_false",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The process of an engine of `vmem bench sglang`: ``python -m vmem_bench.sglang.engine PLAN``.
+"""An engine process of `vmem bench sglang`: ``python -m vmem_bench.sglang.engine PLAN``.
 
-PLAN is a JSON file, made by `turns`. The process imports SGLang, and waits for a line on standard
-input, which says that no other engine uses the device. After each step a line with its result is
-appended to the file that the plan names, so that a process stopped at the deadline leaves the
-results of its completed steps.
+PLAN is a JSON file, written by `turns`. The process imports SGLang, then waits for a line on
+standard input, which means that no other engine uses the device. After each step it appends a line
+with the result to the file that the plan names, so that a process stopped at the deadline leaves
+the results of its completed steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["STEPS", "flush", "greedy", "main"]
 STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 """The steps in order; only elastic engines sleep."""
 
-_NEW = 48  # tokens of a compared answer
+_NEW = 48  # tokens per answer that is compared
 _LOOK = 0.05  # seconds between samples of the memory under load
 _IDLE = 20.0  # seconds that SGLang may take to become idle
 _EMPTY = 1.5  # seconds to wait for memory to be returned after a flush
@@ -57,7 +57,7 @@ class _Engine:
         self.sglang = Engine(**plan["options"])
 
     def _device(self) -> int:
-        """Bytes of device memory in use; 0 without a GPU."""
+        """Returns the bytes of device memory in use; 0 without a GPU."""
         import torch
 
         if not self.plan["gpu"]:
@@ -73,20 +73,20 @@ class _Engine:
         return next((one for engines in found for one in engines), None)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `device`, allocated since before the start; `mapped`, by the ledger."""
+        """Returns bytes: `device`, allocated since before the start; `mapped`, by the ledger."""
         account = self.account() if self.plan["elastic"] else None
         found = {"mapped": account.used} if account is not None else {}
         return found | ({"device": self._device() - self.before} if self.plan["gpu"] else {})
 
     def prompts(self, count: int, length: int) -> Ids:
-        """New prompts, the same in every engine; no prompt repeats."""
+        """Returns new prompts, the same in every engine; no prompt repeats."""
         self.count += 1
         draw = random.Random(self.count)
         tokens = range(3, self.plan["vocabulary"])
         return [draw.choices(tokens, k=length) for _ in range(count)]
 
     def ask(self, ids: Ids, new: int) -> Ids:
-        """Greedy answers of `new` tokens to prompts that are submitted together."""
+        """Returns greedy answers of `new` tokens to prompts that are submitted together."""
         found = self.sglang.generate(input_ids=ids, sampling_params=greedy(new))
         answers = [one["output_ids"] for one in found]
         if any(len(one) != new for one in answers):
@@ -94,11 +94,11 @@ class _Engine:
         return answers
 
     def alone(self, ids: Ids) -> Ids:
-        """Greedy answers to single requests: results do not depend on the rest of a batch."""
+        """Returns greedy answers to single requests, which do not depend on the rest of a batch."""
         return [self.ask([one], _NEW)[0] for one in ids]
 
     def highest(self, ids: Ids, new: int) -> dict[str, int]:
-        """The peak memory while the engine answers."""
+        """Returns the peak memory while the engine answers."""
         most, done = self.memory(), threading.Event()
 
         def look() -> None:
@@ -118,7 +118,7 @@ class _Engine:
 
 def _tokens(engine: _Engine, few: Ids) -> dict[str, Any]:
     alone = engine.alone(few)
-    again = engine.alone(few)  # with the first call's prefixes
+    again = engine.alone(few)  # now the first call's prefixes are cached
     hits = engine.sglang.generate(input_ids=few, sampling_params=greedy(1))
     return {
         "alone": alone,
@@ -155,7 +155,9 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
             add("rate", count=count, rates=rates)
         time.sleep(1)
         memory["after"] = engine.memory()
-        for key, value in memory["after"].items():  # a short load may end between two samples
+        for key, value in memory[
+            "after"
+        ].items():  # a short load may end between two samples, so count its end as well
             memory["highest"][key] = max(memory["highest"][key], value)
         time.sleep(plan["idle"])
         memory["rest"] = engine.memory()
@@ -181,7 +183,8 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
 
 
 def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
-    flush(engine.sglang)  # waits until idle: a busy engine would exit in the next call
+    # Waits until the engine is idle: a busy engine would exit in the next call.
+    flush(engine.sglang)
     start = time.perf_counter()
     engine.sglang.release_memory_occupation(tags=["kv_cache"])
     slept = time.perf_counter()
@@ -200,7 +203,7 @@ def _kept(engine: _Engine) -> dict[str, int]:
 
 
 def main() -> None:
-    """Measures; the exit status is 1 if that failed."""
+    """Runs the plan; the exit status is 1 if it failed."""
     plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with Path(plan["out"]).open("a", encoding="utf-8") as out:
 
@@ -211,7 +214,7 @@ def main() -> None:
             import sglang.srt.entrypoints.engine  # noqa: F401
 
             add("imported")
-            if sys.stdin.readline():  # otherwise the command has exited
+            if sys.stdin.readline():  # an empty line means that the command has exited
                 _measure(plan, add)
         except BaseException as error:
             traceback.print_exc()

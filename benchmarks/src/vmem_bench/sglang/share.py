@@ -37,20 +37,20 @@ _MOST = 256  # maximum concurrent requests of an engine
 _CALM = 4  # requests between two bursts
 
 METHOD = {
-    "engines": "vLLM and SGLang, elastic with one ledger, and stock with half of the memory each: "
-    "four processes run at the same time; only one arm has requests at a time; random weights, "
-    "greedy",
-    "bursts": "each engine has one per period, half a period apart: within a sixteenth of the "
-    "period, requests whose tokens fill the given part of the memory; then 4 requests in the "
-    "second half of the period",
+    "engines": "vLLM and SGLang: an elastic pair with one ledger, and a stock pair with half of "
+    "the memory each; the four processes run at the same time, and one arm has requests at a time; "
+    "random weights, greedy",
+    "bursts": "each engine gets one burst per period, half a period after the other engine's: "
+    "within a sixteenth of the period, requests whose tokens fill the given part of the memory, "
+    "then 4 requests in the second half of the period",
     "order": "the arms take turns, in alternating order; both get the same requests, which differ "
     "from round to round",
     "first": "from a request's due time to its first token; p50 and p99 of a round's requests; "
     "the row is the median of the rounds, half_width: half a 95 % confidence interval",
-    "rate": "new tokens a second, from the first request to the last token",
-    "most": "by the ledger, every 50 ms",
-    "rest": "by the ledger after the last round, with and without prefixes (for a stock engine, "
-    "all of its memory); device: memory freed when both engines of an arm exit",
+    "rate": "new tokens per second, from the first request to the last token",
+    "most": "peak memory by the ledger, sampled every 50 ms",
+    "rest": "memory by the ledger after the last round, with and without prefixes (for a stock "
+    "engine, all of its memory); device: memory freed when both engines of an arm exit",
 }
 
 
@@ -111,7 +111,7 @@ class _Mixed(Fleet):
 def bursts(
     found: Sequence[Arrival], tokens: int, count: int, period: float
 ) -> dict[str, list[Arrival]]:
-    """Makes `count` bursts of requests per engine, half a period apart from the other engine's.
+    """Returns `count` bursts of requests per engine, half a period apart from the other engine's.
 
     Args:
         found: the requests, in order; their times are not used.
@@ -136,7 +136,7 @@ def bursts(
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs rounds of both arms, then measures the memory that the engines keep at rest."""
+    """Runs rounds of both arms, then measures the memory that the engines keep when idle."""
     args, quick = command.args, command.quick
     shape = SHAPES["tiny" if quick else args.shape]
     with _Mixed(command, shape, max_num_seqs=0 if quick else _MOST) as fleet:
@@ -189,7 +189,7 @@ def _turn(
     }
     begin = time.monotonic() + (
         1.0 if fleet.command.quick else 2.0
-    )  # by then both have read their orders
+    )  # by then both engines have read their orders
     orders = {f"{engine} {arm}": load.order(begin) for engine, load in given.items()}
 
     def look() -> None:
@@ -242,7 +242,7 @@ class Found:
         self.device: dict[str, int] = {}
 
     def used(self, fleet: Fleet) -> dict[str, int]:
-        """Bytes of each elastic engine and of both together, by the ledger."""
+        """Returns the bytes of each elastic engine and of both together, by the ledger."""
         booked = fleet.booked()
         used = {engine: booked[f"{engine}-elastic"].used for engine in ENGINES}
         return used | {"both": sum(used.values())}
@@ -253,8 +253,8 @@ class Found:
         for engine in (*ENGINES, "both"):
             for fraction in (0.5, 0.99):
                 name = f"p{100 * fraction:.0f}/{engine}"
-                self._measured(part, name, f"first token, {name}", "ms", fraction)
-            self._measured(part, f"rate/{engine}", "new tokens a second", "tokens/s", None)
+                self._measured(part, name, f"time to first token, {name}", "ms", fraction)
+            self._measured(part, f"rate/{engine}", "new tokens per second", "tokens/s", None)
         for arm in ARMS:
             for engine in ENGINES:
                 if rounds := [one[engine] for one in self.heard[arm]]:
@@ -265,12 +265,12 @@ class Found:
             part.value(f"most/{name}/elastic", "most mapped", "elastic", value, "bytes")
         for when, used in self.rest.items():
             for name, value in used.items():
-                part.value(f"{when}/{name}/elastic", "at rest", "elastic", value, "bytes")
+                part.value(f"{when}/{name}/elastic", "mapped when idle", "elastic", value, "bytes")
         for when, name in itertools.product(("most", *self.rest), (*ENGINES, "both")):
             value = self.memory if name == "both" else self.memory // 2
             part.value(f"{when}/{name}/static", "given", "static", value, "bytes")
         for arm, value in self.device.items():
-            row, what = f"device/{arm}", "back when both engines end"
+            row, what = f"device/{arm}", "memory freed when both engines exit"
             part.value(row, what, arm, value, "bytes")
 
     def _measured(
@@ -288,11 +288,18 @@ class Found:
         ratios = [mine / other for other, mine in zip(*values.values(), strict=False)]
         if ratios:
             mean = statistics.fmean(ratios)
-            part.value(f"over/{name}", f"{what}, over", "elastic", mean, "x", **spread(ratios))
+            part.value(
+                f"over/{name}",
+                f"{what}, relative to static",
+                "elastic",
+                mean,
+                "x",
+                **spread(ratios),
+            )
 
 
 def _value(heard: Mapping[str, Heard], engine: str, fraction: float | None) -> float:
-    """A percentile of times to first tokens in ms, or new tokens per second.
+    """Returns a percentile of the times to first token in ms, or the new tokens per second.
 
     `engine`: an engine's name, or "both".
     """

@@ -17,7 +17,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def _measured(row: Mapping[str, Any] | None, digits: int, per: float = 1.0) -> str:
-    """A value ± half its confidence interval; "" if it was not measured."""
+    """Formats a value ± half its confidence interval; "" if it was not measured."""
     if row is None:
         return ""
     text = f"{row['value'] / per:,.{digits}f}"
@@ -26,7 +26,7 @@ def _measured(row: Mapping[str, Any] | None, digits: int, per: float = 1.0) -> s
 
 
 def spread(found: list[float]) -> dict[str, Any]:
-    """Fields of a row: all values and, for more than one, half their confidence interval."""
+    """Returns fields of a row: all values and, if several, half their confidence interval."""
     rounds = {"rounds": [float(f"{one:.4g}") for one in found]}
     return rounds | ({"half_width": interval(found)[1]} if len(found) > 1 else {})
 
@@ -63,13 +63,13 @@ def body(rows: Rows) -> list[list[str]]:
     lines = _Lines(rows, ("stock", "elastic"))
     for count in counts:
         lines.add(f"tokens/s, {count} requests together", f"rate/{count}", 0)
-    lines.add("first token after a rest, ms", "first/rest", 1)
-    lines.add("first token directly after another request, ms", "first/again", 1)
+    lines.add("time to first token after an idle period, ms", "first/rest", 1)
+    lines.add("time to first token right after another request, ms", "first/again", 1)
     for name, title in (
         ("start", "started"),
         ("highest", "peak under load"),
         ("after", "1 s after the load"),
-        ("rest", "at rest, with prefixes"),
+        ("rest", "idle, with prefixes"),
         ("flushed", "without prefixes"),
         ("asleep", "asleep"),
     ):
@@ -78,10 +78,10 @@ def body(rows: Rows) -> list[list[str]]:
     lines.add("to sleep, ms", "sleep/release", 1)
     lines.add("to wake, ms", "sleep/resume", 1)
     for name, title in (
-        ("alone", "single requests: answers equal to stock's first turn"),
-        ("again", "again, with prefixes: answers equal to before"),
-        ("batch", "requests together: answers equal to stock's first turn"),
-        ("slept", "after sleep: answers equal to before"),
+        ("alone", "single requests: answers identical to stock's first turn"),
+        ("again", "repeated, with prefixes: answers identical to the first"),
+        ("batch", "requests together: answers identical to stock's first turn"),
+        ("slept", "after sleep: answers identical to those before"),
     ):
         lines.count(title, f"same/{name}")
     return lines.found
@@ -96,14 +96,14 @@ def shared(rows: Rows) -> list[list[str]]:
     lines = _Lines(rows, ("static", "elastic"))
     engines = (("vllm", "vLLM"), ("sglang", "SGLang"), ("both", "both"))
     for name, title in engines:
-        lines.add(f"first token of {title}, p50, ms", f"p50/{name}", 1)
-        lines.add(f"first token of {title}, p99, ms", f"p99/{name}", 1)
+        lines.add(f"time to first token of {title}, p50, ms", f"p50/{name}", 1)
+        lines.add(f"time to first token of {title}, p99, ms", f"p99/{name}", 1)
     for name, title in engines:
         lines.add(f"tokens/s of {title}", f"rate/{name}", 0)
     for when, what in (
         ("most", "peak"),
-        ("prefixes", "at rest, with prefixes"),
-        ("flushed", "at rest, without prefixes"),
+        ("prefixes", "idle, with prefixes"),
+        ("flushed", "idle, without prefixes"),
     ):
         for name, title in engines:
             lines.add(f"GB of keys and values of {title}, {what}", f"{when}/{name}", 3, 1e9)

@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Models by name, the same as in vLLM's benchmark; mla has latent attention."""
 
-_ENDING = 5.0  # seconds that stopping an engine's processes may take
+_ENDING = 5.0  # seconds allowed for stopping an engine's processes
 _AHEAD = min(4, os.cpu_count() or 1)  # processes that import in parallel
 _PREFILL = [size for k in range(6, 13) for size in (1 << k, 3 << k - 1)] + [8192]
 _LEAST = 2048  # minimum tokens of the KV cache and of the longest request
@@ -50,11 +50,11 @@ Found = dict[str, Any]
 def engine_options(
     command: Command, model: Path, longest: int, tokens: int, most: int, graphs: int
 ) -> dict[str, Any]:
-    """The options of `sglang.Engine`.
+    """Returns the options of `sglang.Engine`.
 
     Args:
         command: the run's command.
-        model: directory of its configuration.
+        model: directory of the model's configuration.
         longest: tokens of the longest request.
         tokens: tokens of the KV cache.
         most: maximum concurrent requests.
@@ -80,7 +80,7 @@ def engine_options(
             "attention_backend": args.attention or "triton",
             "chunked_prefill_size": _PREFILL[-1],
             "cuda_graph_max_bs_decode": graphs,
-            # A quarter of SGLang's sizes: an engine starts half a minute faster.
+            # A quarter of SGLang's sizes, so that an engine starts half a minute faster.
             "cuda_graph_bs_prefill": sorted({*_PREFILL, min(args.prompt, _PREFILL[-1])}),
             "mem_fraction_static": 0.8,
             "base_gpu_id": args.device,
@@ -98,12 +98,12 @@ def engine_options(
 
 
 def engine_environment(command: Command, site: Path, path: str = "") -> dict[str, str]:
-    """The environment of an engine's process, without the pool's variables.
+    """Returns the environment of an engine's process, without the pool's variables.
 
     Args:
         command: the run's command.
-        site: made by `make_site`.
-        path: PYTHONPATH; "": this process's.
+        site: created by `make_site`.
+        path: PYTHONPATH; "" for this process's.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("VMEM_")}
     env.pop("SGLANG_PLUGINS", None)
@@ -120,7 +120,7 @@ class Turns:
 
     Args:
         command: the run's command.
-        folder: for the model, the ledger, and the engines' results and logs.
+        folder: holds the model, the ledger, and the engines' results and logs.
         requests: numbers of concurrent requests, ascending.
         order: the arms of the turns.
     """
@@ -171,8 +171,8 @@ class Turns:
     def prepare(self, number: int) -> None:
         """Starts processes for this and some following turns, and waits until they have imported.
 
-        An import takes as long as a load, so processes import in parallel. None imports while a
-        turn is measured.
+        An import takes as long as a load, so processes import in parallel. No process imports
+        while a turn is measured.
         """
         if number in self._ready:
             return
@@ -234,7 +234,7 @@ class Turns:
             why = found.get("failed", {}).get("why", f"status {process.returncode}")
             arm = self.order[number]
             raise WrongResult(f"the {arm} engine failed: {why}: " + " | ".join(end))
-        time.sleep(0.0 if not self.gpu else 2.0)  # until the device's memory is free again
+        time.sleep(0.0 if not self.gpu else 2.0)  # wait until the device's memory is free again
         return found
 
     def close(self) -> None:
@@ -258,13 +258,13 @@ def _read(out: Path) -> Found:
 
 
 def make_site(folder: Path, path: str = "") -> Path:
-    """Makes a directory for an engine's PYTHONPATH, with the entry points that the engine needs.
+    """Creates a directory for an engine's PYTHONPATH, with the entry points that the engine needs.
 
-    They are the benchmark's SGLang plug-in, and pyvmem's if that is not installed.
+    These are the benchmark's SGLang plug-in, and pyvmem's plug-in if pyvmem is not installed.
 
     Args:
-        folder: the directory to make.
-        path: PYTHONPATH of the engine; "": this process's.
+        folder: the directory to create.
+        path: PYTHONPATH of the engine; "" for this process's.
     """
     groups: Mapping[str, list[str]] = {
         "sglang.srt.plugins": ["vmem_bench = vmem_bench.sglang.weights:register"],

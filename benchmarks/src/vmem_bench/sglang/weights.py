@@ -23,7 +23,7 @@ def register() -> None:
 
 
 def draw(model: Any) -> None:
-    """Draws all weights; the same in every process."""
+    """Draws all weights, with the same result in every process."""
     import torch
 
     for number, (name, parameter) in enumerate(model.named_parameters()):
@@ -31,7 +31,7 @@ def draw(model: Any) -> None:
         if not torch.is_floating_point(data):
             continue
         if data.dim() == 1:
-            data.fill_(0.0 if name.endswith("bias") else 1.0)  # else a norm's
+            data.fill_(0.0 if name.endswith("bias") else 1.0)  # otherwise a norm's weights
         else:
             generator = torch.Generator(device=data.device).manual_seed(number)
             data.normal_(0.0, _DEVIATION, generator=generator)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The process of an engine of `vmem bench vllm`: ``python -m vmem_bench.vllm.arm``.
+"""An engine process of `vmem bench vllm`: ``python -m vmem_bench.vllm.arm``.
 
 Orders are lines of JSON on standard input; each is answered with a line on the descriptor that
 ``--answers`` names. vLLM's own output goes to standard output and error.
@@ -8,7 +8,7 @@ Orders are lines of JSON on standard input; each is answered with a line on the 
                             -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
                                 "times": [[s, ...], ...], "waited": s, waiting for the GPU,
                                 "cached": [tokens of each prompt that were not computed]}
-    {"costs": {...}}, a load as above, to time the pool's code in its steps; see `_costs`
+    {"costs": {...}}, a load as above, during which the pool's code is timed; see `_costs`
                             -> {"steps": [{"tokens": n, "us": t}, ...]}
     {"script": {...}}, requests that arrive and are aborted at random; see `_script`
                             -> {"seconds": s, "answers": {name: [id, ...]}, "aborted": n, ...}
@@ -18,7 +18,7 @@ Orders are lines of JSON on standard input; each is answered with a line on the 
     {"state": true}         -> {"torch": bytes, "live": bytes, "ranks": [{...}, ...],
                                 "maps": [a digest of the mapped pages of each rank, ...]}
 
-Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
+Times are in seconds since `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Waits:
         self.seconds = 0.0
 
     def install(self) -> None:
-        """Times torch.cuda.Event.synchronize, by which vLLM waits for a step's tokens."""
+        """Times torch.cuda.Event.synchronize, which vLLM calls to wait for a step's tokens."""
         import torch
 
         event: Any = torch.cuda.Event
@@ -170,15 +170,15 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Requests that arrive and are aborted at random, between prefix resets and trims.
+    """Runs requests that arrive and are aborted at random, between prefix resets and trims.
 
-    vLLM resets no prefixes while requests run, so now and then no requests are added until all have
-    finished.
+    vLLM does not reset prefixes while requests run, so from time to time no requests are added
+    until all have finished.
 
     `order`: seed, requests, vocabulary, longest (tokens of a prompt), output (tokens of an answer),
-    most (concurrent requests), reset (probability of a reset after a step). All requests and their
-    aborts (by number of tokens) are drawn before the first step, so that the other answers can be
-    compared regardless of an engine's pace.
+    most (concurrent requests), reset (probability of a reset after a step). All requests, and the
+    number of tokens after which a request is aborted, are drawn before the first step, so that the
+    other answers can be compared regardless of an engine's pace.
     """
     draw = random.Random(order["seed"])
     begin = [draw.randrange(3, order["vocabulary"]) for _ in range(order["longest"] // 2)]
@@ -234,12 +234,12 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Inside:
-    """Seconds spent in the pool's functions, without vLLM's functions that they call."""
+    """Seconds spent in the pool's functions, excluding vLLM's functions that they call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._since = 0.0
-        self._ours = False  # the thread is in a function of the pool
+        self._ours = False  # true while the thread is in a function of the pool
 
     def _enter(self, ours: bool) -> bool:
         """Records that the thread enters or leaves the pool's code; returns the previous state."""
@@ -263,7 +263,7 @@ class _Inside:
         return lambda: setattr(owner, name, call)
 
     def count(self, owner: Any, ours: str, names: Iterable[str]) -> list[Callable[[], None]]:
-        """Times methods that the class named `ours` overrides; returns functions to undo that."""
+        """Times methods that the class named `ours` overrides; returns functions that undo this."""
         order = type(owner).__mro__
         place = next(n for n, one in enumerate(order) if one.__name__ == ours)
         undo = []
@@ -273,11 +273,11 @@ class _Inside:
         return undo
 
     def add(self, owner: Any, *names: str) -> list[Callable[[], None]]:
-        """Times functions of the pool that are called by vLLM's functions; returns undo calls."""
+        """Times functions of the pool that vLLM calls; returns functions that undo this."""
         return [self._count(owner, name, True) for name in names]
 
     def leave_out(self, owner: Any, *names: str) -> list[Callable[[], None]]:
-        """Excludes functions of vLLM that the pool's functions call; returns undo calls."""
+        """Excludes vLLM's functions that the pool calls; returns functions that undo this."""
         return [self._count(owner, name, False) for name in names]
 
 
@@ -316,12 +316,15 @@ def _costs(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _elastic(llm: Any) -> Any:
-    """The `ElasticEngine`, None in a stock engine."""
+    """Returns the `ElasticEngine`, or None in a stock engine."""
     return getattr(llm.llm_engine.engine_core.engine_core.scheduler, "elastic", None)
 
 
 def _state(llm: Any) -> dict[str, Any]:
-    """Bytes reserved by torch here, and transfers; for an elastic engine also the pool's state."""
+    """Returns the bytes that torch reserves in this process, and the transfers.
+
+    For an elastic engine, also returns the pool's state.
+    """
     import torch
 
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

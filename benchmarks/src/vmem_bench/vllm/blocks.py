@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The part ``blocks`` of `vmem bench vllm`: blocks of 16 tokens against 128."""
+"""The part ``blocks`` of `vmem bench vllm`: blocks of 16 tokens compared with 128."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Runs prompts of three lengths, long requests that decode, and a trace; each all at once."""
+    """Runs prompts of three lengths, long requests that decode, and a trace.
+
+    Each load's requests all arrive at the start.
+    """
     args, quick = command.args, command.quick
     sizes = (32, 128) if command.backend == "host" else (16, 128)
     memory = kv_memory(command, 40 * GIB)
@@ -33,10 +36,10 @@ def measure(command: Command, part: Part) -> None:
             if name.startswith("prompts/"):
                 count, length, _ = loads[name]
                 rates = [round(count * length / one.seconds, 1) for one in heard]
-                what = "tokens of prompts a second"
+                what = "prompt tokens per second"
             else:
                 rates = [round(one.rate, 1) for one in heard]
-                what = "new tokens a second"
+                what = "new tokens per second"
                 gaps = samples_of([one.gaps for one in heard])
                 part.time(f"gap/{row}", "between tokens", arm, gaps, unit="ms")
                 first = samples_of([one.first for one in heard])
@@ -59,7 +62,7 @@ def measure(command: Command, part: Part) -> None:
         trace = at_rate(requests_of(command, args.requests, LONGEST), 0)
 
         def give(size: int, name: str, requests: list[Arrival], round_: int) -> None:
-            """Gives a load to an engine; round 0 is a warm-up, whose result is dropped."""
+            """Gives a load to an engine. Round 0 is a warm-up; its result is dropped."""
             load = Load.of(requests, fleet.vocabulary, round_)
             engine = f"blocks {size}"
             peak = 0
@@ -102,8 +105,8 @@ def measure(command: Command, part: Part) -> None:
 
 
 _HELD = {
-    "peak": "most that requests of the trace held",
+    "peak": "peak that requests of the trace held",
     "mapped": "mapped after the trace, prefixes kept",
-    "live": "pages that hold something, after the trace",
-    "slabs": "taken from the device, after the trace",
+    "live": "pages in use, after the trace",
+    "slabs": "allocated from the device, after the trace",
 }

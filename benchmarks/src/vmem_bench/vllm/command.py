@@ -8,17 +8,17 @@ same requests in turn. The parts:
 - ``idle``: the memory that an idle engine withholds from other processes, and for how long.
 - ``share``: alternating bursts: engines that share memory, engines with static parts, each alone.
 - ``sleep``: time to sleep and to wake, memory freed by sleep.
-- ``blocks``: blocks of 16 tokens against 128.
+- ``blocks``: blocks of 16 tokens compared with 128.
 - ``rough``: requests that arrive and are aborted at random, prefix resets, trims; compares tokens;
   with ``--offload`` prefixes are loaded from host memory.
 - ``limit``: a limit on every device, lowered while requests run.
-- ``full``: a full card, one engine at a time.
-- ``first``, ``cost``: the first token after a rest; the pool's host time in a step.
+- ``full``: a full GPU, one engine at a time.
+- ``first``, ``cost``: time to first token after an idle period; the pool's host time in a step.
 - ``offload``: prompts whose keys and values are in host memory.
 - ``prefixes``: engines take turns, and their prefixes do not fit in memory: shared memory or static
   parts, each with and without host memory.
 
-A part writes the result file whenever it has something new.
+A part writes the result file whenever it has new results.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ __all__ = ["PARTS", "add_parser", "run"]
 _METHOD = {
     "engines": "each in its own process, all on the device at the same time (full: one at a time); "
     "LLM(), greedy, dummy weights; requests are added when they are due, between steps",
-    "rate": "requests a second on average; 0: all at the start. The gaps between requests are in "
-    "proportion to the trace's",
-    "order": "stock, elastic, stock again, and, with --beside, an engine with other pages take "
-    "turns, in an order that rotates each round; warm-up is discarded",
+    "rate": "requests per second on average; 0: all at the start. The gaps between requests are "
+    "proportional to the trace's",
+    "order": "stock, elastic, stock again, and, with --beside, an engine with another page size "
+    "take turns, in an order that rotates each round; warm-up is discarded",
     "first": "seconds from a request's due time to its first token",
     "gap": "seconds between tokens of one request",
     "elastic": "drops its prefixes before each load",
@@ -72,9 +72,9 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "blocks": ("blocks of 16 tokens and of 128", blocks.measure),
     "rough": ("aborts, resets and trims at random", rough.measure),
     "limit": ("a limit lowered while requests run", limit.measure),
-    "full": ("a full card, one engine at a time", full.measure),
-    "first": ("the first token after a rest", first.measure_first),
-    "cost": ("a step's time in the pool's code", first.measure_cost),
+    "full": ("a full GPU, one engine at a time", full.measure),
+    "first": ("time to first token after an idle period", first.measure_first),
+    "cost": ("time per step in the pool's code", first.measure_cost),
     "offload": ("prompts from host memory", offload.measure),
     "prefixes": ("engines that take turns, with prefixes that do not fit", prefixes.measure),
 }
@@ -92,7 +92,7 @@ _TRACED = ("load", "share", "blocks", "limit")
 
 
 def _takes_no_trace(args: argparse.Namespace) -> str:
-    """The option because of which no trace is read; "" if a trace may be used."""
+    """Returns the option that excludes a trace; "" if a trace may be used."""
     if args.quick:
         return "--quick"
     if args.part not in _TRACED:
@@ -103,7 +103,7 @@ def _takes_no_trace(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Returns 0, 1 on failure or without vLLM, 2 for bad usage or back end."""
     if args.trace is not None and (what := _takes_no_trace(args)):
-        text = f"{what} makes its own requests: omit --trace {args.trace}"
+        text = f"{what} generates its own requests: omit --trace {args.trace}"
         print(f"vmem bench: {text}", file=sys.stderr)
         return 2
     args.requests = args.requests or _REQUESTS.get(args.part, 0)
@@ -169,14 +169,14 @@ def add_parser(which: Any) -> None:
         help="requests per round (96; idle 2,500, rough 10,000, full 256)")  # fmt: skip
     add("--rounds", type=int, default=4, help="rounds, not counting warm-up (4)")
     add("--rates", type=_rates, default=[5.0, 13.0, 0.0], metavar="R,...",
-        help="load: requests a second; 0: all at the start (5,13,0)")  # fmt: skip
+        help="load: requests per second; 0: all at the start (5,13,0)")  # fmt: skip
     add("--engines", type=int, default=2, help="share, sleep, prefixes: engines of each kind (2)")
     add("--apart", action="store_true",
         help="share: start static engines after the elastic engines have stopped")  # fmt: skip
     add("--output", type=int, default=256, help="share with climb: tokens of an answer (256)")
     add("--bursts", choices=("trace", "climb"), default="trace",
         help="share: kind of bursts (trace)")  # fmt: skip
-    add("--rate", type=float, default=14.0, help="share: requests a second in a burst (14)")
+    add("--rate", type=float, default=14.0, help="share: requests per second in a burst (14)")
     add("--seconds", type=float, default=0.0, help="duration of a load (12; share 40)")
     add("--block-size", type=int, default=16, help="tokens of a vLLM block (16)")
     add("--page", type=size, default=0, metavar="SIZE", help="page size of the pool (64K)")

@@ -46,7 +46,7 @@ class Book:
         self.command, self.part, self._rows = command, part, rows
 
     def publish(self) -> None:
-        """Makes the rows and writes the file."""
+        """Rebuilds the rows and writes the file."""
         self.part.rows.clear()
         self.part.missing.clear()
         self._rows(self.part)
@@ -61,27 +61,27 @@ def samples_of(rounds: list[list[float]]) -> Samples:
 
 
 def count_same(mine: list[list[int]], other: list[list[int]]) -> int:
-    """The number of equal answers."""
+    """Returns the number of equal answers."""
     return sum(a == b for a, b in zip(mine, other, strict=True))
 
 
 def requests_of(command: Command, count: int, longest: int) -> list[Arrival]:
-    """The trace's requests or synthetic requests; tiny requests in a quick run."""
+    """Returns the trace's requests or synthetic requests; in a quick run, tiny requests."""
     return tiny(min(count, 6)) if command.quick else arrivals(command.args.trace, count, longest)
 
 
 def kv_memory(command: Command, default: int) -> int:
-    """Bytes of an engine's KV cache."""
+    """Returns the size of an engine's KV cache in bytes."""
     return int(command.args.kv_memory or (16 * MIB if command.quick else default))
 
 
 def offloading(nbytes: int) -> dict[str, Any]:
-    """Options of an engine with `nbytes` of host memory for prefixes."""
+    """Returns the options of an engine with `nbytes` of host memory for prefixes."""
     return {"kv_offloading_size": nbytes / GIB, "kv_offloading_backend": "native"}
 
 
 def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fleet:
-    """Engines of the command's shape; a quick run's are tiny."""
+    """Opens a fleet of the command's shape; in a quick run, its engines are tiny."""
     args, quick = command.args, command.quick
     return Fleet(
         command,
@@ -95,7 +95,7 @@ def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fl
 
 
 def plans_of(args: argparse.Namespace, memory: int) -> dict[str, Plan]:
-    """A stock and an elastic engine; with ``--beside`` also one with that page size."""
+    """Returns a stock and an elastic plan; with ``--beside``, a third with that page size."""
     plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
     if args.beside:
         env = {"VMEM_PAGE_SIZE": str(args.beside)}

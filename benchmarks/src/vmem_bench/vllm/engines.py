@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Engines of `vmem bench vllm`: their shapes, vLLM's options, and processes started together."""
+"""Engines of `vmem bench vllm`: model shapes, vLLM's options, and processes started together."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "attention_bias": False,
     },
-    # Latent attention and experts: the lower 12 of its 27 layers, so that two engines fit.
+    # Latent attention and experts: the first 12 of 27 layers, so that two engines fit.
     "DeepSeek-V2-Lite": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -180,7 +180,7 @@ class Plan:
 
     Attributes:
         elastic: use the elastic pool.
-        kv_memory: bytes of its KV cache; for an elastic engine, of its address range.
+        kv_memory: bytes of the KV cache; for an elastic engine, of its address range.
         options: options for vLLM, in addition to `Fleet`'s.
         env: environment variables of its process.
     """
@@ -214,7 +214,7 @@ class Engine:
             raise self._ended() from None
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """The next answer; None if none arrived within `seconds`."""
+        """Returns the next answer, or None if no answer arrived within `seconds`."""
         try:
             line = self._said.get(timeout=max(seconds, 1e-3))
         except queue.Empty:
@@ -231,7 +231,7 @@ class Engine:
         return WrongResult(f"the engine {self.name} exited: " + " | ".join(end))
 
     def wait(self, deadline: Deadline) -> dict[str, Any]:
-        """The next answer. TimeUp: none arrived before the deadline."""
+        """Returns the next answer. TimeUp: no answer arrived before the deadline."""
         answer = self.receive(deadline.left)
         if answer is None:
             raise TimeUp(
@@ -255,7 +255,7 @@ class Fleet:
 
     Args:
         command: the run's command.
-        shape: the model's, as in `SHAPES`.
+        shape: the model's shape, one of `SHAPES`.
         ranks: ranks of an engine with tensor parallelism, one GPU each.
         stages: stages of an engine with pipeline parallelism, each on `ranks` GPUs.
         block_size: tokens of a vLLM block; 32 on the CPU, which needs a multiple of 32.
@@ -316,7 +316,7 @@ class Fleet:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers."""
+        """Size of a block in all layers, in bytes."""
         row = 2 * self.shape["num_key_value_heads"] * self.shape["head_dim"]
         item = 4 if self.command.quick else 2
         return int(self.block_size * row * item * self.shape["num_hidden_layers"])
@@ -340,7 +340,7 @@ class Fleet:
         else:
             # The KV cache's size is set explicitly; vLLM only checks that this share is free.
             options["gpu_memory_utilization"] = 0.5 / count
-            # CUDA graphs for decoding, as in serving; no compiler: it takes longer than the runs.
+            # CUDA graphs for decoding, as in serving. No compiler: it takes longer than the runs.
             sizes = [1, 2, 4, *range(8, 129, 8), *range(144, self.max_num_seqs + 1, 16)]
             options["compilation_config"] = {
                 "mode": 0,
@@ -371,7 +371,7 @@ class Fleet:
             raise WrongResult(f"the engine {name} runs the scheduler {scheduler}")
 
     def _program(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
-        """The command line and environment of an engine's process."""
+        """Returns the command line and environment of an engine's process."""
         env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_VLLM": str(int(plan.elastic))}
         return [sys.executable, "-m", "vmem_bench.vllm.arm"], env
@@ -447,7 +447,7 @@ class Fleet:
     # ---- memory as seen from this process --------------------------------------------------------
 
     def free(self) -> int | None:
-        """Bytes that this process could allocate now; None without a GPU."""
+        """Returns the bytes that this process could allocate now; None without a GPU."""
         if self.command.backend == "host":
             return None
         import torch
@@ -455,7 +455,7 @@ class Fleet:
         return int(torch.cuda.mem_get_info(self.command.args.device)[0])
 
     def shares(self, name: str) -> dict[str, EngineInfo]:
-        """An engine's ledger entries, by device."""
+        """Returns an engine's ledger entries, by device."""
         return {device: one for device, one in self._entries() if one.name == name}
 
     def _entries(self) -> Iterator[tuple[str, EngineInfo]]:
@@ -465,7 +465,7 @@ class Fleet:
                     yield device, one
 
     def booked(self) -> dict[str, EngineInfo]:
-        """Each engine's ledger entry on the device where it uses the most memory."""
+        """Returns each engine's ledger entry on the device where it uses the most memory."""
         found: dict[str, EngineInfo] = {}
         for _, one in self._entries():
             if one.name not in found or found[one.name].used < one.used:
@@ -473,12 +473,12 @@ class Fleet:
         return found
 
     def used(self, name: str) -> int:
-        """An engine's bytes according to the ledger."""
+        """Returns an engine's bytes according to the ledger."""
         one = self.booked().get(name)
         return one.used if one is not None else 0
 
     def rest(self, seconds: float, step: float = 0.02) -> list[tuple[float, int | None, int]]:
-        """Samples memory for `seconds`: time since the start, free bytes, bytes by the ledger."""
+        """Samples memory for `seconds`: time since the start, free bytes, bytes in the ledger."""
         began, found = time.monotonic(), []
         while (now := time.monotonic() - began) < seconds and self.command.deadline.allows():
             found.append((now, self.free(), sum(one.used for one in self.booked().values())))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """The parts ``first`` and ``cost`` of `vmem bench vllm`: a user's wait, and the host's work.
 
-``first``: time to the first token of an idle engine. An elastic engine has freed its memory by
-then, and must map the prompt's. Engines take turns in alternating order, each after the same rest;
-while one answers, the others are idle.
+``first``: time to first token of an idle engine. An elastic engine has freed its memory by then,
+and must map memory for the prompt. Engines take turns in alternating order, each after the same
+idle period; while one answers, the others are idle.
 
-``cost``: the time that an elastic engine's process spends in the pool's code in a decode step, as
-timed at its entry points. Comparing two engines' steps would not show it: these differ by more from
-run to run.
+``cost``: the time that an elastic engine's process spends in the pool's code in a decode step,
+timed at the code's entry points. A comparison of two engines' steps would not show it, because
+steps vary more than that from run to run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PROMPTS = (2048, 16_384, 65_536)
 """Lengths of the prompts in tokens."""
 
 REST = 2.6
-"""Seconds without a request: VMEM_IDLE plus the time to free a card's memory."""
+"""Seconds without a request: VMEM_IDLE plus the time to free a GPU's memory."""
 
-_RUNNING = (64, 256)  # requests
+_RUNNING = (64, 256)  # numbers of decoding requests
 
 
 def measure_first(command: Command, part: Part) -> None:
@@ -45,7 +45,7 @@ def measure_first(command: Command, part: Part) -> None:
 
 
 def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
-    """Times first tokens of idle engines; the first of `plans` is the base of the ratios."""
+    """Times the first tokens of idle engines; ratios are relative to the first of `plans`."""
     rounds, prompts = (2, (64, 128)) if command.quick else (command.args.rounds, PROMPTS)
     fleet.start(plans)
     base, *others = plans
@@ -65,7 +65,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
             found.setdefault((tokens, arm), []).append(heard.first[0])
         part.rows.clear()
         for (size, arm), firsts in found.items():
-            what = f"first token of a prompt of {size} tokens, after a rest"
+            what = f"time to first token of a prompt of {size} tokens, after an idle period"
             samples = samples_of([[one] for one in firsts])
             part.time(f"{size}/{arm}", what, arm, samples, unit="ms")
         for size in prompts:
@@ -73,13 +73,13 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
                 pairs = zip(found.get((size, arm), []), found.get((size, base), []), strict=False)
                 ratios = [mine / other for mine, other in pairs]
                 if ratios:
-                    what = f"first token over {base}'s"
+                    what = f"time to first token relative to {base}"
                     add_ratio(part, f"over/{size}/{arm}", what, arm, ratios)
         command.write()
 
 
 def one_prompt(tokens: int, vocabulary: int, seed: int) -> Load:
-    """A request with a prompt of `tokens` random tokens, for four new tokens."""
+    """Returns a request with a prompt of `tokens` random tokens, for four new tokens."""
     return Load.of([Arrival(0.0, Request(tokens, 4))], vocabulary, seed)
 
 
@@ -105,6 +105,6 @@ def _cost(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan])
             steps = [one["us"] for one in answer["steps"] if one["tokens"] == count]
             command.show(f"{arm}, {count} requests: median {statistics.median(steps):.1f} us")
             samples = Samples([[one * 1e3 for one in steps]])
-            what = f"in the pool's code in a step of decoding, {count} requests"
+            what = f"time per decode step in the pool's code, {count} requests"
             part.time(f"{count}/{arm}", what, arm, samples, unit="us")
             command.write()

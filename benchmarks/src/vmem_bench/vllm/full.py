@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""The part ``full`` of `vmem bench vllm`: engines on a full card, one at a time, restarted.
+"""The part ``full`` of `vmem bench vllm`: engines on a full GPU, one at a time, restarted.
 
-Two equal engines that run side by side differ by several percent in every round: processes differ,
-whatever the pool. So an engine has the card to itself, serves a load that fills its KV cache,
-rests, serves the load again, and is stopped; arms alternate (stock, elastic, elastic, stock), so
-that drift of the machine affects both equally. At the start of either load, the elastic engine has
-next to nothing mapped. The first load of a process includes one-time work of torch and the driver,
-so it has separate rows. A ratio is the mean over neighbouring engines, with its confidence
-interval.
+Two identical engines that run side by side differ by several percent in every round: processes
+differ, whatever the pool. So each engine has the GPU to itself, serves a load that fills its KV
+cache, idles, serves the load again, and is stopped. Arms alternate (stock, elastic, elastic,
+stock), so that drift of the machine affects both equally. At the start of either load, the elastic
+engine has almost nothing mapped. The first load of a process includes one-time work of torch and
+the driver, so it has separate rows. A ratio is the mean over neighbouring engines, with its
+confidence interval.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vmem_bench.vllm.loads import Heard, Load
 __all__ = ["add_ratio", "compare", "filling", "interval", "measure", "there_and_back"]
 
 _FILLED = 0.96  # share of the KV cache in use at the end of the load
-_ENDING = 8.0  # seconds that stopping an engine may take
+_ENDING = 8.0  # seconds allowed for stopping an engine
 _REST = 3.0  # seconds between the loads, in which an elastic engine frees its memory
 # Student's t for 95 % confidence, by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -45,16 +45,16 @@ def filling(
     vocabulary: int,
     seed: int,
 ) -> Load:
-    """Requests, all due at the start, whose keys and values fill `memory` when they finish.
+    """Returns requests, all due at the start, that fill `memory` by the time they finish.
 
     Args:
         memory: bytes of the KV cache.
         token_bytes: bytes of a token in all layers.
         count: number of requests.
-        output: tokens that each generates.
+        output: tokens that each request generates.
         longest: maximum tokens of a request, prompt and answer.
         vocabulary: number of token ids.
-        seed: seed of the prompts and their lengths, which vary by a tenth.
+        seed: seed of the prompts and of their lengths, which vary by a tenth.
 
     Raises:
         InvalidArgument: the memory is too small for `count` requests, or too large.
@@ -92,7 +92,10 @@ def there_and_back(arms: Sequence[str], each: int) -> Iterator[str]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and half the width of its 95 % confidence interval; infinite for one value."""
+    """Returns the mean and half the width of its 95 % confidence interval.
+
+    The width is infinite for a single value.
+    """
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, float("inf")
@@ -119,8 +122,8 @@ class _Turn:
     """An engine's second load, and the speed of its first.
 
     Attributes:
-        rate: new tokens a second over the whole load.
-        started: new tokens a second of the first load.
+        rate: new tokens per second over the whole load.
+        started: new tokens per second of the first load.
         steps: seconds of the decode steps in which every request runs.
         waited: share of the load's time in which the host waited for the GPU.
         rest: bytes of KV cache mapped before the load; 0 for a stock engine.
@@ -146,7 +149,7 @@ class _Turn:
         steps = sorted({t for times in answer["times"] for t in times if all_run <= t <= ends})
         gaps = [b - a for a, b in pairwise(steps)]
         if not gaps:
-            raise WrongResult("the first request ended before the last had started")
+            raise WrongResult("the first request ended before the last request started")
         waited = answer["waited"] / answer["seconds"]
         answers = started.answers + heard.answers
         return cls(heard.rate, started.rate, gaps, waited, rest, mapped, answers)
@@ -207,14 +210,14 @@ def compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan
 
 def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
     base, *others = turns
-    part.value("memory", "of each engine's KV cache", "both", memory, "bytes")
+    part.value("memory", "size of each engine's KV cache", "both", memory, "bytes")
     for arm, found in turns.items():
         if not found:
             continue
         rates = [round(one.rate, 1) for one in found]
         part.value(
             f"rate/{arm}",
-            "new tokens a second",
+            "new tokens per second",
             arm,
             statistics.median(rates),
             "tokens/s",
@@ -223,19 +226,25 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
         started = [round(one.started, 1) for one in found]
         part.value(
             f"started/{arm}",
-            "the same of an engine's first load",
+            "new tokens per second of an engine's first load",
             arm,
             statistics.median(started),
             "tokens/s",
             rounds=started,
         )
         steps = samples_of([one.steps for one in found])
-        part.time(f"step/{arm}", "a decode step of all requests", arm, steps, unit="ms")
+        part.time(f"step/{arm}", "a decode step with all requests", arm, steps, unit="ms")
         waited = statistics.median(one.waited for one in found)
-        part.value(f"waited/{arm}", "of the time the host waits for the GPU", arm, waited, "share")
+        part.value(
+            f"waited/{arm}",
+            "share of the time in which the host waits for the GPU",
+            arm,
+            waited,
+            "share",
+        )
         if any(one.mapped for one in found):
             most = max(one.mapped for one in found)
-            part.value(f"mapped/{arm}", "mapped at the most", arm, most, "bytes")
+            part.value(f"mapped/{arm}", "peak of mapped memory", arm, most, "bytes")
             rest = max(one.rest for one in found)
             part.value(f"rest/{arm}", "mapped before the load", arm, rest, "bytes")
     for arm in others:
@@ -244,14 +253,14 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
             continue
         rates = [mine.rate / other.rate for mine, other in pairs]
         started = [mine.started / other.started for mine, other in pairs]
-        # Inverse of the times, so that above 1 means faster, as for rates.
+        # Inverse of the times: as for rates, a ratio above 1 means faster.
         speeds = [
             statistics.median(other.steps) / statistics.median(mine.steps) for mine, other in pairs
         ]
         for name, what, ratios in (
-            ("rate", "tokens a second over those of", rates),
-            ("started", "at first, tokens a second over those of", started),
-            ("step", "speed of a decode step over that of", speeds),
+            ("rate", "tokens/s relative to", rates),
+            ("started", "first load, tokens/s relative to", started),
+            ("step", "speed of a decode step relative to", speeds),
         ):
             add_ratio(part, f"over/{name}/{arm}", f"{what} {base}", arm, ratios)
         same = sum(
@@ -260,4 +269,4 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
             for a, b in zip(mine.answers, other.answers, strict=True)
         )
         of = sum(len(mine.answers) for mine, _ in pairs)
-        part.value(f"same/{arm}", f"answers equal to {base}'s", arm, same, "requests", of=of)
+        part.value(f"same/{arm}", f"answers identical to {base}'s", arm, same, "requests", of=of)

@@ -66,27 +66,37 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
     now, after = found["after"]
     live, slab = after["live"], after["ranks"][0]["slab_bytes"]
     most = 1.05 * live + after["slab_size"]
-    part.value("cap", "that idle prefixes may hold", "elastic", cap, "bytes")
-    part.value("live", "pages that hold something", "elastic", live, "bytes")
-    part.value("mapped", "mapped at rest", "elastic", after["mapped"], "bytes")
+    part.value("cap", "limit on the memory of idle prefixes", "elastic", cap, "bytes")
+    part.value("live", "pages in use", "elastic", live, "bytes")
+    part.value("mapped", "mapped when idle", "elastic", after["mapped"], "bytes")
     part.value("most", "1.05 of the live bytes and a slab", "elastic", most, "bytes")
-    part.value("slabs", "taken from the device", "elastic", slab, "bytes", over_live=slab / live)
+    part.value(
+        "slabs", "allocated from the device", "elastic", slab, "bytes", over_live=slab / live
+    )
     seen = found["seen"]
     if free is None or now is None:
-        part.not_run("held", "no GPU: no other process can lack its memory")
+        part.not_run("held", "no GPU whose memory other processes could lack")
         least = min(used for _, _, used in seen)
         at = next(at for at, _, used in seen if used == least)
-        part.value("settled", "until the last page was back", "elastic", at, "s")
+        part.value("settled", "time until the last page was returned", "elastic", at, "s")
     else:
-        # Slabs that it already held before the load: the null block, pages kept ready.
+        # Slabs that the engine held before the load, for the null block and pages kept ready.
         own = before["ranks"][0]["slab_bytes"]
         torch, held = after["torch"] - before["torch"], free - now
         kv = held - torch + own
-        part.value("held", "memory that others lack, against before", "elastic", held, "bytes")
-        part.value("torch", "of it torch's", "elastic", torch, "bytes")
-        part.value("kv", "of the KV cache", "elastic", kv, "bytes", over_live=kv / live)
+        part.value(
+            "held",
+            "memory that others lack, compared with before the load",
+            "elastic",
+            held,
+            "bytes",
+        )
+        part.value("torch", "part of it that torch holds", "elastic", torch, "bytes")
+        part.value(
+            "kv", "part of it that the KV cache holds", "elastic", kv, "bytes", over_live=kv / live
+        )
         at = next((at for at, left, _ in seen if left >= now - after["slab_size"]), seen[-1][0])
-        part.value("settled", "until others could have it", "elastic", at, "s")
+        part.value("settled", "time until others could allocate it", "elastic", at, "s")
     for row, (what, value, unit) in found.get("others", {}).items():
         part.value(f"others/{row}", what, "elastic", value, unit)
 
@@ -102,7 +112,8 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
     )
     try:
         free = fleet.free()
-        # Without a GPU, all except the null block's memory; with one, leave 512 MiB to torch here.
+        # Without a GPU, request all memory except the null block's. With a GPU, leave 512 MiB to
+        # torch in this process.
         have = fleet.used("elastic")
         need = capacity - MIB // 4 if free is None else free + have - 512 * MIB
         began = time.monotonic()
@@ -113,15 +124,19 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
             time.sleep(0.005)
         granted = time.monotonic() - began
         found = {
-            "bytes": ("that another engine asks for", float(need), "bytes"),
-            "granted": ("until they were granted", granted, "s"),
+            "bytes": ("memory that another engine requests", float(need), "bytes"),
+            "granted": ("time until the ledger granted it", granted, "s"),
         }
         if free is not None:
             import torch
 
             taken = torch.empty(need, dtype=torch.uint8, device=fleet.command.args.device)
             torch.cuda.synchronize()
-            found["usable"] = ("until they were allocated here", time.monotonic() - began, "s")
+            found["usable"] = (
+                "time until this process had allocated it",
+                time.monotonic() - began,
+                "s",
+            )
             del taken
             torch.cuda.empty_cache()
         return found

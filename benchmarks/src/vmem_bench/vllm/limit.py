@@ -19,19 +19,19 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Sets a limit on every device, below the memory that requests hold, while they run."""
+    """Lowers a limit on every device below the memory that requests hold, while they run."""
     args = command.args
     found: dict[str, Any] = {}
     waited: dict[str, float] = {}  # seconds until a device's memory was within the limit
-    later: dict[str, int] = {}  # most bytes mapped on a device once it was within the limit
+    later: dict[str, int] = {}  # peak bytes mapped on a device once it was within the limit
 
     def rows(part: Part) -> None:
         for name, (what, value, unit) in found.items():
             part.value(name, what, "elastic", value, unit)
         for n, device in enumerate(sorted(waited)):
-            what = f"until within it, on device {n}"
+            what = f"time until device {n} was within the limit"
             part.value(f"within/{n}", what, "elastic", waited[device], "s", device=device)
-            what = f"most from then on, on device {n}"
+            what = f"peak from then on, on device {n}"
             part.value(f"most/{n}", what, "elastic", later[device], "bytes", device=device)
 
     # A third of the requests at a time, so that others still wait when the limit is lowered.
@@ -72,13 +72,13 @@ def measure(command: Command, part: Part) -> None:
         said = Heard.of(load, fleet.together({"elastic": load.order()}, lower, 0.01)["elastic"])
         if not limit:
             raise WrongResult("requests never held three quarters of their peak without a limit")
-        found["peak"] = "that requests held without a limit", float(peak), "bytes"
+        found["peak"] = "peak that requests held without a limit", float(peak), "bytes"
         found["limit"] = "of every device", float(limit), "bytes"
-        found["free"] = "all requests, without it", free.seconds, "s"
-        found["limited"] = "all requests, lowered meanwhile", said.seconds, "s"
+        found["free"] = "all requests, without a limit", free.seconds, "s"
+        found["limited"] = "all requests, while the limit is lowered", said.seconds, "s"
         found["requests"] = "requests", float(len(said.answers)), "requests"
         found["same"] = (
-            "answers as without it",
+            "answers identical to those without a limit",
             float(count_same(said.answers, free.answers)),
             "requests",
         )

@@ -112,7 +112,7 @@ def _load_rows(part: Part, row: str, arm: str, found: list[Heard], base: list[He
     rates = sorted(one.rate for one in found)
     part.value(
         f"rate/{row}",
-        "new tokens a second",
+        "new tokens per second",
         arm,
         rates[len(rates) // 2],
         "tokens/s",
@@ -123,11 +123,11 @@ def _load_rows(part: Part, row: str, arm: str, found: list[Heard], base: list[He
     if both:
         same = sum(count_same(a.answers, b.answers) for a, b in both)
         of = sum(len(a.answers) for a, _ in both)
-        part.value(f"same/{row}", "answers equal to stock's", arm, same, "requests", of=of)
+        part.value(f"same/{row}", "answers identical to stock's", arm, same, "requests", of=of)
 
 
 def _rest(fleet: Fleet, end: dict[str, Any]) -> None:
-    """Measures how long freeing memory takes after the last request, and the memory kept."""
+    """Measures how long freeing memory takes after the last request, and how much stays."""
     end["loaded"] = fleet.free()
     end["busy"] = fleet.order("elastic", state=True)
     fleet.rest(1.5 if fleet.command.quick else 3)
@@ -145,19 +145,21 @@ def _rest_rows(part: Part, end: dict[str, Any]) -> None:
         part.value("peak", "keys and values mapped after a load", "elastic", end["peak"], "bytes")
     if "state" not in end:
         return
-    part.value("rest/mapped", "at rest, prefixes dropped", "elastic", end["least"], "bytes")
-    part.value("rest/seconds", "until the last page was back", "elastic", end["after"], "s")
+    part.value("rest/mapped", "idle, prefixes dropped", "elastic", end["least"], "bytes")
+    part.value(
+        "rest/seconds", "time until the last page was returned", "elastic", end["after"], "s"
+    )
     for when in ("busy", "kept", "state"):
         for number, rank in enumerate(end[when]["ranks"]):
             row, what = f"rank/{when}/{number}", "mapped by a rank"
             mapped = rank["mapped_bytes"]
             part.value(row, what, "elastic", mapped, "bytes", maps=end[when]["maps"][number])
     if None in (end["empty"], end["loaded"], end["free"]):
-        part.not_run("rest/held", "no GPU: no other process can lack its memory")
+        part.not_run("rest/held", "no GPU whose memory other processes could lack")
         return
     loaded, held = end["empty"] - end["loaded"], end["empty"] - end["free"]
     part.value("loaded/held", "memory that others lack after the load", "both", loaded, "bytes")
-    part.value("rest/held", "memory that others lack at rest", "both", held, "bytes")
+    part.value("rest/held", "memory that others lack when idle", "both", held, "bytes")
 
 
 def _check_ranks(end: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Loads for the engines of `vmem bench vllm`, and statistics of their answers.
 
-A load is requests with their arrival times. Rates follow a trace: its arrivals are stretched or
-compressed, so that the gaps between requests stay in proportion.
+A load is a set of requests with their arrival times. Rates follow a trace: its arrivals are
+stretched or compressed, so that the gaps between requests stay in proportion.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _SEED = 5
-_CALM = 0.1  # the rate between bursts, relative to a burst's rate
+_CALM = 0.1  # rate between bursts, relative to the rate in a burst
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Load:
         prompts: token ids of each request.
         tokens: number of tokens that each request generates.
         at: arrival times, in seconds from the start.
-        most: maximum number of requests in flight; 0: no limit.
+        most: maximum number of requests in flight; 0 for no limit.
     """
 
     prompts: list[list[int]]
@@ -52,7 +52,7 @@ class Load:
 
     @classmethod
     def of(cls, found: Sequence[Arrival], vocabulary: int, seed: int) -> Load:
-        """Makes prompts of random tokens for the given requests; no two share a prefix."""
+        """Creates prompts of random tokens for the given requests; no two share a prefix."""
         draw = random.Random(seed)
         prompts = [
             [draw.randrange(3, vocabulary) for _ in range(one.request.context)] for one in found
@@ -60,7 +60,10 @@ class Load:
         return cls(prompts, [one.request.output for one in found], [one.at for one in found])
 
     def order(self, begin: float = 0.0) -> dict[str, Any]:
-        """Arguments of `Engine.send`; `begin`: a monotonic time, or 0 for the order's arrival."""
+        """Returns arguments for `Engine.send`.
+
+        begin: a monotonic time, or 0 for the time at which the order arrives.
+        """
         return {
             "load": self.prompts,
             "tokens": self.tokens,
@@ -78,7 +81,7 @@ class Heard:
         answers: token ids of each request.
         first: seconds from each request's due time to its first token.
         gaps: seconds between the tokens of a request, for all requests.
-        rate: new tokens a second, from the first request's due time to the last token.
+        rate: new tokens per second, from the first request's due time to the last token.
         seconds: seconds from the start to the last token.
     """
 
@@ -100,12 +103,14 @@ class Heard:
         return cls(answer["answers"], first, gaps, made / (end - min(load.at)), end)
 
     def p(self, fraction: float) -> float:
-        """A percentile of `first`."""
+        """Returns a percentile of `first`."""
         return percentile(sorted(self.first), fraction)
 
 
 def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
-    """A trace's first requests that fit, or synthetic requests like Azure's; 1 a second on average.
+    """Returns a trace's first requests that fit, or synthetic requests like Azure's.
+
+    One request arrives per second on average.
 
     Raises:
         InvalidArgument: no request fits, or the trace cannot be read.
@@ -117,43 +122,43 @@ def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
     found = [one for one in found if one.request.context + one.request.output <= longest][:count]
     if not found:
         raise invalid(
-            f"no request of {longest} tokens or less in {trace or 'the synthetic ones'}",
+            f"no request of at most {longest} tokens in {trace or 'the synthetic requests'}",
             op="vmem bench",
         )
     return at_rate(found, 1.0)
 
 
 def tiny(count: int) -> list[Arrival]:
-    """Requests for a tiny model: 17 to 82 tokens, 9 to 14 new tokens; 1 a second on average."""
+    """Returns requests for a tiny model: 17 to 82 tokens, 9 to 14 new tokens, 1 per second."""
     requests = [Request(17 + 13 * (i % 6), 9 + i % 6) for i in range(count)]
     return at_rate(poisson(requests, 1.0, _SEED), 1.0)
 
 
 def at_rate(found: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests, `rate` a second on average; 0: all at the start."""
+    """Returns the same requests at `rate` per second on average; 0 puts all at the start."""
     begin, end = found[0].at, found[-1].at
     each = (end - begin) / max(1, len(found) - 1) * rate
     return [_moved(one, (one.at - begin) / each if each > 0 else 0.0) for one in found]
 
 
 def _moved(one: Arrival, at: float) -> Arrival:
-    """The same request at another time."""
+    """Returns the same request at another time."""
     return one._replace(at=round(at, 6))
 
 
 def later(found: Sequence[Arrival], seconds: float) -> list[Arrival]:
-    """The same requests, `seconds` later; earlier if negative."""
+    """Returns the same requests, `seconds` later, or earlier if negative."""
     return [_moved(one, one.at + seconds) for one in found]
 
 
 def in_turns(
     found: Sequence[Arrival], engines: int, rate: float, seconds: float, period: float
 ) -> list[list[Arrival]]:
-    """Makes `seconds` of requests per engine; the engines have their bursts one after another.
+    """Returns `seconds` of requests per engine; the engines have their bursts in turn.
 
-    A burst takes one `engines`-th of each `period`. In it requests arrive at `rate` a second,
-    spaced as in the trace; between bursts at a tenth of that. Each engine gets a different part of
-    the trace.
+    A burst takes one `engines`-th of each `period`. During it, requests arrive at `rate` per
+    second, spaced as in the trace; between bursts they arrive at a tenth of that rate. Each engine
+    gets a different part of the trace.
     """
     share = len(found) // engines
     loads: list[list[Arrival]] = []
@@ -172,7 +177,7 @@ def in_turns(
 
 
 def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[list[Arrival]]:
-    """kvcached's ramps: the rate rises by 1/s every second up to `peak`, then falls again.
+    """Returns kvcached's ramps: the rate rises by 1/s every second to `peak`, then falls again.
 
     The engines start two and a quarter ramps apart, so that their peaks do not coincide.
     """
@@ -188,7 +193,7 @@ def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[lis
 
 
 def idle_footprint(count: int, vocabulary: int, most: int, scale: float = 1.0) -> Load:
-    """kvcached's workload of an engine that becomes idle, from its published numbers.
+    """Returns kvcached's workload for an engine that becomes idle, from its published numbers.
 
     16 hot prefixes of 128 tokens with suffixes of 64; cold prompts of 192 to 1,024 tokens; 3 of 10
     prompts are hot; 16 to 256 new tokens. `scale` shortens all lengths.

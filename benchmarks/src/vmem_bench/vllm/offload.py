@@ -2,15 +2,15 @@
 """The part ``offload`` of `vmem bench vllm`: prompts whose keys and values are in host memory.
 
 A stock and an elastic engine, both with vLLM's offloading, take turns in alternating order. A
-prompt is computed and stored; then the engine drops its prefixes, rests, and gets the prompt again.
-While the elastic engine rests it frees its memory, so its second answer waits for pages as well as
-for the copy. Bytes a second count only the copies, as each engine reports them to vLLM. Both
-engines get the same prompts, and their answers must be equal, separately for computed and for
-loaded prompts. (With bfloat16, any engine may answer a loaded prompt differently from the same
-prompt computed: its last tokens are computed in a smaller batch.)
+prompt is computed and stored; then the engine drops its prefixes, idles, and gets the prompt again.
+An idle elastic engine frees its memory, so its second answer waits for pages as well as for the
+copy. Bytes per second count only the copies, as each engine reports them to vLLM. Both engines get
+the same prompts, and their answers must be identical, separately for computed and for loaded
+prompts. (With bfloat16, any engine may answer a prompt differently when it is loaded, since its
+last tokens are then computed in a smaller batch.)
 
-Then requests decode while other prompts arrive: none, prompts that are loaded from host memory,
-and prompts that are computed.
+Then requests decode while no other prompts arrive, while prompts arrive that are loaded from host
+memory, and while prompts arrive that are computed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
             times.setdefault(("loaded", tokens, arm), []).append(loaded)
         part.rows.clear()
         for (how, size, arm), found in times.items():
-            what = f"first token of a prompt of {size} tokens, {how}"
+            what = f"time to first token of a prompt of {size} tokens, {how}"
             samples = samples_of([[one] for one in found])
             part.time(f"{how}/{size}/{arm}", what, arm, samples, unit="ms")
         for arm in plans:
@@ -97,30 +97,33 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
                     part.value(f"rate/{how}/{arm}", what, arm, rate, "GB/s", bytes=int(nbytes))
         for (size, arm), spent in mapping.items():
             nanoseconds, calls = map(statistics.median, zip(*spent, strict=True))
-            what = f"time in the driver for a prompt of {size} tokens, loaded"
+            what = f"driver time to load a prompt of {size} tokens"
             part.value(f"driver/{size}/{arm}", what, arm, nanoseconds / 1e6, "ms", calls=calls)
         for how, size, arm in times:
             if arm in others:
                 pairs = zip(times[how, size, arm], times[how, size, base], strict=False)
                 ratios = [mine / other for mine, other in pairs]
-                what = f"first token, {how}, over {base}'s"
+                what = f"time to first token, {how}, relative to {base}"
                 add_ratio(part, f"over/{how}/{size}/{arm}", what, arm, ratios)
         command.write()
     alike = sum(computed == loaded for computed, loaded in heard.values())
-    what = "answered alike when computed and when loaded, by every engine"
+    what = "prompts with the same answer, computed or loaded, from every engine"
     part.value("alike", what, "all", alike, "requests", of=len(heard))
     for arm in plans:
         if not command.deadline.allows(4 * REST):
             part.not_run(f"gaps/{arm}", "the deadline passed")
             continue
         for how, gaps in _beside(fleet, arm, sizes[0], 1, quick).items():
-            what = f"p99 between tokens of {_DECODING} requests, others {how}"
+            what = f"p99 inter-token latency of {_DECODING} requests, other prompts {how}"
             part.value(f"gap/{how}/{arm}", what, arm, 1e3 * percentile(sorted(gaps), 0.99), "ms")
         command.write()
 
 
 def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[Heard, Heard, tuple[int, ...]]:
-    """A prompt's answers, computed and then loaded after a rest, and the load's `_in_driver`."""
+    """Returns a prompt's answers, computed and then loaded, and the load's `_in_driver`.
+
+    The engine idles before the load.
+    """
     load = one_prompt(tokens, fleet.vocabulary, seed)
     computed = Heard.of(load, fleet.order(arm, **load.order()))
     _forget(fleet, arm)
@@ -133,7 +136,7 @@ def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[Heard, Heard,
 
 
 def _in_driver(fleet: Fleet, arm: str) -> tuple[int, ...]:
-    """Nanoseconds that an engine's first rank has spent in the driver, and its map calls."""
+    """Returns an engine's first rank's nanoseconds in the driver, and its number of map calls."""
     ranks = fleet.order(arm, state=True).get("ranks", [])
     return tuple(ranks[0][name] for name in ("driver_ns", "map_calls")) if ranks else ()
 
@@ -145,7 +148,7 @@ def _forget(fleet: Fleet, arm: str) -> None:
 
 
 def _beside(fleet: Fleet, arm: str, tokens: int, seed: int, quick: bool) -> dict[str, list[float]]:
-    """Gaps between decoding requests' tokens, by the kind of prompts that arrive meanwhile."""
+    """Returns the gaps between decoding requests' tokens, by the kind of prompts that arrive."""
     output = 48 if quick else 400
 
     def some(count: int, length: int, number: int) -> Load:

@@ -22,15 +22,15 @@ PARTS = ("share", "prefixes")
 """Parts of `vmem bench vllm` with a series of memory."""
 _PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 _GB = 1 << 30
-_POINTS = 400  # most points of a line
+_POINTS = 400  # maximum number of points of a line
 
 
 def series(seen: list[list[float]]) -> dict[str, Any]:
-    """A row's fields for memory over time, with at most `_POINTS` points.
+    """Returns a row's fields for memory over time, with at most `_POINTS` points.
 
     Args:
-        seen: samples: seconds since the first request, free bytes of the device, and bytes of each
-            engine.
+        seen: samples, each with the seconds since the first request, the device's free bytes, and
+            the bytes of each engine.
     """
     after = [one for one in seen if one[0] >= 0]
     points = [[one[0], sum(one[2:]), *one[2:]] for one in after[:: -(-len(after) // _POINTS) or 1]]
@@ -40,7 +40,7 @@ def series(seen: list[list[float]]) -> dict[str, Any]:
 
 
 def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The drawn series, by id.
+    """Returns the series to draw, by id.
 
     Raises:
         ValueError: the document has no series of memory.
@@ -56,14 +56,14 @@ def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def digest(document: dict[str, Any]) -> str:
-    """A digest of everything that a run's picture shows."""
+    """Returns a digest of everything that a run's picture shows."""
     return hashlib.sha256(json.dumps(_rows(document)).encode()).hexdigest()
 
 
 def draw(document: dict[str, Any]) -> str:
-    """The picture as SVG: memory over time, and the time to the first token by arm.
+    """Returns the picture as SVG: memory over time, and the time to first token by arm.
 
-    The memory is each engine's mapped bytes, stacked, for the first arm that shares memory.
+    The memory is the mapped bytes of each engine, stacked, for the first arm that shares memory.
 
     Raises:
         ValueError: the document has no such series.

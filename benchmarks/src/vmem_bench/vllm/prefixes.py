@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """The part ``prefixes`` of `vmem bench vllm`: engines take turns, and their prefixes do not fit.
 
-Each engine has a different set of prompts, whose keys and values need as much memory as all engines
+Each engine has its own set of prompts, whose keys and values need as much memory as all engines
 have together; with two engines that is twice an engine's part. The engines take turns: in its turn
 an engine gets each of its prompts once, in random order, with a new tail. The first turn computes
-them. The tokens that later turns find, and the times to their first tokens, are compared between
-four kinds of engine, only one of which runs at a time:
+the prompts. The tokens that later turns find in the cache, and their times to first token, are
+compared between four kinds of engine, only one of which runs at a time:
 
     elastic+host   engines share the memory, and vLLM's offloading keeps prefixes in host memory
-    elastic        engines share the memory; prefixes are evicted when another engine needs it
+    elastic        engines share the memory, which evicts prefixes when another engine needs it
     static+host    stock vLLM with an equal part each, and offloading
     static         stock vLLM with an equal part each
 """
@@ -38,9 +38,9 @@ class _Turns(NamedTuple):
 
     Attributes:
         tokens: tokens of a prompt.
-        tail: tokens at the end of a prompt, which differ between all requests.
+        tail: tokens at the end of a prompt, different in every request.
         output: tokens that a request generates.
-        rate: requests a second.
+        rate: requests per second.
         pause: seconds between turns.
     """
 
@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
     """An engine's answers.
 
     Attributes:
-        heard: answers of all its turns.
+        heard: the answers of all turns.
         cached: tokens of each request's prompt that were not computed.
     """
 
@@ -68,7 +68,7 @@ class _Answer(NamedTuple):
 
 
 def turns(engines: int, count: int, prompts: int, sizes: _Turns, vocabulary: int) -> list[Load]:
-    """A load per engine: in each of its `count` turns, each of its `prompts` prompts once."""
+    """Returns a load per engine: each of its `count` turns has each of its prompts once."""
     found = []
     period = prompts / sizes.rate + sizes.pause
     for engine in range(engines):
@@ -89,7 +89,7 @@ def turns(engines: int, count: int, prompts: int, sizes: _Turns, vocabulary: int
 
 
 def measure(command: Command, part: Part) -> None:
-    """Starts the kinds of engine one after another, and gives all of them the same requests."""
+    """Starts one kind of engine after another, and gives each of them the same requests."""
     args, quick = command.args, command.quick
     memory, sizes = args.kv_memory or (4 * MIB if quick else 12 * GIB), _QUICK if quick else _FULL
     answers: dict[str, list[_Answer]] = {}
@@ -145,7 +145,7 @@ def _run(
     fleet.start(dict.fromkeys(names, plan))
     warm = Load([[3 + n] * 32 for n in range(4)], [4] * 4, [0.0] * 4)
     fleet.together(dict.fromkeys(names, warm.order()))
-    begin = time.monotonic() + 1.0  # by then all have read their orders
+    begin = time.monotonic() + 1.0  # by then all engines have read their orders
     line: list[list[float]] = []
 
     def look() -> None:
@@ -169,7 +169,7 @@ def _add_rows(
     loads: Sequence[Load],
     prompts: int,
 ) -> None:
-    """Adds the rows of one kind of engine, over all turns but the first."""
+    """Adds the rows of one kind of engine, over all turns except the first."""
     first = [one.heard.first[prompts:] for one in said]
     rounds = [
         [x for one in first for x in one[at : at + prompts]]
@@ -178,7 +178,7 @@ def _add_rows(
     part.time(f"first/{arm}", "first token", arm, samples_of(rounds), unit="ms")
     found = sum(sum(one.cached[prompts:]) for one in said)
     asked = sum(len(one) for load in loads for one in load.prompts[prompts:])
-    what = "of the prompts' tokens were not computed"
+    what = "share of the prompts' tokens that was not computed"
     part.value(f"hits/{arm}", what, arm, 100 * found / asked, "%", tokens=found, of=asked)
     same = sum(
         count_same(a.heard.answers, b.heard.answers) for a, b in zip(said, base, strict=True)

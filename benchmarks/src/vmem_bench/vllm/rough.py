@@ -32,7 +32,7 @@ def measure(command: Command, part: Part) -> None:
                 row, what = f"finished/{arm}", "requests answered"
                 part.value(row, what, arm, finished[arm], "requests", **counts)
             if of[arm]:
-                row, what = f"same/{arm}", "answers equal to stock's"
+                row, what = f"same/{arm}", "answers identical to stock's"
                 part.value(row, what, arm, same[arm], "requests", of=of[arm])
         for how, blocks in moved.items():
             part.value(f"blocks/{how}", f"blocks of host memory {how}", "elastic", blocks, "blocks")

@@ -17,7 +17,7 @@ __all__ = ["measure"]
 
 
 def measure(command: Command, part: Part) -> None:
-    """Compares elastic and stock engines; only one kind has requests at a time."""
+    """Compares elastic and stock engines; only one kind gets requests at a time."""
     args, quick = command.args, command.quick
     count = args.engines
     arms = args.arms or ["shared", "static", "alone"]
@@ -60,12 +60,13 @@ def measure(command: Command, part: Part) -> None:
 
         def turn(arm: str, which: list[int], round_: int) -> None:
             kind = "static" if arm == "static" else "elastic"
-            early = bursts[which[0]][0].at if arm == "alone" else 0.0  # no other engine to wait for
+            # An engine that runs alone starts at once.
+            early = bursts[which[0]][0].at if arm == "alone" else 0.0
             loads = {
                 f"{kind} {k}": Load.of(later(bursts[k], -early), fleet.vocabulary, 100 * round_ + k)
                 for k in which
             }
-            begin = time.monotonic() + 1.0  # by then all have read their orders
+            begin = time.monotonic() + 1.0  # by then all engines have read their orders
             orders = {name: load.order(begin) for name, load in loads.items()}
             seen = memory_seen.setdefault(arm, []) if round_ == 0 and arm != "alone" else []
 
@@ -122,13 +123,13 @@ def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
     every = [[x for one in each for x in one.first] for each in zip(*found.values(), strict=False)]
     part.time(
         f"first/{arm}",
-        "first token, all engines",
+        "time to first token, all engines",
         arm,
         samples_of(every),
         unit="ms",
     )["p99_rounds_ms"] = [round(percentile(sorted(one), 0.99) * 1e3, 1) for one in every]
     gaps = [[x for one in each for x in one.gaps] for each in zip(*found.values(), strict=False)]
-    part.time(f"gap/{arm}", "between tokens, all engines", arm, samples_of(gaps), unit="ms")
+    part.time(f"gap/{arm}", "inter-token latency, all engines", arm, samples_of(gaps), unit="ms")
     for k, heard in found.items():
         row = f"{arm}/{k}"
         part.time(

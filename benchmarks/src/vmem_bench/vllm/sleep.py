@@ -31,18 +31,28 @@ def measure(command: Command, part: Part) -> None:
             for key, what in (
                 ("sleep", "sleep(1)"),
                 ("wake", "wake_up()"),
-                ("first", "first token after wake_up()"),
-                ("settled", "until its last page was back"),
+                ("first", "time to first token after wake_up()"),
+                ("settled", "time until its last page was returned"),
             ):
                 samples = samples_of([[one[key]] for one in each if key in one])
                 if len(samples):
                     part.time(f"{key}/{kind}", what, kind, samples, unit="ms")
-            for key, what in (("given", "given back by sleep(1)"), ("back", "taken by wake_up()")):
+            for key, what in (
+                ("given", "memory freed by sleep(1)"),
+                ("back", "memory allocated by wake_up()"),
+            ):
                 values = sorted(one[key] for one in each if key in one)
                 if values:
                     part.value(f"{key}/{kind}", what, kind, values[len(values) // 2], "bytes")
         for kind, (same, of) in equal.items():
-            part.value(f"same/{kind}", "answers as before sleep", kind, same, "requests", of=of)
+            part.value(
+                f"same/{kind}",
+                "answers identical to those before sleep",
+                kind,
+                same,
+                "requests",
+                of=of,
+            )
 
     with open_fleet(command) as fleet:
         book = Book(command, part, rows)
@@ -72,7 +82,7 @@ def measure(command: Command, part: Part) -> None:
                 fleet.start(plans)
             for (
                 name
-            ) in names:  # start stock engines one at a time: awake together they might not fit
+            ) in names:  # start stock engines one at a time: they might not fit if all were awake
                 if kind != "elastic":
                     fleet.start({name: plans[name]})
                 before[name] = Heard.of(load, fleet.order(name, **load.order())).answers
