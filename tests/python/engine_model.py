@@ -329,7 +329,7 @@ class EngineModel:
         self.spaces.append(self.engine.namespace(self.random.choice("ab")))
 
     def behind(self) -> None:
-        """Acts as another user of the cache does."""
+        """Acts like another user of the cache."""
         pick = self.random.random()
         if pick < 0.5:
             self.cache.trim(prefixes=self.random.random() < 0.3)

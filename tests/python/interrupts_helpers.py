@@ -148,7 +148,7 @@ class Interrupts:
         """Makes the call under sys.monitoring; since 3.12 a trace function misses instructions on a
         code object's first run.
         """
-        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - missing in older Pythons
+        monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - absent from older versions
         events = monitoring.events
         # per frame: the last instruction, and whether the frame has just started
         states: dict[int, list[Any]] = {}

@@ -174,7 +174,7 @@ def wrap_methods(monkeypatch: pytest.MonkeyPatch, *owners: type) -> None:
 
 
 def at_the_gate(turns: Any) -> bool:
-    """Returns true if a thread waits for a budget's lock; that thread itself cannot ask."""
+    """Returns true if another thread waits for a budget's lock."""
     if turns._gate.acquire(blocking=False):
         turns._gate.release()
         return False

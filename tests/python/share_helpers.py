@@ -409,7 +409,7 @@ class WindowModel(ShareModel):
         self._where_it_is_there(super().truncate, reqid)
 
     def _where_it_is_there(self, call: Callable[[int], None], reqid: int) -> None:
-        """Makes a call that may fail because a window starts in unmapped rows."""
+        """Makes a call that fails if a window starts in unmapped rows."""
         before = self.running()
         try:
             call(reqid)

@@ -133,7 +133,7 @@ class Lease:
 
 
 class Endless:
-    """Lets a `ShareModel` run without end, alongside others.
+    """Makes a `ShareModel` run forever, alongside others.
 
     A token of the model stands for a token of the cache and a namespace; a row's content depends on
     both. Matches are leased for a while, and steps may leave requests out.
@@ -541,7 +541,7 @@ class Soak:
             model.settle(before)
 
     def _tell(self, context: Context, models: list[Any]) -> None:
-        """Prints the state after a failure, as far as it can still be read."""
+        """Prints the parts of the state that can still be read after a failure."""
         device = context.cuda_device
         print(f"soak: round {self.rounds}, {context!r}, {context.stats()}")
         print(f"soak: {context.memory()} of {device=}")

@@ -201,7 +201,7 @@ def test_the_chosen_kernel_is_logged_once_and_readable(
 def test_a_kernel_that_reads_tiles_needs_rows_past_the_length(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the rule alone; no GPU is needed."""
+    """Checks only the rule, without a GPU."""
     one = KERNELS["fa3"]
     monkeypatch.setitem(KERNELS, "fa3", kernels._Kernel(lambda c, d: "", one.run, one.reads))
     cpu = torch.device("cpu")

@@ -202,7 +202,7 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
 def test_a_tile_before_the_window_needs_its_rows(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the rule alone; no GPU is needed."""
+    """Checks only the rule, without a GPU."""
     one = KERNELS["fa2"]
     free = kernels._Kernel(lambda form, device: "", KERNELS["sdpa"].run, one.reads)
     monkeypatch.setitem(KERNELS, "fa2", free)
@@ -338,9 +338,7 @@ def test_scales_are_checked() -> None:
 
 
 def test_the_error_of_8_bits_is_within_the_documented_bound() -> None:
-    """Compares with FlashAttention-3's arithmetic in 8 bits: q, k, v and the weights are
-    rounded.
-    """
+    """Compares with FlashAttention-3's 8-bit arithmetic: q, k, v and the weights are rounded."""
     torch.manual_seed(5)
     for length in (64, 1024):
         q, k, v = torch.randn(3, 4, length, 128).unbind()

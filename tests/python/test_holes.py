@@ -6,14 +6,19 @@ Each read runs in its own process, because a failure of the guard crashes the pr
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["torch", "pyvmem", __name__])
 
 START = """
 import copy, ctypes, faulthandler, gc, io, os, pickle, signal, sys, threading
@@ -44,6 +49,7 @@ def refused(read):
 
 
 def run(program: str, *python: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a new interpreter with these options."""
     return subprocess.run(
         [sys.executable, *python, "-c", START + program],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
@@ -54,10 +60,47 @@ def run(program: str, *python: str, **environment: str) -> subprocess.CompletedP
     )
 
 
-def passes(program: str, *python: str, **environment: str) -> None:
-    done = run(program + "\nprint('end')", *python, **environment)
+def _execute(program: str, output: str, errors: str) -> None:
+    for target, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), target)
+    exec(compile(START + program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+class Fork:
+    """Runs programs in forks of a process that has imported their modules."""
+
+    def __init__(self, folder: Path) -> None:
+        self.output, self.errors = folder / "output", folder / "errors"
+
+    def run(self, program: str) -> subprocess.CompletedProcess[str]:
+        """Like `run`, without options."""
+        arguments = (program, str(self.output), str(self.errors))
+        child = FORKED.Process(target=_execute, args=arguments)
+        child.start()
+        child.join(200)
+        assert child.exitcode is not None, "still running after 200 s"
+        texts = [path.read_text("utf-8") for path in (self.output, self.errors)]
+        return subprocess.CompletedProcess(program, child.exitcode, *texts)
+
+    def passes(self, program: str) -> None:
+        """Checks that a program ends without an error."""
+        _check(self.run(program + "\nprint('end', flush=True)"))
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Fork:
+    """Runs programs in forked processes."""
+    return Fork(tmp_path)
+
+
+def _check(done: subprocess.CompletedProcess[str]) -> None:
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
     assert not done.stderr
+
+
+def passes(program: str, *python: str) -> None:
+    """Checks that a program ends without an error in a new interpreter with these options."""
+    _check(run(program + "\nprint('end')", *python))
 
 
 READS = {
@@ -108,9 +151,9 @@ for name, read in {READS!r}.items():
     assert done.stdout.splitlines() == [f"0 {name}" for name in READS], done.stderr
 
 
-def test_numpy() -> None:
+def test_numpy(fork: Fork) -> None:
     pytest.importorskip("numpy")
-    passes(
+    fork.passes(
         """
 cache, slot, k = started()
 rows = k.numpy()
@@ -122,8 +165,8 @@ assert rows[slot, :100].sum() == 12800
     )
 
 
-def test_threads_of_torch() -> None:
-    passes(
+def test_threads_of_torch(fork: Fork) -> None:
+    fork.passes(
         """
 torch.set_num_threads(4)
 cache, slot, k = started()
@@ -134,9 +177,9 @@ for _ in range(20):
     )
 
 
-def test_an_exception_is_raised_in_the_thread_that_reads() -> None:
+def test_an_exception_is_raised_in_the_thread_that_reads(fork: Fork) -> None:
     """The thread that reads gets the exception, never the main thread."""
-    passes(
+    fork.passes(
         """
 cache, slot, k = started()
 caught, over = [], threading.Event()
@@ -161,8 +204,8 @@ assert "element [0, 4000" in str(caught[0]) and type(caught[0]) is NotMapped, ca
     )
 
 
-def test_a_read_by_a_finished_thread_is_logged() -> None:
-    done = run(
+def test_a_read_by_a_finished_thread_is_logged(fork: Fork) -> None:
+    done = fork.run(
         """
 import logging
 logging.basicConfig()
@@ -177,8 +220,8 @@ print("end")
     assert "a thread that has ended: a read of 0x" in done.stderr
 
 
-def test_many_caches() -> None:
-    passes(
+def test_many_caches(fork: Fork) -> None:
+    fork.passes(
         """
 caches = [started() for _ in range(20)]
 cache = slot = k = None
@@ -195,8 +238,8 @@ for one in caches[1::2]:
     )
 
 
-def test_a_child_has_its_own_guard() -> None:
-    passes(
+def test_a_child_has_its_own_guard(fork: Fork) -> None:
+    fork.passes(
         """
 torch.set_num_threads(1)  # a child has none of them
 cache, slot, k = started()
@@ -238,8 +281,8 @@ CRASHES = {
 
 
 @pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES)
-def test_other_faults_crash_the_process(crash: str) -> None:
-    done = run(f"cache, slot, k = started(page_size=4096)\nrefused(lambda: k.sum())\n{crash}")
+def test_other_faults_crash_the_process(fork: Fork, crash: str) -> None:
+    done = fork.run(f"cache, slot, k = started(page_size=4096)\nrefused(lambda: k.sum())\n{crash}")
     assert done.returncode == -signal.SIGSEGV, (done.stdout, done.stderr)
     wanted = {
         "k[slot, 4000] = 1": "a write to a row that has no page",
@@ -274,5 +317,5 @@ refused(lambda: str(reading()))
     )
 
 
-def test_sparse_rows_are_zeros() -> None:
-    passes("cache, slot, k = started(sparse=True)\nassert k.sum() == 12800")
+def test_sparse_rows_are_zeros(fork: Fork) -> None:
+    fork.passes("cache, slot, k = started(sparse=True)\nassert k.sum() == 12800")
