@@ -168,7 +168,7 @@ def test_overlap(tmp_path: Path, backend: str) -> None:
 def test_overlap_stops_at_its_deadline(tmp_path: Path, backend: str) -> None:
     data = conduct("overlap", tmp_path, backend, "--deadline", "0.001")
     assert rows(data)["iterations/time/sync"]["n"] == 20
-    assert "the deadline came after 20 iterations" in data["parts"]["iterations"]["notes"]
+    assert "the deadline passed after 20 iterations" in data["parts"]["iterations"]["notes"]
 
 
 def test_overlap_of_one_mode_names_the_missing_modes(tmp_path: Path) -> None:
