@@ -54,7 +54,7 @@ int main(int argc, char **argv) {
   if (vmem_batch(vm, swap, 2, NULL, 0, 0)) return failed("swap");
   printf("mapped after growing and shrinking: %llu pages\n", (unsigned long long)(mapped_bytes(vm) / page));
 
-  /* Pages made by POPULATE belong to their mapping: unmapping gives them back. */
+  /* Pages created by POPULATE belong to their mapping: unmapping gives them back. */
   if (vMemFree(vm, addr, VMEM_FREE_UNMAP) || vmem_close(vm)) return failed("end");
   return 0;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A cache of keys and values that grows: contiguous addresses for each request, memory as needed.
+ * A growing KV cache: contiguous addresses for each request, memory as needed.
  *
  * Four requests of different lengths decode at the same time. Their rows of 384 bytes do not divide
  * the page; a row simply crosses from one page to the next.
@@ -54,7 +54,7 @@ int main(int argc, char **argv) {
       have[r] = need;
     }
     if (n && vmem_batch(vm, ops, n, NULL, 0, 0)) return failed("step");
-    /* This step's row of each request, in each tensor. */
+    /* Write each request's row of this step in each tensor. */
     for (unsigned t = 0; t < TENSORS; t++) {
       for (unsigned r = 0; r < REQUESTS; r++) {
         memset(row, (int)(t * 64 + r * 16 + step % 16), ROW);

@@ -36,7 +36,7 @@ int main(int argc, char **argv) {
   struct vmem_op fill = {.op = VMEM_OP_POPULATE, .addr = first, .bytes = prefix};
   if (vmem_batch(vm, &fill, 1, NULL, 0, 0) || vmem_fill(vm, first, prefix, 0x11)) return failed("first request");
 
-  /* The second request maps the same pages, and continues in its own. */
+  /* The second request maps the same pages, and continues in pages of its own. */
   uint32_t flags = info.caps & VMEM_CAP_READONLY ? VMEM_OP_READONLY : 0;
   if (vmem_retain(vm, first, prefix, &shared)) return failed("retain");
   struct vmem_op share[2] = {
@@ -57,7 +57,7 @@ int main(int argc, char **argv) {
   /* The first request ends. The pages stay, because the second still maps them. */
   if (vMemUnmap(vm, first, prefix) || vmem_read(vm, &byte, second + prefix - 1, 1) || byte != 0x11)
     return failed("first request's end");
-  printf("after the first request's end the second reads %02x\n", byte);
+  printf("after the first request has ended, the second reads %02x\n", byte);
   if (vMemFree(vm, first, VMEM_FREE_UNMAP) || vmem_close(vm)) return failed("end");
   return 0;
 }

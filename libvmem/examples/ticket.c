@@ -28,7 +28,7 @@ int main(int argc, char **argv) {
   if (vmem_open(&opts, &vm) || vmem_query(vm, &info) || vMemReserve(vm, 1ull << 30, NULL, &addr)) return failed("open");
   bytes = 16 * info.granule;
 
-  /* The pages are taken before vmem_submit returns: it cannot run out of memory later. */
+  /* vmem_submit takes the pages before it returns: the batch cannot run out of memory later. */
   struct vmem_op grow = {.op = VMEM_OP_POPULATE, .addr = addr, .bytes = bytes};
   if (vmem_submit(vm, &grow, 1, NULL, 0, 0, &mapping)) return failed("submit");
   /* ... the caller does something else here ... */
@@ -36,7 +36,7 @@ int main(int argc, char **argv) {
     return failed("wait");
   printf("mapped %llu KiB in the background\n", (unsigned long long)bytes >> 10);
 
-  /* Free them when the work that reads them is over, without waiting for it. */
+  /* Free the pages when the work that reads them completes, without waiting for it here. */
   int work = eventfd(0, EFD_CLOEXEC);
   if (work < 0) return perror("eventfd"), 1;
   struct vmem_op shrink = {.op = VMEM_OP_UNMAP, .addr = addr, .bytes = bytes};
@@ -54,7 +54,7 @@ int main(int argc, char **argv) {
   if (write(work, &one, sizeof(one)) != sizeof(one)) return perror("write"), 1;
   if (vmem_wait(vm, freeing, -1) || vmem_ticket_drop(vm, freeing)) return failed("wait");
   err = vmem_read(vm, &byte, addr, 1);
-  printf("when it is over: %s\n", vmem_last_error());
+  printf("when the work is complete: %s\n", vmem_last_error());
   close(work);
   if (vMemFree(vm, addr, 0) || vmem_close(vm)) return failed("end");
   return err == -EFAULT ? 0 : 1;

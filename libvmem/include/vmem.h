@@ -4,8 +4,8 @@
  *
  * Vocabulary
  *   granule      the smallest page of a context, a power of two (64 KiB unless asked otherwise).
- *   page         a unit of physical memory: granule x 2^k. vmem_info.page_sizes has the sizes of a back end.
- *   slab         one large physical allocation made with the driver; pages are cut from slabs.
+ *   page         a unit of physical memory: granule x 2^k. vmem_info.page_sizes lists a back end's page sizes.
+ *   slab         one large allocation of physical memory from the driver; pages are cut from slabs.
  *   run          pages that are adjacent both physically and virtually; one driver call maps a run.
  *   reservation  a range of virtual addresses with no memory behind it.
  *   large page   a page of 2 MiB in a context with a smaller granule. Large pages are cut from their own
@@ -17,7 +17,7 @@
  *                and begin at a multiple of 2 MiB in their slab; a call that populates 2 MiB or more gets such pages.
  *                Part of a large entry cannot be unmapped or replaced; a batch with VMEM_OP_SPLIT splits the entry
  *                first, and vmem_join merges small entries where it can.
- *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
+ *   handle       a reference to physical pages, created by vMemCreate or vmem_retain.
  *   mapping      the range that one vMemMap mapped (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
  *   ticket       identifies a batch given to the worker thread, and holds its result until vmem_ticket_drop.
@@ -56,7 +56,7 @@
  *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket that was dropped
  *                     or never issued
  *   -ECHILD           the context belongs to the parent of this forked process (may be -EBADF instead if the
- *                     parent's contexts and those of this process are more than a process may have)
+ *                     contexts of the parent and of this process together exceed the limit per process)
  *   -ENXIO            the address is not inside a reservation of this context
  *   -EEXIST           map over a live mapping
  *   -EFAULT           unmap of, or access to, an address with nothing mapped
@@ -97,13 +97,13 @@ extern "C" {
 #endif
 
 typedef uint64_t vmem_t;      /* a context; never 0 */
-typedef uint64_t vmem_handle; /* physical pages; never 0. A released handle gives -EBADF until its context has made
+typedef uint64_t vmem_handle; /* physical pages; never 0. A released handle gives -EBADF until its context has created
                                  2^30 more, or the process has opened 3,839 more contexts */
 typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_MAX_DEVICES 16
-#define VMEM_MAX_PENDING 4096  /* unfinished batches of a context */
-#define VMEM_MAX_TICKETS 65536 /* undropped tickets of a context: about 100 bytes each, 740 if the batch is
+#define VMEM_MAX_PENDING 4096  /* unfinished batches per context */
+#define VMEM_MAX_TICKETS 65536 /* undropped tickets per context: about 100 bytes each, 740 if the batch is
                                   unfinished or failed; so at most 7 MB, or 48 MB if all failed */
 #define VMEM_KEEP_ALL UINT64_MAX
 
@@ -117,7 +117,7 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
 #define VMEM_CAP_JOIN (1u << 8)        /* vmem_join can merge mappings or entries */
-#define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch in one reservation are one driver call, up to
+#define VMEM_CAP_ONE_CALL (1u << 9)    /* one driver call does all maps and unmaps of a batch in one reservation, up to
                                           the driver's limit on operations; a call is all or nothing */
 #define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* in a sparse reservation a page replaces zeros, and zeros replace a page, in
                                              one step: a concurrent reader does not fault */
@@ -146,7 +146,7 @@ struct vmem_open_opts {
   const char *backend;  /* "auto" (default), "host", "cuda", "stock", "uvm"; "auto" takes the first usable of
                            uvm, stock, cuda, host */
   uint32_t flags;       /* VMEM_OPEN_* */
-  uint32_t num_devices; /* entries used in devices; 0 = device 0 alone */
+  uint32_t num_devices; /* number of entries in devices; 0 = device 0 alone */
   int32_t devices[VMEM_MAX_DEVICES]; /* CUDA ordinals as this process sees them; pages are in devices[0]
                                         unless requested otherwise, mappings exist on all */
   uint64_t granule;   /* 0 = 64 KiB, or the back end's smallest if that is larger */
@@ -154,14 +154,15 @@ struct vmem_open_opts {
   uint64_t mem_limit; /* limit on bytes taken from the driver, all locations together; 0 = none */
   uint64_t pool_low;  /* the worker keeps at least this many free bytes in the pool; 0 = none */
   uint64_t pool_high; /* free bytes above this are returned to the driver immediately, in whole slabs; 0 = the back
-                         end's default (host: 0; GPU: 1 GiB, and only what half a second did not need),
+                         end's default (host: 0; GPU: 1 GiB, and only memory not needed for half a second),
                          VMEM_KEEP_ALL = only vmem_trim returns memory */
-  uint64_t max_mappings; /* limit on vmem_stats.mappings; 0 = the back end's default (stock: 237,568, half of what
-                            a context could take from the driver, divided by the devices; others: no limit) */
+  uint64_t max_mappings; /* limit on vmem_stats.mappings; 0 = the back end's default (stock: 237,568, half of the
+                            handles that a context could take from the driver, divided by the number of devices;
+                            others: no limit) */
   vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that
                             need no driver memory log nothing */
   void *log_arg;         /* its first argument */
-  uint32_t log_level;    /* the most verbose level logged: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
+  uint32_t log_level;    /* the most verbose level to log: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
   uint32_t log_reserved; /* 0 */
 };
 
@@ -179,7 +180,7 @@ struct vmem_info {
   char device_name[64]; /* of devices[0] */
   uint8_t uuid[VMEM_MAX_DEVICES][16];
   char why[512];        /* "auto": why the back ends before this one were passed over */
-  char warning[192];    /* for operators, "" = none: the driver is of an unknown branch and was tested more
+  char warning[192];    /* warning for operators, "" = none: the driver is of an unknown branch and was tested more
                            strictly (stock, uvm) */
 };
 
@@ -199,7 +200,7 @@ struct vmem_probe_info {
 /* Counters since vmem_open ("calls", "ns") and present state (all other fields). */
 struct vmem_stats {
   size_t size;
-  uint64_t reserved_bytes;    /* in reservations */
+  uint64_t reserved_bytes;    /* bytes of addresses in reservations */
   uint64_t mapped_bytes;      /* virtual bytes with a mapping (an aliased page counts each time) */
   uint64_t used_bytes;        /* physical bytes referenced by handles or mappings */
   uint64_t free_bytes;        /* physical bytes in the pool, ready for use */
@@ -208,10 +209,11 @@ struct vmem_stats {
   uint64_t quarantined_bytes;
   uint64_t peak_mapped_bytes;
   uint64_t peak_used_bytes;
-  uint64_t reservations, handles, slabs, segments; /* segments: pieces as the back end sees them */
+  uint64_t reservations, handles, slabs, segments; /* segments: contiguous pieces as the back end sees them */
   uint64_t pending;           /* batches submitted and not finished */
-  uint64_t batches;           /* batches run */
-  uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls; one that maps and unmaps counts as map */
+  uint64_t batches;           /* batches committed */
+  uint64_t map_calls, unmap_calls, slab_calls, fill_calls; /* driver calls; a call that both maps and unmaps
+                                                              counts as a map call */
   uint64_t driver_ns;         /* time in driver calls, all threads */
   uint64_t worker_driver_ns;  /* the worker's share of driver_ns */
   uint64_t mappings;          /* map calls whose mapping still exists: each page of a run mapped page by page
@@ -220,7 +222,7 @@ struct vmem_stats {
   uint64_t dirty_bytes;       /* the part of free_bytes not zeroed yet; handed out last */
   uint64_t large_entries;     /* live entries of 2 MiB in reservations, those of large pages included; 0 if the
                                  granule is 2 MiB, since every entry is that large then */
-  uint64_t splits, joins;     /* large entries split so far, and made by joining */
+  uint64_t splits, joins;     /* large entries split so far, and created by joining */
 };
 
 /* The last error of the calling thread. */
@@ -235,11 +237,11 @@ struct vmem_error {
   char text[512];
 };
 
-/* Opens a back end and tests it as vmem_probe does. "auto" skips a back end that fails; one requested by name
- * fails with the error of that test (-EIO if a byte differs: vmem_error.addr and text name it). The caller owns
- * *vm and closes it with vmem_close. A driver of a branch that the library does not know is tried in a child process
- * first (stock), tested more strictly, and reported by a warning; with VMEM_UNKNOWN_DRIVER=refuse in the environment
- * it is refused. */
+/* Opens a back end and tests it as vmem_probe does. "auto" skips a back end that fails the test. If a back end that was
+ * requested by name fails it, vmem_open returns the test's error (-EIO if a byte differs: vmem_error.addr and text name
+ * it). The caller owns *vm and closes it with vmem_close. A driver of a branch that the library does not know is first
+ * tried in a child process (stock), tested more strictly, and reported by a warning; with VMEM_UNKNOWN_DRIVER=refuse in
+ * the environment it is refused. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
 /* Closes a context and releases every mapping, page and reservation. Unfinished batches that wait for a descriptor
@@ -283,8 +285,8 @@ struct vmem_reserve_opts {
 };
 
 /* Reserves `size` bytes (a multiple of the granule) of addresses. On "stock" and "uvm" the sum of all visible
- * reservations is kept below the card's free memory, because CUDA makes them as managed memory and programs
- * that asked for too much of it have hung GPUs. */
+ * reservations is kept below the card's free memory: they are CUDA managed memory, and programs that asked for too
+ * much of it have hung GPUs. */
 VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts, uint64_t *addr);
 
 #define VMEM_FREE_UNMAP (1u << 0) /* unmap what is still mapped, instead of -EBUSY */
@@ -342,7 +344,7 @@ struct vmem_create_opts {
 struct vmem_memory_info {
   size_t size;
   uint64_t free_bytes;   /* bytes that this context could still take from the driver, or on host from the system */
-  uint64_t total_bytes;  /* all memory of the location, in use or not */
+  uint64_t total_bytes;  /* total memory of the location, whether in use or not */
 };
 
 /* Reports the memory of a location as of now; `device` as in vmem_create_opts. For host memory, the control groups of
@@ -365,8 +367,8 @@ VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle);
 /* Creates a handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
 VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle);
 
-/* The same for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy. They are contiguous in the
- * handle, so that one VMEM_OP_MAP of the same number of pieces maps them elsewhere. */
+/* Like vmem_retain, for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy. They are contiguous
+ * in the handle, so that one VMEM_OP_MAP of the same number of pieces maps them elsewhere. */
 VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride,
                          vmem_handle *handle);
 
@@ -436,29 +438,29 @@ struct vmem_op {
   uint32_t op;        /* enum vmem_op_kind */
   uint32_t flags;     /* VMEM_OP_* */
   uint64_t addr;
-  uint64_t bytes;     /* of one piece */
+  uint64_t bytes;     /* size of one piece */
   uint64_t count;     /* pieces; 0 = 1 */
-  uint64_t stride;    /* between the starts of pieces; ignored with one piece */
+  uint64_t stride;    /* distance between the starts of pieces; ignored if there is one piece */
   vmem_handle handle; /* MAP */
   uint64_t offset;    /* MAP */
   uint32_t location;  /* POPULATE: enum vmem_location */
   int32_t device;     /* POPULATE: VMEM_PEER's CUDA ordinal */
   uint64_t page_size; /* POPULATE: 0 = granule */
   uint64_t value;     /* FILL: 0 to 255 */
-  /* POPULATE with COPY. The source must be mapped and need not be aligned. No call may change it before the batch is
+  /* POPULATE with COPY: the source must be mapped and need not be aligned. No call may change it before the batch is
    * finished; unmapping it gives -EBUSY until then. */
-  uint64_t src;        /* address of the first piece's contents */
-  uint64_t src_stride; /* between the sources of the pieces; 0: all pieces copy the same source */
-  uint64_t src_bytes;  /* copied per piece; 0 = bytes. The remainder of the piece is zero */
+  uint64_t src;        /* address of the contents of the first piece */
+  uint64_t src_stride; /* distance between the pieces' sources; 0: all pieces copy the same source */
+  uint64_t src_bytes;  /* bytes to copy per piece; 0 = bytes. The rest of the piece is zeroed */
   uint64_t offset_stride; /* MAP: between the pieces' pages in the handle, a multiple of the page size; 0 = bytes */
   uint64_t reserved[2];   /* 0, else -EINVAL. For later fields, as the elements of an array have no size field */
 };
 
-/* GPU work that must be over before a batch changes anything. */
+/* GPU work that must be complete before a batch changes anything. */
 enum vmem_after_kind {
   VMEM_AFTER_STREAM = 1, /* handle: a CUstream (0 = the legacy default stream); all its work so far */
   VMEM_AFTER_EVENT = 2,  /* handle: a CUevent, kept by the caller until the batch is finished */
-  VMEM_AFTER_FD = 3      /* handle: a descriptor that polls readable when the work is over (eventfd,
+  VMEM_AFTER_FD = 3      /* handle: a descriptor that polls readable once the work is complete (eventfd,
                             sync_file); duplicated, works on every back end */
 };
 
@@ -473,28 +475,28 @@ struct vmem_after {
  * vanish, or at the same time (VMEM_CAP_ONE_CALL). Maps come first (new pages are zeroed before they are mapped, and
  * copied to afterwards), then fills, replaces and splits, joins, unmaps. So a batch cannot map where it unmaps
  * (-EEXIST), nor fill what it maps or the remainder of a block that it splits, nor join what it maps or unmaps (-EBUSY;
- * new pages are zero). VMEM_OP_HOLES skips what is a hole when its operation is checked, which happens in the order of
- * `ops`: pages that a later operation maps are still holes to it, and it does not change them.
+ * new pages are zero). VMEM_OP_HOLES skips what is a hole when its operation is checked. Operations are checked in the
+ * order of `ops`, so pages that a later operation maps still count as holes and are not changed.
  * To move pages while keeping their addresses: POPULATE with COPY elsewhere; then, when no GPU work is in progress,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
  * the pages of any, so a malformed operation is reported first, whatever its position.
  * On failure maps and unmaps are undone; bytes written by FILL stay written.
- * `after` may have any number of entries; each FD uses up a descriptor of the process until it is readable.
+ * `after` may hold any number of entries; each FD uses up a descriptor of the process until it is readable.
  * The batch waits for an unfinished fill of another batch only if it unmaps, replaces, copies, fills, or maps at a
  * second address what that fill writes.
- * No flags are defined: 0, else -EINVAL. */
+ * No flags are defined: `flags` must be 0 (-EINVAL). */
 VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
                         size_t num_after, uint32_t flags);
 
 #define VMEM_SUBMIT_DETACHED (1u << 0) /* no result is wanted: it is dropped when the batch is finished */
 #define VMEM_SUBMIT_LATE (1u << 1)     /* the worker takes the pages, if the pool has enough: see vmem_submit */
 
-/* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before the call returns:
- * only the call itself can fail with -ENOMEM, -EAGAIN (VMEM_MAX_PENDING unfinished batches) or -ENOBUFS
+/* Like vmem_batch, on the worker thread. Everything is checked, and the pages are taken from the pool, before the call
+ * returns: only the call itself can fail with -ENOMEM, -EAGAIN (VMEM_MAX_PENDING unfinished batches) or -ENOBUFS
  * (VMEM_MAX_TICKETS undropped tickets), not the batch later. Until the batch is finished, other calls on its ranges get
- * -EBUSY. Batches start in order, but one that waits (for GPU work, for a fill of an earlier batch, or, before its
- * unmaps, for its own fills) lets later ones pass: one that never finishes holds up only those that need its ranges.
- * The result is kept until vmem_ticket_drop, however many batches follow. flags: VMEM_SUBMIT_*. With
+ * -EBUSY. Batches start in order, but a batch that waits (for GPU work, for a fill of an earlier batch, or, before its
+ * unmaps, for its own fills) lets later batches pass: if it never finishes, it holds up only batches that need its
+ * ranges. The result is kept until vmem_ticket_drop, however many batches follow. flags: VMEM_SUBMIT_*. With
  * VMEM_SUBMIT_DETACHED there is no result; `ticket` may be NULL, and is set to 0 otherwise. With VMEM_SUBMIT_LATE, if
  * the pool has enough pages, the call checks only the arguments, and its cost does not depend on the number of pages.
  * The worker takes the pages, and the ranges become -EBUSY for other calls, when it starts the batch, as if vmem_submit
@@ -537,15 +539,15 @@ VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed);
  * first, then slabs of which no more than half is in use, the least used first. Their pages are copied to free pages
  * of fuller slabs, which replace the old ones at every address and in every handle; that takes no memory from the
  * driver. Large pages move as a whole. Call it at a safe point only: from the end of that work until the call returns,
- * no GPU work may touch a mapping of the pages that move, which may be any. A slab in use by a call or an unfinished
+ * no GPU work may touch pages that may move, and any page may move. A slab in use by a call or an unfinished
  * batch is skipped; while a slab moves, other calls on its pages get -EBUSY. Each slab moves entirely or not at
  * all: after an error the slabs before it have been returned, and nothing else has changed. *freed (may be NULL)
  * receives the bytes returned, even after an error. Visits every mapped page once. flags: 0. */
 VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *after, size_t num_after,
                           uint32_t flags, uint64_t *freed);
 
-/* Remaps, with one driver call per run, what was mapped page by page in [addr, addr + bytes): frees driver memory and
- * makes later unmaps cheaper. With VMEM_OPEN_LARGE_ENTRIES it gives complete blocks large entries. Parts already
+/* Remaps, with one driver call per run, pages in [addr, addr + bytes) that were mapped one by one: frees driver memory
+ * and makes later unmaps cheaper. With VMEM_OPEN_LARGE_ENTRIES it gives complete blocks large entries. Parts already
  * mapped by the fewest possible calls and entries are left alone, and so are parts that are unmapped or that a batch is
  * changing. Call it at a safe point only: no GPU work may touch the range. *calls (may be NULL) receives the number of
  * driver calls. */
@@ -563,11 +565,11 @@ VMEM_API int vmem_join(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls
 #define VMEM_INJECT_EVENT (1u << 7) /* recording, querying or waiting for an event of GPU work that a call depends on */
 
 /* From now on, lets `skip` driver calls of these kinds pass and fails the next `count` with -error; count 0 turns
- * this off. An undo retries what fails with EAGAIN, as it does with a real driver. */
+ * this off. An undo retries calls that fail with EAGAIN, as it does with a real driver. */
 VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t count, int error);
 
 /* Checks every internal invariant (free + used + quarantined = slabs, reference counts against
- * mappings, ...). 0, or -EIO with the first contradiction in the error text. Slow. */
+ * mappings, ...). Returns 0, or -EIO with the first contradiction in the error text. Slow. */
 VMEM_API int vmem_check(vmem_t vm);
 
 #ifdef __cplusplus

@@ -512,7 +512,7 @@ def _log_opened(asked: str, info: ContextInfo) -> None:
     sizes = ", ".join(f"{size >> 10}" for size in info.page_sizes)
     where = ", ".join(part for part in (info.device_name, info.driver) if part)
     _log.info(
-        "back end %s (%s asked for)%s: pages of %s KiB, granule %d KiB, %s%s",
+        "back end %s (%s requested)%s: pages of %s KiB, granule %d KiB, %s%s",
         info.backend,
         asked,
         f" on {where}" if where else "",

@@ -47,7 +47,7 @@ static void opening_is_told(void) {
   char start[64];
   vmem_t vm = open_at(0);
   CHECK(vm);
-  snprintf(start, sizeof(start), "back end %s (%s asked for)", backend(), backend());
+  snprintf(start, sizeof(start), "back end %s (%s requested)", backend(), backend());
   EQ(heard.n, 1);
   EQ(told(VMEM_LOG_INFO, start), 1);
   OK(vmem_close(vm));
@@ -64,7 +64,7 @@ static void auto_tells_why(void) {
   OK(vmem_open(&o, &vm));
   OK(vmem_query(vm, &info));
   EQ(told(VMEM_LOG_INFO, "back end "), 1);
-  CHECK(strstr(heard.text[0], "(auto asked for)"));
+  CHECK(strstr(heard.text[0], "(auto requested)"));
   EQ(!!strstr(heard.text[0], "passed over"), info.why[0] != 0);
   OK(vmem_close(vm));
 }

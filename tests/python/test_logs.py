@@ -37,12 +37,12 @@ def test_opening_logs_the_chosen_back_end_and_why(
     with open_context(backend) as context:
         why = context.info.why
     (line,) = said(caplog, logging.INFO, "back end ")
-    assert line.startswith(f"back end {backend} ({backend} asked for)")
+    assert line.startswith(f"back end {backend} ({backend} requested)")
     assert ("passed over" in line) == bool(why)
     caplog.clear()
     with Context("auto", granule=0) as context:
         (line,) = said(caplog, logging.INFO, "back end ")
-        assert line.startswith(f"back end {context.info.backend} (auto asked for)")
+        assert line.startswith(f"back end {context.info.backend} (auto requested)")
         assert context.info.why in line
     caplog.clear()
     caplog.set_level(logging.WARNING, "pyvmem")

@@ -122,7 +122,7 @@ def test_an_unknown_driver_is_used_with_a_warning(software: dict[str, str]) -> N
     for one in found:
         assert (one["backend"], one["right"]) == ("stock", True), one
         assert WARNING in one["reason"], one
-        assert "the driver did what a known driver does in every check" in one["reason"], one
+        assert "the driver behaved like a known driver in every check" in one["reason"], one
         assert WARNING in one["warning"], one
         assert [text for level, text in one["said"] if level == "WARNING"] == [one["warning"]], one
 

@@ -12,7 +12,7 @@ struct census {
   uint32_t **refs;
   uint64_t *mappings, *starts;
   uint64_t calls;   /* live map calls */
-  uint64_t entries; /* large ones */
+  uint64_t entries; /* live large entries */
 };
 
 /* A large entry must be one run, 2 MiB aligned in addresses and slab, mapped by a single call. */

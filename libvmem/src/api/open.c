@@ -15,7 +15,7 @@ VMEM_API const char *vmem_backend_name(unsigned index) {
   return NULL;
 }
 
-/* `beside`: for the error message, another name that the caller accepts, followed by ", ". */
+/* `beside`: another name that the caller accepts, followed by ", "; used in the error message. */
 static const struct vm_backend *find_backend(const char *name, const char *beside) {
   char names[128] = "";
   size_t used = 0;
@@ -173,7 +173,7 @@ static void tear_down(struct vm_ctx *c) {
 
 static void log_opened(const struct vm_ctx *c, const char *asked) {
   const struct vmem_info *i = &c->info->pub;
-  vm_log(c, VMEM_LOG_INFO, "back end %s (%s asked for)%s%s%s%s: granule %llu, slabs of %llu bytes%s%s", i->backend,
+  vm_log(c, VMEM_LOG_INFO, "back end %s (%s requested)%s%s%s%s: granule %llu, slabs of %llu bytes%s%s", i->backend,
          asked, i->device_name[0] ? " on " : "", i->device_name, i->driver[0] ? ", driver " : "", i->driver,
          (unsigned long long)i->granule, (unsigned long long)i->slab_size, i->why[0] ? "; passed over: " : "", i->why);
   if (i->warning[0]) vm_log(c, VMEM_LOG_WARNING, "%s", i->warning);
@@ -188,7 +188,7 @@ static int open_context(const struct vm_backend *be, const struct vmem_open_opts
     VM_UNDO(tear_down(c));
     return err;
   }
-  log_opened(c, o->backend); /* before it can be closed */
+  log_opened(c, o->backend); /* log first: once registered, the context can be closed by another thread */
   if ((err = vm_registry_add(c, vm))) VM_UNDO(tear_down(c));
   return err;
 }

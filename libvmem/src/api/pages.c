@@ -52,7 +52,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
     }
     seen = pool->free_units;
     pthread_mutex_unlock(&c->lock);
-    /* Putting the runs back drops the lock, so other threads may have added pages. */
+    /* Putting the runs back drops the lock, so other threads may have added pages: try once more. */
     if (err && missing && seen >= units && !again) {
       again = true;
       continue;

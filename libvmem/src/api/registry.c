@@ -42,7 +42,7 @@ __attribute__((constructor(101))) static void set_up(void) { no_handler = pthrea
 
 static _Thread_local struct {
   unsigned calls;
-  int state, type; /* to restore */
+  int state, type; /* restored later */
 } uncancelled;
 
 /* glibc acts on a pending asynchronous cancel even after the state changed, so the type changes too. */

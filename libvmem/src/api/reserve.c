@@ -49,7 +49,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   struct vm_ctx *c = vm_get(vm, "vMemReserve", &err);
   struct vmem_reserve_opts o;
   struct vm_space *s = NULL;
-  uint64_t base = 0; /* another thread may free the reservation, and `s`, once it is visible */
+  uint64_t base = 0; /* copied: once `s` is visible, another thread may free the reservation and `s` */
   bool gone;
   if (!c) return err;
   if (!addr)

@@ -4,7 +4,7 @@
  *
  * The core owns every decision: what is mapped where, reference counts, validation, rollback, threads,
  * limits. A back end makes driver calls and keeps no state about mappings. It may rely on:
- *   - addresses, sizes and offsets are multiples of the granule and inside what it handed out;
+ *   - addresses, sizes and offsets are multiples of the granule and lie in reservations and slabs that it created;
  *   - it is never asked to map over a live mapping, except by remap and REMAP;
  *   - calls for disjoint ranges may come from several threads at the same time, calls for one range do not.
  * Every function returns 0 or a negative errno and has then called vm_fail* (error.h). A function that
@@ -110,8 +110,8 @@ struct vm_backend {
   int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 
   /* Make one physical allocation. -ENOMEM with the driver's own status when memory is short. If page_size is at least
-   * 2 MiB and bytes a multiple of it, a map call whose address, offset and length are multiples of 2 MiB makes entries
-   * of that size, each of which the core unmaps and replaces as a whole. */
+   * 2 MiB and bytes a multiple of it, a map call whose address, offset and length are multiples of 2 MiB creates
+   * entries of that size, each of which the core unmaps and replaces as a whole. */
   int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
   int (*slab_destroy)(void *be, uint64_t slab, uint64_t bytes);
   /* Optional: gives the memory behind a part of a slab back to the system; it reads as zeros later. */
@@ -123,7 +123,7 @@ struct vm_backend {
   /* Unmap a range, all of which is mapped: by one or several map calls, possibly by parts of them. */
   int (*unmap)(void *be, uint64_t addr, uint64_t bytes, bool sparse);
   /* With VMEM_CAP_JOIN but no `bind`: map one run onto the same pages again by a single call, with the entries that
-   * such a call makes. On failure the range may be unmapped. */
+   * such a call creates. On failure the range may be unmapped. */
   int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 
   /* Optional: carry out many operations in as few driver calls as possible. Their ranges do not overlap, and those
@@ -137,16 +137,16 @@ struct vm_backend {
    * event, which the core polls or waits for and then puts; 0 if the fill is already complete. */
   int (*fill)(void *be, const struct vm_be_range *ranges, size_t n, uint8_t value, const vm_event *after,
               size_t num_after, vm_event *done);
-  /* The same for n copies; no destination overlaps a source or another destination. Fills and copies with nothing
-   * in `after` run in the order of the calls. All others are unordered: one that waits for an event that never
-   * completes should not delay those that do not wait for it. */
+  /* Start n copies, as `fill` starts fills; no destination overlaps a source or another destination. Fills and copies
+   * with nothing in `after` run in the order of the calls. All others are unordered: a fill or copy that waits for an
+   * event that never completes should not delay those that do not wait for it. */
   int (*copy)(void *be, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
               vm_event *done);
   /* Complete on return. addr is a device address, dst and src are host pointers. */
   int (*read)(void *be, void *dst, uint64_t addr, uint64_t bytes);
   int (*write)(void *be, uint64_t addr, const void *src, uint64_t bytes);
 
-  /* GPU work as events (NULL on host). event_from: kind VMEM_AFTER_STREAM records an event of ours on
+  /* GPU work as events (NULL on host). event_from: kind VMEM_AFTER_STREAM records an event of the library on
    * the stream; VMEM_AFTER_EVENT wraps the caller's, which event_put then leaves alone. */
   int (*event_from)(void *be, uint32_t kind, uint64_t handle, vm_event *event);
   int (*event_query)(void *be, vm_event event); /* 0 = complete, -EAGAIN = not yet */

@@ -19,7 +19,7 @@ static void group(struct vm_bind_op *ops, size_t n) {
     }
 }
 
-/* Counts the operations, from the i-th on, of the piece that it belongs to. */
+/* Counts the operations from the i-th on that belong to the same piece as the i-th. */
 static size_t rest_of_piece(const struct vm_bind_op *ops, size_t n, size_t i) {
   size_t end = i + 1;
   while (end < n && ops[end].kind == VM_BIND_REPLACE && !ops[end].clears) end++;

@@ -20,8 +20,8 @@ struct vm_driver {
   uint64_t mappings;      /* live map calls in reservations */
   uint64_t aliases;       /* live map calls of slabs' own mappings */
   uint64_t large_entries; /* live entries of 2 MiB in reservations */
-  uint64_t splits, joins; /* of large entries, since the context was opened */
-  struct vm_room planned; /* upper bound of what unfinished plans add */
+  uint64_t splits, joins; /* counts of large entries split and joined since the context was opened */
+  struct vm_room planned; /* upper bound on the counts that unfinished plans add */
   /* atomics */
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls, ns, worker_ns;
 };
@@ -53,9 +53,9 @@ int vm_drv_event_query(struct vm_ctx *c, vm_event e);
 int vm_drv_event_wait(struct vm_ctx *c, vm_event e);
 /* Waits for the event and puts it; *e becomes 0. */
 int vm_drv_event_finish(struct vm_ctx *c, vm_event *e);
-/* Replaces *last by the event of a later call, which covers both. */
+/* Replaces *last by the event of a later call. Its completion implies that of *last. */
 void vm_drv_event_follow(struct vm_ctx *c, vm_event *last, vm_event e);
-void vm_drv_mark_worker(void); /* counts this thread's driver time as the worker's */
+void vm_drv_mark_worker(void); /* from now on, this thread's driver time counts as the worker's */
 
 /* Map a whole slab at addresses reserved for it, and unmap it. They count as slab calls. kind: VMEM_INJECT_*. */
 int vm_drv_alias(struct vm_ctx *c, uint64_t slab, uint64_t bytes, uint32_t kind, uint64_t *addr, uint64_t *priv);

@@ -105,7 +105,7 @@ struct page_test {
   const struct vm_backend *t;
   void *be;
   uint64_t page, addr, slab;
-  uint8_t *seen; /* a page */
+  uint8_t *seen; /* buffer of one page */
 };
 
 static int map_page(const struct page_test *p, unsigned place, unsigned page, uint32_t flags) {
@@ -179,7 +179,7 @@ static int test_contents(const struct vm_backend *t, void *be, const struct vm_b
   return err ? err : first.code;
 }
 
-/* Makes, maps, unmaps and frees a slab; *lost: the device's free bytes before minus those after. */
+/* Creates, maps, unmaps and frees a slab; *lost: the device's free bytes before minus those after. */
 static int lose(const struct vm_backend *t, void *be, uint64_t addr, uint64_t bytes, uint64_t page, int64_t *lost) {
   struct vmem_error first = {0};
   uint64_t before, after, total, slab;
@@ -270,7 +270,7 @@ int vm_backend_probe(const struct vm_backend *t, int32_t device, struct vmem_pro
   snprintf(found->reason, sizeof(found->reason),
            "%s%sa page of %llu bytes was mapped%s, written, read and unmapped%s: opened in %.1f ms, tested in %.1f ms",
            info.about, info.about[0] ? ": " : "", (unsigned long long)info.pub.granule, info.how ? info.how : "",
-           info.unknown_branch ? ", and the driver did what a known driver does in every check" : "",
+           info.unknown_branch ? ", and the driver behaved like a known driver in every check" : "",
            (double)info.open_ns / 1e6, (double)info.test_ns / 1e6);
   return 0;
 }

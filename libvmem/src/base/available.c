@@ -44,9 +44,9 @@ struct level {
   int fds[FILES]; /* -1: no such file */
 };
 
-/* The process's group and its ancestors, as far as mounted. */
+/* The process's group and its ancestors, as far as a mount shows them. */
 struct groups {
-  bool two; /* of version 2 */
+  bool two; /* control groups of version 2 */
   size_t n;
   struct level levels[];
 };
@@ -62,7 +62,7 @@ struct vm_available {
 
 static bool starved(void) { return errno == EMFILE || errno == ENFILE || errno == ENOMEM; }
 
-/* Returns -1 if the file does not exist; sets *err if that cannot be determined. */
+/* Returns -1 if the file does not exist; sets *err if the attempt to open it does not show whether it exists. */
 static int open_file(const char *path, int *err) {
   int fd = vm_above_stdio(open(path, O_RDONLY | O_CLOEXEC));
   if (fd < 0 && starved()) *err = vm_fail(-ENOMEM, "%s: %s", path, strerror(errno));
@@ -231,7 +231,7 @@ static struct groups *open_groups(const struct vm_available *a, const char *line
     if (starved()) *err = vm_fail(-ENOMEM, "/proc/self/mountinfo: %s", strerror(errno));
     return NULL;
   }
-  /* Without /proc, try the place where a container with its own group has the files. */
+  /* Without /proc, try the directory where a container with its own group finds the files. */
   if (!mount) mount = strdup(two ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory");
   most = strlen(a->root) + (mount ? strlen(mount) : 0) + strlen(rest) + 64;
   if (!mount || !(path = malloc(most))) {
@@ -272,8 +272,8 @@ static int follow(struct vm_available *a) {
     return err;
   }
   name = a->group;
-  a->group =
-      line; /* set before the old ones are freed: a signal handler may fork here, and the child closes what it finds */
+  /* Set before the old groups are freed: a signal handler may fork here, and the child closes what it finds. */
+  a->group = line;
   a->groups = now;
   free(name);
   close_groups(before);

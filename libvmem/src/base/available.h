@@ -3,10 +3,10 @@
  * available.h - memory that this process may still allocate: the machine's, within the limits of its control group and
  * of every group above it (version 1 or 2). No other module reads these files.
  *
- * A group has its limit minus its usage plus the page cache that can be reclaimed immediately. When a charge exceeds a
- * group's limit, the kernel reclaims from that group and those below it, and kills only if that is not enough. It
- * reclaims clean file pages, active or not, and in version 2 slab caches. It cannot count on dirty pages and pages
- * under writeback, which wait for a disk. Locked pages and tmpfs pages (including ours) are not on the file lists. The
+ * A group's available memory is its limit minus its usage plus the page cache that can be reclaimed immediately. When a
+ * charge exceeds a group's limit, the kernel reclaims from that group and those below it, and kills only if that is not
+ * enough. It reclaims clean file pages, active or not, and in version 2 slab caches. It cannot count on dirty pages and
+ * pages under writeback, which wait for a disk. Locked and tmpfs pages (including ours) are not on the file lists. The
  * usage is exact, the sizes of these lists are not: on Linux 6.18 they did not change while 100 MB were reclaimed. So
  * tmpfs memory that this process has allocated, but that the group's list does not show yet, is subtracted from the
  * cache.

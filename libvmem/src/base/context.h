@@ -46,16 +46,16 @@ struct vm_ctx {
   unsigned chunk_shift; /* its log2 */
   bool large_pages;     /* the granule is below 2 MiB, and pages of 2 MiB have slabs of their own */
   bool large_entries;   /* the other slabs may have entries of 2 MiB too (VMEM_OPEN_LARGE_ENTRIES) */
-  uint32_t tag;         /* in every handle of this context */
+  uint32_t tag;         /* part of every handle of this context */
 
-  uint32_t pins; /* under the registry's lock */
+  uint32_t pins; /* protected by the registry's lock */
 
   pthread_mutex_t lock;
   pthread_cond_t done_cond; /* something has finished: a ticket, the return of a page or slab, zeroing, a growth,
                                 compaction, the freeing of a reservation */
   pthread_cond_t work_cond; /* wakes the worker */
   bool closing;
-  uint64_t batches;   /* committed */
+  uint64_t batches;   /* batches committed so far */
   bool worker_wanted; /* atomic: there is work for a worker that was not started (api/registry.c) */
   struct vm_inject inject;
 };

@@ -11,7 +11,7 @@
  * name: the public entry point sets that with vm_error_begin. */
 int vm_fail(int code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* The same with the range or size in question and the limit that was reached (0 = none). */
+/* Like vm_fail; also records the range or size in question and the limit that was reached (0 = none). */
 int vm_fail_at(int code, uint64_t addr, uint64_t bytes, uint64_t limit, const char *fmt, ...)
     __attribute__((format(printf, 5, 6)));
 

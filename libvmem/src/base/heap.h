@@ -9,7 +9,7 @@
 
 struct vm_ctx;
 
-struct vm_inject { /* atomics: the heap is also used under the context's lock */
+struct vm_inject { /* accessed atomically: the heap is used both with and without the context's lock */
   uint32_t kinds;
   uint64_t skip, count;
   int error;
@@ -19,7 +19,7 @@ void vm_inject_arm(struct vm_ctx *c, uint32_t kinds, uint64_t skip, uint64_t cou
 /* Returns and records the failure to inject into a call of this kind; 0 = none. */
 int vm_injected(struct vm_ctx *c, uint32_t kind);
 
-/* On failure NULL, with -ENOMEM recorded. vm_realloc does not initialise memory. */
+/* Return NULL on failure, with -ENOMEM recorded. vm_realloc does not initialise memory. */
 void *vm_calloc(struct vm_ctx *c, size_t n, size_t size);
 void *vm_realloc(struct vm_ctx *c, void *p, size_t n, size_t size);
 

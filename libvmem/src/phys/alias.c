@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * A slab's own mapping at addresses of the context, through which its pages are zeroed and moved
- * without any caller seeing it. Made on first use, and kept as long as the slab.
+ * without any caller seeing it. Created on first use, and kept as long as the slab.
  */
 #include "phys/phys.h"
 

@@ -8,9 +8,9 @@
  * fails, that plan fails: a page is mapped with old contents only if the caller asked for that
  * (VMEM_OP_DIRTY).
  *
- * A page that the batch in flight is zeroing may be taken. The plan that maps it, even dirty, claims
+ * A page that the batch in flight is zeroing may be taken. The plan that maps it (even with VMEM_OP_DIRTY) claims
  * it, waits until the batch's fill has been started, and starts another fill, which the back end runs
- * after the first: when the second is done, so is the first. The end of the batch does not change the
+ * after the batch's: when the plan's fill is done, so is the batch's. The end of the batch does not change the
  * state of such a page.
  */
 #include "phys/phys.h"
@@ -55,7 +55,7 @@ static void end_batch(struct vm_ctx *c, int err) {
   }
   k->n = 0;
   k->ended = true;
-  if (err) k->wanted = false; /* until the next page returns to the pool */
+  if (err) k->wanted = false; /* no retry until the next page returns to the pool */
   pthread_cond_broadcast(&c->done_cond);
 }
 

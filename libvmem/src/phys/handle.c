@@ -104,7 +104,7 @@ void vm_hdl_mapping(struct vm_ctx *c, uint32_t index, uint64_t addr, bool begins
 
 /* ---- dropping a part ---------------------------------------------------------------------------- */
 
-struct pieces { /* in units of the granule */
+struct pieces { /* all fields count granules */
   uint64_t first, units, count, stride;
 };
 

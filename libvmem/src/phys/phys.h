@@ -2,7 +2,7 @@
 /*
  * phys.h - physical memory.
  *
- *   slab, unit   one allocation of the driver and its granules. slab.c owns the state of each unit: its number of
+ *   slab, unit   one allocation from the driver and its granules. slab.c owns the state of each unit: its number of
  *                references; whether it is free, dirty, about to be zeroed, being zeroed, being filled
  *   pool         the slabs of one location and kind; pool.c chooses where in them the next run is taken, supply.c
  *                allocates slabs from the driver and returns them
@@ -32,12 +32,12 @@ struct vm_slab {
   bool large;             /* immutable: made of driver pages of 2 MiB; a chunk may get one entry of that size */
   struct vm_pool *pool;   /* immutable */
   uint64_t grow_id;
-  bool odd;                   /* while it is returned to the driver: that began in an odd epoch */
+  bool odd;                   /* while the slab is returned to the driver: its return began in an odd epoch */
   uint64_t alias, alias_priv; /* where the slab itself is mapped; 0 = not mapped */
   bool alias_making;
   uint32_t cleaning; /* runs of the clean batch in flight; the slab must not be destroyed */
   bool evacuating;   /* vmem_compact is emptying it: in no list; the pool does not count its free units */
-  /* the pool's */
+  /* fields that pool.c owns */
   uint32_t free_units; /* including the soiled ones */
   uint32_t soiled;     /* units in soil_map */
   uint32_t max_run;    /* upper bound on the longest run in free_map */
@@ -80,10 +80,10 @@ void vm_slab_forget(struct vm_ctx *c, struct vm_slab *s);
 void vm_units_offer(struct vm_slab *s, uint32_t unit, uint32_t n);           /* makes them available */
 void vm_units_soil(struct vm_slab *s, uint32_t unit, uint32_t n, bool soil); /* soiled, or in limbo */
 void vm_units_take(struct vm_slab *s, uint32_t unit, uint32_t n);            /* no longer free: one reference */
-void vm_units_untake(struct vm_slab *s, uint32_t unit, uint32_t n);          /* drops it: in limbo */
+void vm_units_untake(struct vm_slab *s, uint32_t unit, uint32_t n);          /* drops the reference: in limbo */
 void vm_units_ref(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* Drops a reference of each unit; stops after the first stretch of units that have none left, *freed of them. Returns
- * the number of units processed, that stretch included. */
+/* Drops one reference of each unit; stops after the first stretch of units that have none left. *freed: the length of
+ * that stretch. Returns the number of units processed, the stretch included. */
 uint32_t vm_units_unref(struct vm_slab *s, uint32_t unit, uint32_t n, uint32_t *freed);
 void vm_units_set_dirty(struct vm_slab *s, uint32_t unit, uint32_t n, bool dirty);
 /* Finds the first units in [*unit, end) with old contents that no plan has claimed; sets *unit and returns their
@@ -91,8 +91,8 @@ void vm_units_set_dirty(struct vm_slab *s, uint32_t unit, uint32_t n, bool dirty
  * writes to them. */
 uint32_t vm_units_stale(const struct vm_slab *s, uint32_t *unit, uint32_t end, bool zero, bool *must);
 void vm_units_claim(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* zeroed: the claim's plan has zeroed them, and the clean batch's zeroing no longer counts: its end must not declare
- * clean what has been written since. clean: they are not dirty any more. */
+/* zeroed: the plan that claimed the units has zeroed them, so the end of the clean batch must not mark them clean: they
+ * may have been written since. clean: the units are no longer dirty. */
 void vm_units_end_claim(struct vm_slab *s, uint32_t unit, uint32_t n, bool zeroed, bool clean);
 void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n);
 /* The clean batch has ended; unless it failed, units that nobody has claimed since are clean. */
@@ -110,17 +110,17 @@ void vm_unit_move(struct vm_ctx *c, struct vm_slab *from, uint32_t unit, struct 
 #define VM_PLACES (1 + VMEM_MAX_DEVICES)
 #define VM_POOLS (2 * VM_PLACES)
 
-struct vm_pool { /* the slabs of one location and kind */
+struct vm_pool { /* slabs of one location and kind */
   uint32_t location;
   int32_t device;
-  bool large; /* for large pages */
+  bool large; /* its slabs hold large pages */
   uint64_t free_units, soiled;
-  uint64_t used_units, peak_units; /* in use; its maximum since the period of vm_surplus began */
-  uint64_t promised;               /* free units promised to late batches not started yet; only these check it */
+  uint64_t used_units, peak_units; /* units in use; their maximum since the period of vm_surplus began */
+  uint64_t promised;               /* free units promised to late batches not started yet; only late batches check it */
   struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing available */
   uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
   uint64_t mixed_units;                         /* free units of chunks in the slabs' mixed_map */
-  uint32_t mixed_slab, mixed_chunk;             /* where such a unit was last found: the slab's index, and the chunk */
+  uint32_t mixed_slab, mixed_chunk;             /* where a mixed unit was last found: the slab's index, and the chunk */
   struct vm_slab *elist[POOL_LEVELS];
   struct vm_slab *slist;
 };
@@ -146,7 +146,7 @@ void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n
 /* Undoes vm_pool_take for units that were neither mapped nor written to. Lock held. */
 void vm_pool_untake(struct vm_ctx *c, struct vm_run r);
 uint64_t vm_pool_free_units(const struct vm_ctx *c);  /* lock held */
-uint64_t vm_pool_dirty_units(const struct vm_ctx *c); /* the dirty ones among them; lock held */
+uint64_t vm_pool_dirty_units(const struct vm_ctx *c); /* counts the dirty free units; lock held */
 /* Adds a new slab, all of whose units are free. Lock held. */
 void vm_pool_add(struct vm_ctx *c, struct vm_slab *s);
 /* Makes soiled units that are no longer dirty available. Lock held. */
@@ -162,7 +162,7 @@ void vm_pool_put_back(struct vm_slab *s);
 
 /* Adds at least `units` free units, in runs of `align`. A run of `piece` units should fit in one slab; 0: the pool is
  * only filled up, and no other slabs are returned to make room. *id (0 at first) identifies the growth for
- * vm_pool_undo_grow, which returns those of its slabs that are empty; a growth that fails has done so itself.
+ * vm_pool_undo_grow, which returns those of its slabs that are empty; a growth that fails undoes itself.
  * `seen`: free units when the caller looked; if memory is short but there are more by now, because another thread added
  * them, returns 0 and the caller looks again. */
 int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
@@ -171,11 +171,11 @@ void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
 /* Returns empty slabs to the driver while `keep` free bytes remain, `low` of them in pools[0]; with `wait`, also those
  * that are being zeroed. */
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, uint64_t low, bool wait);
-/* Returns to the driver one slab that was set aside and has no references; the result is its bytes. Lock held, but
- * dropped during the driver call. */
+/* Returns to the driver one slab that was set aside and has no references. The return value is the slab's size in
+ * bytes. Lock held, but dropped during the driver call. */
 uint64_t vm_pool_part(struct vm_ctx *c, struct vm_slab *s);
 
-/* Free memory above pool_high. With a delay, only what its pool did not need at any time during that many ns is
+/* Free memory above pool_high. With a delay, only memory that its pool did not need at any time during the delay is
  * returned to the driver: an engine's load rises and falls within that time, and a slab costs the driver 0.1 ms each
  * way. The worker returns it, a piece at a time, so that no batch waits for long. */
 struct vm_surplus {
@@ -186,7 +186,8 @@ struct vm_surplus {
 
 /* Called when memory becomes free: returns the excess over pool_high, or starts watching it. */
 void vm_pool_settle(struct vm_ctx *c);
-/* Called when a plan was cancelled: treats free memory above `keep`, the amount before the plan, the same way. */
+/* Called when a plan was cancelled: with a delay, does what vm_pool_settle does; else returns free memory above `keep`,
+ * the amount before the plan. */
 void vm_pool_abandon(struct vm_ctx *c, uint64_t keep);
 /* Called by the worker: returns a piece of the surplus to the driver; true if there was any. */
 bool vm_pool_give_surplus(struct vm_ctx *c);
@@ -207,10 +208,10 @@ struct vm_clean {
   bool background; /* immutable: freed pages are dirty with this back end, and the worker zeroes them */
   bool wanted;     /* there may be dirty free units: cleared when none is found, or zeroing has failed */
   bool issuing;    /* the fill is being started, without the lock */
-  bool retiring;   /* a thread waits for it, without the lock */
+  bool retiring;   /* a thread waits for the batch, without the lock */
   bool ended;      /* a batch has ended since the worker last trimmed the pool */
   uint32_t hold;   /* number of callers that prevent another batch */
-  uint32_t n;      /* runs of the batch in flight; 0 = none */
+  uint32_t n;      /* number of runs of the batch in flight; 0 = no batch */
   struct vm_run runs[CLEAN_RUNS];
   vm_event event;
 };
@@ -237,20 +238,21 @@ void vm_clean_release(struct vm_ctx *c);
 struct vm_fill {
   struct vm_fill *next; /* in vm_phys.fills; changed by the worker, under the lock */
   vm_event event;       /* immutable once it runs */
-  uint32_t refs;        /* one of the list; one of each user that drops the lock */
+  uint32_t refs;        /* one for the list; one for each user that drops the lock */
   bool over;
-  int result; /* set when it is over */
+  int result; /* set when the fill is over */
   /* Called once, with the lock held and the error of `result` recorded in this thread. May be NULL. */
   void (*ended)(struct vm_ctx *c, void *owner, int result);
   void *owner;
   size_t nruns;
-  struct vm_run runs[]; /* the memory that it writes */
+  struct vm_run runs[]; /* memory that the fill writes */
 };
 
 struct vm_fill *vm_fill_new(struct vm_ctx *c, size_t nruns); /* NULL: no heap */
 /* The fill runs until `event` is complete; the reference of vm_fill_new becomes the list's. Worker; lock held. */
 void vm_fill_begin(struct vm_ctx *c, struct vm_fill *f, vm_event event);
-/* Finds a fill that is running on one of the units; NULL = none. Lock held: take a reference before dropping it. */
+/* Finds a fill that is running on one of the units; NULL = none. Lock held: take a reference to the fill before
+ * dropping the lock. */
 struct vm_fill *vm_fill_on(struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t n);
 /* Waits in this thread, however long it takes; drops the caller's reference. Returns the fill's result. Lock not
  * held. */
@@ -265,7 +267,7 @@ void vm_fills_finish(struct vm_ctx *c);
 
 /* Appends r, merging it into the last run if contiguous. NULL: no heap memory; the runs are unchanged. */
 struct vm_run *vm_runs_add(struct vm_ctx *c, struct vm_run *runs, uint32_t *n, struct vm_run r);
-/* Takes units from the pool. -ENOMEM: *missing units are missing in the pool (0: the heap is short). */
+/* Takes units from the pool. -ENOMEM: the pool lacks *missing units, or heap memory is short (*missing is 0). */
 int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t align, struct vm_run **out,
                  uint32_t *nout, uint64_t *missing);
 /* Drops a reference of all units of runs that have a slab, and frees the list. May drop the lock. */
@@ -279,13 +281,13 @@ struct vm_hdl {
   bool held;        /* the caller has not dropped it */
   bool busy;        /* vMemRelease is in progress */
   bool dirty_ok;    /* VMEM_CREATE_DIRTY */
-  uint32_t pending; /* plans that map it */
-  uint32_t pins;    /* those of them that rely on its references: it must not be dropped */
+  uint32_t pending; /* number of plans that map its pages */
+  uint32_t pins;    /* number of those plans that rely on its references: it must not be dropped */
   uint32_t location;
   int32_t device;
   uint64_t bytes, page_size;
-  uint64_t mappings;  /* ptes with PTE_START */
-  uint64_t start_sum; /* sum of their addresses: with one mapping, its address */
+  uint64_t mappings;  /* number of its ptes with PTE_START */
+  uint64_t start_sum; /* sum of the addresses of these ptes: if there is one mapping, its address */
   uint32_t nruns;
   struct vm_run *runs; /* freed with the caller's reference; slab NULL: dropped by vmem_drop_range */
   uint32_t next_free;
@@ -296,7 +298,7 @@ struct vm_hdl *vm_hdl_new(struct vm_ctx *c, vmem_handle *out);
 uint32_t vm_hdl_index(struct vm_ctx *c, const struct vm_hdl *h);
 void vm_hdl_settle(struct vm_ctx *c, struct vm_hdl *h); /* frees the entry when nothing needs it */
 void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h);   /* drops the caller's reference; may drop the lock */
-/* A mapping made with a handle begins or ends at addr; index 0 = none. */
+/* Records that a mapping made with a handle (index 0 = none) begins at addr, or ends. */
 void vm_hdl_mapping(struct vm_ctx *c, uint32_t index, uint64_t addr, bool begins);
 /* Drops `count` pieces, `stride` apart. May drop the lock. */
 int vm_hdl_drop_range(struct vm_ctx *c, struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64_t count,
@@ -313,7 +315,7 @@ struct vm_phys {
   struct vm_clean clean;
   struct vm_surplus surplus;
   bool compacting;       /* vmem_compact is in progress */
-  struct vm_fill *fills; /* the fills that run on */
+  struct vm_fill *fills; /* fills that run on after their plans were committed */
 
   struct vm_hdl *hdls; /* entry 0 unused */
   uint32_t nhdls, cap_hdls, live_hdls;
@@ -321,10 +323,10 @@ struct vm_phys {
 
   uint64_t used_units, peak_used_units, quarantined_units, slab_bytes;
   uint64_t limbo_units;   /* in limbo: not referenced, but not free yet either */
-  uint64_t growing_bytes; /* of slabs being made */
-  uint64_t leaving_bytes; /* of slabs removed from the tables, but not yet returned to the driver */
-  uint64_t leaving[2];    /* number of those slabs, by the parity of the epoch in which that began */
-  uint64_t epoch;         /* incremented when a trim begins to wait for them */
+  uint64_t growing_bytes; /* bytes of slabs being created */
+  uint64_t leaving_bytes; /* bytes of slabs removed from the tables, but not yet returned to the driver */
+  uint64_t leaving[2];    /* number of those slabs, by the parity of the epoch in which they were removed */
+  uint64_t epoch;         /* incremented when a trim begins to wait for those slabs */
   uint64_t departures;    /* incremented whenever a list of such slabs has been returned */
 };
 

@@ -8,8 +8,8 @@
  * then become empty and return to the driver. A failed search makes the bound exact.
  *
  * Where a run is taken, in this order (vm_pool_take):
- *   0. with large entries: right before its right neighbour, if that is in the same block, so that the units missing
- *      in a block are taken again
+ *   0. with large entries: right before its right neighbour, if that is in the same block, so that the run fills the
+ *      gap in the block
  *   1. right after its left neighbour: the two then form one run
  *   2. 2 MiB or more: at the offset in a chunk that the address has in its block, so that 2 MiB entries fit
  *   3. with `spread`: in an empty chunk, at the address's offset, so that the stretch can grow into the
@@ -220,7 +220,7 @@ static bool merge_soiled(struct vm_ctx *c, struct vm_pool *p) {
   return true;
 }
 
-/* A word of the bitmap of free and dirty units. */
+/* Returns word w of the bitmap of units that are both free and dirty. */
 static uint64_t dirty_free(const struct vm_slab *s, uint32_t w) {
   return s->soil_map[w] | (s->free_map[w] & s->dirty_map[w]);
 }
@@ -388,19 +388,19 @@ static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out
   return false;
 }
 
-/* Units of a run at `place` before its first whole block. */
+/* Returns the number of units of a run at `place` that come before its first whole block. */
 static uint32_t head_of(const struct vm_ctx *c, const struct vm_place *place) {
   return (c->chunk_units - place->offset) & (c->chunk_units - 1);
 }
 
-/* Returns how many of the `len` free units right after the last run to take. Without large entries, all. With them, a
- * run is not continued if that would keep blocks of addresses from getting a large entry: if its offset in the chunk
- * differs from theirs in the block, or if the remainder of a block is not free. */
+/* Returns how many of the `len` free units right after the last run to take. Without large entries, all. With large
+ * entries, the run is not continued if that would keep blocks of addresses from getting a large entry: if the units'
+ * offset in their chunk differs from the addresses' offset in their block, or if the rest of a block is not free. */
 static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t len, uint32_t n,
                              const struct vm_place *place) {
   uint32_t cu = c->chunk_units, head = head_of(c, place), whole;
   if (!s->large || s->pool->large) return len;
-  if ((unit & (cu - 1)) != place->offset) { /* not into another chunk; 0 at the first page of a block */
+  if ((unit & (cu - 1)) != place->offset) { /* do not continue into another chunk; 0 at the first page of a block */
     uint32_t rest = (cu - (unit & (cu - 1))) & (cu - 1);
     if (rest < head) head = rest;
     return head < len ? head : len;
@@ -424,8 +424,8 @@ static uint32_t fits_behind(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uin
   return continuation(c, s, unit, len, n, place) & ~(align - 1);
 }
 
-/* For large entries: takes the longest part of a run of n units whose whole blocks are at the offset of their
- * addresses, or else only what comes before its first whole block. */
+/* For large entries: takes the longest part that it finds of a run of n units, placed so that each whole block fills a
+ * chunk; failing that, only the units before the first whole block. */
 static struct vm_run take_blocks(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
                                  const struct vm_place *place) {
   uint32_t cu = c->chunk_units, head = head_of(c, place), behind = fits_behind(c, p, n, align, place);

@@ -43,7 +43,7 @@ int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t a
     units -= r.n;
     taken += r.n;
     place = (struct vm_place){.slab = r.slab, .unit = r.unit + r.n};
-    if (c->large_entries) place.offset = taken & (c->chunk_units - 1); /* mappings usually begin at a block */
+    if (c->large_entries) place.offset = taken & (c->chunk_units - 1); /* most mappings begin at a block */
   }
   *out = runs;
   *nout = n;

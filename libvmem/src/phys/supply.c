@@ -28,7 +28,7 @@ struct keep {
 };
 
 /* Removes empty slabs from the tables until they add up to `most` bytes; the caller destroys them without the lock.
- * With grow_id != 0, only slabs made by that call of vm_pool_grow. *busy: a slab was skipped because it is being
+ * With grow_id != 0, only slabs created by that call of vm_pool_grow. *busy: a slab was skipped because it is being
  * zeroed. */
 static struct vm_slab *unlink_empty(struct vm_ctx *c, const struct keep *keep, uint64_t most, uint64_t grow_id,
                                     bool *busy) {
@@ -58,7 +58,7 @@ static struct vm_slab *unlink_empty(struct vm_ctx *c, const struct keep *keep, u
 
 static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   uint64_t freed = 0, gone = 0, n = 0;
-  bool odd = list && list->odd; /* same for all: the lock was held */
+  bool odd = list && list->odd; /* the same for the whole list, which was built under one hold of the lock */
   if (!list) return 0;
   while (list) {
     struct vm_slab *next = list->next;
@@ -104,7 +104,7 @@ static uint64_t give_back(struct vm_ctx *c, const struct keep *keep, uint64_t gr
   pthread_mutex_unlock(&c->lock);
   freed = destroy_list(c, list);
   freed += destroy_list(c, rest);
-  if (wait) { /* includes slabs the worker is returning */
+  if (wait) { /* also for slabs that the worker is returning */
     pthread_mutex_lock(&c->lock);
     await_leaving(c);
     pthread_mutex_unlock(&c->lock);
@@ -151,7 +151,7 @@ void vm_pool_settle(struct vm_ctx *c) {
   pthread_mutex_unlock(&c->lock);
 }
 
-/* The free units that the pools have needed recently, at least pool_high. Lock held. */
+/* Returns the free units to keep: what the pools have needed recently, plus pool_high in total. Lock held. */
 static struct keep needs(const struct vm_ctx *c, uint64_t *needed) {
   struct keep keep = {0};
   for (size_t i = 0; i < VM_POOLS; i++) {
@@ -191,7 +191,7 @@ void vm_pool_abandon(struct vm_ctx *c, uint64_t keep) {
     vm_pool_trim(c, keep, c->opts.pool_low, false);
 }
 
-/* Adds a slab of `bytes` or, if memory is short, down to `least`. */
+/* Adds a slab of `bytes` bytes or, if memory is short, a smaller one of at least `least` bytes. */
 static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t least, uint64_t page_size,
                      uint64_t grow_id, uint64_t *got) {
   struct vm_slab *s = NULL;
@@ -199,8 +199,8 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
   for (;;) {
     uint64_t seen;
     pthread_mutex_lock(&c->lock);
-    /* A slab that another thread is making may satisfy this call; if it fails, it no longer counts against the
-     * limit. */
+    /* Wait for slabs that other threads are creating or returning: a new slab may satisfy this call, and after a
+     * failure or a return its bytes no longer count against the limit. */
     while (c->opts.mem_limit && (c->phys->growing_bytes || c->phys->leaving_bytes) &&
            c->phys->slab_bytes + c->phys->growing_bytes + c->phys->leaving_bytes + bytes > c->opts.mem_limit)
       pthread_cond_wait(&c->done_cond, &c->lock);
@@ -287,13 +287,13 @@ static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   return more;
 }
 
-/* Refuses a request larger than all memory before taking any of it from other users. Only queried if the query is
- * cheap compared with the memory. */
+/* Refuses a request larger than the total memory before taking any of it from other users. Queries the driver only for
+ * requests so large that the query costs little in comparison. */
 static int there_is(struct vm_ctx *c, const struct vm_pool *p, uint64_t bytes) {
   uint64_t unused, all = UINT64_MAX;
   if (bytes > MAX_SLAB) VM_UNDO(vm_drv_memory(c, p->location, p->device, &unused, &all));
-  if (!all || bytes <= all) return 0; /* 0: the driver does not say */
-  return vm_fail_at(-ENOMEM, 0, bytes, all, "%llu bytes are more than all memory there is, %llu",
+  if (!all || bytes <= all) return 0; /* 0: the driver does not report it */
+  return vm_fail_at(-ENOMEM, 0, bytes, all, "%llu bytes exceed the total memory of %llu bytes",
                     (unsigned long long)bytes, (unsigned long long)all);
 }
 
@@ -301,7 +301,8 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
                  uint64_t *id) {
   uint64_t need = units << c->shift, page = (uint64_t)align << c->shift, slab = c->info->pub.slab_size;
   uint64_t chunk = (uint64_t)c->chunk_units << c->shift, got = 0;
-  bool single = c->info->one_page_slabs, may_reclaim = piece && !*id; /* once, or two calls could alternate forever */
+  /* Reclaim only once: otherwise two calls could alternate forever. */
+  bool single = c->info->one_page_slabs, may_reclaim = piece && !*id;
   int err;
   if (units > UINT64_MAX >> c->shift) {
     vm_pool_undo_grow(c, *id);

@@ -73,7 +73,7 @@ static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size
 }
 
 /* Points the ptes of a segment at its units and drops the references to the old ones. The ptes stay busy with this
- * plan while that drops the lock. */
+ * plan, because dropping references drops the lock. */
 static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *seg) {
   struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
   uint32_t flags = (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | vm_call_marks(c, piece->space, seg->addr, r);

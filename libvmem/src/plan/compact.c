@@ -299,7 +299,7 @@ static int plan_addresses(struct evacuation *v, const struct survey *survey) {
   return 0;
 }
 
-/* Rewrites the runs of a handle with the new places. With `out` NULL it only counts. */
+/* Rewrites the runs of a handle with the new places. If `out` is NULL, only counts the new runs. */
 static uint32_t rewrite(const struct vm_move *m, const struct vm_hdl *h, struct vm_run *out) {
   struct vm_run last = {0};
   uint32_t n = 0;
@@ -475,7 +475,7 @@ static int compact(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
   return err;
 }
 
-/* Returns the empty slabs first, which costs nothing. */
+/* Returns empty slabs first: no page has to move for that. */
 static uint64_t trim(struct vm_ctx *c, uint64_t want) {
   uint64_t have, keep;
   pthread_mutex_lock(&c->lock);

@@ -27,7 +27,7 @@ static uint64_t next_call(struct vm_ctx *c, struct vm_space *s, uint64_t *addr, 
       struct vm_run r = {c->phys->slabs[p->slab], p->unit, (uint32_t)vm_units(c, n)};
       r.n = vm_one_call(c, *addr, r);
       if (vm_space_cuts_page(c, s, *addr + vm_bytes(c, r.n), &page, &bytes)) {
-        cuts = page == *addr; /* the range ends in it, or a batch is changing the rest */
+        cuts = page == *addr; /* the range ends in this block, or a batch is changing the rest of it */
         r.n = (uint32_t)vm_units(c, page - *addr);
       }
       n = vm_bytes(c, r.n);

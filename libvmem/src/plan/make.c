@@ -13,7 +13,7 @@ struct maker {
   struct vm_plan *p;
   struct vm_want w;
   struct vm_space *space;   /* contains the last address that was looked up */
-  uint64_t short_units;     /* missing from the pool */
+  uint64_t short_units;     /* units that the pool lacks */
   uint64_t taken[VM_POOLS]; /* units taken for this plan, per pool */
 };
 
@@ -81,7 +81,7 @@ static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bo
   return err;
 }
 
-/* The same for a run taken from the pool, which may need several calls. */
+/* Like mark_run, for a run taken from the pool, which may need several calls. */
 static int mark_taken(struct maker *m, struct vm_piece *piece, struct vm_run r, bool zero) {
   struct vm_ctx *c = m->c;
   while (r.n) {
@@ -100,7 +100,8 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
   struct vm_ctx *c = m->c;
   uint32_t align = (uint32_t)vm_units(c, m->w.page_size);
   struct vm_place place = {.spread = m->w.op->flags & VMEM_OP_SPREAD};
-  bool zero = m->w.op->flags & VMEM_OP_COPY || !(m->w.op->flags & VMEM_OP_DIRTY); /* mapped before it is copied to */
+  /* With COPY, a page is mapped before it is copied to, so it is zeroed even with DIRTY. */
+  bool zero = m->w.op->flags & VMEM_OP_COPY || !(m->w.op->flags & VMEM_OP_DIRTY);
   struct vm_space *s = piece->space;
   uint64_t end = piece->addr + bytes;
   struct vm_pte *left = piece->addr > s->base ? vm_pte(c, s, piece->addr - c->granule) : NULL;
@@ -305,7 +306,7 @@ static int do_op(struct maker *m, const struct vmem_op *op) {
   return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
 }
 
-/* Returns the free bytes that the pool keeps if the plan is cancelled: as many as before it. */
+/* Returns the free bytes that the pool keeps if the plan is cancelled: as many as before, at least pool_high. */
 static uint64_t keep_bytes(const struct vm_ctx *c) {
   uint64_t have = vm_pool_free_units(c) << c->shift;
   return have > c->opts.pool_high ? have : c->opts.pool_high;
@@ -400,7 +401,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
       continue;
     }
     again = false;
-    /* Short in total, or only of large enough pieces. */
+    /* The pool is short of units in total, or only of pieces that are large enough. */
     need = need > free_units ? need - free_units : m.short_units;
     err = vm_pool_grow(c, m.w.pool, need, vm_units(c, m.w.op->bytes), (uint32_t)vm_units(c, m.w.page_size), free_units,
                        &grow_id);

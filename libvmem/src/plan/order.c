@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The fills of other batches that a plan must wait for, and its own, which may outlast it. */
+/* The fills of other batches that a plan must wait for, and the plan's own fills, which may outlast it. */
 #include "plan/plan.h"
 
 bool vm_plan_only_fills(const struct vm_plan *p) {
@@ -63,7 +63,7 @@ static struct vm_fill *behind_segs(struct vm_ctx *c, const struct vm_list *segs)
 struct vm_fill *vm_plan_blocker(struct vm_ctx *c, struct vm_plan *p) {
   struct vm_fill *f;
   if (!c->phys->fills) return NULL;
-  /* Pages being unmapped; pages mapped at a second address; pages written again. */
+  /* Look for fills of pages that the plan unmaps, maps at a second address, or writes again. */
   if ((f = behind_pieces(c, &p->unmaps)) || (f = behind_pieces(c, &p->replaced)) || (f = behind_segs(c, &p->kept)) ||
       (f = behind_segs(c, &p->joins)) || (f = behind_segs(c, &p->replaces)) ||
       (p->shows && (f = behind_segs(c, &p->maps))) || (f = behind_pieces(c, &p->fills)))

@@ -4,7 +4,7 @@
  *
  *   check.c        arguments
  *   make.c         takes pages and marks ptes: everything that can run out of memory
- *   order.c        the fills of other batches that must finish first, and its own that may run on
+ *   order.c        the fills of other batches that must finish first, and the plan's own, which may run on
  *   split.c        large entries that a batch changes in part
  *   run.c          makes the driver calls, or undoes them
  *   commit.c       records what was done, or takes back what make.c did
@@ -38,10 +38,10 @@ struct vm_cut { /* a large entry that a piece covers in part */
   bool allowed;         /* VMEM_OP_SPLIT */
 };
 
-struct vm_group { /* unmapped by one call, then mapped again in part */
+struct vm_group { /* a range that one call unmaps, and of which a part is then mapped again */
   uint64_t addr, bytes;
   struct vm_space *space;
-  size_t segs; /* how many of the plan's group_segs it has */
+  size_t segs; /* number of the plan's group_segs that belong to the group */
 };
 
 struct vm_plan {
@@ -51,28 +51,28 @@ struct vm_plan {
   struct vm_list zeros;      /* vm_run: claimed units, to be zeroed before anything is mapped */
   struct vm_list copies;     /* vm_be_copy: to maps, or between slabs' own mappings */
   struct vm_list sources;    /* vm_access: what `copies` read; registered while the complete plan exists */
-  struct vm_list replaced;   /* vm_piece, fully mapped: maps other pages afterwards */
-  struct vm_list replaces;   /* vm_seg: those pages, in the order of `replaced` */
+  struct vm_list replaced;   /* vm_piece, fully mapped; will map other pages */
+  struct vm_list replaces;   /* vm_seg: the new pages, in the order of `replaced` */
   struct vm_list cuts;       /* vm_cut, in order, each block once */
-  struct vm_list kept;       /* vm_seg: what remains of those blocks */
+  struct vm_list kept;       /* vm_seg: what remains of the blocks in `cuts` */
   struct vm_list groups;     /* vm_group, in order */
   struct vm_list group_segs; /* vm_seg: from `kept` and `replaces`, in the order of the groups */
   struct vm_list joins;      /* vm_seg: mapped already, by several calls or with small entries */
   struct vm_list fills;      /* vm_piece */
   struct vm_list consumed;   /* uint32_t handle indices */
-  struct vm_bind_op *ops;    /* room for its driver calls, which must not fail for lack of heap memory */
-  struct vm_fill *fill;      /* its fills, if they may run on after the commit; NULL = the plan waits for them */
-  vm_event event;            /* covers its fills and copies; 0 = complete */
-  bool filling;              /* its maps are done, and its fills and copies have started */
+  struct vm_bind_op *ops;    /* array for the driver calls, allocated in advance so that they need no heap memory */
+  struct vm_fill *fill;      /* the plan's fills, if they may run on after the commit; NULL = the plan waits for them */
+  vm_event event;            /* covers the plan's fills and copies; 0 = complete */
+  bool filling;              /* the maps are done, and the fills and copies have started */
   bool claims;               /* some of the mapped units are claimed: dirty, to be zeroed by this plan */
-  bool zeroing;              /* their zeroing was started */
+  bool zeroing;              /* zeroing of the claimed units has started */
   vm_event zero_event;       /* event that completes the zeroing */
   bool zeroed;               /* zeroing is complete; the units may have been written since */
-  bool shows;                /* maps pages of a handle, which by the time it runs may be mapped and filled elsewhere */
-  bool only_joins;           /* made by vmem_join, not a batch */
+  bool shows;                /* maps pages of a handle; when the plan runs, they may be mapped and filled elsewhere */
+  bool only_joins;           /* made by vmem_join, not for a batch */
   struct vm_move *move;      /* vmem_compact: the replaces map copies of the old pages */
-  struct vm_room room;       /* what it has planned in backend/room.c */
-  uint64_t grow_id;          /* slabs made for this plan; 0 = none */
+  struct vm_room room;       /* room that the plan has reserved in backend/room.c */
+  uint64_t grow_id;          /* identifies the pool's growth for this plan; 0 = none */
   uint64_t keep;             /* free bytes that stay in the pool if the plan is cancelled */
   uint32_t release;          /* handle that vMemRelease drops with this plan; 0 = none */
 };
@@ -118,8 +118,8 @@ int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p);
 /* Called for a marked piece to be unmapped or replaced: records the large entries that it cuts. -EINVAL for a large
  * page, which cannot be cut. */
 int vm_split_note(struct vm_ctx *c, struct vm_plan *p, const struct vm_piece *piece, bool allowed);
-/* Called once all pieces are marked: marks the remaining parts of those entries busy too. -EINVAL if splitting was
- * not allowed. */
+/* Called once all pieces are marked: marks the remaining parts of the recorded entries busy too. -EINVAL if splitting
+ * was not allowed. */
 int vm_plan_split(struct vm_ctx *c, struct vm_plan *p);
 /* Records the splits, before anything else of the plan. */
 void vm_split_commit(struct vm_ctx *c, struct vm_plan *p);
@@ -132,15 +132,16 @@ int vm_plan_may_run_on(struct vm_ctx *c, struct vm_plan *p, void (*ended)(struct
                        void *owner);
 /* Finds a running fill of another plan that must finish before this plan is run; NULL = none. Lock held. */
 struct vm_fill *vm_plan_blocker(struct vm_ctx *c, struct vm_plan *p);
-/* Waits for all such fills in this thread. Lock not held. */
+/* Waits in this thread until vm_plan_blocker finds no fill. Lock not held. */
 int vm_plan_await_fills(struct vm_ctx *c, struct vm_plan *p);
 
 /* ---- run.c (lock not held) --------------------------------------------------------------------- */
 
 /* Creates the slabs' own mappings, which vm_plan_zero uses. */
 int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
-/* Zeroes what the plan has claimed and waits for that; with `over`, does not wait, but sets *over: if false, call it
- * again. Nothing of the plan may be mapped before that is done. After an error the plan can only be cancelled. */
+/* Zeroes the units that the plan has claimed and waits for completion; with `over`, does not wait, but sets *over: if
+ * false, call it again. No map of the plan may run before the zeroing is complete. After an error the plan can only be
+ * cancelled. */
 int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over);
 /* Makes the driver calls, then commits or undoes. Call it only when vm_plan_blocker finds no fill. Only the plan's
  * fills wait for `after`. With `over`, it does not wait for the plan's own fills: if more must be done after them,
@@ -174,7 +175,7 @@ struct vm_moved_handle {
 };
 
 struct vm_move {
-  struct vm_slab *from; /* NULL until it is set aside */
+  struct vm_slab *from; /* slab whose pages move; NULL until it is set aside */
   struct vm_moved *to;  /* per unit of `from` */
   struct vm_list taken; /* vm_run: the pages that `to` names, and the remainder of large ones; one reference each */
   struct vm_list hdls;  /* vm_moved_handle */

@@ -3,9 +3,9 @@
  * Makes a plan's driver calls, then commits or undoes it.
  *
  * Order: zeroing of new pages, maps, copies to them, fills, replaces, joins, unmaps. Maps, replaces, joins and
- * unmaps are operations of vm_bind (backend/backend.h). Without fills and copies one call of it makes them all; with
- * them two, because pages must be mapped before they are filled, and the undo of a failed fill needs the
- * old mappings to be still in place.
+ * unmaps are operations of vm_bind (backend/backend.h). Without fills and copies, one vm_bind call carries out all of
+ * them. With fills or copies it takes two calls: pages must be mapped before they are filled, and the undo of a failed
+ * fill needs the old mappings to be still in place.
  *
  * The undo runs in reverse order. Where it fails, the range and its pages are quarantined: their
  * ptes keep their references and never change again.
@@ -22,7 +22,7 @@ struct calls {
   struct vm_bind_result r;
 };
 
-/* The maximum number of operations for a range. */
+/* Returns the maximum number of operations for a range. */
 static size_t parts(const struct vm_ctx *c, uint64_t bytes) {
   uint64_t most = c->info->bind_bytes;
   return most ? (size_t)((bytes + most - 1) / most) + 1 : 1;
@@ -36,7 +36,7 @@ static size_t most_maps(const struct vm_ctx *c, const struct vm_list *segs) {
 
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
   size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces) + most_maps(c, &p->joins);
-  n += p->kept.n + p->groups.n; /* a kept run is shorter than a block; a group may need a separate unmap */
+  n += p->kept.n + p->groups.n; /* one for each kept run (shorter than a block), and perhaps an unmap for each group */
   for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, VM_AT(p->unmaps, struct vm_piece, i)->bytes);
   return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
 }
@@ -67,7 +67,7 @@ static void push_maps(struct calls *b, struct vm_plan *p) {
   for (size_t i = 0; i < p->maps.n; i++) push_map(b, VM_BIND_MAP, VM_AT(p->maps, struct vm_seg, i), 0, 0);
 }
 
-/* Replaces that are in no group. */
+/* Pushes the replaces that are in no group. */
 static void push_replaces(struct calls *b, struct vm_plan *p) {
   const struct vm_piece *piece = p->replaced.v;
   for (size_t i = 0; i < p->replaces.n; i++) {
@@ -82,7 +82,7 @@ static void push_unmap(struct calls *b, const struct vm_space *s, uint64_t addr,
   uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : end - addr, n;
   for (; addr < end; addr += n) {
     n = end - addr < most ? end - addr : most;
-    /* Large pages are not cut. */
+    /* Do not cut a large page. */
     if (addr + n < end && n > LARGE_PAGE) n -= (addr + n) & (LARGE_PAGE - 1);
     push(b, VM_BIND_UNMAP, s, addr, n);
   }
@@ -149,7 +149,7 @@ static int run(struct calls *b) {
     const struct vm_bind_op *op = &b->ops[i];
     if (b->c->be->bind || op->kind != VM_BIND_REPLACE)
       quarantine(b->c, op->addr, op->bytes);
-    else if (op->clears) /* the whole unmapped range, of which these operations may map a part */
+    else if (op->clears) /* the whole range that was unmapped: the operations may map only part of it */
       quarantine(b->c, op->from, op->clears);
   }
   return err;
@@ -157,11 +157,11 @@ static int run(struct calls *b) {
 
 /* ---- taking back ------------------------------------------------------------------------------- */
 
-/* Uses no heap memory: a shortage of it may be the failure being undone. */
+/* An undo uses no heap memory: a shortage of it may be the failure being undone. */
 struct undo {
   struct vm_ctx *c;
   const struct vmem_error *why; /* error being undone */
-  int worst;                    /* its code, or -ENOTRECOVERABLE with the error that names a range */
+  int worst;                    /* the code of `why`; -ENOTRECOVERABLE once a range could not be undone */
   size_t n;
   struct vm_bind_op ops[64];
 };

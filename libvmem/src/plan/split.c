@@ -108,7 +108,7 @@ static int take_in(struct splitter *s, struct vm_list *pieces, const struct vm_l
   return 0;
 }
 
-/* Holds what remains of the k-th block, in segments that one call each can remap. */
+/* Marks what remains of the k-th block busy, and records it in segments, each of which one call can remap. */
 static int keep_rest(struct splitter *s, size_t k) {
   struct vm_ctx *c = s->c;
   const struct vm_cut *cut = VM_AT(s->p->cuts, struct vm_cut, k);
@@ -204,6 +204,6 @@ void vm_split_commit(struct vm_ctx *c, struct vm_plan *p) {
     vm_ptes_one_call(c, seg->space, seg->addr, seg->bytes);
     vm_ptes_release(c, seg->space, seg->addr, seg->bytes);
     if (!i || vm_units(c, seg->addr) >> c->chunk_shift != vm_units(c, seg[-1].addr) >> c->chunk_shift)
-      c->driver->splits++; /* a block of which nothing remains was not split */
+      c->driver->splits++; /* a block with no remaining part was unmapped whole, not split */
   }
 }

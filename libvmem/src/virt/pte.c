@@ -176,7 +176,7 @@ int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_
         return vm_pte_taken(c, &p[i], addr);
       }
       p[i] = (struct vm_pte){r.slab->index, r.unit + *marked + i, handle, marks_at(addr, flags) | PTE_BUSY};
-      flags &= ~(PTE_START | PTE_CALL); /* only of the first granule */
+      flags &= ~(PTE_START | PTE_CALL); /* only the first granule gets these */
     }
   }
   return 0;

@@ -112,8 +112,8 @@ bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
 /* Counts the granules from addr on whose ptes name adjacent units and agree in the flags of `mask`. */
 uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, uint32_t mask);
-/* True if a call that maps the run at addr makes large entries: the driver uses the largest size that divides address,
- * offset and length, one size for the whole call. */
+/* True if a call that maps the run at addr creates large entries: the driver uses the largest size that divides
+ * address, offset and length, one size for the whole call. */
 static inline bool vm_is_whole(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, struct vm_run r) {
   return r.slab->large && (s->large || r.slab->pool->large) &&
          !((vm_units(c, addr) | r.unit | r.n) & (c->chunk_units - 1));
@@ -121,11 +121,11 @@ static inline bool vm_is_whole(const struct vm_ctx *c, const struct vm_space *s,
 /* Counts the first units of a run that one driver call maps at addr: those before its whole blocks, or all whole
  * blocks, or those after them. */
 uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
-/* Returns the marks for the ptes of such a call: see vm_ptes_name. */
+/* Returns the marks for the ptes of a call that maps the run at addr: see vm_ptes_name. */
 static inline uint32_t vm_call_marks(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, struct vm_run r) {
   return PTE_CALL | (vm_is_whole(c, s, addr, r) ? PTE_LARGE : 0);
 }
-/* The number of bytes from addr on, at most max, that one driver call may remap with their present entries. */
+/* Returns how many bytes from addr on, at most max, one driver call may remap with their present entries. */
 uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
 /* True if the granule is the first of a large entry. */
 bool vm_is_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
@@ -168,7 +168,7 @@ struct vm_access {
 };
 
 void vm_access_begin(struct vm_ctx *c, struct vm_access *a);
-void vm_access_end(struct vm_ctx *c, struct vm_access *a); /* does nothing if it has not begun */
+void vm_access_end(struct vm_ctx *c, struct vm_access *a); /* does nothing if the access has not begun */
 /* -EBUSY if part of the range is in use. */
 int vm_access_check(struct vm_ctx *c, uint64_t addr, uint64_t bytes);
 

@@ -3,7 +3,7 @@
  * The worker thread: runs submitted batches, first come first served.
  *
  * A batch whose GPU work is not done, or that touches what an earlier batch's fill still writes,
- * moves to a second list, which is polled; so does one with more to do after its own fills and
+ * moves to a second list, which is polled; so does a batch with more to do after its own fills and
  * copies. Later batches overtake it. A job's ranges are busy from submit on, so no two jobs touch
  * the same pages and they may run in any order. The thread itself never waits for GPU work.
  */
@@ -25,7 +25,7 @@
 struct vm_job {
   struct vm_job *next;
   struct vm_plan plan;
-  struct vmem_op *ops; /* a late batch's operations, which has no plan before it starts */
+  struct vmem_op *ops; /* operations of a late batch, which has no plan until it starts */
   size_t nops;
   bool late;
   struct vm_deps deps;
@@ -366,7 +366,7 @@ void vm_worker_stop(struct vm_ctx *c) {
   finish_jobs(c, c->work->queue);
   vm_fills_finish(c);
   pthread_mutex_lock(&c->lock);
-  vm_clean_hold(c); /* for good */
+  vm_clean_hold(c); /* never released: the context is being closed */
   pthread_mutex_unlock(&c->lock);
 }
 

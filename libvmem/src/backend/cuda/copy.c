@@ -15,13 +15,13 @@
 
 enum {
   BLOCK = 256,
-  BLOCK_BYTES = 16 * 1024, /* work of one block: four 16-byte words per thread */
+  BLOCK_BYTES = 16 * 1024, /* bytes that one thread block handles: four 16-byte words per thread */
   FILL_RANGES = 250,       /* so that the parameters stay below the 4 KiB every driver accepts */
   COPY_RANGES = 166,
   WINDOWS = 2,
   WINDOW_BYTES = 2 << 20,
   STAGE_BYTES = WINDOWS * WINDOW_BYTES,
-  DIRECT_BYTES = 16 << 20, /* per launch, so that fills of other threads can run in between */
+  DIRECT_BYTES = 16 << 20, /* limit per launch, so that other threads' fills can run in between */
 };
 
 struct fill_params {

@@ -198,7 +198,7 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   struct cuda *c = calloc(1, sizeof(*c));
   struct vmem_error before;
   int err;
-  vm_error_save(&before); /* the tries below may record errors that are not the caller's */
+  vm_error_save(&before); /* the attempts below may record errors that do not concern the caller */
   if (!c) return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*c));
   err = gpu_open(opts->devices, opts->num_devices, &c->base.gpu);
   if (err) {

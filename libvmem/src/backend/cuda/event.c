@@ -7,12 +7,12 @@
 #include "backend/cuda/gpu.h"
 #include "base/error.h"
 
-enum { FOREIGN = UINT32_MAX }; /* not in a primary context of our devices: never pooled */
+enum { FOREIGN = UINT32_MAX }; /* event of a context that is not one of our primary contexts: never pooled */
 
 struct gpu_event {
   gpu_cuevent handle;
   uint32_t device; /* index, or FOREIGN */
-  bool borrowed;   /* the caller's */
+  bool borrowed;   /* belongs to the caller */
   struct gpu_event *next;
 };
 

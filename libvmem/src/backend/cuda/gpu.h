@@ -25,7 +25,7 @@ struct gpu_device {
   bool mig;
   bool mps;
   char name[64];
-  struct gpu_event *free_events; /* under event_lock */
+  struct gpu_event *free_events; /* protected by event_lock */
 };
 
 /* Streams for fills that wait for events, which may never complete: up to this many blocked fills do
@@ -37,8 +37,8 @@ struct gpu {
   uint32_t num_devices;
   struct gpu_device devices[VMEM_MAX_DEVICES]; /* [0]: where our kernels run */
   unsigned multiprocessors;
-  gpu_stream work;                     /* fills and copies that wait for nothing */
-  gpu_stream after[GPU_AFTER_STREAMS]; /* fills that wait for events, which must not delay those in `work` */
+  gpu_stream work;                     /* runs fills and copies that wait for nothing */
+  gpu_stream after[GPU_AFTER_STREAMS]; /* run fills that wait for events, so that they do not delay those in `work` */
   unsigned next_after;
   gpu_module module;
   gpu_function fill, copy;
@@ -57,7 +57,7 @@ void gpu_close(struct gpu *g);
 /* Finds the index in g->devices of a CUDA ordinal; -EINVAL if it is not one of the context's devices. */
 int gpu_find(const struct gpu *g, int32_t ordinal, uint32_t *index);
 
-/* Enclose every CUDA call in these. */
+/* Every CUDA call runs between gpu_enter and gpu_leave. */
 int gpu_enter(const struct gpu *g, uint32_t index, struct gpu_scope *scope);
 void gpu_leave(const struct gpu *g, const struct gpu_scope *scope);
 

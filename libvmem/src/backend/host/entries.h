@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * entries.h - emulates the entries of 2 MiB that a GPU's driver would make, and its refusal to change part of one.
+ * entries.h - emulates the entries of 2 MiB that a GPU's driver would create, and its refusal to change part of one.
  *
  * CPU mappings have no such entries, so a table records them. The caller locks it.
  */
@@ -14,7 +14,7 @@
 #define HOST_ENTRY (2ull << 20)
 
 struct host_entries {
-  uint64_t *v; /* addresses, in order */
+  uint64_t *v; /* addresses of the entries, sorted */
   size_t n, cap;
 };
 

@@ -31,8 +31,8 @@
 #include "base/context.h"
 #include "base/fd.h"
 
-#define VMA_MARGIN 256u   /* for an undo, thread stacks and libraries loaded later */
-#define VMA_RECOUNT 4096u /* new pieces after which the rest of the process is counted again */
+#define VMA_MARGIN 256u   /* VMAs kept free for an undo, thread stacks and libraries loaded later */
+#define VMA_RECOUNT 4096u /* new pieces after which the process's other VMAs are counted again */
 #define VMA_PAUSE 10      /* after a refusal, wait this many times the duration of a count before counting again */
 #define SPARES 4
 #define SLAB_SIZE (64ull << 20)
@@ -51,17 +51,17 @@ struct host {
 
   /* protected by process.memory */
   uint64_t slab_bytes, file_bytes;
-  struct gap *gaps; /* space of destroyed slabs, by offset; never adjacent */
+  struct gap *gaps; /* file ranges of destroyed slabs, sorted by offset; never adjacent */
   size_t ngaps, cap_gaps;
 
   pthread_mutex_t lock;                                /* protects the fields below */
   uint64_t other_vmas, counted_at, max_vmas, segments; /* compared by room(); segments: the core's last count */
-  uint64_t others_at;                                  /* the other contexts' pieces at the time of the count */
+  uint64_t others_at;                                  /* the other contexts' pieces when the VMAs were last counted */
   uint64_t next_count;                                 /* ns: earliest recount after a refusal */
   bool recount_due;
   struct host_entries entries;
   void *spares[SPARES]; /* a page each, never accessed; NULL: released */
-  bool spares_lack;     /* atomic; true if some are released */
+  bool spares_lack;     /* atomic; true if some spares are released */
 };
 
 /* ---- the process ------------------------------------------------------------------------------ */
@@ -77,7 +77,7 @@ static const char *const source_paths[SOURCES] = {
 static struct {
   pthread_mutex_t forks; /* held by a fork; protects the fields below */
   struct host *first;
-  int sources[SOURCES];           /* open as long as a context is, since descriptors may run out later; -1: none */
+  int sources[SOURCES];           /* kept open while a context is open, since descriptors may run out later; -1: none */
   struct vm_available *available; /* the sources of free memory; read under `memory` */
   pthread_mutex_t memory;         /* protects the promises of all contexts; `forks` may be taken under it */
   pthread_mutex_t counting;       /* held while reading MAPS */
@@ -201,7 +201,7 @@ static uint64_t count_vmas(void) {
   return lines;
 }
 
-/* Records a context's count; returns the sum of the others. */
+/* Records a context's number of pieces; returns the sum over the other contexts. */
 static uint64_t note(struct host *h, uint64_t segments) {
   uint64_t all = __atomic_add_fetch(&all_segments, segments - h->segments, __ATOMIC_RELAXED);
   h->segments = segments;
@@ -348,7 +348,7 @@ static uint64_t available(uint64_t enough, uint64_t *open_promises, uint64_t *to
 
 static uint64_t page_sizes(void) {
   uint64_t least = (uint64_t)sysconf(_SC_PAGESIZE);
-  return (4ull << 20) - least; /* the sizes from `least` to 2 MiB */
+  return (4ull << 20) - least; /* a bit for each page size from `least` to 2 MiB */
 }
 
 static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, void **be) {
@@ -436,14 +436,14 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
                       (unsigned long long)bytes);
   p = mmap(NULL, room, PROT_NONE, EMPTY, -1, 0);
   if (p == MAP_FAILED)
-    return vm_fail_at(-ENOMEM, 0, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes,
+    return vm_fail_at(-ENOMEM, 0, bytes, 0, "cannot reserve %llu bytes of addresses: %s", (unsigned long long)bytes,
                       strerror(errno));
   a = vm_round_up((uint64_t)(uintptr_t)p, align);
   if (a > (uint64_t)(uintptr_t)p) munmap(p, a - (uint64_t)(uintptr_t)p);
   if (a + bytes < (uint64_t)(uintptr_t)p + room) munmap(at(a + bytes), (uint64_t)(uintptr_t)p + room - a - bytes);
   if ((err = blank(be, a, bytes, sparse))) {
     munmap(at(a), bytes);
-    return vm_fail_at(-ENOMEM, a, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes,
+    return vm_fail_at(-ENOMEM, a, bytes, 0, "cannot reserve %llu bytes of addresses: %s", (unsigned long long)bytes,
                       strerror(-err));
   }
   *addr = a;
@@ -547,7 +547,7 @@ static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
     if (!gap->bytes) memmove(gap, gap + 1, (--h->ngaps - i) * sizeof(*gap));
     return 0;
   }
-  if (!getrlimit(RLIMIT_FSIZE, &most) && end > most.rlim_cur) /* ftruncate would raise SIGXFSZ */
+  if (!getrlimit(RLIMIT_FSIZE, &most) && end > most.rlim_cur) /* ftruncate would raise SIGXFSZ: fail before it */
     return vm_fail_at(
         -ENOMEM, 0, bytes, most.rlim_cur,
         "growing the memory file by %llu bytes to %llu: the limit on a file's size (RLIMIT_FSIZE) is %llu",
@@ -587,7 +587,7 @@ static void leave_gap(struct host *h, uint64_t offset, uint64_t bytes) {
   if (i) join_gaps(h, i - 1);
   last = &h->gaps[h->ngaps - 1];
   if (last->offset + last->bytes < h->file_bytes) return;
-  h->file_bytes = last->offset; /* the file keeps its size until it grows */
+  h->file_bytes = last->offset; /* the file itself is not truncated: only a later extension changes its size */
   h->ngaps--;
 }
 

@@ -50,7 +50,11 @@ static inline bool nv_before(struct nv_version v, unsigned major, unsigned minor
 
 /* Sources of a branch's layouts, and their first versions. A driver of any other branch is tested before
  * use (rm.h). scripts/readme_branches.py writes this table into docs/compatibility.md. */
-enum nv_evidence { NV_TABLE = 1 /* gVisor's */, NV_SOURCES /* NVIDIA's */, NV_RUN /* sources, and hardware */ };
+enum nv_evidence {
+  NV_TABLE = 1, /* gVisor's table */
+  NV_SOURCES,   /* NVIDIA's sources */
+  NV_RUN        /* NVIDIA's sources, and a run on hardware */
+};
 static const struct nv_branch {
   unsigned major;
   enum nv_evidence evidence;
@@ -84,13 +88,13 @@ static inline const struct nv_branch *nv_branch_of(struct nv_version v) {
 }
 
 struct nv_abi {
-  uint32_t alloc_bytes;          /* of struct nvos64 */
-  uint32_t memparams_bytes;      /* of struct nv_memory_params */
-  uint32_t map_records;          /* in UVM_MAP_EXTERNAL_ALLOCATION */
+  uint32_t alloc_bytes;          /* size of struct nvos64 */
+  uint32_t memparams_bytes;      /* size of struct nv_memory_params */
+  uint32_t map_records;          /* GPU records in UVM_MAP_EXTERNAL_ALLOCATION */
   bool free_has_length;          /* UVM_FREE */
-  uint32_t virtualization_bytes; /* of struct nv0080_virtualization */
-  uint32_t fb_entries;           /* of struct nv2080_fb_info */
-  uint32_t va_space_bytes;       /* of struct nv_va_space_params */
+  uint32_t virtualization_bytes; /* size of struct nv0080_virtualization */
+  uint32_t fb_entries;           /* entries of struct nv2080_fb_info */
+  uint32_t va_space_bytes;       /* size of struct nv_va_space_params */
 };
 
 static inline struct nv_abi nv_abi_for(struct nv_version v) {
@@ -150,7 +154,7 @@ ABI_SIZE(struct nvos64, 48);
 ABI_AT(struct nvos64, params, 16);
 ABI_AT(struct nvos64, status, 40);
 
-/* the same in 530 */
+/* nvos.h NVOS64_PARAMETERS in 530 */
 struct nvos64_530 {
   uint32_t root, parent, object, class_id;
   uint64_t params, rights;
@@ -169,7 +173,7 @@ struct nv_card_info {
   uint32_t gpu_id;
   uint16_t interrupt_line, pad2;
   uint64_t reg_address, reg_size, fb_address, fb_size;
-  uint32_t minor_number; /* of /dev/nvidiaN */
+  uint32_t minor_number; /* N of /dev/nvidiaN */
   uint8_t dev_name[10], pad3[2];
 };
 ABI_SIZE(struct nv_card_info, 72);
@@ -276,7 +280,7 @@ ABI_AT(struct nv_va_space_params, base, 40);
 
 /* ctrl0080gpu.h NV0080_CTRL_CMD_GPU_GET_VIRTUALIZATION_MODE; the first word alone before 555 */
 #define NV0080_GET_VIRTUALIZATION_MODE 0x800289u
-enum { NV0080_VIRTUALIZATION_VGX = 2 /* the guest of a vGPU */ };
+enum { NV0080_VIRTUALIZATION_VGX = 2 /* a guest that uses a vGPU */ };
 struct nv0080_virtualization {
   uint32_t mode;
   uint8_t grid_build, pad[3];
@@ -320,7 +324,7 @@ ABI_AT(struct nv_memory_params, numa_node, 120);
 #define NVOS32_ATTR2_HUGE_2MB (1u << 20)
 
 /* ---- UVM ---------------------------------------------------------------------------------------
- * kernel-open/nvidia-uvm/uvm_ioctl.h; the ioctl's number is plain, with no size encoded in it. Each
+ * kernel-open/nvidia-uvm/uvm_ioctl.h; the ioctl's number is plain, with no size encoded in it. Each ioctl
  * returns 0 and puts the result into its status field. */
 enum {
   UVM_REGISTER_GPU_VASPACE = 25,
@@ -399,7 +403,7 @@ struct uvm_create_range {
 };
 ABI_SIZE(struct uvm_create_range, 24);
 
-/* UVM_MAP_EXTERNAL_ALLOCATION_PARAMS: this head, 32 or 256 records, this tail */
+/* UVM_MAP_EXTERNAL_ALLOCATION_PARAMS: struct uvm_map_head, 32 or 256 records, struct uvm_map_tail */
 struct uvm_map_head {
   uint64_t base, length, offset;
 };

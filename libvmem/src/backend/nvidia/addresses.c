@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Addresses for reservations, which the driver then makes there: it accepts any where UVM has no range.
+ * Addresses for reservations. The driver accepts any addresses at which UVM has no range.
  *
  * Plain: addresses that the kernel reserved for this process without access. Kernels accept them;
  * cuMemcpy and cuMemset refuse them, because CUDA never handed them out.
@@ -41,9 +41,9 @@ static int plain_get(uint64_t bytes, uint64_t align, struct nvidia_range *r) {
 
 static void plain_put(const struct nvidia_range *r) { munmap((void *)(uintptr_t)r->base, r->bytes); }
 
-/* Takes `bytes` from what visible reservations may use: the device's free memory, with our own slabs
- * counted as free, since those are what will be mapped there. The sum is this context's; other contexts
- * and libraries in the process have their own. */
+/* Charges `bytes` to this context's budget for visible reservations: the device's free memory, with our own slabs
+ * counted as free, since they are what will be mapped there. Other contexts and libraries in the process have their
+ * own budgets. */
 static int visible_charge(struct nvidia *s, uint64_t bytes, bool force) {
   uint64_t free_bytes, total, limit;
   int err = gpu_mem_info(s->base.gpu, VMEM_DEVICE, 0, &free_bytes, &total);

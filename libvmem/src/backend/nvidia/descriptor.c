@@ -104,7 +104,7 @@ int nvidia_find_uvm(struct nvidia *n, int (*trial)(struct nvidia *n, void *arg),
     link[length] = 0;
     if (!is_uvm(fd, link, have_node, st.st_rdev)) continue;
     tried = true;
-    /* Duplicated first, in case its owner closes it during the trial. */
+    /* Duplicate it first: its owner may close it during the trial. */
     fd = vm_duplicate(fd);
     if (fd < 0) {
       err = vm_fail(-ENOMEM, "duplicating a descriptor: %s", strerror(errno));

@@ -32,10 +32,10 @@ struct nvidia {
   uint32_t num_devices;
   struct nvidia_device devices[VMEM_MAX_DEVICES]; /* same order as base.gpu->devices, if any */
   uint64_t granule;
-  atomic_ullong device_slab_bytes; /* in devices[0] */
+  atomic_ullong device_slab_bytes; /* bytes of slabs in devices[0] */
   pthread_mutex_t va_lock;
-  uint64_t visible_bytes;      /* in visible reservations; under va_lock */
-  struct nvidia_range *ranges; /* reservations; under va_lock */
+  uint64_t visible_bytes;      /* size of all visible reservations; protected by va_lock */
+  struct nvidia_range *ranges; /* all reservations; protected by va_lock */
 };
 
 /* Addresses of a reservation. */
@@ -54,14 +54,14 @@ void nvidia_init(struct nvidia *n);
 /* Opens everything but uvm_fd, with CUDA. `trial`, if any, is called before the first call to a driver of an unknown
  * branch. On failure nvidia_close undoes what was done. */
 int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts, int (*trial)(const struct nvidia *n));
-/* Opens and keeps the node of devices[index], whose uuid and name are set, and makes its RM device. */
+/* Opens and keeps the node of devices[index], whose uuid and name are set, and creates its RM device. */
 int nvidia_open_device(struct nvidia *n, uint32_t index);
 void nvidia_close(struct nvidia *n);
-/* Makes one of UVM's ioctls. The ioctl's return value says whether the driver accepted the call; *status, inside
+/* Issues one of UVM's ioctls. The ioctl's return value says whether the driver accepted the call; *status, inside
  * the structure, says whether the call succeeded. */
 int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t size, uint32_t *status,
                     uint64_t addr, uint64_t bytes, const char *what);
-/* The same for a structure with a field `status`. */
+/* Calls nvidia_uvm_call with a structure that has a field `status`. */
 #define NVIDIA_UVM_CALL(n, request, p, addr, bytes)                                                                    \
   nvidia_uvm_call(n, request, p, sizeof(*(p)), &(p)->status, addr, bytes, #request)
 /* Finds the index in n->devices; -EINVAL if the ordinal is not one of the context's. */
@@ -69,7 +69,7 @@ int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index);
 
 /* ---- descriptor.c: CUDA's descriptor ---- */
 
-/* Returns 0, or an error that says what is wrong with the device node. */
+/* Checks UVM's device node. Returns 0, or an error that says what is wrong with it. */
 int nvidia_check_uvm_node(void);
 /* Sets n->uvm_fd to a duplicate of the first /dev/nvidia-uvm of this process for which `trial` returns 0;
  * `trial` finds the candidate in n->uvm_fd. */

@@ -65,7 +65,7 @@ int rm_call(const struct rm *rm, int fd, unsigned long request, void *arg, uint3
   return rm->careful ? call_guarded(fd, request, arg, bytes, status) : call(fd, request, arg, status);
 }
 
-/* The same for a structure that holds the address of another one in *inner. */
+/* Calls rm_call with a structure that holds the address of another structure in *inner, and guards both. */
 static int call_nested(const struct rm *rm, unsigned long request, void *arg, uint32_t bytes, uint32_t *status,
                        uint64_t *inner, uint32_t inner_bytes) {
   void *ours = (void *)(uintptr_t)*inner;
@@ -160,7 +160,7 @@ void rm_describe(const struct rm *rm, char *text, size_t size) {
     snprintf(text, size, "driver %s, whose layouts are known only from gVisor's table", rm->version_text);
 }
 
-/* Returns the ioctl's negative errno or 0; *status receives the RM's own status. */
+/* Returns the ioctl's negative errno or 0; *status receives RM's own status. */
 static int alloc_raw(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes, uint32_t *object,
                      uint32_t *status) {
   struct nvos64 a = {.root = rm->client,

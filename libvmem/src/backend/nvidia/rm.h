@@ -25,14 +25,14 @@ struct rm {
 
 struct rm_gpu {
   uint32_t gpu_id, instance;
-  uint32_t minor_number; /* the device node's */
+  uint32_t minor_number; /* N of /dev/nvidiaN */
 };
 
-/* ioctl, repeated after EINTR and while the driver is suspended (suspend_retry.h). Returns 0 or a negative errno;
+/* Calls ioctl, again after EINTR and while the driver is suspended (suspend_retry.h). Returns 0 or a negative errno;
  * records no error. */
 int rm_ioctl(int fd, unsigned long request, void *arg);
-/* The same for a structure of NVIDIA's, with the driver's result in *status, inside it (NULL: it has none). May
- * also return -RM_UNTOUCHED or -RM_BEHIND. */
+/* Like rm_ioctl, for one of NVIDIA's structures. `status` points to the structure's field for the driver's result
+ * (NULL: it has none). May also return -RM_UNTOUCHED or -RM_BEHIND. */
 int rm_call(const struct rm *rm, int fd, unsigned long request, void *arg, uint32_t bytes, uint32_t *status);
 enum { RM_UNTOUCHED = 5001, RM_BEHIND };
 
@@ -42,7 +42,7 @@ int rm_open_node(const char *path, int *fd);
 /* Opens the control node and reads the driver's version; -ENODEV if it is too old, or if its branch is unknown and
  * VMEM_UNKNOWN_DRIVER=refuse is in the environment. */
 int rm_open(struct rm *rm);
-/* The same, with a version that was read before. */
+/* Like rm_open, with the version that *before has read. */
 int rm_open_again(struct rm *rm, const struct rm *before);
 /* Creates a client. The caller must call rm_close even after a failure. */
 int rm_client(struct rm *rm);
@@ -54,7 +54,7 @@ void rm_describe(const struct rm *rm, char *text, size_t size);
 int rm_cards(const struct rm *rm, struct nv_card_info cards[NV_MAX_CARDS]);
 int rm_find_gpu(struct rm *rm, const uint8_t uuid[16], struct rm_gpu *gpu);
 
-/* *object receives a new handle. On failure the error is recorded with the RM's status. */
+/* *object receives a new handle. On failure the error is recorded with RM's status. */
 int rm_alloc(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, uint32_t bytes, uint32_t *object,
              const char *what);
 int rm_free(struct rm *rm, uint32_t parent, uint32_t object);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* RM status codes: their names and their errno. Values: nvstatuscodes.h, the same in every branch
- * from 530 to 595 up to 0x80; a few above that were renumbered and are left out. */
+ * from 530 to 595 up to 0x80; a few above 0x80 were renumbered and are left out. */
 #include <errno.h>
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* UVM's ioctls. */
+/* Wrappers of UVM's ioctls. */
 #include <errno.h>
 #include <string.h>
 
@@ -67,7 +67,7 @@ static int each_device(const struct nvidia *s, uint64_t addr, uint64_t bytes, un
     struct uvm_gpu_range p = {.base = addr, .length = bytes};
     int err;
     memcpy(p.uuid, s->devices[i].uuid, sizeof(p.uuid));
-    if (i > 0) /* the first device is done, so never give up on the others */
+    if (i > 0) /* the call has succeeded on the first device, so keep retrying it on the others */
       vm_undo_begin();
     err = nvidia_uvm_call(s, request, &p, sizeof(p), &p.status, addr, bytes, what);
     if (i > 0) vm_undo_end();

@@ -20,7 +20,7 @@ static int make_sparse(struct nvidia *s, uint64_t addr, uint64_t bytes) {
   for (uint64_t at = 0; at < bytes; at += SPARSE_PIECE) {
     uint64_t piece = bytes - at < SPARSE_PIECE ? bytes - at : SPARSE_PIECE;
     int err = ext_sparse(s, addr + at, piece);
-    /* The caller then frees the whole range on all devices. */
+    /* Not -ENOTRECOVERABLE: the caller frees the whole range on all devices after any error. */
     if (err) return err == -ENOTRECOVERABLE ? -EIO : err;
   }
   return 0;

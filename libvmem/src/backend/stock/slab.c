@@ -76,7 +76,7 @@ int stock_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t o
   if (err && sparse) {
     struct vmem_error why;
     int undo;
-    /* The failed call has already removed the zero mapping. */
+    /* Make the range sparse again: the failed call has already removed the zero mapping. */
     vm_error_save(&why);
     vm_undo_begin();
     undo = ext_sparse(s, addr, bytes);

@@ -57,7 +57,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   struct nvidia *s = calloc(1, sizeof(*s));
   struct vmem_error before;
   int err;
-  vm_error_save(&before); /* the tries below may record errors that are not the caller's */
+  vm_error_save(&before); /* the attempts below may record errors that do not concern the caller */
   if (!s) return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*s));
   nvidia_init(s);
   s->granule = opts->granule ? opts->granule : DEFAULT_GRANULE;
@@ -88,7 +88,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   info->unknown_branch = s->rm.careful;
   info->pub.slab_size = DEFAULT_SLAB;
   info->most_mappings = STOCK_MAX_MAPPINGS / s->num_devices;
-  info->pub.max_mappings = info->most_mappings / 2; /* other processes use the same handles */
+  info->pub.max_mappings = info->most_mappings / 2; /* other processes need handles of the same range */
   info->pool_high = 1ull << 30;
   info->pool_delay = VM_POOL_DELAY;
   info->fresh_is_zero = false; /* RM scrubs freed memory, but does not promise to */

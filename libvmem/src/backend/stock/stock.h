@@ -32,7 +32,7 @@ int ext_sparse(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 
 /* ---- trial.c: tries a driver of an unknown branch in a child process ---- */
 
-/* Returns 0, or an error that describes the deviation. */
+/* Runs the trial. Returns 0, or an error that describes the deviation. */
 int stock_trial(const struct nvidia *n);
 
 /* ---- reserve.c: reservations ---- */

@@ -79,7 +79,7 @@ static void be_child(const struct nvidia *parent, int out) {
   _exit(write(out, &why, sizeof(why)) != sizeof(why));
 }
 
-/* Reads the child's result; 0 bytes if it died, -1 if none came in time. */
+/* Reads the child's result. Returns the bytes read: 0 if the child died; -1 if no result came in time. */
 static ssize_t hear(int in, struct vmem_error *why) {
   struct pollfd p = {.fd = in, .events = POLLIN};
   ssize_t n;
@@ -125,7 +125,7 @@ int stock_trial(const struct nvidia *n) {
   if (pipe_of[1] >= 0) close(pipe_of[1]);
   if (pid < 0) {
     if (pipe_of[0] >= 0) close(pipe_of[0]);
-    return vm_fail(-ENOMEM, "no child process for the driver's trial: %s", strerror(status));
+    return vm_fail(-ENOMEM, "cannot create a child process for the driver's trial: %s", strerror(status));
   }
   heard = hear(pipe_of[0], &why);
   close(pipe_of[0]);

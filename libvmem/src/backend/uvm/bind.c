@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Mappings: translates the core's operations to the kernel's. Each BIND takes as many of one reservation as the driver
- * allows.
+ * Mappings: translates the core's operations into the kernel's. Each BIND carries as many operations on one reservation
+ * as the driver allows.
  *
  * The kernel's array is on the heap, or on the stack if memory is short: a batch then needs more
  * calls, but an undo never fails for lack of memory.
@@ -14,17 +14,17 @@
 
 #define SLOT (1ull << UVM_VMEM_SLOT_SHIFT)
 
-enum { FEW = 64 }; /* operations on the stack; one of the core's never needs more, see uvm_open */
+enum { FEW = 64 }; /* operations of the array on the stack; a single core operation never needs more, see uvm.c */
 
 struct group {
   const struct uvm *u;
   struct uvm_vmem_op *ops;
   uint32_t n, room;
-  uint64_t units;      /* named by them */
-  size_t first, count; /* the core's operations in it */
+  uint64_t units;      /* units that ops map or unmap */
+  size_t first, count; /* the core's operations that ops carry out */
 };
 
-/* The number of kernel operations for a map: one for each object that it touches. */
+/* Counts the kernel operations for an operation: a map needs one for each object that it touches. */
 static uint32_t pieces(const struct vm_bind_op *op) {
   uint64_t object;
   if (op->kind == VM_BIND_UNMAP) return 1;

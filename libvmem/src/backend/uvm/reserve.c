@@ -6,7 +6,7 @@
 #include "backend/uvm/uvm.h"
 #include "base/error.h"
 
-/* The kernel's reservations are multiples of this. */
+/* The length of a kernel reservation is a multiple of this. */
 #define SLOT (1ull << UVM_VMEM_SLOT_SHIFT)
 
 static uint64_t whole_slots(uint64_t bytes) { return (bytes + SLOT - 1) & ~(SLOT - 1); }

@@ -11,8 +11,8 @@
 
 struct slab {
   bool on_device;        /* devices[0] */
-  bool contiguous;       /* in 2 MiB */
-  uint64_t object_bytes; /* of each object but the last */
+  bool contiguous;       /* within each 2 MiB */
+  uint64_t object_bytes; /* size of each object but the last */
   uint32_t count;
   uint32_t handles[];
 };

@@ -12,7 +12,7 @@
 
 enum { DEFAULT_GRANULE = 64 << 10, SLOT = 1 << UVM_VMEM_SLOT_SHIFT };
 #define DEFAULT_SLAB (64ull << 20)
-#define LARGEST_OBJECT (1ull << 30) /* the core makes larger slabs only for a single larger page */
+#define LARGEST_OBJECT (1ull << 30) /* the core creates larger slabs only for a single larger page */
 
 static void uvm_close(void *be) {
   struct uvm *u = be;
@@ -149,7 +149,7 @@ static int uvm_open(const struct vmem_open_opts *opts, struct vm_be_info *info, 
   struct uvm *u = calloc(1, sizeof(*u));
   struct vmem_error before;
   int err;
-  vm_error_save(&before); /* the tries below may record errors that are not the caller's */
+  vm_error_save(&before); /* the attempts below may record errors that do not concern the caller */
   if (!u) return vm_fail(-ENOMEM, "heap: %zu bytes", sizeof(*u));
   nvidia_init(&u->nv);
   err = open_all(u, opts);

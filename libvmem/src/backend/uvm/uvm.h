@@ -2,12 +2,12 @@
 /*
  * uvm.h - the parts of the back end "uvm": NVIDIA's driver with our patch (kernel_module/uvm_vmem_ioctl.h).
  *
- * Reservations, physical pages and mappings are kernel objects, made through one /dev/nvidia-uvm: the one that
+ * Reservations, physical pages and mappings are kernel objects, created through one /dev/nvidia-uvm: the one that
  * CUDA holds, or our own without CUDA. A slab is one or more objects made by CREATE, whose pages have the size of
  * the context's granule; a batch of the core becomes one BIND, which is all or nothing.
  *
  * The driver zeroes new objects. The core zeroes pages that return to its pool, through a
- * reservation and a BIND of the whole slab, made when its first page returns.
+ * reservation and a BIND of the whole slab, both made when the slab's first page returns.
  */
 #ifndef VMEM_UVM_H
 #define VMEM_UVM_H
@@ -18,7 +18,7 @@
 
 /* Access to contents without CUDA. The library has none and leaves the pointer NULL: pages can then
  * be mapped and unmapped, and every function that accesses contents returns -EOPNOTSUPP. A program
- * that links the library's objects and has a way, such as the tests on a software GPU, defines the
+ * that links the library's objects and can access contents, such as the tests on a software GPU, sets the
  * pointer. */
 struct uvm_contents {
   int (*open)(const struct nvidia *n, void **state);
@@ -36,16 +36,16 @@ struct uvm {
   unsigned shift;              /* log2(nv.granule) */
   bool entries;                /* VMEM_OPEN_LARGE_ENTRIES: reservations are BIG */
   uint64_t object_bytes;       /* size of each object of a slab of small pages, except its last */
-  uint64_t run_bytes;          /* the same for slabs that consist of runs of 2 MiB */
+  uint64_t run_bytes;          /* likewise, in slabs that consist of runs of 2 MiB */
   uint64_t bind_bytes;         /* limit of one map operation */
   void *contents;              /* state of vm_uvm_contents; NULL = not in use */
 };
 
 /* ---- ioctl.c ---- */
 
-/* Makes an ioctl of uvm_vmem_ioctl.h on fd. Records a failure with the meaning that its errno has there. */
+/* Issues an ioctl of uvm_vmem_ioctl.h on fd. Records a failure with the meaning that its errno has there. */
 int uvm_ioctl(int fd, unsigned long request, void *arg, uint64_t addr, uint64_t bytes, const char *what);
-/* Records a failed ioctl, as above. */
+/* Records a failed ioctl as uvm_ioctl does. */
 int uvm_fail(int err, uint64_t addr, uint64_t bytes, const char *what);
 /* Queries the driver's features. -ENODEV if it is not the patched one. */
 int uvm_query(int fd, struct uvm_vmem_query *query);
@@ -67,7 +67,7 @@ int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t locat
 int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
 /* Returns the object that holds a slab's byte `offset`. */
 uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset);
-/* The size of its objects, except the last. */
+/* Returns the size of the slab's objects; the last may be smaller. */
 uint64_t uvm_slab_object_bytes(uint64_t slab);
 /* True if every 2 MiB of the slab is physically contiguous and aligned to 2 MiB. */
 bool uvm_slab_is_contiguous(uint64_t slab);
