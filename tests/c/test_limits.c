@@ -176,7 +176,7 @@ static void more_memory_than_there_is(void) {
   uint64_t all = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / PAGE * PAGE;
   EQ(vMemCreate(vm, GIB(1024), NULL, &h), -ENOMEM);
   OK(vmem_get_error(&e));
-  CHECK(strstr(e.text, "more than all memory"));
+  CHECK(strstr(e.text, "exceed the total memory"));
   EQ(vmem_warm(vm, GIB(1024)), -ENOMEM);
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
