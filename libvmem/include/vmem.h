@@ -161,7 +161,7 @@ struct vmem_open_opts {
                             others: no limit) */
   vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that
                             need no driver memory log nothing */
-  void *log_arg;         /* its first argument */
+  void *log_arg;         /* first argument of log */
   uint32_t log_level;    /* the most verbose level to log: VMEM_LOG_*; 0 = VMEM_LOG_INFO */
   uint32_t log_reserved; /* 0 */
 };
@@ -177,7 +177,7 @@ struct vmem_info {
   uint64_t max_mappings; /* limit on vmem_stats.mappings (vmem_open_opts); 0 = none */
   char backend[16];
   char driver[64];      /* driver version, "" on host */
-  char device_name[64]; /* of devices[0] */
+  char device_name[64]; /* name of devices[0] */
   uint8_t uuid[VMEM_MAX_DEVICES][16];
   char why[512];        /* "auto": why the back ends before this one were passed over */
   char warning[192];    /* warning for operators, "" = none: the driver is of an unknown branch and was tested more
@@ -230,7 +230,7 @@ struct vmem_error {
   size_t size;
   int32_t code;         /* negative errno, 0 = none yet */
   uint32_t status;      /* driver status: CUresult or RM status; 0 = none */
-  char status_name[48]; /* its name, "" = none */
+  char status_name[48]; /* name of the status, "" = none */
   char op[24];          /* the function that failed */
   uint64_t addr, bytes; /* the range or size in question, 0 = none */
   uint64_t limit;       /* the limit that was reached, 0 = none */
@@ -289,7 +289,7 @@ struct vmem_reserve_opts {
  * much of it have hung GPUs. */
 VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts, uint64_t *addr);
 
-#define VMEM_FREE_UNMAP (1u << 0) /* unmap what is still mapped, instead of -EBUSY */
+#define VMEM_FREE_UNMAP (1u << 0) /* unmap what is still mapped instead of returning -EBUSY */
 
 /* Frees a reservation; `addr` is its first address. If the driver has dropped it but its addresses cannot be freed
  * (-EIO), nothing is mapped there any more and nothing can be; vMemFree may be called again. */
@@ -306,11 +306,11 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
 
 struct vmem_range_info {
   size_t size;
-  uint64_t base, bytes;    /* the reservation */
-  uint64_t mapped_bytes;   /* within the reservation */
-  uint64_t segments;       /* within the reservation */
-  uint64_t run_bytes;      /* bytes from the address's granule on that are in the same state, in one run */
-  uint32_t flags;          /* VMEM_RANGE_* of the address */
+  uint64_t base, bytes;    /* start and size of the reservation */
+  uint64_t mapped_bytes;   /* mapped bytes in the reservation */
+  uint64_t segments;       /* segments in the reservation */
+  uint64_t run_bytes;      /* bytes from the address's granule on that have the same state and form one run */
+  uint32_t flags;          /* state of the address: VMEM_RANGE_* */
   uint32_t reserved;
   uint64_t entry_bytes;    /* size of the page-table entry that maps the address: 4 KiB, 64 KiB or 2 MiB; 0 = not
                               mapped. On "host", the size that a GPU would use after the same calls */
@@ -407,7 +407,7 @@ enum vmem_op_kind {
   VMEM_OP_POPULATE = 2, /* new pages of page_size for every piece, owned by the mapping alone */
   VMEM_OP_UNMAP = 3,
   VMEM_OP_FILL = 4,     /* write the byte `value` */
-  VMEM_OP_JOIN = 5      /* remap what several calls or small entries map: vmem_join as part of the batch */
+  VMEM_OP_JOIN = 5      /* vmem_join as part of the batch: remap ranges mapped by several calls or small entries */
 };
 
 #define VMEM_OP_READONLY (1u << 0) /* MAP */

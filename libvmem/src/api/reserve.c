@@ -30,8 +30,8 @@ static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_op
   return 0;
 }
 
-/* Inserts a new space. If another thread is freeing a space at the same addresses, already freed by the driver, waits
- * until it is removed, so that spaces never overlap. Lock held. */
+/* Inserts a new space. If the driver has released the same addresses, but another thread has yet to remove their old
+ * space, waits until it is removed, so that spaces never overlap. Lock held. */
 static int enter(struct vm_ctx *c, struct vm_space *s) {
   struct vm_space *old;
   while ((old = vm_space_overlap(c, s->base, s->bytes)) && old->freeing) pthread_cond_wait(&c->done_cond, &c->lock);

@@ -56,11 +56,11 @@ struct vm_be_load {
 };
 
 enum vm_bind_kind {
-  VM_BIND_MAP = 1, /* as `map` */
+  VM_BIND_MAP = 1, /* do what `map` does */
   VM_BIND_REMAP,   /* map the same pages again, as `remap`. A back end with `bind` must also accept the pages mapped
                       there before: this undoes a REPLACE, perhaps of a large page in parts */
   VM_BIND_REPLACE, /* map any pages over a mapped range; large pages are mapped and unmapped whole */
-  VM_BIND_UNMAP    /* as `unmap` */
+  VM_BIND_UNMAP    /* do what `unmap` does */
 };
 
 /* One operation of `bind`, and of vm_bind (driver.h), which works on any back end. */
@@ -73,8 +73,8 @@ struct vm_bind_op {
   uint64_t clears;       /* REMAP, REPLACE: length of the piece, which a back end that cannot replace in place
                             unmaps as a whole; 0 for all operations of the piece but the first */
   bool sparse;
-  bool cut;      /* UNMAP and REPLACE of a back end with `bind`: may cover part of a large entry. Its whole block is
-                    covered by one batch; `clears` and `from` are then those of the run of such blocks */
+  bool cut;      /* UNMAP and REPLACE, only with `bind`: may cover part of a large entry. Other operations of the batch
+                    cover the rest of its block; `clears` and `from` then describe the run of such blocks */
   uint64_t from; /* start of the piece. Without `bind` its operations may map less of it, to split an entry */
 };
 

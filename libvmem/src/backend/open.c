@@ -55,7 +55,7 @@ static int check_contents(const struct vm_backend *t, void *be, uint64_t one, ui
   return err ? err : expect(t, be, one, bytes, 0x5a);
 }
 
-/* Keeps the first failure, which is reported; later calls undo what was done. */
+/* Records only the first failure, which is reported: later calls undo what was done. */
 static bool failed(struct vmem_error *first, int err) {
   if (err && !first->code) vm_error_save(first);
   return err != 0;

@@ -42,8 +42,8 @@ struct vm_ctx {
   struct vmem_open_opts opts;
   uint64_t granule;
   unsigned shift;       /* log2(granule) */
-  uint32_t chunk_units; /* granules in 2 MiB, at least 1 */
-  unsigned chunk_shift; /* its log2 */
+  uint32_t chunk_units; /* granules per 2 MiB, at least 1 */
+  unsigned chunk_shift; /* log2(chunk_units) */
   bool large_pages;     /* the granule is below 2 MiB, and pages of 2 MiB have slabs of their own */
   bool large_entries;   /* the other slabs may have entries of 2 MiB too (VMEM_OPEN_LARGE_ENTRIES) */
   uint32_t tag;         /* part of every handle of this context */

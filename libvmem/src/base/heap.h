@@ -23,7 +23,7 @@ int vm_injected(struct vm_ctx *c, uint32_t kind);
 void *vm_calloc(struct vm_ctx *c, size_t n, size_t size);
 void *vm_realloc(struct vm_ctx *c, void *p, size_t n, size_t size);
 
-/* An array that grows. */
+/* A growable array. */
 struct vm_list {
   void *v;
   size_t n, cap;

@@ -139,7 +139,7 @@ struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, 
 /* Takes at most n units, at least `align`, aligned; refs become 1. n = 0: none available. Lock held. */
 struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t n, uint32_t align,
                            const struct vm_place *place);
-/* As vm_pool_take, but the longest free run in a partly used slab. Lock held. */
+/* Like vm_pool_take, but takes the longest free run in a partly used slab. Lock held. */
 struct vm_run vm_pool_take_packed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align);
 /* Drops one reference of each unit and returns free units to their pool. Lock held; dropped around driver calls. */
 void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);

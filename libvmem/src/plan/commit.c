@@ -135,7 +135,7 @@ static void commit_joins(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
-/* ---- the whole --------------------------------------------------------------------------------- */
+/* ---- whole plans ------------------------------------------------------------------------------- */
 
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;

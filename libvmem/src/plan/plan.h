@@ -34,7 +34,7 @@ struct vm_piece { /* a range for commit to record */
 struct vm_cut { /* a large entry that a piece covers in part */
   uint64_t block;
   struct vm_space *space;
-  uint64_t addr, bytes; /* the piece */
+  uint64_t addr, bytes; /* range of the piece */
   bool allowed;         /* VMEM_OP_SPLIT */
 };
 

@@ -331,7 +331,7 @@ static int end_own(struct vm_ctx *c, struct vm_plan *p, bool *over) {
   return err;
 }
 
-/* With `over`, it may have to be called again, like vm_plan_run. */
+/* Makes the driver calls of a plan, or undoes them. With `over`, it may have to be called again, like vm_plan_run. */
 static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, bool *over) {
   bool fills = p->copies.n || p->fills.n;
   struct calls first = {.c = c, .ops = p->ops}, second = {.c = c};

@@ -46,11 +46,11 @@ struct vm_space {
   uint64_t base, bytes; /* immutable */
   uint64_t priv;        /* immutable, the back end's */
   uint32_t kind;        /* immutable, VMEM_RANGE_VISIBLE | VMEM_RANGE_SPARSE */
-  bool large;           /* immutable: the driver makes large entries here; else PTE_LARGE marks large pages, which
+  bool large;           /* immutable: the driver creates large entries here; else PTE_LARGE marks large pages, which
                            only the core treats as a whole */
   bool freeing;
   bool gone;                          /* freed in the driver, except for its addresses: only vMemFree accepts it */
-  uint64_t mapped, busy, quarantined; /* granules */
+  uint64_t mapped, busy, quarantined; /* numbers of granules */
   uint64_t segments;                  /* pieces as the back end sees them, holes included */
   uint64_t live_leaves;
   struct vm_leaf **leaves;

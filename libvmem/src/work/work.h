@@ -33,7 +33,7 @@ vmem_ticket vm_ticket_issue(struct vm_ctx *c, struct vm_ticket *t);
 void vm_ticket_mapped(struct vm_ctx *c, struct vm_ticket *t, struct vm_fill *fill);
 /* Marks the batch as finished. If `result` is an error, it is the one recorded in this thread. Lock held. */
 void vm_ticket_done(struct vm_ctx *c, struct vm_ticket *t, int result);
-void vm_tickets_free(struct vm_ctx *c); /* no thread may be waiting */
+void vm_tickets_free(struct vm_ctx *c); /* no thread may be waiting for a ticket */
 
 /* vmem_wait, vmem_order, vmem_ticket_drop. Lock not held. */
 int vm_ticket_wait(struct vm_ctx *c, vmem_ticket id, int64_t timeout_ns);

@@ -201,7 +201,7 @@ int gpu_copy_init(struct gpu *g) {
     g->stage = NULL;
     return gpu_fail_at(g->api, r, 0, STAGE_BYTES, "cuMemHostAlloc (staging buffer)");
   }
-  /* By default CUDA loads a kernel lazily at its first launch. */
+  /* Launch both kernels once: by default CUDA loads a kernel lazily at its first launch. */
   err = launch_fills(g, g->work, &nothing, 1, 0);
   if (!err) err = copy_start(g, 0, 0, 0, &done);
   return err ? err : copy_finish(g, &done);

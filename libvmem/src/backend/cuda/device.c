@@ -94,7 +94,7 @@ void gpu_driver_text(const struct gpu *g, char *text, size_t size) {
     if (!fgets(line, sizeof(line), f)) line[0] = 0;
     fclose(f);
   }
-  /* The first word made of digits and dots, as in "... Kernel Module  580.159.04  Release ..." */
+  /* Take the first word made of digits and dots, as in "... Kernel Module  580.159.04  Release ..." */
   for (char *save = NULL, *w = strtok_r(line, " \t\n", &save); w; w = strtok_r(NULL, " \t\n", &save))
     if (strchr(w, '.') && strspn(w, "0123456789.") == strlen(w)) {
       snprintf(text, size, "%s", w);

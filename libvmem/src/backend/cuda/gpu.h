@@ -44,7 +44,7 @@ struct gpu {
   gpu_function fill, copy;
   pthread_mutex_t event_lock;
   pthread_mutex_t stage_lock; /* protects the staging buffer; held for a whole read or write */
-  void *stage;                /* pinned */
+  void *stage;                /* staging buffer, page-locked */
 };
 
 struct gpu_scope {

@@ -13,7 +13,7 @@
  * So does this back end (entries.h): code that works here works on a GPU.
  *
  * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages, nor keep them when the parent
- * has ended. A fork waits for calls that have made a mapping but not yet marked it.
+ * has ended. A fork waits for calls that have created a mapping but not yet marked it.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -319,7 +319,7 @@ static bool give_spare(struct host *h) {
   return given;
 }
 
-/* Returns the bytes of all contexts' slabs that are untouched and therefore not allocated yet; *held: the others. */
+/* Returns the bytes of all contexts' slabs that are untouched, so not allocated yet; *held: bytes allocated. */
 static uint64_t promised(uint64_t *held) {
   uint64_t all = 0;
   *held = 0;

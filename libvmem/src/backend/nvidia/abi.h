@@ -278,7 +278,7 @@ struct nv_va_space_params {
 ABI_SIZE(struct nv_va_space_params, 56);
 ABI_AT(struct nv_va_space_params, base, 40);
 
-/* ctrl0080gpu.h NV0080_CTRL_CMD_GPU_GET_VIRTUALIZATION_MODE; the first word alone before 555 */
+/* ctrl0080gpu.h NV0080_CTRL_CMD_GPU_GET_VIRTUALIZATION_MODE; before 555, only the first word */
 #define NV0080_GET_VIRTUALIZATION_MODE 0x800289u
 enum { NV0080_VIRTUALIZATION_VGX = 2 /* a guest that uses a vGPU */ };
 struct nv0080_virtualization {

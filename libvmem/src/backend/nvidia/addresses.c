@@ -130,7 +130,7 @@ static int visible_get(struct nvidia *s, uint64_t bytes, uint64_t align, bool fo
   return err;
 }
 
-/* For a visible range cuMemFree waits until the device is idle. */
+/* Gives addresses back. For a visible range cuMemFree waits until the device is idle. */
 static int give_back(struct nvidia *s, const struct nvidia_range *r) {
   int err;
   if (!r->visible) {

@@ -80,7 +80,7 @@ void nvidia_uvm_users(char *text, size_t size);
 
 /* ---- without_cuda.c: without CUDA ---- */
 
-/* As nvidia_open, and also opens n->uvm_fd. Devices are numbered as the driver lists its cards. */
+/* Like nvidia_open, but also opens n->uvm_fd. Devices are numbered as the driver lists its cards. */
 int nvidia_open_own(struct nvidia *n, const struct vmem_open_opts *opts);
 /* The part of nvidia_open_own for devices whose uuids are set: opens n->uvm_fd and registers the devices. */
 int nvidia_register_own(struct nvidia *n);

@@ -34,7 +34,7 @@ static uint32_t pieces(const struct vm_bind_op *op) {
 
 static uint64_t units(const struct vm_bind_op *op) { return op->bytes >> UVM_VMEM_UNIT_SHIFT; }
 
-/* True if the core expects the operation to make a large entry; the kernel then makes one or refuses the batch. */
+/* True if the core expects the operation to create a large entry; the kernel then creates one or refuses the batch. */
 static bool is_large(const struct uvm *u, const struct vm_bind_op *op) {
   return u->entries && !op->sparse && !((op->addr | op->offset | op->bytes) & (SLOT - 1)) &&
          uvm_slab_is_contiguous(op->slab);
@@ -91,7 +91,7 @@ static int send(struct group *g, const struct nvidia_range *r, const struct vm_b
   }
   addr = b.out_failed_op < g->n ? g->ops[b.out_failed_op].addr : ops[g->first].addr;
   if (err != -EIO) return uvm_fail(err, addr, bytes, "BIND");
-  /* Only a GPU failure leaves some of the batch's mappings. */
+  /* A GPU failure is the only error after which part of the batch may be mapped. */
   result->unknown = g->count;
   return vm_fail_at(-ENOTRECOVERABLE, ops[g->first].addr, bytes, 0,
                     "BIND of %llu bytes at 0x%llx: the GPU failed, and what is mapped there is unknown (EIO)",
@@ -150,7 +150,7 @@ int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t off
                                           .sparse = sparse});
 }
 
-/* A whole reservation may exceed what one call accepts. */
+/* Unmaps in several calls if needed: a whole reservation may exceed what one call accepts. */
 int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   const struct uvm *u = be;
   uint64_t most = ((uint64_t)u->query.out_max_bind_units << UVM_VMEM_UNIT_SHIFT) & ~(u->nv.granule - 1), n;

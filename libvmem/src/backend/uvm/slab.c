@@ -10,7 +10,7 @@
 #define SLOT (1ull << UVM_VMEM_SLOT_SHIFT)
 
 struct slab {
-  bool on_device;        /* devices[0] */
+  bool on_device;        /* in the memory of devices[0] */
   bool contiguous;       /* within each 2 MiB */
   uint64_t object_bytes; /* size of each object but the last */
   uint32_t count;
