@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Stand-ins for torch, cuda.core and libcuda that record what work is ordered after what."""
+"""Stand-ins for torch, cuda.core and libcuda that record the order imposed on GPU work."""
 
 from __future__ import annotations
 
