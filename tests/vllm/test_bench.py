@@ -264,7 +264,7 @@ def some(*at: float) -> list[Arrival]:
 def test_rates_keep_proportions() -> None:
     assert [one.at for one in at_rate(some(4.0, 5.0, 8.0), 2.0)] == [0.0, 0.25, 1.0]
     assert [one.at for one in at_rate(some(4.0, 5.0), 0.0)] == [0.0, 0.0]
-    with pytest.raises(InvalidArgument, match="no request of 2 tokens or less"):
+    with pytest.raises(InvalidArgument, match="no request of at most 2 tokens"):
         arrivals(None, 4, 2)
 
 
