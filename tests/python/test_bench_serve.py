@@ -952,7 +952,7 @@ def test_a_rank_with_another_answer_is_detected() -> None:
     group: Any = SimpleNamespace(rank=1, tell=lambda: steps.pop(0))
     with (
         closing(store),
-        pytest.raises(WrongResult, match=r"rank 1: take.* was \(3, 0\), on rank 0"),
+        pytest.raises(WrongResult, match=r"rank 1: take.* returned \(3, 0\), on rank 0"),
     ):
         ranks._follow(group, cast(Forward, SimpleNamespace(store=store)))
 
