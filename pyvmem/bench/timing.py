@@ -172,7 +172,7 @@ class Deadline:
         return self._now() - self.start
 
     def allows(self, seconds: float = 0.0) -> bool:
-        """Returns true if `seconds` more would still fit."""
+        """Returns true if at least `seconds` are left."""
         return self.left > seconds
 
 

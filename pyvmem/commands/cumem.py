@@ -100,7 +100,7 @@ class Cuda(Closable):
 class CuMem:
     """Arguments for timed cuMem* calls on one device, and untimed calls.
 
-    The timed loops call `driver.cuMem...` directly with the argument tuples made here, so that a
+    The timed loops call `driver.cuMem...` directly with the argument tuples built here, so that a
     sample times a single call of cuda.bindings and none of our code.
     """
 

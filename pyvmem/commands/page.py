@@ -167,7 +167,7 @@ def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
     from matplotlib.figure import Figure
 
     settings: Any = {
-        "svg.hashsalt": "vmem",  # makes the file reproducible
+        "svg.hashsalt": "vmem",  # fixed, so that the file is reproducible
         "font.size": 8,
         "axes.spines.top": False,
         "axes.spines.right": False,

@@ -33,7 +33,7 @@ class Generation(NamedTuple):
 class Namespace:
     """Identifies what rows depend on in addition to their tokens: an adapter, an image or a tenant.
 
-    Made by `RequestCache.namespace`. A request in one namespace never begins with rows of another.
+    Created by `RequestCache.namespace`. A request never begins with another namespace's rows.
     Once closed, its rows are not matched again: a later namespace with the same name is a different
     namespace, so that a reloaded adapter does not get rows computed by its predecessor.
 
@@ -49,9 +49,9 @@ class Namespace:
 
     @property
     def key(self) -> Hashable:
-        """The cache's key for the prefixes of this namespace.
+        """Returns the cache's key for this namespace's prefixes.
 
-        Raises BadHandle if it is closed.
+        Raises BadHandle if the namespace is closed.
         """
         if not self.is_open:
             raise BadHandle(f"{self!r} is closed", errno=errno.EBADF, op="Namespace")
@@ -111,11 +111,11 @@ class Prefix(Scoped):
 
     @property
     def match(self) -> PrefixMatch:
-        """The lease, in the form that `KVCache`'s own calls accept."""
+        """Returns the lease, in the form that `KVCache`'s own calls accept."""
         return self._match
 
     def renew(self) -> None:
-        """Looks the prompt up again: the recorded prefix may have grown, or shrunk after
+        """Looks the prompt up again: the recorded prefix may have grown, or have shrunk after
         `release`."""
         before, self._match = self._match, self._cache.match(self.tokens)
         before.release()

@@ -109,7 +109,7 @@ def accounting(context: Context) -> str:
     lost = 0
     try:
         with Cuda(context.cuda_device) as cuda:
-            # A leak shows in every try; memory that another process allocated meanwhile does not.
+            # A leak shows in every try; another process's allocation does not.
             for _ in range(_TRIES):
                 before = cuda.memory()[0]
                 _take_and_give_back(context)

@@ -48,7 +48,7 @@ def pattern(seed: int, offset: int) -> bytes:
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Raises Failed with the text `otherwise` unless `condition` is true."""
+    """Raises Failed(`otherwise`) unless `condition` is true."""
     if not condition:
         raise Failed(otherwise)
 

@@ -144,7 +144,7 @@ def page_sizes(context: Context) -> str:
     sizes = context.info.page_sizes
     for size in sizes:
         with reserve(context, 5 * max(size, 2 << 20)) as range_:
-            # A reservation is aligned to its smallest page.
+            # The reservation is aligned only to its smallest page.
             first = -(-range_.addr // size) * size
             ops = OpBatch(1)
             ops.populate(first, size, 2, 2 * size, page_size=size)

@@ -10,7 +10,7 @@ __all__ = ["Completion", "FinishReason", "Job", "Sequence"]
 
 
 class FinishReason(enum.Enum):
-    """The reason a request ended."""
+    """The reason why a request ended."""
 
     EOS = "eos"  # the model generated an end-of-text token
     LENGTH = "length"  # max_new_tokens reached
@@ -93,7 +93,7 @@ class Sequence:
 
     @property
     def answer(self) -> list[int]:
-        """The tokens generated so far."""
+        """Returns the tokens generated so far."""
         return self.tokens[len(self.job.prompt) :]
 
     @property

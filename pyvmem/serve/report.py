@@ -91,7 +91,7 @@ def build(
                 "wasted_bytes": cache.peak_wasted_bytes,
             },
             "formula": FORMULA,
-            "steps": recorder.curve,  # mapped and used bytes, by the formula above
+            "steps": recorder.curve,  # mapped and used bytes of each step, by the formula above
             "replay": [layout.footprint().as_dict() for layout in (recorder.own, *recorder.others)],
         },
         "mapping": _mapping(engine, cache),
@@ -179,7 +179,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
 
 
 def _steps(seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """The median model step, and the share of time in the slowest tenth: these compile kernels."""
+    """Formats the median model step, and the time share of the slowest tenth (kernel compiles)."""
     if not seconds:
         return []
     slowest = sorted(seconds)[9 * len(seconds) // 10 :]

@@ -21,7 +21,7 @@ from pyvmem.torch_pool.pool import VMemPool
 __all__ = ["VMemSleepBackend", "loading_weights", "use_pool"]
 
 _TAG = "weights"
-_pools: list[VMemPool] = []  # at most one: torch has one allocator per device
+_pools: list[VMemPool] = []  # at most one pool: torch has one allocator per device
 
 
 def use_pool(pool: VMemPool) -> None:
