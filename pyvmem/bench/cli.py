@@ -134,8 +134,8 @@ def _add_api(which: Any) -> None:
         "api",
         help="compare our calls with CUDA's cuMem*",
         description="Measures this library's calls and CUDA's own (cuMem*, through "
-        "cuda.bindings) in one process, in turns. Without a GPU, the rows of `host` are measured, "
-        "and the others are named with the reason.",
+        "cuda.bindings) in one process, alternately. Without a GPU, it measures the rows of `host` "
+        "and lists the others with the reason.",
     )
     add_backend(api, "what is measured")
     add_device(api)

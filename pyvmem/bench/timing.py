@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of a row's samples, in their unit.
+    """Statistics of a row's samples, in the samples' unit.
 
     `spread` is the interquartile range divided by the median; `round_spread` is the range of the
     rounds' medians divided by the median of all samples.

@@ -128,7 +128,7 @@ class Cost:
 
     @property
     def calls_per_growth(self) -> int:
-        """Map calls when a request outgrows its pages; counted as in `calls_per_token`."""
+        """Map calls each time a request outgrows its pages; counted as in `calls_per_token`."""
         return self.tensors
 
 

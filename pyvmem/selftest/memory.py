@@ -153,7 +153,7 @@ def page_sizes(context: Context) -> str:
                 context.write(addr + size - 64, pattern(size, addr))
             for addr in (first, first + 2 * size):
                 got = context.read(addr + size - 64, 64)
-                expect(got == pattern(size, addr), f"a page of {size} bytes holds something else")
+                expect(got == pattern(size, addr), f"a page of {size} bytes lost what was written")
             context.unmap(first, size)
             context.unmap(first + 2 * size, size)
     return ", ".join(str(size) for size in sizes)

@@ -218,7 +218,7 @@ def summary(result: dict[str, Any]) -> list[str]:
     rows = [
         ("KV memory at the peak", "MiB", "x ours"),
         (f"ours: {where}", _mib(own["mapped_bytes"]), "1.0"),
-        ("  of it holding no token", _mib(own["wasted_bytes"]), ""),
+        ("  of which holding no token", _mib(own["wasted_bytes"]), ""),
     ]
     for layout in (big, static):
         ratio = layout["mapped_bytes"] / own["mapped_bytes"] if own["mapped_bytes"] else 0

@@ -132,7 +132,7 @@ class ElasticEngine:
         self.count_waiting: Callable[[], int] = lambda: 0
         self.count_queued: Callable[[], int] = lambda: 0
         self.publish_events: Callable[[], None] = lambda: None
-        self._refused = -math.inf  # time of the last partial growth
+        self._refused = -math.inf  # time of the last growth that fell short
         self._step = self._ended = 0
         self._peak = Peak(self.settings.idle)  # tracks the peak number of blocks with contents
         self._busy_until = 0.0
@@ -696,7 +696,7 @@ class ElasticEngine:
         found = self.mover.pick()
         if self.ranks.move(found, self._step):
             self.mover.done(found)
-            self._wake.set()  # for the remaining copies, and to free the pages
+            self._wake.set()  # wake the keeper for the remaining copies, and to free the pages
         else:
             self.mover.undo(found)
 

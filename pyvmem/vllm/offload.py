@@ -54,9 +54,9 @@ _WHY = {
     **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector"), _NETWORK),
 }
 _OTHERWISE = (
-    "how it copies is unknown; with VMEM_VISIBLE=1 or VMEM_BACKEND=cuda, and "
-    "vmem_copies_in_step=true in its extra configuration, one that copies by cudaMemcpy alone, "
-    "and ends with the step, works; so does OffloadingConnector"
+    "how it copies is unknown; a connector that copies only by cudaMemcpy and within a step works "
+    "with VMEM_VISIBLE=1 or VMEM_BACKEND=cuda, and vmem_copies_in_step=true in its extra "
+    "configuration; so does OffloadingConnector"
 )
 BLOCK_BYTES = "vmem_block_bytes"  # in a spec's extra configuration: bytes of a block on a rank
 _IN_STEP = "vmem_copies_in_step"  # set by the user to assert that a connector copies within steps

@@ -171,9 +171,9 @@ class _Direction:
     def __init__(self, pieces: Callable[[Sequence[_Transfer]], Pieces]) -> None:
         self.copies: Copies | None = None
         self._pieces = pieces
-        self._lock = threading.Lock()  # other threads unmap memory
+        self._lock = threading.Lock()  # taken here and by threads that unmap memory
         self._held: list[tuple[int, _Transfer]] = []
-        self._after: Any = None  # work that the queued transfers have to wait for
+        self._after: Any = None  # GPU work that the queued transfers must wait for
         self._under_way: deque[tuple[list[tuple[int, int]], Copy]] = deque()
 
     def hold(self, number: int, transfer: _Transfer) -> None:
