@@ -30,7 +30,7 @@ def label(nbytes: int) -> str:
 
 @dataclass
 class Overheads:
-    """Cost in ns of an empty call, timed as the rows are: call by call, or in a block."""
+    """Cost in ns of an empty call, timed like the rows: call by call, or in a block."""
 
     each: float = 0.0
     block: float = 0.0
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def system(self) -> str:
-        """The name of our back end."""
+        """Returns the name of our back end."""
         return self.native.system
 
     @property

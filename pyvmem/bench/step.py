@@ -129,7 +129,7 @@ def _one(
 
 
 def _events(setting: Setting, context: Context, base: int, each: int) -> int:
-    """Number of events of each kind to time: as many as the limit on mappings allows."""
+    """Returns the number of events of each kind to time, given the limit on mappings."""
     wanted = setting.count(100, 2)
     limit = context.info.max_segments or context.info.max_mappings
     if limit:

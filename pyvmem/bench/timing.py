@@ -68,7 +68,7 @@ class Samples:
             del self.rounds[0]
 
     def flat(self) -> list[float]:
-        """All samples."""
+        """Returns the samples of all rounds."""
         return [x for r in self.rounds for x in r]
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Samples:
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """The nearest-rank percentile of sorted, non-empty data: always one of the samples."""
+    """Returns the nearest-rank percentile of sorted, non-empty data, always one of the samples."""
     rank = math.ceil(fraction * len(ordered))
     return ordered[min(max(rank, 1), len(ordered)) - 1]
 

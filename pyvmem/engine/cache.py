@@ -284,7 +284,7 @@ class RequestCache(Closable):
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """Allocates a slot with a prompt's prefix; returns slot and rows. None: short, lease
+        """Allocates a slot with a prompt's prefix; returns slot and rows, or None if short, lease
         kept."""
         begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:

@@ -76,7 +76,7 @@ def key_of(namespace: Namespace | None) -> Hashable:
 
 
 class Matcher(Protocol):
-    """The prefix lookup of a cache."""
+    """Looks up prefixes in a cache."""
 
     def match(self, tokens: TokenIds, leave: int = 1) -> PrefixMatch:
         """See `KVCache.match`."""
@@ -102,7 +102,7 @@ class Prefix(Scoped):
 
     @property
     def length(self) -> int:
-        """Number of recorded tokens, a multiple of the cache's sharing unit; 0: none.
+        """Number of recorded tokens, a multiple of the cache's sharing unit; may be 0.
 
         Includes tokens whose rows are in host memory (`KVCacheConfig.host_prefixes`); these may be
         lost before they are used.

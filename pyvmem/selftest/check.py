@@ -16,7 +16,7 @@ __all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "reserve
 
 
 class Failed(Exception):
-    """A check failed: something on this machine does not work."""
+    """A check failed: a feature does not work on this machine."""
 
 
 class NotRun(Exception):

@@ -238,7 +238,7 @@ def summary(result: dict[str, Any]) -> list[str]:
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    """All counters as tables."""
+    """Formats all counters as tables."""
     lines = _head(result)
     return [*lines, "", *_memory_table(result), "", *_time_table(result), *_verify_lines(result)]
 

@@ -148,7 +148,7 @@ class Holds:
 
     @property
     def host_cached(self) -> int:
-        """Bytes of prefixes that each rank has in host memory."""
+        """Returns the bytes of prefixes that each rank keeps in host memory."""
         return self._chunks * self._manager.chunk_bytes if self.on else 0
 
     def __contains__(self, block: int) -> bool:
