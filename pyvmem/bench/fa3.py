@@ -62,7 +62,7 @@ def call(
 
     Args:
         op: the op from `load`.
-        q: ``[tokens, heads, dim]``, one request after the other.
+        q: ``[tokens, heads, dim]``, requests one after another.
         k, v: ``[requests, rows, kv_heads, dim]``; with a table ``[blocks, block, kv_heads, dim]``.
         starts: index in `q` of each request's first token, then the total; int32 ``[requests +
             1]``.

@@ -52,7 +52,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _parser(*commands: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that has the options of `commands`, and a help line for the others."""
+    """Returns a parser with the options of `commands`, and a help line for each other command."""
     parser = argparse.ArgumentParser(
         prog="vmem", description="Fine-grained GPU virtual memory for KV caches."
     )

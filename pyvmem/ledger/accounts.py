@@ -891,7 +891,7 @@ class Account:
         An engine is short if it wants more than is free for it, and more than its own idle prefixes
         hold. For the fair share, add up the free memory and the memory of this engine, of the short
         engines and of those that hold more than this engine; then divide it equally among these
-        engines, within each one's floor and limit.
+        engines, within the floor and limit of each.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
             return self._has_more(free)

@@ -73,7 +73,7 @@ def _samples(text: str) -> int:
 
 
 def _tested(backend: str, results: list[ProbeResult]) -> ProbeResult:
-    """Returns the result of the requested back end; for "auto", of the first usable or the last."""
+    """Returns the result of the requested back end; for "auto", the first usable or the last."""
     if backend == "auto":
         return next((one for one in results if one.used), results[-1])
     return next(one for one in results if one.backend == backend)

@@ -54,7 +54,7 @@ class Completion:
     Attributes:
         tokens: the answer's token ids, including any end-of-text token.
         predictions: the model's choice at each position; differs from `tokens` only under `forced`.
-        preemptions: how often the request lost its memory and was recomputed.
+        preemptions: number of times that the request lost its memory and was recomputed.
         first_step, last_step: engine steps that generated its first and last token; -1: none.
     """
 
