@@ -10,8 +10,8 @@
 //   commit     the staged content to the slots, and move the references to objects accordingly
 //   wait       unless the caller wants a ticket
 //
-// Before the first push no GPU and no other call sees a change, and every failure is rolled back (only page tables that
-// a slot of a BIG reservation was given stay with it). Beginning a push fails only after a fatal error; it is then
+// Before the first push no GPU and no other call sees a change, and every failure is rolled back (except that
+// page tables allocated for a slot of a BIG reservation stay). Beginning a push fails only after a fatal error; it is then
 // unknown what the GPU did with earlier pushes, and the reservation is marked broken.
 
 #include <linux/sched/signal.h>
@@ -27,7 +27,7 @@ typedef struct
     NvU64 num_units;
     uvm_vmem_object_t *object; // MAP
     NvU64 object_unit;
-    NvU32 number; // in the caller's array
+    NvU32 number; // index in the caller's array
     NvU32 op;
     NvU32 flags;
 } bind_op_t;
