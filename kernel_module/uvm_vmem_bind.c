@@ -11,8 +11,8 @@
 //   wait       unless the caller wants a ticket
 //
 // Before the first push no GPU and no other call sees a change, and every failure is rolled back (except that
-// page tables allocated for a slot of a BIG reservation stay). Beginning a push fails only after a fatal error; it is then
-// unknown what the GPU did with earlier pushes, and the reservation is marked broken.
+// page tables allocated for a slot of a BIG reservation stay). Beginning a push fails only after a fatal error; it is
+// then unknown what the GPU did with earlier pushes, and the reservation is marked broken.
 
 #include <linux/sched/signal.h>
 #include <linux/sort.h>

@@ -343,8 +343,8 @@ void uvm_vmem_call_end(uvm_vmem_state_t *state);
 // LOCKING: Caller holds the VA space lock for write, so that no new call begins. Takes state->lock.
 void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
-// Wait until condition holds, which a call makes true under state->lock. The lock is taken once afterwards: all that the
-// call wrote is then visible, on every architecture, and the call no longer uses the state.
+// Wait until condition holds, which a call makes true under state->lock. The lock is taken once afterwards: all that
+// the call wrote is then visible, on every architecture, and the call no longer uses the state.
 //
 // LOCKING: Takes state->lock.
 #define uvm_vmem_wait_event(state, condition)                                                                            \
@@ -359,7 +359,8 @@ void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 // LOCKING: Caller holds state->lock; dropped and retaken when the limit is reached.
 void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more);
 
-// Wait for a GPU by polling, with growing pauses. Returns -EINTR if the process is being killed, -EIO if the GPU failed.
+// Wait for a GPU by polling, with growing pauses. Returns -EINTR if the process is being killed, -EIO if the GPU
+// failed.
 int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 
 // Sleep before the next poll, for a fraction of waited_ns, at most left_ns.

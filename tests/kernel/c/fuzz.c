@@ -136,7 +136,7 @@ static void fill_reserve(struct fuzzer *f, struct uvm_vmem_reserve *r) {
   r->flags = flags(f, UVM_VMEM_RESERVE_EAGER | UVM_VMEM_RESERVE_BIG);
   r->start = a_place(f);
   r->length = chance(f, 12) ? any64(f) : (1 + below(f, 16)) * SLOT;
-  if (r->length > GIB(1) && !(r->length & (SLOT - 1))) r->flags &= ~UVM_VMEM_RESERVE_EAGER; /* its tables take too long */
+  if (r->length > GIB(1) && !(r->length & (SLOT - 1))) r->flags &= ~UVM_VMEM_RESERVE_EAGER; /* allocating the tables takes too long */
   r->page_shift = a_shift(f);
   r->gpu_count = chance(f, 15) ? any32(f) : 1;
   for (unsigned i = 0; i < 4; i++) a_gpu(f, gpus + i * UVM_VMEM_UUID_BYTES);

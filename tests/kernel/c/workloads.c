@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Runs the operations of a KV cache in the library's two ways of mapping on a GPU: one batch of the patched driver, or a
- * call of the stock driver for each run of pages. Both map the same pages at the same addresses in the same steps; the cost
- * is counted.
+ * Runs the operations of a KV cache in the library's two ways of mapping on a GPU: one batch of the patched driver, or
+ * a call of the stock driver for each run of pages. Both map the same pages at the same addresses in the same steps;
+ * the cost is counted.
  *
  * The shape is Qwen2.5-1.5B's: 28 layers, a K and a V tensor each (LAYERS= takes fewer), 2 heads x 128 x 2 bytes per
  * token, so that a page of 64 KB holds 128 tokens. Parameters: LAYERS, REQUESTS, TOKENS. Each case is printed as a line
